@@ -1,0 +1,158 @@
+"""Masked arithmetic, log-probabilities of tokens, and the shift by one, which lives here only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Head = Callable[[Tensor], Tensor]
+
+
+def widened(values: Tensor) -> Tensor:
+    """The same values in float32, or in float64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the values that the mask marks; 0 where it marks none.
+
+    Args:
+        values: [...] numbers, anything (even NaN) where the mask is False.
+        mask: [...] bool.
+
+    Returns:
+        [] mean.
+
+    Example:
+        >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
+        tensor(2.)
+    """
+    return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of token ids of unequal length, padded on the left.
+
+    Args:
+        rows: M lists of token ids.
+        pad_id: the id that fills up.
+        length: the least length of the result.
+
+    Returns:
+        [M, T] ids and [M, T] bool mask.
+
+    Example:
+        >>> pad_left([[5, 6], [7]], pad_id=0)[0]
+        tensor([[5, 6],
+                [0, 7]])
+    """
+    width = max([length, *map(len, rows)])
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for row, tokens in enumerate(rows):
+        if tokens:
+            ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
+            mask[row, -len(tokens) :] = True
+    return ids, mask
+
+
+def positions(mask: Tensor) -> Tensor:
+    """[M, T] position of each real token in its row, counted from 0; 0 on left padding.
+
+    Models with absolute positions (GPT-2) are silently wrong on left-padded rows without this.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def predicting(hidden: Tensor, target_mask: Tensor) -> Tensor:
+    """The hidden states that predict the marked tokens: the token before each of them.
+
+    Args:
+        hidden: [M, T, E] hidden states.
+        target_mask: [M, T] True marks the K tokens to predict; never the first of a row.
+
+    Returns:
+        [K, E] in row order.
+    """
+    return hidden[:, :-1][target_mask[:, 1:]]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of its distribution, without keeping the logits.
+
+    The logits of one chunk of tokens exist at a time, in the forward pass and again in the
+    backward pass, where they are recomputed.
+
+    Args:
+        hidden: [K, E] hidden states that predict the targets.
+        targets: [K] token ids.
+        head: hidden [k, E] -> logits [k, V], after logit scale and soft-cap.
+        temperature: divides the logits, as it did at sampling.
+        chunk_size: tokens per chunk.
+        entropy_grad: let the gradient flow through the entropy too.
+
+    Returns:
+        [K] float32 log-probabilities (nats) and [K] float32 entropies (nats).
+    """
+
+    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = widened(head(hidden)) / temperature
+        log_z = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
+        # H = log Z - sum_v p_v z_v
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
+        return logprobs, entropy
+
+    def chunks() -> Iterator[tuple[Tensor, Tensor]]:
+        parts = torch.split(hidden, chunk_size), torch.split(targets, chunk_size)
+        for part, target in zip(*parts, strict=True):
+            if torch.is_grad_enabled() and len(hidden) > chunk_size:
+                yield checkpoint(chunk_logprobs, part, target, use_reentrant=False)
+            else:
+                yield chunk_logprobs(part, target)
+
+    logprobs, entropies = zip(*chunks(), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def length_buckets(
+    lengths: Tensor, *, max_rows: int | None = None, max_tokens: int | None = None
+) -> list[Tensor]:
+    """Rows gathered by length, longest first, so that a micro-batch holds little padding.
+
+    Args:
+        lengths: [M] tokens of each row.
+        max_rows: rows of a bucket at most; None sets no limit.
+        max_tokens: padded tokens of a bucket at most; a longer single row gets one of its own.
+
+    Returns:
+        Lists of row numbers; together every row once.
+
+    Example:
+        >>> length_buckets(torch.tensor([2, 9, 3, 8]), max_tokens=18)
+        [tensor([1, 3]), tensor([2, 0])]
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    sizes = lengths[order].tolist()
+    buckets, start = [], 0
+    while start < len(sizes):
+        rows = len(sizes) - start
+        if max_rows is not None:
+            rows = min(rows, max_rows)
+        if max_tokens is not None:
+            rows = min(rows, max(1, max_tokens // max(1, sizes[start])))
+        buckets.append(order[start : start + rows])
+        start += rows
+    return buckets

@@ -1,0 +1,255 @@
+"""The carriers: what one iteration hands from room to room, and the shape legend.
+
+Shape legend, used in every docstring:
+
+    B prompts          G completions per prompt   N = B * G rows, row n belongs to prompt n // G
+    P prompt length    C completion length        T = P + C    M rows of a micro-batch
+    V vocabulary       L layers                   H key/value heads    D head size
+
+Prompts are padded on the left, completions on the right. Masks are bool, True marks a real token,
+and a completion's mask includes its end token. `logprobs[n, t]` is the log-probability of
+`completion_ids[n, t]`. Log-probabilities and losses are float32 (nats), rewards float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stats = dict[str, Tensor]
+
+
+def _check(name: str, value: Tensor, *shape: int) -> None:
+    assert tuple(value.shape) == shape, f"{name} has shape {tuple(value.shape)}, expected {shape}"
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts and everything known about them, before anybody said anything.
+
+    Args:
+        prompt_ids: [B, P] token ids, padded on the left.
+        prompt_mask: [B, P] True marks a real token.
+        prompts: B rendered prompt texts.
+        columns: every other column of the data set, a list of length B each; rewards see them.
+        index: [B] position of each prompt in its data set; names its completions' random streams.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    prompts: list[str]
+    columns: dict[str, list[Any]]
+    index: Tensor
+
+    def __post_init__(self) -> None:
+        """Check ranks and sizes."""
+        rows, length = self.prompt_ids.shape
+        _check("prompt_mask", self.prompt_mask, rows, length)
+        _check("index", self.index, rows)
+        for name, values in {"prompts": self.prompts, **self.columns}.items():
+            assert len(values) == rows, f"{name} has {len(values)} entries for {rows} prompts"
+
+    def __len__(self) -> int:
+        """Number of prompts, B."""
+        return self.prompt_ids.shape[0]
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:
+        """The same batch with its tensors on `device`."""
+        tensors = ("prompt_ids", "prompt_mask", "index")
+        return replace(self, **{name: getattr(self, name).to(device, **kwargs) for name in tensors})
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Who said what: G sampled completions of each of B prompts.
+
+    Args:
+        prompts: the B prompts.
+        group_size: G.
+        completion_ids: [N, C] token ids, padded on the right.
+        completion_mask: [N, C] True marks a real token, the end token included.
+        sampler_logprobs: [N, C] float32 log-probability under the (filtered) distribution that
+            the token was drawn from; 0 on padding.
+        truncated: [N] True where the length limit, not the end token, stopped the completion.
+        completions: N decoded texts, empty until the module decodes them.
+    """
+
+    prompts: PromptBatch
+    group_size: int
+    completion_ids: Tensor
+    completion_mask: Tensor
+    sampler_logprobs: Tensor
+    truncated: Tensor
+    completions: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Check that there are B * G rows of one length."""
+        rows, length = len(self.prompts) * self.group_size, self.completion_ids.shape[1]
+        for name in ("completion_ids", "completion_mask", "sampler_logprobs"):
+            _check(name, getattr(self, name), rows, length)
+        _check("truncated", self.truncated, rows)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] number of real tokens of each completion."""
+        return self.completion_mask.sum(1)
+
+    def stats(self) -> Stats:
+        """Scalars under `completion/`."""
+        lengths = self.lengths.float()
+        return {
+            "completion/len_mean": lengths.mean(),
+            "completion/len_max": lengths.max(),
+            "completion/truncated_frac": self.truncated.float().mean(),
+        }
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """How good it was: one number per reward function and completion.
+
+    Args:
+        parts: {name: [B, G]} float64; NaN where a function abstained or failed.
+        weights: {name: weight of the part in the total}, same keys as `parts`.
+        total: [B, G] float64 weighted sum over the parts that answered; 0 where none did.
+        valid: [B, G] False where a function failed or all abstained: the row teaches nothing.
+        precision: machine epsilon of the coarsest arithmetic the rewards were computed in;
+            relative differences of up to 4 of it count as equal.
+    """
+
+    parts: dict[str, Tensor]
+    weights: dict[str, float]
+    total: Tensor
+    valid: Tensor
+    precision: float = torch.finfo(torch.float64).eps
+
+    def __post_init__(self) -> None:
+        """Check shapes and keys."""
+        assert self.parts.keys() == self.weights.keys()
+        for name, part in {**self.parts, "valid": self.valid}.items():
+            _check(name, part, *self.total.shape)
+
+    def stats(self) -> Stats:
+        """Scalars under `reward/`."""
+        spread = self.total.std(1, correction=min(1, self.total.shape[1] - 1))
+        valid = self.total[self.valid]
+        stats = {
+            "reward/mean": valid.mean() if valid.numel() else self.total.new_zeros(()),
+            "reward/group_std": spread.mean(),
+            "reward/failed_frac": (~self.valid).double().mean(),
+            "reward/equal_groups_frac": (spread == 0).double().mean(),
+        }
+        # All processes report the same names, so a part that answered nowhere counts as 0.
+        parts = {
+            f"reward/{name}": part.nanmean().nan_to_num(0.0) for name, part in self.parts.items()
+        }
+        return {name: value.float() for name, value in (stats | parts).items()}
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What to learn from: M completions with the weight and direction of each of their tokens.
+
+    Args:
+        prompt_ids: [B, P] prompts, each once.
+        prompt_mask: [B, P] True marks a real token.
+        prompt_of: [M] row of `prompt_ids` that each completion continues.
+        completion_ids: [M, C] token ids, padded on the right.
+        completion_mask: [M, C] True marks a real token.
+        sampler_logprobs: [M, C] log-probability at sampling.
+        advantages: [M, C] how much better than expected, per token.
+        weights: [M, C] weight of each token in its optimizer step: masks and normalization in one.
+        old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
+            on-policy (ratio 1).
+        ref_logprobs: [M, C] log-probability under the reference; None without a reference.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    prompt_of: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every row field has M rows of one length."""
+        for name in ROW_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                _check(name, value, *self.completion_ids.shape)
+        _check("prompt_of", self.prompt_of, self.completion_ids.shape[0])
+
+    def __len__(self) -> int:
+        """Number of completions, M."""
+        return self.completion_ids.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[M] number of real tokens of each completion."""
+        return self.completion_mask.sum(1)
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Prompt ids and mask, prompt of each row, completion ids and mask: `Policy.logprobs`."""
+        completions = self.completion_ids, self.completion_mask
+        return self.prompt_ids, self.prompt_mask, self.prompt_of, *completions
+
+    def select(self, rows: Tensor) -> Experience:
+        """The given completions and their prompts; columns that are padding for all are cut off.
+
+        Args:
+            rows: [m] row numbers, in any order; at least one.
+        """
+        kept, prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
+        unused = self.prompt_ids.shape[1] - int(self.prompt_mask[kept].sum(1).max())
+        used = max(1, int(self.completion_mask[rows].sum(1).max()))
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in ROW_FIELDS}
+        for name, value in chosen.items():
+            chosen[name] = None if value is None else value[rows, :used]
+        prompts = self.prompt_ids[kept, unused:], self.prompt_mask[kept, unused:]
+        return Experience(*prompts, prompt_of, **chosen)
+
+
+ROW_FIELDS = (
+    "completion_ids",
+    "completion_mask",
+    "sampler_logprobs",
+    "advantages",
+    "weights",
+    "old_logprobs",
+    "ref_logprobs",
+)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What a policy thinks of given completions.
+
+    Args:
+        logprobs: [M, C] float32 log-probability of each completion token; 0 on padding.
+        entropy: [M, C] float32 entropy of the distribution it was drawn from; 0 on padding.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss to differentiate, and what is worth knowing about it.
+
+    Args:
+        loss: [] sum over tokens of weight times token loss.
+        stats: {name: [2]} a sum over tokens (or rows) and the count to divide it by, so that sums
+            over micro-batches and processes give exact averages.
+    """
+
+    loss: Tensor
+    stats: Stats
