@@ -1,0 +1,92 @@
+"""Is the answer right? Exact, so that no gold answer fails and only an answer earns credit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Real
+
+from litgrpo.text import (
+    Message,
+    answer_claims,
+    extract_answer,
+    parse_number,
+    same_text,
+    tagged,
+    text_of,
+)
+
+Gold = str | int | float | None
+
+
+def correctness(
+    prompts: Sequence[object],
+    completions: Sequence[str | Sequence[Message]],
+    answer: Sequence[Gold],
+    *,
+    require_tags: bool = True,
+    answer_tag: str = "answer",
+) -> list[float | None]:
+    r"""1 where the completion's answer equals the gold answer, else 0.
+
+    Numbers are compared exactly, whatever their dress (`$1,080.00`, `1080`, `\frac{2160}{2}`,
+    `<answer>1080 feet</answer>`); a gold answer that is not a number is compared as text. A
+    completion must commit itself: several different answers, several numbers inside one answer, an
+    empty or unclosed tag earn nothing.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+        answer: N gold answers: a number, its text, or a worked answer that ends in `#### 72` or
+            `\boxed{72}`. A row whose gold is None is not judged.
+        require_tags: take answers from `<answer>..</answer>` only. Otherwise also from `#### x`,
+            `\boxed{x}` or the last line, in this order.
+        answer_tag: name of the tag.
+
+    Returns:
+        N rewards in {0, 1}; None where there is no gold answer.
+    """
+    golds = [None if gold is None else read_gold(gold) for gold in answer]
+    return [
+        None
+        if gold is None
+        else float(_is_right(text_of(completion), gold, require_tags=require_tags, tag=answer_tag))
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
+def read_gold(gold: str | int | float) -> Fraction | str:
+    r"""The gold answer as an exact number, or as text if it is not one.
+
+    Example:
+        >>> read_gold("48 + 24 = 72\n#### 72")
+        Fraction(72, 1)
+    """
+    if isinstance(gold, Real):
+        return Fraction(str(gold))  # 0.1 means one tenth, not the nearest double
+    if not isinstance(gold, str) or not gold.strip():
+        raise ValueError(f"a gold answer must be a number or a text with one, got {gold!r}")
+    marked = extract_answer(gold)
+    text = gold if marked is None else marked
+    number = parse_number(text)
+    return text if number is None else number
+
+
+def _is_right(completion: str, gold: Fraction | str, *, require_tags: bool, tag: str) -> bool:
+    claims = _claims(completion, require_tags=require_tags, tag=tag)
+    return bool(claims) and all(_equals(claim, gold) for claim in claims)
+
+
+def _claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
+    """Every answer that the completion commits itself to; none where its tags are broken."""
+    opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
+    whole = opened == closed == len(tagged(completion, tag))
+    if not whole or (require_tags and not opened):
+        return set()
+    return set(answer_claims(completion, tag=tag) or completion.strip().splitlines()[-1:])
+
+
+def _equals(claim: str, gold: Fraction | str) -> bool:
+    if isinstance(gold, str):
+        return same_text(claim, gold)
+    return parse_number(claim) == gold

@@ -1,0 +1,224 @@
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jsonargparse
+import numpy as np
+import pytest
+import torch
+
+from litgrpo.rewards import Composite, Reward
+from litgrpo.rewards.math import correctness
+
+PROMPTS = ["p", "p", "q", "q"]
+TEXTS = ["a", "bb", "ccc", "dddd"]
+COLUMNS: dict[str, list[Any]] = {
+    "answer": ["1", "1", "2", "2"],
+    "completion_ids": [[1], [2], [3], [4]],
+}
+
+
+def size(prompts, completions, **columns):
+    return [len(text) for text in completions]
+
+
+def returning(values):
+    def function(completions):
+        return values
+
+    return function
+
+
+def table(context=None, reward_format="text", **parts: Any):
+    rewards = {
+        name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
+    }
+    return Composite(rewards, reward_format=reward_format)(PROMPTS, TEXTS, COLUMNS, 2, context)
+
+
+def test_weighted_parts_add_up_by_hand() -> None:
+    result = table(
+        size=Reward(size, weight=2.0), sign=Reward(returning([1, -1, 0.5, True]), weight=-1.0)
+    )
+    assert result.parts["size"].tolist() == [[1, 2], [3, 4]]
+    assert result.total.tolist() == [[1, 5], [5.5, 7]]
+    assert result.total.dtype == torch.float64
+    assert result.valid.all()
+    assert result.weights == {"size": 2.0, "sign": -1.0}
+
+
+def test_an_abstaining_part_is_left_out_of_the_sum() -> None:
+    result = table(a=returning([None, 1, None, 2]), b=returning([3, None, None, 4]))
+    assert result.total.tolist() == [[3, 1], [0, 6]]
+    assert result.valid.tolist() == [[True, True], [False, True]]
+    assert result.parts["a"].isnan().tolist() == [[True, False], [True, False]]
+
+
+def test_a_failed_part_makes_its_sample_invalid_and_no_other() -> None:
+    composite = Composite({"a": Reward(returning([1, float("nan"), "x", 2])), "b": Reward(size)})
+    result = composite(PROMPTS, TEXTS, COLUMNS, 2)
+    assert result.valid.tolist() == [[True, False], [False, True]]
+    assert result.total.tolist() == [[2, 2], [3, 6]]
+    assert composite.failures == {"a": {"returned nan": 1, "returned str": 1}}
+
+
+def test_a_reward_of_weight_zero_is_shown_and_changes_nothing() -> None:
+    result = table(a=size, b=Reward(returning([None, float("inf"), 7, 7]), weight=0.0))
+    assert result.valid.all()
+    assert result.total.tolist() == [[1, 2], [3, 4]]
+    assert result.parts["b"][1].tolist() == [7, 7]
+
+
+def test_precision_is_that_of_the_coarsest_arithmetic() -> None:
+    double = torch.finfo(torch.float64).eps
+    single, brain = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    ones = torch.ones(4)
+    assert table(a=size, b=returning(np.ones(4))).precision == double
+    assert table(a=size, b=returning(torch.ones(4, dtype=torch.long))).precision == double
+    assert table(a=size, b=returning(ones)).precision == single
+    assert table(a=size, b=returning(np.ones(4, dtype=np.float32))).precision == single
+    assert table(a=size, b=returning(list(np.ones(4, dtype=np.float32)))).precision == single
+    assert table(a=returning(list(ones)), b=returning(ones.bfloat16())).precision == brain
+    assert table(a=size, b=Reward(returning(ones), weight=0.0)).precision == double
+
+
+def test_a_function_gets_what_its_signature_names() -> None:
+    seen: list[set[str]] = []
+
+    def named(completions, answer, *, scale=1):
+        seen.append({*completions, *answer, scale})
+        return [0.0] * 4
+
+    def everything(prompts, completions, **kwargs):
+        seen.append(set(kwargs))
+        return [0.0] * 4
+
+    table(a=Reward(named, kwargs={"scale": 3}), b=Reward(everything, kwargs={"extra": 1}))
+    assert seen == [{*TEXTS, "1", "2", 3}, {"answer", "completion_ids", "extra"}]
+
+
+def test_functions_written_for_trl_work_unchanged() -> None:
+    # from TRL's documentation of custom reward functions: signatures and formats
+    def by_ids(completions_ids=None, completion_ids=None, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def chat(completions, answer, **kwargs):
+        return [
+            float(turns[0]["content"] == gold)
+            for turns, gold in zip(completions, answer, strict=True)
+        ]
+
+    def with_state(prompts, completions, trainer_state, log_metric=None, **kwargs):
+        assert log_metric is None
+        return [float(trainer_state.global_step)] * len(completions)
+
+    def asking(prompts, **kwargs):
+        return [float(prompt[-1]["role"] == "user") for prompt in prompts]
+
+    state = {"trainer_state": SimpleNamespace(global_step=5)}
+    result = table(state, "chat", ids=by_ids, chat=chat, state=with_state, asking=asking)
+    assert {name: part.flatten().tolist() for name, part in result.parts.items()} == {
+        "ids": [1, 1, 1, 1], "chat": [0, 0, 0, 0], "state": [5, 5, 5, 5], "asking": [1, 1, 1, 1],
+    }  # fmt: skip
+
+
+def test_a_column_never_replaces_the_texts() -> None:
+    columns = {"completions": ["x"] * 4, "prompts": ["x"] * 4}
+    result = Composite({"size": Reward(size)})(PROMPTS, TEXTS, columns, 2)
+    assert result.total.tolist() == [[1, 2], [3, 4]]
+
+
+class Judge:
+    def __call__(self, completions):
+        return [1.0] * len(completions)
+
+
+def test_partials_and_callable_objects_are_functions_too() -> None:
+    result = table(a=Judge(), b=partial(correctness, require_tags=False))
+    assert result.total.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("litgrpo.rewards.math.corectness",
+        "'litgrpo.rewards.math' has no 'corectness' .did you mean 'correctness'"),
+        ("litgrpo.rewards.maths.correctness",
+        "cannot import module 'litgrpo.rewards.maths'.*'litgrpo.rewards.math.correctness'"),
+        ("correctnes",
+        "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.math.correctness'"),
+        ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
+        ("litgrpo.rewards.math.Fraction", "must be a function"),
+        ("litgrpo.rewards.guard.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),
+        (".math.correctness", "is not an import path"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_imported_is_named_with_its_nearest(
+    path: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Composite({"r": Reward(path)})
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "there are no rewards"),
+        ({"a": Reward(size, weight=float("nan"))}, "weight of reward 'a' must be finite, got nan"),
+        ({"a": Reward(size, weight="1")}, "weight of reward 'a' must be a number, got '1'"),
+        ({"a": Reward(size, weight=0)}, "every reward has weight 0"),
+        ({"a": Reward(size), "b": Reward(size)}, "'a' and 'b' are the same function"),
+        ({"mean": Reward(size)}, "cannot be named 'mean'"),
+        ({"a": Reward(correctness, kwargs={"require_tag": 1})}, "did you mean 'require_tags'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_at_once(parts: dict[str, Reward], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Composite(parts)
+
+
+def test_wrong_inputs_are_refused_with_names_and_numbers() -> None:
+    composite = Composite({"a": Reward(correctness)})
+    with pytest.raises(
+        ValueError, match=r"reward 'a' needs answer, which is neither a column \(comp"
+    ):
+        composite(PROMPTS, TEXTS, {}, 2)
+    with pytest.raises(ValueError, match="column 'answer' has 3 entries for 4 completions"):
+        composite(PROMPTS, TEXTS, {"answer": ["1"] * 3}, 2)
+    with pytest.raises(ValueError, match="4 completions do not make whole groups of 3"):
+        composite(PROMPTS, TEXTS, COLUMNS, 3)
+    with pytest.raises(ValueError, match="reward_format must be 'text' or 'chat', got 'json'"):
+        Composite({"a": Reward(size)}, reward_format="json")  # type: ignore[arg-type]
+
+
+def test_a_result_of_the_wrong_length_is_one_clear_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^reward 'a' returned 3 rewards for 4 completions$"):
+        table(a=returning([1, 2, 3]))
+    with pytest.raises(
+        ValueError, match=r"^reward 'a' returned NoneType instead of a list of 4 rewards$"
+    ):
+        table(a=returning(None))
+
+
+@dataclass
+class Holder:
+    rewards: dict[str, Reward] = field(default_factory=dict)
+
+
+def test_rewards_are_read_from_yaml(tmp_path) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Holder, "holder")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "holder: {rewards: {correct: {function: litgrpo.rewards.math.correctness, weight: 1e-1,"
+        " kwargs: {require_tags: false}}, size: {function: litgrpo.rewards.format.think_format}}}"
+    )
+    arguments = [f"--config={path}", "--holder.rewards.size.weight=0.5"]
+    rewards = parser.instantiate(parser.parse_args(arguments)).holder.rewards
+    composite = Composite(rewards)
+    assert composite.functions["correct"] is correctness
+    assert composite.weights == {"correct": 0.1, "size": 0.5}
+    result = composite(PROMPTS, ["1", "2", "2", "1"], COLUMNS, 2)
+    assert result.parts["correct"].tolist() == [[1, 0], [1, 0]]
