@@ -1,0 +1,198 @@
+"""The order of batches, a pure function of (seed, epoch), and a loader that knows its position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from litgrpo.tensors import length_buckets
+
+Batch = TypeVar("Batch")
+
+
+def shuffled(count: int, seed: int, epoch: int) -> Tensor:
+    """[count] a permutation that depends on nothing but its arguments."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator)
+
+
+def fixed_batches(count: int, batch_size: int) -> list[list[int]]:
+    """All rows in their order; the last batch may be smaller."""
+    return [part.tolist() for part in torch.arange(count).split(batch_size)]
+
+
+def shuffled_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Full batches in random order; the rows that fill no batch sit out this epoch."""
+    order = shuffled(count, seed, epoch)[: count - count % batch_size]
+    return [part.tolist() for part in order.split(batch_size)]
+
+
+def bucketed_batches(
+    lengths: Tensor, max_rows: int | None, max_tokens: int | None, seed: int, epoch: int
+) -> list[list[int]]:
+    """All rows in batches of about equal length, in random order.
+
+    Lengths are rounded up to five binary digits (by at most 1/16), rows of the same rounded length
+    change places at random, and batches are cut from long to short. The rounded lengths are the
+    same in every epoch, so the number of batches is too.
+
+    Args:
+        lengths: [M] tokens of each row.
+        max_rows: rows of a batch at most.
+        max_tokens: tokens of a batch at most, padding included (a longer row is alone).
+        seed: of the order.
+        epoch: of the order.
+
+    Returns:
+        Lists of row numbers.
+    """
+    order = shuffled(len(lengths), seed, epoch)
+    steps = torch.tensor([1 << max(0, int(n).bit_length() - 5) for n in lengths])
+    rounded = (lengths + steps - 1) // steps * steps
+    buckets = length_buckets(rounded[order], max_rows=max_rows, max_tokens=max_tokens)
+    turn = shuffled(len(buckets), seed, epoch).tolist()
+    return [order[buckets[place]].tolist() for place in turn]
+
+
+def process(trainer: Trainer | None) -> tuple[int, int]:
+    """Rank of this process and number of processes; without a trainer there is one."""
+    return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+
+def skip_validation(trainer: Trainer | None) -> None:
+    """Tell Lightning that there is nothing to validate on; an empty list makes it warn."""
+    if trainer is not None:
+        trainer.limit_val_batches = 0
+
+
+def share(batch: list[int], rank: int, world_size: int) -> list[int]:
+    """The rows of one process: a slice of the batch, equal slices where the batch divides.
+
+    Every process gets a row, so that all take part in every step: where there are too few, the
+    first row is given again.
+
+    Example:
+        >>> [share([4, 2, 7, 5], rank, world_size=2) for rank in range(2)]
+        [[4, 2], [7, 5]]
+    """
+    start, stop = (len(batch) * r // world_size for r in (rank, rank + 1))
+    return batch[start:stop] or batch[:1]
+
+
+class BatchOrder(Sampler[list[int]]):
+    """Batches of row numbers, epoch by epoch, each cut into one share per process.
+
+    Args:
+        plan: epoch -> the batches of all processes together, as many in every epoch.
+        rank: this process.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self, plan: Callable[[int], list[list[int]]], rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Start at the first batch of epoch 0."""
+        self.plan, self.rank, self.world_size = plan, rank, world_size
+        self.num_batches = len(plan(0))
+        self.epoch = 0
+        self.start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; Lightning calls this. Another epoch than the one at hand starts at 0."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, whatever has been handed out of it."""
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The batches of the epoch at hand that are not behind `start`."""
+        for batch in self.plan(self.epoch)[self.start :]:
+            yield share(batch, self.rank, self.world_size)
+
+
+class BatchLoader(Generic[Batch]):
+    """Batches whose position is part of the checkpoint.
+
+    Lightning saves `state_dict()` under loops/fit_loop/combined_loader and calls `set_epoch` of
+    `sampler`. The position counts what was handed out, not what workers read ahead. This is no
+    `DataLoader`, because Lightning builds those anew for prediction and advises on their workers;
+    it uses one, with a generator of its own, because each start of iteration draws from it.
+
+    Args:
+        dataset: row numbers -> batch.
+        sampler: which rows, in which order.
+        num_workers: processes that build batches ahead.
+        identity: what a saved position depends on; a checkpoint with another one is refused.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Batch],
+        sampler: BatchOrder,
+        num_workers: int = 0,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """Start where the sampler does."""
+        self.dataset, self.sampler = dataset, sampler
+        self.batch_sampler = None  # Lightning asks for it where there is a `sampler`
+        self.num_workers, self.identity = num_workers, identity or {}
+        self._position = (0, 0)
+        self._resuming = False
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of an epoch; the first time after a load, those that are left of it.
+
+        Nothing happens before the first batch is asked for: Lightning starts an iterator before it
+        sets the epoch.
+        """
+        if not self._resuming:
+            self.sampler.start = 0
+        self._resuming = False
+        epoch, done = self.sampler.epoch, self.sampler.start
+        loader = DataLoader(
+            self.dataset,
+            batch_size=None,
+            sampler=self.sampler,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),
+            collate_fn=_unchanged,
+        )
+        for number, batch in enumerate(loader, start=done + 1):
+            self._position = (epoch, number)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, number of its batches handed out, and what they depend on."""
+        epoch, done = self._position
+        # A new epoch has been set and nothing of it handed out.
+        if epoch != self.sampler.epoch:
+            epoch, done = self.sampler.epoch, 0
+        return {"epoch": epoch, "batches": done, **self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; refuse one in another order of batches."""
+        for name, ours in self.identity.items():
+            if state.get(name) != ours:
+                raise ValueError(
+                    f"the checkpoint was made with data {name}={state.get(name)!r}, now it is "
+                    f"{ours!r}: prompts would be skipped or repeated; restore the setting, or "
+                    "start a new run from the exported weights"
+                )
+        self._position = (state["epoch"], state["batches"])
+        self.sampler.epoch, self.sampler.start = self._position
+        self._resuming = True
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch

@@ -1,0 +1,140 @@
+"""Columns under our names, answers by pattern, a split that never moves, repeats reported."""
+
+import hashlib
+import random
+
+import pytest
+
+from litgrpo.data.rows import Table, columns_of, fingerprint, is_held_out
+from litgrpo.data.sources import read
+
+
+def table(columns=None, extract=None, val_fraction=0.0, overlap="drop"):
+    return Table(columns or {}, extract or {}, val_fraction, overlap)
+
+
+def prompts(rows):
+    return [row.values["prompt"] for row in rows]
+
+
+SUMS = [{"prompt": f"{a}+{b}?", "answer": a + b} for a in range(20) for b in range(20)]
+
+
+def test_columns_are_renamed_and_others_stay():
+    rows = table({"prompt": "question", "gold": "answer"}).read(
+        [{"question": "1+1?", "answer": "2", "level": 3}]
+    )
+    assert rows[0].values == {"prompt": "1+1?", "gold": "2", "level": 3}
+
+
+def test_one_column_can_have_two_names():
+    columns = {"prompt": "q", "answer": "a", "completion": "a"}
+    rows = table(columns, {"answer": r"####\s*(.+)"}).read([{"q": "1+1?", "a": "one more\n#### 2"}])
+    assert rows[0].values == {"prompt": "1+1?", "answer": "2", "completion": "one more\n#### 2"}
+
+
+def test_a_row_that_already_has_our_name_is_taken_as_it_is():
+    assert prompts(table({"prompt": "question"}).read(["1+1?"])) == ["1+1?"]
+
+
+def test_a_missing_field_is_named_with_file_and_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "1?", "answer": "1"}\n{"question": "2?"}\n')
+    columns = {"prompt": "question", "gold": "answer"}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no field 'answer' \(it has: question"):
+        table(columns).read(str(path))
+    assert prompts(table(columns).read(str(path), required={"prompt"})) == ["1?", "2?"]
+
+
+def test_an_answer_that_the_pattern_does_not_find_is_named():
+    rows = [{"prompt": "1?", "answer": "#### 1"}, {"prompt": "2?", "answer": "two"}]
+    with pytest.raises(
+        ValueError, match=r"row 2, field 'answer': '#### \(.*\)' not found in 'two'"
+    ):
+        table(extract={"answer": "#### (.*)"}).read(rows)
+
+
+def test_the_split_is_a_hash_of_the_prompt():
+    first = int.from_bytes(hashlib.sha256(b"1+1?").digest()[:8], "big") / 2**64
+    (row,) = read([{"prompt": " 1+1?\n"}])
+    assert not is_held_out(row, first - 1e-9)
+    assert is_held_out(row, first + 1e-9)
+
+
+def test_the_split_does_not_move():
+    train, val = table(val_fraction=0.25).train_and_val(SUMS, None)
+    assert 60 < len(val) < 140
+    assert len(train) + len(val) == 400
+    mixed = random.Random(0).sample(SUMS, 200)
+    _, fewer = table(val_fraction=0.25).train_and_val(mixed, None)
+    assert set(prompts(fewer)) == set(prompts(val)) & {row["prompt"] for row in mixed}
+    _, more = table(val_fraction=0.5).train_and_val(SUMS, None)
+    assert set(prompts(val)) < set(prompts(more))
+
+
+def test_positions_in_the_source_survive_the_split():
+    train, val = table(val_fraction=0.25).train_and_val(SUMS, None)
+    assert sorted(row.index for row in train + val) == list(range(400))
+
+
+def test_repeats_fall_on_one_side_and_are_counted(caplog):
+    with caplog.at_level("INFO"):
+        train, val = table(val_fraction=0.25).train_and_val(SUMS + SUMS[:2], None)
+    assert not set(prompts(train)) & set(prompts(val))
+    assert "prompts are repeats (the given list, row 401 = the given list, row 1)" in caplog.text
+
+
+def test_training_prompts_that_are_in_validation_are_removed_and_counted():
+    with pytest.warns(
+        UserWarning, match=r"1 of 2 .* \(the given list, row 2 = .* row 1\): removed"
+    ):
+        train, val = table().train_and_val(["a", "b "], ["b"])
+    assert (prompts(train), prompts(val)) == (["a"], ["b"])
+
+
+def test_overlap_stops_or_stays_as_asked():
+    with pytest.raises(ValueError, match=r"1 of 2 training prompts .*overlap: drop"):
+        table(overlap="error").train_and_val(["a", "b"], ["b"])
+    with pytest.warns(UserWarning, match="kept"):
+        train, _ = table(overlap="keep").train_and_val(["a", "b"], ["b"])
+    assert prompts(train) == ["a", "b"]
+
+
+def test_an_empty_side_is_an_error():
+    with pytest.raises(ValueError, match="holds out none"):
+        table(val_fraction=1e-9).train_and_val(["a"], None)
+    with (
+        pytest.warns(UserWarning, match="removed"),
+        pytest.raises(ValueError, match="no training row is left"),
+    ):
+        table().train_and_val(["a"], ["a"])
+
+
+def test_columns_are_lists_with_none_where_a_row_has_no_value():
+    rows = read([{"prompt": "a", "hint": "x"}, {"prompt": "b", "level": 2}])
+    assert columns_of(rows) == {"hint": ["x", None], "level": [None, 2]}
+
+
+def test_a_column_that_rewards_are_given_anyway_is_refused():
+    with pytest.raises(ValueError, match=r"row 1: field 'completions' .*gold_completions"):
+        columns_of(read([{"prompt": "a", "completions": "b"}]))
+
+
+def test_the_fingerprint_depends_on_prompts_and_order():
+    names = {fingerprint(read(rows)) for rows in (["a", "b"], ["b", "a"], ["a", "c"])}
+    assert len(names) == 3
+    assert fingerprint(read([" a", "b"])) in names
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"overlap": "ignore"}, "overlap is 'ignore', allowed: 'drop', 'error', 'keep'"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0"),
+        ({"extract": {"answer": "("}}, r"extract.answer: '\(' is no pattern"),
+        ({"extract": {"answer": "a"}}, "has 0 groups, expected one"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        table(**settings)

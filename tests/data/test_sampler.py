@@ -1,0 +1,171 @@
+"""The order of batches: the same for one seed, resumed exactly, shared out by whole prompts."""
+
+from functools import partial
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from litgrpo.data.sampler import (
+    BatchLoader,
+    BatchOrder,
+    bucketed_batches,
+    fixed_batches,
+    share,
+    shuffled,
+    shuffled_batches,
+)
+
+
+class Echo(Dataset):
+    """Gives back the row numbers that it was asked for."""
+
+    def __getitem__(self, rows):
+        return torch.tensor(rows)
+
+
+def loader(num_workers=0, count=11, batch_size=2, seed=3, rank=0, world_size=1):
+    plan = partial(shuffled_batches, count, batch_size, seed)
+    identity = {"batch_size": batch_size, "seed": seed}
+    return BatchLoader(Echo(), BatchOrder(plan, rank, world_size), num_workers, identity)
+
+
+def epochs(batches, numbers):
+    """The rows of whole epochs, as Lightning goes through them."""
+    rows = []
+    for epoch in numbers:
+        batches.sampler.set_epoch(epoch)
+        rows += [batch.tolist() for batch in batches]
+    return rows
+
+
+def test_the_order_depends_on_seed_and_epoch_only():
+    orders = {
+        (seed, epoch): shuffled(50, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)
+    }
+    assert len({tuple(order) for order in orders.values()}) == 4
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert shuffled(50, 1, 1).tolist() == orders[1, 1]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_batches_are_full_and_repeat_no_row():
+    batches = shuffled_batches(11, 2, seed=0, epoch=0)
+    assert [len(batch) for batch in batches] == [2] * 5
+    assert len({row for batch in batches for row in batch}) == 10
+
+
+def test_rows_left_out_differ_between_epochs():
+    left_out = [
+        set(range(11)) - {row for batch in shuffled_batches(11, 2, 0, epoch) for row in batch}
+        for epoch in range(8)
+    ]
+    assert len(set.union(*left_out)) > 1
+
+
+def test_validation_has_every_row_once_in_order():
+    assert fixed_batches(5, 2) == [[0, 1], [2, 3], [4]]
+
+
+def test_buckets_hold_rows_of_about_equal_length():
+    lengths = torch.tensor([3, 40, 3, 39, 3, 40])
+    batches = bucketed_batches(lengths, 3, None, seed=0, epoch=0)
+    assert sorted(sorted(lengths[rows].tolist()) for rows in batches) == [[3, 3, 3], [39, 40, 40]]
+
+
+def test_buckets_respect_the_token_budget_and_lose_no_row():
+    lengths = torch.randint(1, 90, (400,), generator=torch.Generator().manual_seed(0))
+    plans = [bucketed_batches(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert len({str(plan) for plan in plans}) == 4
+    for plan in plans:
+        assert sorted(row for rows in plan for row in rows) == list(range(400))
+        assert all(len(rows) * int(lengths[rows].max()) <= 256 for rows in plan)
+
+
+def test_a_row_beyond_the_token_budget_is_alone():
+    assert sorted(bucketed_batches(torch.tensor([9, 300, 9]), None, 32, 0, 0), key=len)[0] == [1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_processes_share_the_batches_of_one_process(world_size):
+    whole = epochs(loader(batch_size=4), [0, 1])
+    ranks = [loader(batch_size=4, rank=r, world_size=world_size) for r in range(world_size)]
+    parts = [epochs(part, [0, 1]) for part in ranks]
+    assert [list(chain(*rows)) for rows in zip(*parts, strict=True)] == whole
+    assert {len(rows) for part in parts for rows in part} == {4 // world_size}
+
+
+def test_an_uneven_batch_leaves_no_process_without_a_row():
+    assert [share([7, 8, 9], rank, 2) for rank in range(2)] == [[7], [8, 9]]
+    assert [share([7], rank, 2) for rank in range(2)] == [[7], [7]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_change_nothing(num_workers):
+    expected = shuffled_batches(11, 2, 3, epoch=0) + shuffled_batches(11, 2, 3, epoch=1)
+    assert epochs(loader(num_workers), [0, 1]) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("cut", [0, 1, 4, 5, 6, 10])
+def test_a_loader_goes_on_where_another_stopped(num_workers, cut):
+    whole = epochs(loader(), [0, 1, 2])
+    first, rows = loader(num_workers), []
+    while len(rows) < cut:
+        first.sampler.set_epoch(len(rows) // 5)
+        for batch in first:
+            rows.append(batch.tolist())
+            if len(rows) == cut:
+                break
+    second = loader(num_workers)
+    second.load_state_dict(first.state_dict())
+    # At the end of an epoch Lightning may go on with this epoch, of which nothing is left.
+    rows += epochs(second, range(max(cut - 1, 0) // 5, 3))
+    assert rows == whole
+
+
+def test_a_second_pass_over_one_epoch_begins_at_its_start():
+    batches = loader()
+    state = {"epoch": 0, "batches": 3, "batch_size": 2, "seed": 3}
+    batches.load_state_dict(state)
+    assert batches.state_dict() == state
+    assert (len(batches), len(list(batches)), len(list(batches))) == (5, 2, 5)
+
+
+def test_the_position_in_a_new_epoch_is_its_start():
+    batches = loader()
+    list(batches)
+    batches.sampler.set_epoch(1)
+    assert batches.state_dict() == {"epoch": 1, "batches": 0, "batch_size": 2, "seed": 3}
+
+
+def test_an_iterator_that_was_made_too_early_heeds_the_epoch():
+    batches = loader()
+    early = iter(batches)
+    batches.sampler.set_epoch(1)
+    assert [rows.tolist() for rows in early] == shuffled_batches(11, 2, 3, 1)
+
+
+def test_another_number_of_processes_goes_on_with_the_same_prompts():
+    whole = epochs(loader(batch_size=4), [0])
+    two = [loader(batch_size=4, rank=rank, world_size=2) for rank in range(2)]
+    for part in two:
+        part.load_state_dict({"epoch": 0, "batches": 1, "batch_size": 4, "seed": 3})
+    halves = [[batch.tolist() for batch in part] for part in two]
+    assert [first + second for first, second in zip(*halves, strict=True)] == whole[1:]
+
+
+def test_a_position_in_another_order_is_refused():
+    state = loader(batch_size=4).state_dict()
+    with pytest.raises(ValueError, match="with data batch_size=4, now it is 2"):
+        loader(batch_size=2).load_state_dict(state)
+
+
+def test_loading_leaves_the_random_state_alone():
+    state = torch.get_rng_state()
+    list(loader(0))
+    list(loader(2))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,139 @@
+"""Rows from files, functions, lists and the Hub; a bad row is named by file, line and field."""
+
+import json
+
+import pytest
+
+from litgrpo.data.sources import Source, read
+
+
+def rows_for_tests(size: int = 2, start: int = 0):
+    return [{"prompt": f"{number}?"} for number in range(start, start + size)]
+
+
+def written(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def values(source):
+    return [row.values for row in read(source)]
+
+
+def test_jsonl_rows_know_their_line_and_position(tmp_path):
+    path = written(tmp_path / "a.jsonl", '{"q": "1+1?"}\n\n{"q": "2+2?"}\n')
+    first, second = read(path)
+    assert (first.values, first.place, first.index) == ({"q": "1+1?"}, f"{path}, line 1", 0)
+    assert (second.values, second.place, second.index) == ({"q": "2+2?"}, f"{path}, line 3", 1)
+
+
+def test_a_line_separator_inside_a_json_string_ends_no_line(tmp_path):
+    path = written(tmp_path / "a.jsonl", '{"q": "a\u2028b"}\r\n')
+    assert values(path) == [{"q": "a\u2028b"}]
+
+
+def test_every_format_gives_the_same_rows(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"q": "a, b", "a": "1"}, {"q": 'say "x"\nnow', "a": "2"}]
+    written(tmp_path / "r.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    written(tmp_path / "r.json", json.dumps(rows))
+    written(tmp_path / "r.csv", '\ufeffq,a\n"a, b",1\n"say ""x""\nnow",2\n')
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "r.parquet")
+    for ending in ("jsonl", "json", "csv", "parquet"):
+        assert values(str(tmp_path / f"r.{ending}")) == rows
+
+
+def test_each_line_of_a_text_file_is_a_prompt(tmp_path):
+    path = written(tmp_path / "a.txt", "What is 3+4?\r\n\nAnd 5?\n")
+    assert values(path) == [{"prompt": "What is 3+4?"}, {"prompt": "And 5?"}]
+
+
+def test_lists_hold_texts_or_rows():
+    assert values(["a", "b"]) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert values([{"q": "a"}]) == [{"q": "a"}]
+
+
+def test_a_function_takes_arguments_from_its_path_and_from_kwargs():
+    path = f"python:{__name__}.rows_for_tests"
+    assert len(values(path)) == 2
+    assert values(f"{path}?size=1&start=7") == [{"prompt": "7?"}]
+    assert values(Source(path, kwargs={"size": 1, "start": 7})) == [{"prompt": "7?"}]
+
+
+def test_a_limit_takes_the_first_rows(tmp_path):
+    path = written(tmp_path / "a.txt", "a\nb\nc\n")
+    assert values(Source(path, limit=2)) == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    (tmp_path / "set").mkdir()
+    written(tmp_path / "set" / "train.jsonl", '{"q": "a"}\n')
+    written(tmp_path / "set" / "test.jsonl", '{"q": "b"}\n')
+    assert values(str(tmp_path / "set")) == [{"q": "a"}]
+    assert values(f"{tmp_path}/set:default:test") == [{"q": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"q": 1}\n{"q": \n', r"a\.jsonl, line 2: not JSON: Expecting value"),
+        ("a.jsonl", '{"q": 1}\n[1]\n', r"a\.jsonl, line 2: is a list, expected an object"),
+        ("a.jsonl", b'{"q": 1}\n{"q": "\xe9"}\n', r"a\.jsonl, line 2: not UTF-8"),
+        ("a.jsonl", "", r"a\.jsonl holds no rows"),
+        ("a.jsonl", "\n\n", r"a\.jsonl holds no rows"),
+        ("a.json", "", r"a\.json holds no rows"),
+        ("a.json", '[{"q": 1},\n{"q"}]', r"a\.json: not JSON: .* at line 2, column 5"),
+        ("a.json", '{"q": 1}', r"a\.json: is a dict, expected a list"),
+        ("a.csv", "q,a\n1,2\n1\n", r"a\.csv, line 3: has 1 fields, the header 2"),
+        ("a.csv", 'q,a\n"1,2\n', r"a\.csv, line 2: not CSV"),
+        ("a.csv", b"q\n\xff\n", r"a\.csv, line 2: not UTF-8"),
+        ("a.csv", "", r"a\.csv holds no rows"),
+        ("a.csv", "q,a\n", r"a\.csv holds no rows"),
+        ("a.txt", "", r"a\.txt holds no rows"),
+        ("a.parquet", "no", r"a\.parquet: not Parquet"),
+        ("a.yaml", "no", r"a\.yaml: cannot read \.yaml; files end in \.jsonl"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
+    path = written(tmp_path / name, text)
+    with pytest.raises(ValueError, match=said):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("nowhere/a.jsonl", r"nowhere/a\.jsonl: no such file"),
+        ([], "the given list holds no rows"),
+        (["a", 3], "the given list, row 2: is a int"),
+        ("python:nowhere.rows", "No module named 'nowhere'"),
+        ("python:json.nothing", "has no attribute 'nothing'"),
+        ("python:rows", "write python:package.module.function"),
+        (f"python:{__name__}.rows_for_tests?sise=1", r"unexpected .* 'sise'; signature: \(size"),
+    ],
+)
+def test_a_bad_source_is_named(source, said):
+    with pytest.raises(ValueError, match=said):
+        read(source)
+
+
+def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"no/such-set: cannot be loaded .*files end in"):
+        read("no/such-set")
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="limit"):
+        Source("a.txt", limit=0)
+    with pytest.raises(ValueError, match="kwargs are for"):
+        Source("a.txt", kwargs={"size": 1})
