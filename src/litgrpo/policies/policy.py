@@ -1,0 +1,119 @@
+"""The policy that every engine and every learning step is handed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from litgrpo.types import TokenLogprobs
+
+
+class DecodeState(ABC):
+    """What a policy remembers of the rows it is decoding: cached keys and values, positions."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep only the given live rows.
+
+        Args:
+            rows: [m] numbers of the rows to keep, ascending.
+        """
+
+
+class Policy(nn.Module, ABC):
+    """A language model as the rollout and the learning step see it.
+
+    Args:
+        model: a Hugging Face model, possibly with adapters.
+        tokenizer: its tokenizer, with a pad and an end token.
+        eos_ids: tokens that end a completion.
+        own_dropout: dropout settings of the model's config that were set to 0 at load; export
+            writes them back.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: tuple[int, ...],
+        own_dropout: dict[str, float] | None = None,
+    ) -> None:
+        """Hold the model; nothing is computed."""
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.own_dropout = own_dropout or {}
+        self.pad_id = int(tokenizer.pad_token_id)
+
+    @abstractmethod
+    def prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, DecodeState]:
+        """Read the prompts, each once, and make room for `group_size` completions of each.
+
+        Args:
+            prompt_ids: [B, P] token ids, padded on the left.
+            prompt_mask: [B, P] True marks a real token.
+            group_size: G.
+            capacity: most tokens that a completion will be fed, C.
+
+        Returns:
+            [B, V] logits of the first completion token, and the state of the N = B * G rows.
+        """
+
+    @abstractmethod
+    def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
+        """Feed one token to every live row.
+
+        Args:
+            tokens: [n] the tokens just sampled.
+            state: the state of these rows; it advances by one position.
+
+        Returns:
+            [n, V] logits of the next token.
+        """
+
+    @abstractmethod
+    def dense_logits(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
+    ) -> Tensor:
+        """Logits of every completion position by one plain forward pass: slow, plainly right.
+
+        Args:
+            prompt_ids: [M, P] one prompt for each row.
+            prompt_mask: [M, P] True marks a real token.
+            completion_ids: [M, C] completion tokens so far; C may be 0.
+
+        Returns:
+            [M, C + 1, V] logits; entry t predicts completion token t.
+        """
+
+    @abstractmethod
+    def logprobs(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probabilities of given completions, with gradient.
+
+        Args:
+            prompt_ids: [B, P] prompts, each once, padded on the left.
+            prompt_mask: [B, P] True marks a real token.
+            prompt_of: [M] the prompt that each completion continues.
+            completion_ids: [M, C] padded on the right.
+            completion_mask: [M, C] True marks a real token.
+            temperature: divides the logits, as it did at sampling.
+            entropy_grad: let the gradient flow through the entropy too.
+
+        Returns:
+            [M, C] log-probabilities and entropies; 0 on padding.
+        """

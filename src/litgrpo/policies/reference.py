@@ -1,0 +1,65 @@
+"""The frozen reference that the policy is kept near to: a copy, another model, or the LoRA base."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from litgrpo.policies.causal import CausalPolicy
+from litgrpo.policies.policy import Policy
+from litgrpo.types import TokenLogprobs
+
+
+class Reference(nn.Module, ABC):
+    """Log-probabilities under a model that does not learn."""
+
+    @abstractmethod
+    def logprobs(self, *tokens: Tensor, temperature: float) -> TokenLogprobs:
+        """Log-probabilities of completions, without gradient; see `Policy.logprobs`."""
+
+
+class FrozenModel(Reference):
+    """Another policy, frozen: a copy of the start or any model with the same vocabulary.
+
+    Args:
+        policy: the policy to freeze.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        """Freeze the policy."""
+        super().__init__()
+        self.policy = policy.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> FrozenModel:
+        """Stay in eval mode."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def logprobs(self, *tokens: Tensor, temperature: float) -> TokenLogprobs:
+        """Log-probabilities under the frozen model."""
+        return self.policy.logprobs(*tokens, temperature=temperature)
+
+
+class AdapterOff(Reference):
+    """The weights under the policy's LoRA adapters: a reference that costs no memory.
+
+    Args:
+        policy: the policy with adapters.
+    """
+
+    def __init__(self, policy: CausalPolicy) -> None:
+        """Remember the policy without owning it."""
+        super().__init__()
+        # In a tuple, so that the policy's weights are not registered a second time.
+        self._policy = (policy,)
+
+    @torch.no_grad()
+    def logprobs(self, *tokens: Tensor, temperature: float) -> TokenLogprobs:
+        """Log-probabilities with the adapters switched off."""
+        (policy,) = self._policy
+        model: Any = policy.model
+        with model.disable_adapter():
+            return policy.logprobs(*tokens, temperature=temperature)

@@ -1,0 +1,1 @@
+"""Who said what: engines that turn weights, prompts and uniforms into completions."""

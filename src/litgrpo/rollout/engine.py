@@ -1,0 +1,93 @@
+"""What every rollout engine promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from litgrpo.policies.policy import Policy
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.types import PromptBatch, Rollout
+
+
+class RolloutEngine(ABC):
+    """Turns prompts into completions.
+
+    The result is a pure function of weights, prompts, uniforms and sampling: up to ties at
+    rounding, every engine returns the same tokens.
+    """
+
+    @abstractmethod
+    def generate(
+        self,
+        policy: Policy,
+        prompts: PromptBatch,
+        group_size: int,
+        uniforms: Tensor,
+        sampling: Sampling,
+    ) -> Rollout:
+        """Sample completions. The policy must be in eval mode; no gradient is kept.
+
+        Args:
+            policy: what speaks.
+            prompts: B prompts.
+            group_size: G completions of each.
+            uniforms: [N, C] one number in [0, 1) for each token that may be sampled; C is the
+                longest completion.
+            sampling: temperature and filters.
+
+        Returns:
+            The rollout, completion texts not yet decoded.
+        """
+
+
+@dataclass
+class Transcript:
+    """The tokens said so far, filled in column by column.
+
+    Args:
+        ids: [N, C] token ids.
+        logprobs: [N, C] float32 log-probabilities at sampling.
+        mask: [N, C] True marks a real token.
+        ended: [N] True where the end token was said.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    mask: Tensor
+    ended: Tensor
+
+    @staticmethod
+    def empty(shape: torch.Size, pad_id: int, device: torch.device) -> Transcript:
+        """Nothing said yet in `shape`, which is (N, C)."""
+        return Transcript(
+            ids=torch.full(shape, pad_id, dtype=torch.long, device=device),
+            logprobs=torch.zeros(shape, device=device),
+            mask=torch.zeros(shape, dtype=torch.bool, device=device),
+            ended=torch.zeros(shape[0], dtype=torch.bool, device=device),
+        )
+
+    def add(
+        self, column: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, eos_ids: Tensor
+    ) -> None:
+        """Write one token of each live row; rows that have ended stay as they are."""
+        speaking = ~self.ended[rows]
+        self.ids[rows, column] = torch.where(speaking, tokens, self.ids[rows, column])
+        self.logprobs[rows, column] = torch.where(speaking, logprobs.float(), 0.0)
+        self.mask[rows, column] = speaking
+        self.ended[rows] |= torch.isin(tokens, eos_ids)
+
+    def rollout(self, prompts: PromptBatch, group_size: int) -> Rollout:
+        """The finished rollout; columns that nobody used are cut off."""
+        used = max(1, int(self.mask.sum(1).max()))
+        return Rollout(
+            prompts=prompts,
+            group_size=group_size,
+            completion_ids=self.ids[:, :used],
+            completion_mask=self.mask[:, :used],
+            sampler_logprobs=self.logprobs[:, :used],
+            truncated=~self.ended,
+        )

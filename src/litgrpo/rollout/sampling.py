@@ -1,0 +1,159 @@
+"""From logits and one uniform number to a token: inverse-CDF sampling and its random streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from litgrpo.tensors import widened
+
+Purpose = Literal["train", "val", "test", "predict"]
+PURPOSES: tuple[Purpose, ...] = ("train", "val", "test", "predict")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The filters apply in the order of the arguments.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the most likely tokens up to this cumulative probability, the one that
+            crosses it included; 1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
+
+    Source: top-p, arXiv:1904.09751; min-p, arXiv:2407.01082.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        allowed = {
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            "min_p": (0 <= self.min_p < 1, "at least 0 (off) and below 1"),
+        }
+        for name, (good, rule) in allowed.items():
+            if not good:
+                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be {rule}.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the uniforms are ignored."""
+        return self.temperature == 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens can never be drawn, so that sampler and policy differ."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def policy_temperature(self) -> float:
+        """What the learning step divides logits by: greedy completions are scored at 1."""
+        return 1.0 if self.greedy else self.temperature
+
+
+def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits after temperature, with the tokens that may not be drawn at -inf.
+
+    Args:
+        logits: [n, V].
+        sampling: the filters.
+
+    Returns:
+        [n, V] float32.
+    """
+    logits = widened(logits) / sampling.policy_temperature
+    if sampling.top_k:
+        kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1:
+        probs, order = logits.softmax(-1).sort(stable=True, dim=-1, descending=True)
+        beyond = probs.cumsum(-1) - probs >= sampling.top_p  # more likely tokens suffice
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+    if sampling.min_p:
+        probs = logits.softmax(-1)
+        too_rare = probs < sampling.min_p * probs.amax(-1, keepdim=True)
+        logits = logits.masked_fill(too_rare, -torch.inf)
+    return logits
+
+
+def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token per row: the first, in vocabulary order, whose cumulative sum exceeds u.
+
+    One random number per row instead of one per vocabulary entry; the cumulative sum is float64,
+    so that large vocabularies keep their tails.
+
+    Args:
+        logits: [n, V].
+        uniforms: [n] float64 in [0, 1); greedy sampling ignores them.
+        sampling: temperature and filters.
+
+    Returns:
+        [n] tokens and [n] float32 log-probabilities under the filtered distribution.
+
+    Example:
+        >>> probs = torch.tensor([[0.2, 0.5, 0.3]])
+        >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling())[0]
+        tensor([1])
+    """
+    logits = filtered(logits, sampling)
+    logprobs = logits.log_softmax(-1)
+    if sampling.greedy:
+        tokens = logits.argmax(-1)
+    else:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        # Short of 1 by more than float64 rounds, so that some entry always exceeds it.
+        threshold = uniforms.clamp(max=1 - 2.0**-50)[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def draw_uniforms(
+    seed: int,
+    purpose: Purpose,
+    iteration: int,
+    index: Tensor,
+    group_size: int,
+    length: int,
+    *,
+    attempt: int = 0,
+) -> Tensor:
+    """The random numbers of a rollout, one per token that it may sample.
+
+    A counter-based stream (Philox) for each completion, keyed by what it is for, so that no
+    completion depends on batch size, order, number of processes, or on what was drawn before.
+
+    Args:
+        seed: of the run.
+        purpose: train, val, test or predict.
+        iteration: number of the iteration.
+        index: [B] position of each prompt in its data set.
+        group_size: G completions of each prompt.
+        length: most tokens of a completion, C.
+        attempt: counts redraws of the same iteration.
+
+    Returns:
+        [N, C] float64 in [0, 1), on the CPU.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
+    """
+    key = np.array([seed, PURPOSES.index(purpose)], dtype=np.uint64)
+
+    def stream(prompt: int, sample_index: int) -> np.ndarray:
+        # The lowest word counts within the stream.
+        counter = np.array([0, prompt, iteration, (attempt << 32) + sample_index], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(length)
+
+    prompts = index.tolist()
+    rows = [stream(prompt, number) for prompt in prompts for number in range(group_size)]
+    return torch.from_numpy(np.stack(rows))

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from litgrpo.rollout.sampling import Sampling, draw_uniforms, filtered, sample
+
+PROBS = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
+
+
+def drawn(uniform, sampling=None):
+    uniforms = torch.tensor([uniform], dtype=torch.float64)
+    return sample(PROBS.log(), uniforms, sampling or Sampling())
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.05, 0), (0.11, 1), (0.49, 1), (0.51, 2), (0.79, 2), (1, 3)]
+)
+def test_the_first_token_whose_cumulative_probability_exceeds_u_is_drawn(uniform, token):
+    tokens, logprobs = drawn(uniform)
+    assert tokens.item() == token
+    torch.testing.assert_close(logprobs, PROBS[:, token].log())
+
+
+def test_greedy_takes_the_most_likely_token_whatever_u():
+    assert drawn(0.99, Sampling(temperature=0))[0].item() == 1
+
+
+def test_temperature_divides_the_logits():
+    # Squared probabilities, renormalized: .01 .16 .09 .04 of .30.
+    expected = torch.tensor([[0.01, 0.16, 0.09, 0.04]]) / 0.30
+    got = filtered(PROBS.log(), Sampling(temperature=0.5)).softmax(-1)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(top_k=2), [1, 2]),
+        (Sampling(top_p=0.39), [1]),
+        (Sampling(top_p=0.41), [1, 2]),  # the token that crosses is kept
+        (Sampling(min_p=0.5), [1, 2, 3]),
+        (Sampling(top_k=3, top_p=0.5), [1, 2]),  # .4/.9 < .5, so the second crosses
+        (Sampling(top_k=99), [0, 1, 2, 3]),
+    ],
+)
+def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
+    logits = PROBS.log() + 1e-6 * torch.tensor([0.0, 0.0, 0.0, 1.0])
+    assert filtered(logits, sampling).isfinite().squeeze(0).nonzero().squeeze(1).tolist() == kept
+
+
+def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():
+    for uniform in (0.0, 0.3, 0.999999, 1.0):
+        tokens, logprobs = drawn(uniform, Sampling(top_k=2))
+        assert tokens.item() in (1, 2)
+        torch.testing.assert_close(logprobs.exp(), PROBS[0, tokens] / 0.7)
+
+
+def test_draws_follow_the_distribution():
+    uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 40000)[0]
+    tokens, _ = sample(PROBS.log().expand(40000, -1), uniforms, Sampling())
+    counts = torch.bincount(tokens, minlength=4)
+    expected = 40000 * PROBS[0]
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    assert chi2 < 16.3  # 99.9 % of chi-square with 3 degrees of freedom
+
+
+def test_large_vocabularies_keep_their_tails():
+    logits = torch.zeros(2, 256_000)
+    edges = torch.tensor([0.5 / 256_000, 1 - 0.5 / 256_000], dtype=torch.float64)
+    assert sample(logits, edges, Sampling())[0].tolist() == [0, 255_999]
+
+
+def test_a_stream_depends_on_its_key_alone():
+    both = draw_uniforms(1, "train", 5, torch.tensor([3, 9]), 2, 6)
+    alone = draw_uniforms(1, "train", 5, torch.tensor([9]), 2, 6)
+    assert torch.equal(both[2:], alone)
+    longer = draw_uniforms(1, "train", 5, torch.tensor([9]), 3, 10)
+    assert torch.equal(longer[:2, :6], alone)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(seed=2), dict(purpose="val"), dict(iteration=6), dict(attempt=1)]
+)
+def test_streams_of_different_keys_differ(change):
+    key = dict(seed=1, purpose="train", iteration=5, attempt=0)
+    index = torch.tensor([3])
+    arguments = dict(index=index, group_size=2, length=6)
+    one, other = draw_uniforms(**key, **arguments), draw_uniforms(**(key | change), **arguments)
+    assert not (one == other).any()
+    assert not (one[0] == one[1]).any()
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(temperature=-1.0), dict(top_p=0.0), dict(top_k=-2), dict(min_p=1.0)]
+)
+def test_settings_out_of_range_are_refused(wrong):
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"sampling.{name} is .*; it must be"):
+        Sampling(**wrong)
