@@ -33,6 +33,16 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
+def bounded_exp(x: Tensor, limit: float = 20.0) -> Tensor:
+    """e^x, continued past `limit` by its tangent: value and gradient stay finite."""
+    return x.clamp(max=limit).exp() * (1 + (x - limit).relu())
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[M, 1] mean over the marked tokens of each row of [M, C]; 0 where there are none."""
+    return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
     """Rows of token ids of unequal length, padded on the left.
 

@@ -1,0 +1,177 @@
+"""Advantages: how much better a completion is than what could be expected of its prompt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from litgrpo.types import RewardTable
+
+Reduce = Callable[[Tensor], Tensor]
+LARGEST_REWARD = 1e20  # beyond it float32 could not hold the loss; counts as infinite
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rewards of a batch by prompt, with the statistics that advantages are made of.
+
+    Args:
+        table: what the reward functions said.
+        lengths: [B, G] tokens of each completion.
+        reduce: sums a tensor over processes.
+        values: [B, G] float64 rewards in use; NaN where a row teaches nothing.
+    """
+
+    table: RewardTable
+    lengths: Tensor
+    reduce: Reduce
+    values: Tensor
+
+    def use(self, rewards: Tensor, valid: Tensor) -> Groups:
+        """The same groups with other rewards [B, G]: those that are valid and not infinite."""
+        usable = valid & (rewards.abs() < LARGEST_REWARD)
+        return replace(self, values=rewards.double().where(usable, torch.nan))
+
+    def spread(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, G] distance from the group's mean, [B, 1] its standard deviation, [B, 1] n - 1.
+
+        The distance is exactly 0 where the rewards of a group differ by rounding only.
+        """
+        values, missing = self.values, self.values.isnan()
+        largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
+        high = values.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
+        low = values.masked_fill(missing, torch.inf).amin(1, keepdim=True)
+        equal = high - low <= 4 * self.table.precision * largest
+        distance = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
+        others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
+        return distance, (distance.square().nansum(1, keepdim=True) / others).sqrt(), others
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """[B, G] distance from the mean of all processes' rewards, [] their standard deviation."""
+        count = self.reduce((~self.values.isnan()).sum().double())
+        mean = self.reduce(self.values.nansum()) / count.clamp(min=1)
+        squares = self.reduce((self.values - mean).square().nansum())
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        differ = std > 4 * self.table.precision * mean.abs()
+        return torch.where(differ, self.values - mean, 0.0), std
+
+
+class Advantages(ABC):
+    """How much better a completion is than expected."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether a prompt needs two completions at least."""
+        return True
+
+    def __call__(self, table: RewardTable, lengths: Tensor, reduce: Reduce) -> Tensor:
+        """[B, G] float64 advantages, 0 for rows that teach nothing; arguments as in `Groups`."""
+        groups = Groups(table, lengths, reduce, table.total).use(table.total, table.valid)
+        return torch.where(groups.values.isnan(), 0.0, self.estimate(groups)).nan_to_num(0.0)
+
+    @abstractmethod
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] advantages; NaN counts as 0."""
+
+
+@dataclass(frozen=True)
+class Normalized(Advantages):
+    """Distance from a baseline in units of a scale: (r - baseline) / scale.
+
+    GRPO: group, group (arXiv:2402.03300). Dr. GRPO: group, none (arXiv:2503.20783). RLOO: others,
+    none (arXiv:2402.14740). REINFORCE: none | batch, none. REINFORCE++: batch, batch (2501.03262).
+
+    Args:
+        baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`.
+        scale: standard deviation (n - 1) of the `group` or `batch`, its |`mean`|, or `none`.
+        eps: added to a standard deviation; the least |mean|.
+    """
+
+    baseline: Literal["group", "others", "batch", "none"] = "group"
+    scale: Literal["group", "batch", "mean", "none"] = "group"
+    eps: float = 1e-4
+
+    @property
+    def compares(self) -> bool:
+        """Only a baseline of the prompt's own group needs companions."""
+        return self.baseline in ("group", "others")
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] (r - baseline) / scale."""
+        from_group, std, others = groups.spread()
+        over_batch = "batch" in (self.baseline, self.scale)
+        from_batch, batch_std = groups.batch() if over_batch else (from_group, std)
+        distance = {
+            "group": from_group,
+            # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
+            "others": from_group * (others + 1) / others,
+            "batch": from_batch,
+            "none": groups.values,
+        }
+        scale = {
+            "group": std + self.eps,
+            "batch": batch_std + self.eps,
+            "mean": groups.values.nanmean(1, keepdim=True).abs().clamp(min=self.eps),
+            "none": torch.ones_like(std),
+        }
+        return distance[self.baseline] / scale[self.scale]
+
+
+@dataclass(frozen=True)
+class DecoupledNormalized(Advantages):
+    """GDPO: every reward function normalized in its group, weighted, summed, scaled by the batch.
+
+    So none is drowned by another one with a larger spread. Source: arXiv:2601.05242.
+
+    Args:
+        eps: added to each standard deviation.
+    """
+
+    eps: float = 1e-4
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] weighted sums of normalized rewards over their standard deviation in the batch."""
+        table, total = groups.table, torch.zeros_like(groups.values)
+        for name, part in table.parts.items():
+            distance, std, _ = groups.use(part, table.valid).spread()
+            total = total + table.weights[name] * (distance / (std + self.eps)).nan_to_num(0.0)
+        # Every part sums to 0 in each group, so the mean over the batch is 0 already.
+        return total / (groups.use(total, ~groups.values.isnan()).batch()[1] + self.eps)
+
+
+@dataclass(frozen=True)
+class TopShare(Advantages):
+    """GFPO: only the best share of each group, and what ties with it, keeps its advantage.
+
+    Source: arXiv:2508.09726, which ranks by `shortest` or `reward_per_token`, with `among_kept`.
+
+    Args:
+        share: share of the group that keeps its advantage.
+        by: what is best: highest `reward`, `shortest` completion, or highest `reward_per_token`.
+        among_kept: compute the advantages among the kept completions, not in the whole group.
+        of: the advantages to filter.
+    """
+
+    share: float = 0.5
+    by: Literal["reward", "shortest", "reward_per_token"] = "reward"
+    among_kept: bool = False
+    of: Advantages = field(default_factory=Normalized)
+
+    def __post_init__(self) -> None:
+        """Check the share."""
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share}; it must be above 0 and at most 1")
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] advantages of `of`; 0 for the completions that are filtered out."""
+        rewards, lengths = groups.values, groups.lengths.clamp(min=1)
+        scores = {"reward": rewards, "shortest": -lengths, "reward_per_token": rewards / lengths}
+        score = scores[self.by].double().masked_fill(rewards.isnan(), -torch.inf)
+        kept = score >= score.topk(max(1, round(self.share * score.shape[1]))).values[:, -1:]
+        groups = groups.use(rewards, kept) if self.among_kept else groups
+        return self.of.estimate(groups).masked_fill(~kept, 0.0)

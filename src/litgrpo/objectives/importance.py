@@ -1,0 +1,44 @@
+"""Ratios of probabilities, and a sampler that disagrees with the trainer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from litgrpo.tensors import bounded_exp
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """Weights p_trainer / p_sampler, before the update, for a sampler that is not the trainer.
+
+    Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training.
+
+    Args:
+        level: one weight per `token`, or per `sequence`, the product over the completion.
+        outside: `truncate` a weight to [low, high], or `mask` its token or sequence.
+        low: least weight.
+        high: largest weight; not given: no limit.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    outside: Literal["truncate", "mask"] = "truncate"
+    low: float = 0.0
+    high: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        if not 0 <= self.low <= (torch.inf if self.high is None else self.high):
+            raise ValueError(f"low {self.low}, high {self.high}: must be 0 <= low <= high")
+
+    def __call__(self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """[M, C] weights, 1 on padding, or [M, 1]; an unknown (NaN) sampler log-prob agrees."""
+        gap = (old_logprobs - sampler_logprobs).masked_fill(~mask, 0.0).nan_to_num(0.0)
+        if self.level == "sequence":
+            gap, mask = gap.sum(1, keepdim=True), mask.any(1, keepdim=True)
+        weight = bounded_exp(gap)
+        bounded = weight.clamp(self.low, self.high)
+        if self.outside == "mask":
+            bounded = torch.where(weight == bounded, weight, 0.0)
+        return bounded.masked_fill(~mask, 1.0)

@@ -1,0 +1,191 @@
+"""Cases of the oracle, computed by our public objects: numpy in, numpy out.
+
+A case's settings are mapped one to one. Beyond that only its accumulation settings scale the
+result: our weights are made for all rows of an optimizer step at once, the oracle's loss is that of
+one micro-batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from litgrpo.objectives import kl
+from litgrpo.objectives.advantages import Advantages, DecoupledNormalized, Normalized
+from litgrpo.objectives.importance import SamplerCorrection
+from litgrpo.objectives.objective import Objective, Whole
+from litgrpo.objectives.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
+from litgrpo.objectives.weighting import (
+    Constant,
+    PerSequence,
+    PerToken,
+    PerTokenOfMicroBatch,
+)
+from litgrpo.types import Experience, RewardTable, TokenLogprobs
+
+Case = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]
+
+MAX_COMPLETION_LEN = 16
+WEIGHTINGS = {
+    "grpo": PerSequence(),
+    "sapo": PerSequence(),
+    "bnpo": PerTokenOfMicroBatch(),
+    "dr_grpo": Constant(),
+    "luspo": Constant(by_limit=False),
+    "dapo": PerToken(),
+    "cispo": PerToken(),
+    "vespo": PerToken(),
+}
+
+
+def _tensor(arrays: Arrays, name: str) -> Tensor:
+    return torch.from_numpy(np.asarray(arrays[f"in/{name}"]).copy())
+
+
+def _surrogate(case: Case) -> Surrogate:
+    """The surrogate of a case; the oracle's CISPO cap is `epsilon_high`, of which we may warn."""
+    low, high = case["epsilon"], case["epsilon_high"]
+    high = low if high is None else high
+    k_positive, lam_positive, k_negative, lam_negative = case["vespo"]
+    match case["loss_type"]:
+        case "cispo":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return CISPO(high)
+        case "sapo":
+            return SAPO(case["sapo_temperature_pos"], case["sapo_temperature_neg"])
+        case "vespo":
+            return VESPO((k_positive, k_negative), (lam_positive, lam_negative))
+        case _:
+            return Clipped(low, high, case["delta"])
+
+
+def objective(case: Case) -> Objective:
+    """The objective of a loss case."""
+    correction = None
+    if case["is_ratio"] is not None:
+        level = "token" if case["is_ratio"] == "token" else "sequence"
+        correction = SamplerCorrection(level, high=None)
+    return Objective(
+        ratio=case["level"],
+        surrogate=_surrogate(case),
+        weighting=WEIGHTINGS[case["loss_type"]],
+        kl_coef=case["beta"],
+        kl=kl.k3,
+        kl_bias_correction=case["bias_correction_kl"],
+        entropy_coef=case["entropy_coef"],
+        top_entropy_share=case["top_entropy_quantile"],
+        off_policy_limit=case["off_policy_mask_threshold"],
+        sampler_correction=correction,
+    )
+
+
+def _sampler_logprobs(case: Case, arrays: Arrays, old: Tensor, mask: Tensor) -> Tensor:
+    """Sampler log-probs; where the oracle is handed ready-made ratios, those that give these."""
+    if case["is_ratio"] is None:
+        return _tensor(arrays, "sampling_logps") if case["sampling"] else old
+    if case["is_ratio"] == "token":
+        log_ratio = _tensor(arrays, "is_ratio_token").log()
+        if case["loss_type"] == "vespo":
+            # The oracle's VESPO takes the product of all ratios it is handed, padding included;
+            # ours looks at real tokens only, so they are handed the whole product.
+            log_ratio = log_ratio.sum(1, keepdim=True)
+        else:
+            return old - log_ratio
+    else:
+        log_ratio = _tensor(arrays, "is_ratio_seq").log()
+    return old - log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _accumulated(case: Case, loss_tokens: Tensor) -> tuple[float, float]:
+    """Factors of the weights and of the entropy bonus due to accumulation over micro-batches."""
+    training = case["mode"] == "train"
+    per_micro = 1 / case["ga"] if training else 1.0
+    if not isinstance(WEIGHTINGS[case["loss_type"]], PerToken):
+        return per_micro, per_micro
+    # The tokens of one accumulation window, of which the case's rows are a part.
+    window = max(case["num_items_in_batch"], 1)
+    window *= case["ga"] / case["steps_per_generation"] if training else 1.0
+    return float(loss_tokens) / window, per_micro
+
+
+def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
+    """Loss and its gradients with respect to log-probabilities and entropies.
+
+    Args:
+        case: one of the oracle's loss cases.
+        arrays: the oracle's arrays, among them those under `in/`.
+
+    Returns:
+        The loss, [8, 12] and [8, 12].
+    """
+    chosen = objective(case)
+    mask = _tensor(arrays, case["mask"]).bool()
+    if case["tool_mask"]:
+        mask &= _tensor(arrays, "tool_mask").bool()
+    logprobs, entropy = _tensor(arrays, "logps"), _tensor(arrays, "entropies")
+    logprobs.requires_grad_()
+    entropy.requires_grad_()
+    old = _tensor(arrays, "old_logps") if case["old"] else None
+    known_old = logprobs.detach() if old is None else old
+    advantages = _tensor(arrays, case["advantages"])
+    rows, length = mask.shape
+    uncut = torch.zeros(rows, dtype=torch.bool)
+    weights = chosen.token_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
+    of_weights, of_bonus = _accumulated(case, mask.sum().clamp(min=1))
+    experience = Experience(
+        prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
+        prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
+        prompt_of=torch.arange(rows),
+        completion_ids=torch.zeros(rows, length, dtype=torch.long),
+        completion_mask=mask,
+        sampler_logprobs=_sampler_logprobs(case, arrays, known_old, mask),
+        advantages=advantages if advantages.ndim == 2 else advantages[:, None].expand(rows, length),
+        weights=weights * of_weights,
+        old_logprobs=old,
+        ref_logprobs=_tensor(arrays, "ref_logps") if chosen.needs_reference else None,
+    )
+    whole = chosen.whole(experience.weights, entropy)
+    whole = Whole(whole.num_tokens / of_bonus, whole.entropy_threshold)
+    value = chosen.loss(TokenLogprobs(logprobs, entropy), experience, whole).loss
+    value.backward()
+    gradients = [
+        torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (logprobs, entropy)
+    ]
+    return value.item(), gradients[0].numpy(), gradients[1].numpy()
+
+
+def advantages(case: Case, arrays: Arrays) -> np.ndarray:
+    """[8] advantages of one of the oracle's advantage cases."""
+    rewards = torch.from_numpy(np.asarray(arrays[case["rewards"]], dtype=np.float64))
+    weights = torch.tensor(case["reward_weights"], dtype=torch.float64)
+    grouped = rewards.view(-1, case["num_generations"], rewards.shape[1])
+    valid = ~grouped.isnan().all(2)
+    names = [f"r{k}" for k in range(rewards.shape[1])]
+    table = RewardTable(
+        parts={name: grouped[..., k] for k, name in enumerate(names)},
+        weights=dict(zip(names, weights.tolist(), strict=True)),
+        total=(grouped * weights).nansum(2),
+        valid=valid,
+        precision=torch.finfo(torch.float32).eps,
+    )
+    chosen: Advantages = Normalized(baseline="group", scale=case["scale_rewards"])
+    if case["multi_objective_aggregation"] == "normalize_then_sum":
+        chosen = DecoupledNormalized()
+    mask = torch.ones(len(rewards), 2, dtype=torch.bool)
+    return Objective(advantages=chosen).token_advantages(table, mask)[:, 0].numpy()
+
+
+def importance(case: Case, arrays: Arrays, old: np.ndarray, sampler: np.ndarray) -> np.ndarray:
+    """[8, 12] or [8, 1] sampler/trainer weights of one of the oracle's importance cases."""
+    level, outside = case["mode"].split("_")
+    low = 0.0 if case["clip_min"] is None else case["clip_min"]
+    correction = SamplerCorrection(level, outside, low, case["clip_max"])
+    mask = _tensor(arrays, "completion_mask").bool()
+    return correction(torch.from_numpy(old), torch.from_numpy(sampler), mask).numpy()

@@ -1,0 +1,91 @@
+"""Our objectives against the values and gradients of a widely used trainer, at float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from adapter import advantages, importance, loss
+
+from litgrpo.objectives.objective import Objective
+from litgrpo.objectives.surrogates import CISPO
+
+FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
+if not FOLDER.is_dir():
+    pytest.skip(f"the oracle is not here: {FOLDER}", allow_module_level=True)
+
+CASES = json.loads((FOLDER / "oracle.json").read_text())
+with np.load(FOLDER / "oracle.npz") as file:
+    ARRAYS = dict(file)
+
+
+def name_of(case) -> str:
+    return "-".join(str(case[key]) for key in ("id", "loss_type", "level") if key in case)
+
+
+@pytest.mark.parametrize("case", CASES["loss"], ids=name_of)
+def test_loss_and_gradients_equal_the_oracle(case):
+    value, grad_logprobs, grad_entropies = loss(case, ARRAYS)
+
+    np.testing.assert_allclose(value, ARRAYS[case["loss"]], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(grad_logprobs, ARRAYS[case["grad_logps"]], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        grad_entropies, ARRAYS[case["grad_entropies"]], rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("case", CASES["advantages"], ids=name_of)
+def test_advantages_equal_the_oracle(case):
+    np.testing.assert_allclose(
+        advantages(case, ARRAYS), ARRAYS[case["advantages"]], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_where_we_differ_equal_rewards_give_exact_zeros_and_the_oracle_leaves_noise():
+    case = CASES["advantages"][0] | {"rewards": "noisy", "reward_weights": [1.0]}
+    noisy = np.float32(0.1) * np.ones((8, 1), np.float32)
+    noisy[::2] = np.nextafter(np.float32(0.1), np.float32(1.0))
+
+    assert np.abs(noisy - noisy.mean()).max() > 0
+    assert (advantages(case, {"noisy": noisy}) == 0).all()
+
+
+def test_where_we_differ_the_cispo_cap_bounds_the_ratio_and_is_5_by_default():
+    capped = [case for case in CASES["loss"] if case["loss_type"] == "cispo"]
+
+    assert {case["epsilon_high"] for case in capped} >= {5.0, 0.28}
+    assert CISPO().cap == 5.0
+    with pytest.warns(UserWarning, match="CISPO's cap"):
+        CISPO(0.28)
+
+
+@pytest.mark.parametrize("number", range(len(CASES["importance"]["cases"])))
+def test_sampler_weights_equal_the_oracle(number):
+    case = CASES["importance"]["cases"][number]
+    sampler = ARRAYS["in/sampling_logps"].copy()
+    sampler[0, 3] = np.nan
+
+    weights = importance(case, ARRAYS, ARRAYS["in/old_logps"], sampler)
+
+    np.testing.assert_allclose(weights, ARRAYS[case["ratio"]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", range(len(CASES["truncation"]["cases"])))
+def test_masked_truncated_completions_equal_the_oracle(number):
+    case, oracle = CASES["truncation"]["cases"][number], CASES["truncation"]
+    ends = (oracle["eos_token_id"], oracle["pad_token_id"])
+    truncated = torch.tensor([ids[-1] not in ends for ids in oracle["completion_ids"]])
+    mask = torch.from_numpy(ARRAYS["in/completion_mask"]).bool()
+    expected = torch.from_numpy(ARRAYS[case["completion_mask"]]).bool()
+    objective = Objective(mask_truncated=case["mask_truncated_completions"])
+    if case["tool_mask"]:
+        tools = torch.from_numpy(ARRAYS[case["tool_mask_out"]]).bool()
+        mask, expected = mask & tools, expected & tools
+
+    counted = objective.token_weights(mask, truncated, max_completion_len=16) > 0
+
+    assert torch.equal(counted, expected)
+    assert counted.sum() == case["num_items_in_batch"]
