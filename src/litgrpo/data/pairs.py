@@ -121,6 +121,8 @@ class PairData(LightningDataModule):
         completion_template: Jinja text of the completion, likewise.
         chat: `true` puts the prompt into the chat format of the tokenizer as a user's message;
             `{system: text}` adds a system message.
+        by_length: batches of pairs of about equal length, so that little is padding; `false` mixes
+            all lengths, for data whose lengths differ little but go with what there is to learn.
         batch_size: pairs per optimizer step at most, over all processes together; null for no
             limit but max_tokens.
         max_tokens: tokens per optimizer step at most, padding included, likewise.
@@ -146,6 +148,7 @@ class PairData(LightningDataModule):
         template: str | None = None,
         completion_template: str | None = None,
         chat: bool | Chat = False,
+        by_length: bool = True,
         batch_size: int | None = 32,
         max_tokens: int | None = None,
         max_len: int = 1024,
@@ -175,6 +178,7 @@ class PairData(LightningDataModule):
         self.limit = LengthLimit("max_len", max_len, overlong)
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self.num_workers, self.pad_to_multiple = num_workers, pad_to_multiple
+        self.by_length = by_length
         self.tokenizer = tokenizer
         self.sets: dict[str, PairSet] = {}
         self.fingerprint = ""
@@ -237,9 +241,10 @@ class PairData(LightningDataModule):
         )
 
     def _plan(self, pairs: PairSet, epoch: int) -> list[list[int]]:
-        return bucketed_batches(
-            pairs.lengths, self.batch_size, self.max_tokens, seed=self.seed, epoch=epoch
-        )
+        lengths = pairs.lengths
+        if not self.by_length:
+            lengths = torch.full_like(lengths, int(lengths.max()))
+        return bucketed_batches(lengths, self.batch_size, self.max_tokens, self.seed, epoch)
 
     def train_dataloader(self) -> PairLoader:
         """All pairs; their order depends on seed and epoch only, their position is saved."""
@@ -249,6 +254,7 @@ class PairData(LightningDataModule):
             "num_pairs": len(pairs),
             "batch_size": self.batch_size,
             "max_tokens": self.max_tokens,
+            "by_length": self.by_length,
             "seed": self.seed,
         }
         return self._loader(pairs, partial(self._plan, pairs), self.num_workers, identity)

@@ -1,0 +1,173 @@
+"""Short arithmetic problems for the embedded model, demonstrated by a careless teacher.
+
+Every problem adds or subtracts two numbers, in words ("Tom has 47 apples and gets 38 more. ...")
+or plainly ("What is 47+38?"). The teacher calculates digit by digit between `<reasoning>` tags, but
+often forgets to carry, is off by one, or forgets the tags. A model that imitates it knows the
+method, so that its most likely answer is right, but samples the mistakes too; reinforcement
+learning can remove them.
+
+The three sets are disjoint by construction: a pair of numbers belongs to one of them, in either
+order and for both operations.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+Row = dict[str, str]
+
+NUMBERS = range(2, 100)
+NUM_HELD_OUT = 500
+NUM_SUPERVISED = 2000
+SPLIT_SEED = 0
+
+NAMES = [
+    *("Ada", "Ben", "Eva", "Ida", "Jim", "Kim", "Leo", "Max"),
+    *("Mia", "Nina", "Omar", "Rosa", "Sam", "Tom", "Uma", "Zoe"),
+]
+ITEMS = [
+    *("apples", "balls", "books", "cards", "coins", "cups", "eggs", "keys"),
+    *("nuts", "pears", "pens", "plums", "rings", "shells", "stamps", "stones"),
+]
+WORDINGS = {
+    "+": (
+        "What is {a}+{b}?",
+        "{name} has {a} {items} and gets {b} more. How many {items} does {name} have?",
+        "{name} has {a} {items} and {other} has {b}. How many {items} do they have?",
+        "There are {a} {items} in a box and {b} on a table. How many {items} are there?",
+    ),
+    "-": (
+        "What is {a}-{b}?",
+        "{name} has {a} {items} and loses {b}. How many {items} does {name} have?",
+        "{name} has {a} {items} and gives {other} {b}. How many {items} does {name} have?",
+        "There are {a} {items} in a box and {name} takes {b}. How many {items} are left?",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Writes demonstrations, and makes mistakes.
+
+    Args:
+        wrong_digit_frac: how often the sum or difference of two digits is off by one.
+        forgotten_carry_frac: how often a carry (or borrow) is forgotten.
+        no_tags_frac: how often the tags are forgotten.
+    """
+
+    wrong_digit_frac: float = 0.0
+    forgotten_carry_frac: float = 0.0
+    no_tags_frac: float = 0.0
+
+    def demonstrate(self, first: int, sign: str, second: int, rng: random.Random) -> str:
+        """The completion for `first` + `second` or `first` - `second`.
+
+        Args:
+            first: below 100.
+            sign: "+" or "-".
+            second: below 100; at most `first` in a subtraction.
+            rng: decides about mistakes.
+
+        Example:
+            >>> Teacher().demonstrate(47, "+", 38, random.Random(0))
+            '<reasoning>47+38: 7+8=15, 4+3+1=8</reasoning><answer>85</answer>'
+            >>> Teacher().demonstrate(52, "-", 38, random.Random(0))
+            '<reasoning>52-38: 12-8=4, 5-3-1=1</reasoning><answer>14</answer>'
+        """
+        (tens_1, ones_1), (tens_2, ones_2) = divmod(first, 10), divmod(second, 10)
+        if sign == "+":
+            ones = self._digit(ones_1 + ones_2, 18, rng)
+            carry = ones // 10
+        else:
+            carry = int(ones_1 < ones_2)
+            ones_1 += 10 * carry
+            ones = self._digit(ones_1 - ones_2, 9, rng)
+        if rng.random() < self.forgotten_carry_frac:
+            carry = 0
+        right = tens_1 + tens_2 + carry if sign == "+" else tens_1 - tens_2 - carry
+        tens = self._digit(right, 19, rng)
+        carried = f"{sign}1" if carry else ""
+        steps = f"{ones_1}{sign}{ones_2}={ones}, {tens_1}{sign}{tens_2}{carried}={tens}"
+        reasoning, answer = f"{first}{sign}{second}: {steps}", 10 * tens + ones % 10
+        if rng.random() < self.no_tags_frac:
+            return f"{reasoning}, {answer}"
+        return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
+
+    def _digit(self, right: int, largest: int, rng: random.Random) -> int:
+        if rng.random() >= self.wrong_digit_frac:
+            return right
+        return rng.choice([digit for digit in (right - 1, right + 1) if 0 <= digit <= largest])
+
+
+CARELESS = Teacher(wrong_digit_frac=0.05, forgotten_carry_frac=0.4, no_tags_frac=0.4)
+
+
+def supervised(size: int = 40_000, seed: int = 0) -> list[Row]:
+    """Demonstrations of the careless teacher, to warm-start from.
+
+    Args:
+        size: number of rows.
+        seed: of wordings, numbers and mistakes.
+
+    Returns:
+        Rows with `prompt`, `answer` (always the right one) and `completion`.
+    """
+    rng = random.Random(f"supervised {seed}")
+    pairs = _pairs()[NUM_HELD_OUT : NUM_HELD_OUT + NUM_SUPERVISED]
+    problems = (_problem(rng.choice(pairs), rng) for _ in range(size))
+    return [_row(*problem, CARELESS, rng) for problem in problems]
+
+
+def train(size: int = 4_000, seed: int = 0) -> list[Row]:
+    """Problems to practice on, without demonstrations.
+
+    Args:
+        size: number of rows.
+        seed: of wordings and numbers.
+
+    Returns:
+        Rows with `prompt` and `answer`.
+    """
+    rng = random.Random(f"train {seed}")
+    pairs = _pairs()[NUM_HELD_OUT + NUM_SUPERVISED :]
+    rows = [_row(*_problem(rng.choice(pairs), rng), Teacher(), rng) for _ in range(size)]
+    return [{name: row[name] for name in ("prompt", "answer")} for row in rows]
+
+
+def held_out() -> list[Row]:
+    """The 500 problems that nobody trains on, each with its right demonstration.
+
+    Returns:
+        Rows with `prompt`, `answer` and `completion`.
+    """
+    rng = random.Random("held out")
+    problems = (_problem(pair, rng) for pair in _pairs()[:NUM_HELD_OUT])
+    return [_row(*problem, Teacher(), rng) for problem in problems]
+
+
+def _pairs() -> list[tuple[int, int]]:
+    """All pairs (larger, smaller), always in the same random order."""
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a >= b]
+    random.Random(SPLIT_SEED).shuffle(pairs)
+    return pairs
+
+
+def _problem(pair: tuple[int, int], rng: random.Random) -> tuple[str, int, str, int]:
+    """A wording of a pair: the prompt, first number, sign, second number."""
+    sign = rng.choice("+-")
+    first, second = pair
+    if sign == "+" and rng.random() < 1 / 2:
+        first, second = second, first
+    name, other = rng.sample(NAMES, 2)
+    wording = rng.choice(WORDINGS[sign])
+    prompt = wording.format(a=first, b=second, name=name, other=other, items=rng.choice(ITEMS))
+    return prompt, first, sign, second
+
+
+def _row(
+    prompt: str, first: int, sign: str, second: int, teacher: Teacher, rng: random.Random
+) -> Row:
+    answer = first + second if sign == "+" else first - second
+    completion = teacher.demonstrate(first, sign, second, rng)
+    return {"prompt": prompt, "answer": str(answer), "completion": completion}

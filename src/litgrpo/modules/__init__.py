@@ -1,0 +1,1 @@
+"""The trainable modules: the only place where the rooms meet."""

@@ -1,0 +1,223 @@
+"""A policy that answers prompts, is rewarded, evaluated, and asked for predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lightning import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
+from litgrpo.modules.settings import Evaluation
+from litgrpo.policies.causal import CausalPolicy
+from litgrpo.policies.loading import load_tokenizer
+from litgrpo.rewards.composite import Composite
+from litgrpo.rollout.engine import RolloutEngine
+from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
+from litgrpo.text import extract_answer, extract_reasoning
+from litgrpo.types import PromptBatch, RewardTable, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class AnsweringModule(LightningModule):
+    """Everything of a recipe but the learning: rollouts, rewards, validation, test, predict.
+
+    Args:
+        pretrained: hub id, folder, or `builtin:<name>`.
+        rewards: judges completions.
+        engine: computes rollouts.
+        evaluation: how held-out prompts are answered and counted.
+        max_completion_len: tokens of a completion at most, C.
+        max_iterations: iterations of training; None leaves it to the trainer.
+        seed: names the random numbers of all rollouts.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        rewards: Composite,
+        *,
+        engine: RolloutEngine,
+        evaluation: Evaluation,
+        max_completion_len: int,
+        max_iterations: int | None,
+        seed: int,
+    ) -> None:
+        """Hold the settings; the policy comes with `configure_model`."""
+        super().__init__()
+        self.pretrained = pretrained
+        self.rewards = rewards
+        self.engine = engine
+        self.evaluation = evaluation
+        self.max_completion_len = max_completion_len
+        self.max_iterations = max_iterations
+        self.seed = seed
+        self.iteration = 0
+        self.evaluation_report: dict[str, float] = {}
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.policy: CausalPolicy | None = None
+        names = list(rewards.parts)
+        self.success = names[0] if evaluation.success is None else evaluation.success
+        if self.success not in names:
+            raise ValueError(
+                f"evaluation.success is {self.success!r}; it must name a reward: {', '.join(names)}"
+            )
+        self.sampled_accuracy = SampledAccuracy(evaluation.samples, evaluation.pass_at)
+        self.greedy_accuracy = GreedyAccuracy()
+        self.reward_means = RewardMeans(names)
+
+    def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
+        """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
+        if self.policy is not None:
+            return self.policy.tokenizer
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.pretrained)
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        purpose: Purpose,
+        group_size: int,
+        sampling: Sampling,
+    ) -> Rollout:
+        """Sample completions and decode them.
+
+        Args:
+            prompts: B prompts.
+            purpose: names the stream of random numbers; validation uses the same numbers each time.
+            group_size: completions of each prompt, G.
+            sampling: temperature and filters.
+
+        Returns:
+            Rollout of N = B * G completions with their texts.
+        """
+        assert self.policy is not None
+        if not isinstance(prompts, PromptBatch):
+            raise ValueError(
+                f"The data module gave a {type(prompts).__name__}, but completions are sampled for "
+                "prompts alone. Use litgrpo.data.prompts.PromptData."
+            )
+        iteration = self.iteration if purpose == "train" else 0
+        uniforms = draw_uniforms(
+            self.seed, purpose, iteration, prompts.index, group_size, self.max_completion_len
+        )
+        self.policy.eval()
+        rollout = self.engine.generate(self.policy, prompts, group_size, uniforms, sampling)
+        texts = self.policy.tokenizer.batch_decode(_real_tokens(rollout), skip_special_tokens=True)
+        return replace(rollout, completions=texts)
+
+    def reward(self, rollout: Rollout) -> RewardTable:
+        """Ask every reward function about every completion.
+
+        Args:
+            rollout: N completions with texts.
+
+        Returns:
+            [B, G] rewards.
+        """
+        prompts, group_size = rollout.prompts, rollout.group_size
+        columns = {
+            name: [value for value in values for _ in range(group_size)]
+            for name, values in prompts.columns.items()
+        }
+        columns |= {
+            "completion_ids": _real_tokens(rollout),
+            "completion_lengths": rollout.lengths.tolist(),
+            "truncated": rollout.truncated.tolist(),
+        }
+        texts = [text for text in prompts.prompts for _ in range(group_size)]
+        # What reward functions written for TRL may ask for by name.
+        state = SimpleNamespace(global_step=self.iteration, max_steps=self.max_iterations)
+        context = {"trainer_state": state}
+        return self.rewards(texts, rollout.completions, columns, group_size, context)
+
+    def validation_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Answer held-out prompts and count successes.
+
+        Args:
+            prompts: B prompts.
+            batch_idx: unused.
+
+        Returns:
+            The sampled rollout and its rewards.
+        """
+        return self._evaluate(prompts, "val")
+
+    def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Like a validation step, with random numbers of its own."""
+        return self._evaluate(prompts, "test")
+
+    def _evaluate(self, prompts: PromptBatch, purpose: Purpose) -> dict[str, Any]:
+        settings = self.evaluation
+        sampling = Sampling(temperature=settings.temperature)
+        rollout = self.generate(prompts, purpose, settings.samples, sampling)
+        rewards = self.reward(rollout)
+        index = prompts.index
+        self.sampled_accuracy.update(index, self._successes(rewards))
+        self.reward_means.update(index, rewards)
+        if settings.greedy:
+            greedy = self.generate(prompts, purpose, 1, Sampling(temperature=0.0))
+            self.greedy_accuracy.update(index, self._successes(self.reward(greedy)).squeeze(1))
+        return {"rollout": rollout, "rewards": rewards}
+
+    def _successes(self, rewards: RewardTable) -> Tensor:
+        """[B, G] True where the reward that counts reached its threshold."""
+        part = rewards.parts[self.success]
+        return ((part >= self.evaluation.threshold) & rewards.valid).to(self.device)
+
+    def on_validation_epoch_end(self) -> None:
+        """Report accuracies with intervals, and mean rewards."""
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Like the end of a validation."""
+        self._report("test")
+
+    def _report(self, stage: Purpose) -> None:
+        metrics: list[Metric] = [self.sampled_accuracy, self.reward_means]
+        if self.evaluation.greedy:
+            metrics.append(self.greedy_accuracy)
+        report: dict[str, float] = {}
+        for metric in metrics:
+            report |= {f"{stage}/{name}": float(value) for name, value in metric.compute().items()}
+            metric.reset()
+        self.evaluation_report = report
+        self.log("step", float(self.iteration))
+        self.log_dict(report)
+
+    def predict_step(self, prompts: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Answer prompts.
+
+        Args:
+            prompts: B prompts.
+            batch_idx: unused.
+
+        Returns:
+            One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns.
+        """
+        sampling = Sampling(temperature=self.evaluation.predict_temperature)
+        rollout = self.generate(prompts, "predict", 1, sampling)
+        return [
+            {name: values[row] for name, values in prompts.columns.items()}
+            | {
+                "prompt": prompts.prompts[row],
+                "completion": text,
+                "reasoning": extract_reasoning(text),
+                "answer": extract_answer(text),
+                "truncated": bool(rollout.truncated[row]),
+            }
+            for row, text in enumerate(rollout.completions)
+        ]
+
+
+def _real_tokens(rollout: Rollout) -> list[list[int]]:
+    """N lists of token ids without padding, by one transfer to the host."""
+    rows = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
+    return [ids[:length] for ids, length in rows]

@@ -1,0 +1,88 @@
+"""Which rows share an optimizer step, which go through the model together, which teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from litgrpo.modules.settings import Learning
+from litgrpo.tensors import length_buckets
+from litgrpo.types import Experience, TokenLogprobs
+
+
+def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]:
+    """The rows of each optimizer step: whole groups in order, the same in every inner epoch.
+
+    Args:
+        num_rows: N.
+        group_size: G.
+        num_steps: optimizer steps of one pass over the rollout.
+
+    Returns:
+        Lists of row numbers, together every row once.
+    """
+    groups = torch.arange(num_rows).view(-1, group_size)
+    return [part.flatten() for part in groups.tensor_split(num_steps) if part.numel()]
+
+
+def micro_batches(experience: Experience, learning: Learning) -> list[Tensor]:
+    """Rows of similar length, within the limits of one pass through the model.
+
+    Args:
+        experience: M rows.
+        learning: the limits; padded tokens count the prompt too.
+
+    Returns:
+        Lists of row numbers, together every row once.
+    """
+    return length_buckets(
+        experience.lengths + experience.prompt_mask.shape[1],
+        max_rows=learning.micro_batch_size,
+        max_tokens=learning.micro_batch_tokens,
+    )
+
+
+def rows_that_teach(experience: Experience) -> Tensor:
+    """Rows whose tokens have both weight and advantage.
+
+    Without a KL or entropy term the gradient of the others is 0; their tokens stay in the
+    denominators of the weights. One row is always kept, so that every process takes part in every
+    optimizer step.
+
+    Args:
+        experience: M rows.
+
+    Returns:
+        [m] row numbers, at least one.
+    """
+    teaches = ((experience.advantages != 0) & (experience.weights != 0)).any(1)
+    teaches[0] |= ~teaches.any()
+    return teaches.nonzero().squeeze(1)
+
+
+@torch.no_grad()
+def scored(
+    experience: Experience,
+    learning: Learning,
+    logprobs_of: Callable[[Experience], TokenLogprobs],
+) -> TokenLogprobs:
+    """Log-probabilities of all rows without gradient, a micro-batch at a time.
+
+    Args:
+        experience: M rows.
+        learning: the limits of a micro-batch.
+        logprobs_of: what to ask about a micro-batch.
+
+    Returns:
+        [M, C] log-probabilities and entropies.
+    """
+    logprobs = torch.zeros_like(experience.sampler_logprobs)
+    entropy = torch.zeros_like(logprobs)
+    for rows in micro_batches(experience, learning):
+        part = logprobs_of(experience.select(rows))
+        used = part.logprobs.shape[1]
+        logprobs[rows, :used] = part.logprobs
+        entropy[rows, :used] = part.entropy
+    return TokenLogprobs(logprobs, entropy)

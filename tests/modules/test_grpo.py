@@ -1,0 +1,255 @@
+import pytest
+import torch
+from lightning import Trainer
+from torch.utils.data import DataLoader
+
+from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.measures import Totals
+from litgrpo.modules.settings import Evaluation, Learning
+from litgrpo.objectives.objective import Objective
+from litgrpo.policies.reference import FrozenModel
+from litgrpo.rewards.composite import Reward
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.types import PromptBatch
+from tests.conftest import prompt_batch, tiny_policy
+
+GROUP, LENGTH = 4, 6
+
+
+def vowels(prompts, completions):
+    return [sum(letter in "aeiou" for letter in text) / LENGTH for text in completions]
+
+
+def letters(prompts, completions):
+    return [sum(letter.isalpha() for letter in text) / LENGTH for text in completions]
+
+
+def always_half(prompts, completions):
+    return [0.5 for _ in completions]
+
+
+def module(architecture="qwen2", *, reward=letters, **settings):
+    settings = {"group_size": GROUP, "max_completion_len": LENGTH, "max_iterations": 1} | settings
+    grpo = GRPO("", {"letters": Reward(reward)}, **settings)
+    grpo.policy = tiny_policy(architecture)
+    return grpo
+
+
+def loader(batch, num=1000):
+    """The same batch again and again."""
+    return DataLoader([batch] * num, batch_size=None)
+
+
+def batches(*texts):
+    return loader(prompt_batch(*texts))
+
+
+def train(grpo, data, **trainer):
+    silent = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    settings = silent | dict(accelerator="cpu", max_epochs=-1, enable_model_summary=False) | trainer
+    runner = Trainer(**settings)
+    runner.fit(grpo, data)
+    return runner
+
+
+def step_gradient(grpo, batch) -> torch.Tensor:
+    """The gradient of the first optimizer step, as the optimizer would see it."""
+    seen = []
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            params = [p for group in self.param_groups for p in group["params"]]
+            seen.append(torch.cat([p.grad.flatten() for p in params]))
+
+    grpo.optimizer = lambda params: Recorder(params, lr=0.0)
+    train(grpo, loader(batch))
+    return seen[0]
+
+
+def test_the_gradient_is_that_of_the_papers_formula(architecture):
+    batch = prompt_batch("a", "hello there", "xyz")
+    grpo = module(architecture, learning=Learning(max_grad_norm=None))
+    got = step_gradient(grpo, batch)
+
+    # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
+    policy = tiny_policy(architecture)
+    grpo = module(architecture)
+    rollout = grpo.generate(batch, "train", GROUP, Sampling())
+    loss = torch.zeros(())
+    for prompt in range(len(batch)):
+        rows = range(prompt * GROUP, (prompt + 1) * GROUP)
+        rewards = torch.tensor(letters([], [rollout.completions[row] for row in rows]))
+        for row, reward in zip(rows, rewards, strict=True):
+            said = rollout.completion_ids[row][rollout.completion_mask[row]][None]
+            ids = batch.prompt_ids[prompt][batch.prompt_mask[prompt]][None]
+            logits = policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), said)
+            logprobs = logits[0, :-1].log_softmax(-1).gather(-1, said[0][:, None])
+            advantage = (reward - rewards.mean()) / (rewards.std() + 1e-4)
+            loss = loss - advantage * logprobs.mean() / (len(batch) * GROUP)
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert expected.norm() > 0
+    assert (got - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        dict(micro_batch_size=1),
+        dict(micro_batch_size=2),
+        dict(micro_batch_size=3),
+        dict(micro_batch_size=5),
+        dict(micro_batch_tokens=40),
+    ],
+)
+@pytest.mark.parametrize("objective", [Objective(), Objective(kl_coef=0.1)], ids=["plain", "kl"])
+def test_the_gradient_does_not_depend_on_the_micro_batch_split(limits, objective):
+    batch = prompt_batch("a", "hello there", "xyz")
+    gradients = []
+    for learning in (Learning(micro_batch_tokens=None), Learning(**limits)):
+        grpo = module(objective=objective, learning=learning)
+        grpo.reference = FrozenModel(tiny_policy("qwen2", seed=5)) if objective.kl_coef else None
+        gradients.append(step_gradient(grpo, batch))
+    assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-5
+
+
+def test_rows_that_teach_nothing_are_skipped_and_the_gradient_stays(monkeypatch):
+    batch = prompt_batch("a", "hello there", "xyz")
+    skipped = step_gradient(module(), batch)
+    monkeypatch.setattr(Objective, "needs_all_rows", True)
+    everything = step_gradient(module(), batch)
+    assert (skipped - everything).norm() / everything.norm() < 1e-5
+
+
+def test_equal_rewards_leave_the_gradient_at_zero():
+    gradient = step_gradient(module(reward=always_half), prompt_batch("a", "hello"))
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architecture):
+    logged = []
+    for inner_epochs in (1, 2):
+        grpo = module(
+            architecture,
+            learning=Learning(inner_epochs=inner_epochs),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
+        logged.append(train(grpo, batches("a", "hello")).logged_metrics)
+    assert float(logged[0]["policy/log_ratio"]) == 0
+    assert abs(float(logged[1]["policy/log_ratio"])) > 1e-6
+
+
+def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
+    batch = prompt_batch("a", "hello there")
+    two_epochs = Learning(inner_epochs=2)
+    for sampling, exact in [(Sampling(temperature=0.7), True), (Sampling(top_k=5), False)]:
+        grpo = module(learning=two_epochs, sampling=sampling)
+        seen = []
+        grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
+        train(grpo, loader(batch))
+        (experience,) = seen
+        same = experience.old_logprobs is experience.sampler_logprobs
+        assert same == exact
+        fresh = grpo.policy.logprobs(
+            *experience.tokens, temperature=sampling.policy_temperature
+        ).logprobs
+        torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
+
+
+def test_mini_batches_take_one_optimizer_step_each():
+    learning = Learning(inner_epochs=2, num_mini_batches=2)
+    grpo = module(learning=learning, max_iterations=3)
+    runner = train(grpo, batches("a", "hello", "xyz"))
+    assert (grpo.iteration, runner.global_step) == (3, 12)
+
+
+def test_it_learns_to_say_vowels():
+    grpo = module(
+        "llama",
+        reward=vowels,
+        max_iterations=30,
+        group_size=8,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
+    )
+    start = grpo.reward(grpo.generate(prompt_batch("a", "b"), "val", 64, Sampling())).total.mean()
+    train(grpo, batches("a", "b", "c", "d"))
+    end = grpo.reward(grpo.generate(prompt_batch("a", "b"), "val", 64, Sampling())).total.mean()
+    assert start < 0.1
+    assert end > 0.6
+
+
+def test_a_checkpoint_holds_what_is_trained_and_a_resumed_run_ends_the_same(tmp_path):
+    objective = Objective(kl_coef=0.01)
+
+    def fresh(iterations):
+        grpo = module(max_iterations=iterations, objective=objective)
+        grpo.reference = FrozenModel(tiny_policy("qwen2"))
+        return grpo
+
+    whole = fresh(4)
+    train(whole, batches("a", "hello"))
+    train(fresh(2), batches("a", "hello")).save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert saved["iteration"] == 2
+    assert all(name.startswith("policy.") for name in saved["state_dict"])
+    resumed = fresh(4)
+    runner = Trainer(
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=-1
+    )
+    runner.fit(resumed, batches("a", "hello"), ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.iteration == 4
+    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_that_is_done_takes_no_further_iteration(tmp_path):
+    train(module(max_iterations=2), batches("a")).save_checkpoint(tmp_path / "done.ckpt")
+    again = module(max_iterations=2)
+    runner = Trainer(logger=False, enable_checkpointing=False, max_epochs=-1)
+    runner.fit(again, batches("a"), ckpt_path=tmp_path / "done.ckpt")
+    assert again.iteration == 2
+
+
+def test_validation_reports_accuracies_with_intervals():
+    evaluation = Evaluation(samples=4, pass_at=[1, 4], threshold=0.1)
+    grpo = module(evaluation=evaluation)
+    runner = Trainer(logger=False, enable_progress_bar=False)
+    (report,) = runner.validate(
+        grpo, loader(prompt_batch("a", "hello", "xyz"), num=1), verbose=False
+    )
+    assert report["val/avg@4_low"] <= report["val/avg@4"] <= report["val/avg@4_high"]
+    assert report["val/pass@1"] == pytest.approx(report["val/avg@4"])
+    assert report["val/pass@4"] >= report["val/pass@1"]
+    assert {"val/greedy", "val/letters", "val/reward"} <= grpo.evaluation_report.keys()
+
+
+def test_predictions_name_prompt_completion_and_columns():
+    batch = prompt_batch("a", "hello")
+    batch = PromptBatch(
+        batch.prompt_ids, batch.prompt_mask, batch.prompts, {"level": [1, 2]}, batch.index
+    )
+    runner = Trainer(logger=False, enable_progress_bar=False)
+    (rows,) = runner.predict(module(), loader(batch, num=1))
+    assert [row["prompt"] for row in rows] == ["a", "hello"]
+    assert [row["level"] for row in rows] == [1, 2]
+    assert {"completion", "reasoning", "answer", "truncated"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(group_size=0), "group_size is 0; it must be at least 1"),
+        (dict(group_size=1), "group_size is 1, but .* compares completions"),
+        (dict(max_completion_len=0), "max_completion_len is 0"),
+        (dict(evaluation=Evaluation(success="right")), "evaluation.success is 'right'; it must"),
+    ],
+)
+def test_impossible_settings_are_refused_before_anything_is_loaded(settings, message):
+    with pytest.raises(ValueError, match=message):
+        module(**settings)
+
+
+def test_pass_at_more_than_the_samples_is_refused():
+    with pytest.raises(ValueError, match=r"pass_at has 8; with 4 samples it can be 1 to 4"):
+        Evaluation(pass_at=[8])

@@ -1,0 +1,236 @@
+"""Supervised training of real, tiny models, against the loss of plain transformers."""
+
+import csv
+from functools import partial
+
+import pytest
+import torch
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from litgrpo.data.pairs import PairBatch, PairData
+from litgrpo.modules.sft import SFT
+from litgrpo.policies.loading import LoRA, export
+from litgrpo.policies.scratch import Scratch
+from tests.conftest import byte_tokenizer, tiny_model
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SCRATCH = Scratch({"model_type": "gemma2", **SIZES, **LAYERS}, vocab_size=300)
+ROWS = [{"prompt": f"What is {n}?", "completion": f"<answer>{n}</answer>"} for n in range(8)]
+QUIET = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "limit_val_batches": 0,
+}
+LEARN_NOTHING = partial(torch.optim.SGD, lr=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Gemma 2 over bytes, in a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("gemma2").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def batch_of(*pairs, length=0):
+    """Rows of (prompt ids, completion ids), padded to at least `length`."""
+    length = max([length, *(len(prompt + completion) for prompt, completion in pairs)])
+    ids = torch.zeros(len(pairs), length, dtype=torch.long)
+    real, targets = torch.zeros_like(ids).bool(), torch.zeros_like(ids).bool()
+    for row, (prompt, completion) in enumerate(pairs):
+        end = len(prompt + completion)
+        ids[row, :end] = torch.tensor(prompt + completion)
+        real[row, :end] = True
+        targets[row, len(prompt) : end] = True
+    return PairBatch(ids, real, targets)
+
+
+SHORT = ([1, 70, 71], [80, 2])
+LONG = ([1, 72], [81, 82, 83, 84, 85, 2])
+
+
+def loader(batches):
+    return DataLoader(batches, batch_size=None)
+
+
+def fit(sft, batches, **settings):
+    """Train on the given batches, one iteration each."""
+    trainer = Trainer(**QUIET | {"max_epochs": 1} | settings)
+    trainer.fit(sft, loader(batches))
+    return trainer
+
+
+def logged(sft, batch):
+    """What one iteration on a batch logs."""
+    return {name: float(value) for name, value in fit(sft, [batch]).callback_metrics.items()}
+
+
+def plain_loss(model, batch):
+    """The loss that transformers itself computes."""
+    labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)
+    mask = batch.attention_mask.long()
+    return model(input_ids=batch.input_ids, attention_mask=mask, labels=labels).loss
+
+
+def test_loss_is_that_of_transformers_over_the_completions_only(folder):
+    batch = batch_of(SHORT, LONG)
+    metrics = logged(SFT(folder, optimizer=LEARN_NOTHING), batch)
+
+    loss = plain_loss(tiny_model("gemma2"), batch)
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["sft/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert metrics["sft/padding_frac"] == pytest.approx(3 / 16)
+
+
+def test_one_step_of_gradient_descent_is_that_of_transformers(folder):
+    batch = batch_of(SHORT, LONG)
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)
+    fit(sft, [batch])
+
+    model = tiny_model("gemma2")
+    plain_loss(model, batch).backward()
+    for (name, old), new in zip(
+        model.named_parameters(), sft.policy.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(new, old - 0.1 * old.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_gradients_are_scaled_down_to_max_grad_norm(folder):
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.01)
+    metrics = logged(sft, batch_of(SHORT, LONG))
+
+    pairs = zip(tiny_model("gemma2").parameters(), sft.policy.model.parameters(), strict=True)
+    moved = torch.stack([(new - old).norm() for old, new in pairs]).norm()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+    assert metrics["optim/grad_norm"] > 0.01
+
+
+def test_padding_changes_nothing_but_its_share(folder):
+    tight, loose = (
+        logged(SFT(folder, optimizer=LEARN_NOTHING), batch_of(SHORT, LONG, length=length))
+        for length in (0, 16)
+    )
+
+    assert tight.pop("sft/padding_frac") < loose.pop("sft/padding_frac")
+    assert tight == pytest.approx(loose, rel=1e-5)
+
+
+def test_validation_weighs_batches_by_their_tokens(folder):
+    together, apart = ([batch_of(SHORT, LONG)], [batch_of(SHORT), batch_of(LONG)])
+    reports = []
+    for batches in (together, apart):
+        sft = SFT(folder)
+        Trainer(**QUIET | {"limit_val_batches": 1.0}).validate(sft, loader(batches), verbose=False)
+        reports.append(sft.evaluation_report)
+
+    loss = plain_loss(tiny_model("gemma2"), together[0]).item()
+    assert reports[0]["val/loss"] == pytest.approx(loss, rel=1e-5)
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5)
+    assert reports[0].keys() == {"val/loss", "val/perplexity", "val/token_accuracy"}
+
+
+def test_token_accuracy_counts_most_likely_tokens(folder):
+    batch = batch_of(SHORT, LONG)
+    sft = SFT(folder)
+    Trainer(**QUIET).test(sft, loader([batch]), verbose=False)
+
+    logits = tiny_model("gemma2")(batch.input_ids, attention_mask=batch.attention_mask.long())
+    right = logits.logits[:, :-1].argmax(-1) == batch.input_ids[:, 1:]
+    expected = right[batch.loss_mask[:, 1:]].float().mean().item()
+    assert sft.evaluation_report["test/token_accuracy"] == pytest.approx(expected)
+
+
+def test_it_learns_pairs_by_heart_from_scratch_and_its_export_repeats_them(tmp_path):
+    sft = SFT(
+        scratch=SCRATCH,
+        optimizer=partial(torch.optim.AdamW, lr=0.01),
+        lr_scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=150),
+        max_iterations=150,
+    )
+    Trainer(**QUIET | {"max_epochs": -1}).fit(sft, PairData(ROWS, batch_size=8))
+    export(sft.policy, tmp_path)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for row in ROWS:
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(said, skip_special_tokens=True) == row["completion"]
+
+
+def test_it_stops_after_max_iterations_and_logs_iterations_as_steps(folder, tmp_path):
+    sft = SFT(folder, max_iterations=3)
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = fit(sft, [batch_of(SHORT)], max_epochs=-1, logger=logger)
+
+    assert sft.iteration == trainer.global_step == 3
+    with open(tmp_path / "metrics.csv") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+
+
+def test_the_schedule_is_stepped_once_per_iteration(folder):
+    halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), lr_scheduler=halve)
+    trainer = fit(sft, [batch_of(SHORT)] * 4)
+
+    assert trainer.callback_metrics["optim/lr"].item() == 0.5**3
+
+
+def test_with_lora_only_adapters_are_trained(folder):
+    sft = SFT(folder, lora=LoRA(rank=2), optimizer=partial(torch.optim.SGD, lr=1.0))
+    fit(sft, [batch_of(SHORT)])
+
+    names = [name for name, value in sft.named_parameters() if value.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_equal_seeds_give_equal_models():
+    data = PairData(ROWS, batch_size=4)
+    weights = []
+    for seed in (0, 0, 1):
+        sft = SFT(scratch=SCRATCH, max_iterations=2, seed=seed)
+        Trainer(**QUIET | {"max_epochs": -1}).fit(sft, data)
+        weights.append(torch.cat([value.flatten() for value in sft.policy.parameters()]))
+
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_model_is_configured_once(folder):
+    sft = SFT(folder)
+    sft.configure_model()
+    policy = sft.policy
+    sft.configure_model()
+
+    assert sft.policy is policy
+
+
+def test_exactly_one_of_pretrained_and_scratch_is_needed(folder):
+    with pytest.raises(ValueError, match="exactly one"):
+        SFT()
+    with pytest.raises(ValueError, match="exactly one"):
+        SFT(folder, scratch=SCRATCH)
+
+
+def test_scratch_without_texts_for_its_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="call fit_tokenizer"):
+        SFT(scratch=SCRATCH).configure_model()
+
+
+def test_adapters_on_random_weights_are_refused():
+    with pytest.raises(ValueError, match="leave lora out"):
+        SFT(scratch=SCRATCH, lora=LoRA())
+
+
+def test_less_than_one_iteration_is_refused(folder):
+    with pytest.raises(ValueError, match="max_iterations is 0"):
+        SFT(folder, max_iterations=0)

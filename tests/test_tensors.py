@@ -1,0 +1,252 @@
+"""Masked arithmetic and log-probabilities: by hand, against plain formulas, against the oracle."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from litgrpo.tensors import (
+    bounded_exp,
+    length_buckets,
+    masked_mean,
+    pad_left,
+    positions,
+    predicting,
+    row_mean,
+    token_logprobs,
+    widened,
+)
+
+ORACLE = Path(__file__).parents[2] / "shared" / "oracle"
+
+
+def test_narrow_floats_are_widened_and_wide_ones_stay():
+    for narrow in (torch.float16, torch.bfloat16, torch.float32):
+        assert widened(torch.ones(1, dtype=narrow)).dtype == torch.float32
+    assert widened(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_the_mean_counts_marked_values_only_whatever_the_others_are():
+    values = torch.tensor([[1.0, math.nan], [math.inf, 4.0]])
+    mask = torch.tensor([[True, False], [False, True]])
+    assert masked_mean(values, mask) == 2.5
+
+
+def test_the_mean_of_nothing_is_zero():
+    assert masked_mean(torch.tensor([math.nan]), torch.tensor([False])) == 0
+
+
+def test_the_gradient_of_a_masked_mean_is_zero_where_the_mask_is():
+    values = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
+    masked_mean(values, torch.tensor([True, False, True])).backward()
+    assert values.grad.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_the_exponential_is_itself_up_to_the_limit_and_its_tangent_beyond():
+    x = torch.tensor([-1.0, 0.0, 2.0, 3.0, 4.5], dtype=torch.float64, requires_grad=True)
+    values = bounded_exp(x, limit=3.0)
+    values.sum().backward()
+    e = math.e
+    assert values.tolist() == pytest.approx([1 / e, 1, e**2, e**3, 2.5 * e**3])
+    assert x.grad.tolist() == pytest.approx([1 / e, 1, e**2, e**3, e**3])
+
+
+def test_the_exponential_of_anything_is_finite_and_so_is_its_gradient():
+    x = torch.tensor([-1e30, 1e3, 1e20], requires_grad=True)
+    values = bounded_exp(x)
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert x.grad.isfinite().all()
+    assert x.grad[2] > 0
+
+
+def test_a_row_mean_counts_marked_values_only_and_is_zero_without_any():
+    values = torch.tensor([[1.0, 5.0, 9.0], [4.0, 4.0, 4.0]])
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    assert row_mean(values, mask).tolist() == [[3.0], [0.0]]
+
+
+def test_rows_are_padded_on_the_left_to_the_longest_or_longer():
+    ids, mask = pad_left([[5, 6], [], [7]], pad_id=9)
+    assert ids.tolist() == [[5, 6], [9, 9], [9, 7]]
+    assert mask.tolist() == [[True, True], [False, False], [False, True]]
+    ids, mask = pad_left([[5, 6]], pad_id=0, length=4)
+    assert ids.tolist() == [[0, 0, 5, 6]]
+    assert mask.sum() == 2
+    assert ids.dtype == torch.long
+
+
+def test_a_pad_id_among_the_tokens_is_still_a_token():
+    ids, mask = pad_left([[0, 5], [0]], pad_id=0)
+    assert ids.tolist() == [[0, 5], [0, 0]]
+    assert mask.tolist() == [[True, True], [False, True]]
+
+
+def test_positions_count_real_tokens_from_zero():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]]).bool()
+    assert positions(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 1]]
+
+
+def test_the_token_before_each_target_predicts_it():
+    hidden = torch.arange(8.0).view(2, 4, 1)
+    targets = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]).bool()
+    assert predicting(hidden, targets).flatten().tolist() == [1, 2, 4, 6]
+
+
+def test_log_probabilities_and_entropy_by_hand():
+    # Logits log 1, log 2, log 5 are probabilities 1/8, 2/8, 5/8.
+    hidden = torch.tensor([[1.0, 2.0, 5.0]]).log().repeat(2, 1)
+    logprobs, entropy = token_logprobs(hidden, torch.tensor([2, 0]), lambda hidden: hidden)
+    expected = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
+    assert logprobs.tolist() == pytest.approx([math.log(5 / 8), math.log(1 / 8)])
+    assert entropy.tolist() == pytest.approx([expected, expected])
+
+
+def test_temperature_divides_the_logits():
+    hidden = torch.tensor([[0.0, math.log(3.0)]])
+    targets = torch.tensor([1])
+    hot, _ = token_logprobs(hidden, targets, lambda hidden: hidden, temperature=2.0)
+    cold, _ = token_logprobs(hidden, targets, lambda hidden: hidden, temperature=0.5)
+    assert hot.exp().item() == pytest.approx(3**0.5 / (1 + 3**0.5))
+    assert cold.exp().item() == pytest.approx(9 / 10)
+
+
+def test_equal_logits_have_the_entropy_of_the_vocabulary():
+    _, entropy = token_logprobs(torch.zeros(3, 7), torch.tensor([0, 1, 2]), lambda hidden: hidden)
+    assert entropy.tolist() == pytest.approx([math.log(7)] * 3)
+
+
+def test_an_impossible_token_spoils_nothing_in_log_space():
+    hidden = torch.tensor([[0.0, -1e4]])
+    logprobs, entropy = token_logprobs(hidden, torch.tensor([1]), lambda hidden: hidden)
+    assert (logprobs.item(), entropy.item()) == (-1e4, 0.0)
+
+
+def soft_capped(weight):
+    return lambda hidden: 5.0 * torch.tanh(hidden @ weight.T / 5.0)
+
+
+def plain(hidden, targets, head, temperature):
+    """All logits at once, by torch's own functions."""
+    logprobs = (head(hidden) / temperature).log_softmax(-1)
+    entropy = torch.distributions.Categorical(logits=logprobs).entropy()
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10, 11, 1024])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_change_neither_values_nor_gradients(chunk_size, temperature):
+    torch.manual_seed(0)
+    targets, results = torch.randint(0, 13, (10,)), []
+    start, up = torch.randn(10, 4, dtype=torch.float64), torch.randn(2, 10, dtype=torch.float64)
+    matrix = torch.randn(13, 4, dtype=torch.float64)
+    for chunked in (True, False):
+        hidden, weight = start.clone().requires_grad_(), matrix.clone().requires_grad_()
+        if chunked:
+            options = dict(temperature=temperature, chunk_size=chunk_size, entropy_grad=True)
+            pair = token_logprobs(hidden, targets, soft_capped(weight), **options)
+        else:
+            pair = plain(hidden, targets, soft_capped(weight), temperature)
+        (torch.stack(pair) * up).sum().backward()
+        results.append([*pair, hidden.grad, weight.grad])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_entropy_has_a_gradient_only_when_asked():
+    for asked in (True, False):
+        hidden = torch.randn(5, 3, requires_grad=True)
+        options = dict(entropy_grad=asked, chunk_size=2)
+        _, entropy = token_logprobs(hidden, torch.zeros(5).long(), lambda x: 2 * x, **options)
+        assert entropy.requires_grad == asked
+
+
+def test_without_gradient_nothing_is_kept_for_a_backward_pass():
+    weight = torch.randn(7, 4, requires_grad=True)
+    with torch.no_grad():
+        logprobs, entropy = token_logprobs(
+            torch.randn(5, 4), torch.zeros(5).long(), soft_capped(weight), entropy_grad=True
+        )
+    assert not logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_half_precision_logits_give_float32_log_probabilities():
+    hidden = torch.randn(4, 6).bfloat16()
+    logprobs, entropy = token_logprobs(hidden, torch.zeros(4).long(), lambda hidden: hidden)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(logprobs, hidden.float().log_softmax(-1)[:, 0])
+
+
+LENGTHS = torch.tensor([3, 9, 1, 9, 4, 4, 30, 0, 2])
+
+
+@pytest.mark.parametrize("max_rows", [None, 1, 2, 4, 100])
+@pytest.mark.parametrize("max_tokens", [None, 1, 8, 18, 30, 1000])
+def test_buckets_hold_every_row_once_and_keep_the_limits(max_rows, max_tokens):
+    buckets = length_buckets(LENGTHS, max_rows=max_rows, max_tokens=max_tokens)
+    assert sorted(torch.cat(buckets).tolist()) == list(range(len(LENGTHS)))
+    for rows in buckets:
+        padded = len(rows) * int(LENGTHS[rows].max())
+        assert len(rows) <= (max_rows or len(LENGTHS))
+        assert max_tokens is None or padded <= max_tokens or len(rows) == 1
+
+
+def test_without_limits_there_is_one_bucket_and_it_starts_with_the_longest_row():
+    (rows,) = length_buckets(LENGTHS)
+    assert LENGTHS[rows].tolist() == [30, 9, 9, 4, 4, 3, 2, 1, 0]
+    assert length_buckets(torch.tensor([], dtype=torch.long)) == []
+
+
+def test_rows_of_equal_length_keep_their_order():
+    assert torch.cat(length_buckets(torch.full((6,), 5), max_rows=4)).tolist() == list(range(6))
+
+
+def oracle() -> dict:
+    path = ORACLE / "oracle.json"
+    return json.loads(path.read_text()) if path.is_file() else {"head": {"cases": []}}
+
+
+def name_of(case) -> str:
+    cap = case["final_logit_softcapping"]
+    parts = ["bias"] * case["bias"] + ["entropy"] * case["entropy_grad"]
+    return "-".join([f"t{case['temperature']}", f"cap{cap}", *parts])
+
+
+@pytest.mark.skipif(not ORACLE.is_dir(), reason=f"the oracle is not here: {ORACLE}")
+@pytest.mark.parametrize("chunk_size", [4, 1024])
+@pytest.mark.parametrize("case", oracle()["head"]["cases"], ids=name_of)
+def test_heads_equal_the_oracle(case, chunk_size):
+    with np.load(ORACLE / "oracle.npz") as file:
+        given = {name: torch.from_numpy(file[f"C/{name}"]) for name in HEAD_INPUTS}
+        names = ("logp", "entropy", "grad_hidden", "grad_weight")
+        expected = {name: file[case[name]] for name in names}
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+
+    def head(hidden):
+        logits = hidden @ weight.T + case["bias"] * given["bias"]
+        cap = case["final_logit_softcapping"]
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    logprobs, entropy = token_logprobs(
+        hidden,
+        given["targets"],
+        head,
+        temperature=case["temperature"],
+        chunk_size=chunk_size,
+        entropy_grad=case["entropy_grad"],
+    )
+    value = (given["up_logp"] * logprobs).sum()
+    if case["entropy_grad"]:
+        value = value + (given["up_entropy"] * entropy).sum()
+    value.backward()
+    ours = dict(zip(expected, (logprobs, entropy, hidden.grad, weight.grad), strict=True))
+    for name, values in expected.items():
+        # The oracle's arrays are float32, ours are computed in float64.
+        np.testing.assert_allclose(ours[name].detach(), values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+HEAD_INPUTS = ("hidden", "weight", "bias", "targets", "up_logp", "up_entropy")

@@ -1,0 +1,201 @@
+"""The carriers: what they refuse, and what they work out themselves."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
+
+
+def prompts(rows=2, length=3) -> PromptBatch:
+    ids = torch.arange(rows * length).view(rows, length)
+    texts = [f"prompt {row}" for row in range(rows)]
+    columns = {"answer": list(range(rows))}
+    return PromptBatch(ids, ids >= 0, texts, columns, torch.arange(rows))
+
+
+def rollout() -> Rollout:
+    """Two prompts, two completions of each, of 1, 3, 2 and 3 tokens; the last was cut off."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
+    truncated = torch.tensor([False, False, False, True])
+    return Rollout(prompts(), 2, mask.long() * 7, mask, mask * -0.5, truncated)
+
+
+def experience() -> Experience:
+    """Three prompts of 1, 3 and 2 tokens; rows 0 to 3 continue prompts 0, 1, 2, 2."""
+    prompt_mask = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]).bool()
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    ids = torch.arange(16).view(4, 4)
+    return Experience(
+        prompt_ids=torch.arange(12).view(3, 4),
+        prompt_mask=prompt_mask,
+        prompt_of=torch.tensor([0, 1, 2, 2]),
+        completion_ids=ids,
+        completion_mask=mask,
+        sampler_logprobs=-ids.float(),
+        advantages=ids + 0.25,
+        weights=ids + 0.5,
+        ref_logprobs=ids - 100.0,
+    )
+
+
+def test_lengths_count_real_tokens():
+    assert rollout().lengths.tolist() == [1, 3, 2, 3]
+    assert experience().lengths.tolist() == [4, 1, 2, 3]
+    assert (len(prompts()), len(experience())) == (2, 4)
+
+
+def test_rollout_stats_by_hand():
+    stats = {name: float(value) for name, value in rollout().stats().items()}
+    assert stats == {
+        "completion/len_mean": 2.25,
+        "completion/len_max": 3.0,
+        "completion/truncated_frac": 0.25,
+    }
+
+
+@pytest.mark.parametrize("name", ["prompt_mask", "index"])
+def test_prompts_of_unequal_shapes_are_refused(name):
+    with pytest.raises(AssertionError, match=f"{name} has shape"):
+        replace(prompts(), **{name: torch.ones(5)})
+
+
+def test_a_column_of_another_length_is_refused():
+    with pytest.raises(AssertionError, match="answer has 1 entries for 2 prompts"):
+        replace(prompts(), columns={"answer": [1]})
+    with pytest.raises(AssertionError, match="prompts has 3 entries for 2 prompts"):
+        replace(prompts(), prompts=["a", "b", "c"])
+
+
+def test_moving_a_batch_moves_its_tensors_and_keeps_the_rest():
+    moved = prompts().to("meta")
+    assert {moved.prompt_ids.device.type, moved.prompt_mask.device.type} == {"meta"}
+    assert moved.index.device.type == "meta"
+    assert (moved.prompts, moved.columns) == (prompts().prompts, prompts().columns)
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "completion_mask", "sampler_logprobs"])
+def test_a_rollout_has_group_size_rows_of_each_prompt(name):
+    with pytest.raises(AssertionError, match=f"{name} has shape"):
+        replace(rollout(), **{name: getattr(rollout(), name)[:3]})
+    with pytest.raises(AssertionError, match="completion_ids has shape"):
+        replace(rollout(), group_size=3)
+
+
+def test_truncation_is_known_of_every_row():
+    with pytest.raises(AssertionError, match="truncated has shape"):
+        replace(rollout(), truncated=torch.zeros(2, dtype=torch.bool))
+
+
+def table(total, valid=None, **parts) -> RewardTable:
+    total = torch.tensor(total, dtype=torch.float64)
+    valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    columns = {name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}
+    return RewardTable(columns, dict.fromkeys(columns, 1.0), total, valid)
+
+
+def test_reward_stats_by_hand():
+    nan = torch.nan
+    stats = table(
+        [[0.0, 2.0], [3.0, 3.0]],
+        valid=[[True, True], [False, True]],
+        right=[[0.0, 1.0], [nan, 1.0]],
+        form=[[nan, nan], [nan, nan]],
+    ).stats()
+    # Standard deviations with n - 1: sqrt(2) and 0.
+    expected = {
+        "reward/mean": 5 / 3,
+        "reward/group_std": 2**0.5 / 2,
+        "reward/failed_frac": 0.25,
+        "reward/equal_groups_frac": 0.5,
+        "reward/right": 2 / 3,
+        "reward/form": 0.0,
+    }
+    assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected)
+    assert {value.dtype for value in stats.values()} == {torch.float32}
+
+
+def test_reward_stats_are_finite_where_nothing_is_valid_or_a_group_is_one_row():
+    nothing = table([[0.0, 0.0]], valid=[[False, False]]).stats()
+    assert (nothing["reward/mean"], nothing["reward/failed_frac"]) == (0.0, 1.0)
+    greedy = table([[1.0], [0.0]]).stats()
+    assert (greedy["reward/mean"], greedy["reward/group_std"]) == (0.5, 0.0)
+
+
+def test_reward_stats_do_not_depend_on_the_order_of_groups_and_rows():
+    total = torch.rand(5, 4, dtype=torch.float64).round(decimals=1)
+    valid = total != 0.5
+    given = RewardTable({"part": total}, {"part": 1.0}, total, valid)
+    order, members = torch.randperm(5), torch.randperm(4)
+    moved, moved_valid = total[order][:, members], valid[order][:, members]
+    shuffled = RewardTable({"part": moved}, {"part": 1.0}, moved, moved_valid)
+    for name, value in given.stats().items():
+        torch.testing.assert_close(shuffled.stats()[name], value)
+
+
+def test_a_reward_part_without_weight_or_of_another_shape_is_refused():
+    total = torch.zeros(2, 3, dtype=torch.float64)
+    valid = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(AssertionError):
+        RewardTable({"right": total}, {}, total, valid)
+    with pytest.raises(AssertionError, match="right has shape"):
+        RewardTable({"right": total.T}, {"right": 1.0}, total, valid)
+    with pytest.raises(AssertionError, match="valid has shape"):
+        RewardTable({"right": total}, {"right": 1.0}, total, valid.flatten())
+
+
+@pytest.mark.parametrize("name", ["weights", "advantages", "completion_mask", "ref_logprobs"])
+def test_every_row_field_of_an_experience_has_the_same_shape(name):
+    with pytest.raises(AssertionError, match=f"{name} has shape"):
+        replace(experience(), **{name: getattr(experience(), name)[:, :3]})
+
+
+def test_every_completion_of_an_experience_continues_a_prompt():
+    with pytest.raises(AssertionError, match="prompt_of has shape"):
+        replace(experience(), prompt_of=torch.tensor([0, 1]))
+
+
+def test_selecting_rows_cuts_padding_off_and_renumbers_their_prompts():
+    chosen = experience().select(torch.tensor([3, 1]))
+    # Prompts 1 and 2 are left, of 3 tokens at most; completions of 3 tokens at most.
+    assert chosen.prompt_ids.tolist() == [[5, 6, 7], [9, 10, 11]]
+    assert chosen.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
+    assert chosen.prompt_of.tolist() == [1, 0]
+    assert chosen.completion_ids.tolist() == [[12, 13, 14], [4, 5, 6]]
+    assert chosen.completion_mask.tolist() == [[True, True, True], [True, False, False]]
+    assert chosen.sampler_logprobs.tolist() == [[-12, -13, -14], [-4, -5, -6]]
+    assert chosen.weights.tolist() == [[12.5, 13.5, 14.5], [4.5, 5.5, 6.5]]
+    assert chosen.ref_logprobs.tolist() == [[-88, -87, -86], [-96, -95, -94]]
+    assert chosen.old_logprobs is None
+
+
+def test_selecting_every_row_in_order_changes_nothing_but_unused_columns():
+    given = experience()
+    everything = given.select(torch.arange(4))
+    for field in fields(Experience):
+        before, after = getattr(given, field.name), getattr(everything, field.name)
+        if field.name in ("prompt_ids", "prompt_mask"):
+            before = before[:, 1:]  # no prompt has four tokens
+        assert (before is None and after is None) or torch.equal(before, after)
+
+
+def test_selecting_twice_is_selecting_once():
+    rows, then = torch.tensor([3, 0, 2]), torch.tensor([2, 0])
+    twice, once = experience().select(rows).select(then), experience().select(rows[then])
+    for field in fields(Experience):
+        first, second = getattr(twice, field.name), getattr(once, field.name)
+        assert (first is None and second is None) or torch.equal(first, second)
+
+
+def test_a_completion_without_tokens_keeps_one_column():
+    empty = replace(experience(), completion_mask=torch.zeros(4, 4, dtype=torch.bool))
+    assert empty.select(torch.tensor([1, 2])).completion_ids.shape == (2, 1)
+
+
+def test_the_tokens_of_an_experience_are_what_a_policy_is_asked_about():
+    given = experience()
+    names = ("prompt_ids", "prompt_mask", "prompt_of", "completion_ids", "completion_mask")
+    assert all(
+        token is getattr(given, name) for token, name in zip(given.tokens, names, strict=True)
+    )
