@@ -1,0 +1,8 @@
+"""`python cli.py fit -c configs/quickstart.yaml`; see `python cli.py --help`."""
+
+import sys
+
+from litgrpo.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

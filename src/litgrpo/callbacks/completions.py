@@ -1,0 +1,162 @@
+"""What the policy says: completions with their rewards as tables, histograms and lines of JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from litgrpo.callbacks.run_folder import may_write, run_folder
+from litgrpo.types import RewardTable, Rollout
+
+
+class Completions(Callback):
+    """Writes completions and their rewards to TensorBoard and to `samples/iteration-000123.jsonl`.
+
+    Args:
+        every_n_iterations: how often, besides the first and the last; 0 switches it off.
+        num_prompts: how many prompts the TensorBoard table shows, each with all its completions.
+        num_logged_groups: how many groups' rewards and advantages the first iteration prints.
+    """
+
+    def __init__(
+        self, every_n_iterations: int = 10, num_prompts: int = 2, num_logged_groups: int = 3
+    ) -> None:
+        """Check the numbers."""
+        if every_n_iterations < 0:
+            raise ValueError("completions.every_n_iterations must not be negative; 0 is off.")
+        self.every_n_iterations = every_n_iterations
+        self.num_prompts = num_prompts
+        self.num_logged_groups = num_logged_groups
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the rollout that `training_step` returned, if it samples at all."""
+        if not trainer.is_global_zero or "rollout" not in outputs or not self.every_n_iterations:
+            return
+        n = pl_module.iteration
+        rollout, rewards, advantages = (
+            outputs.get(k) for k in ("rollout", "rewards", "advantages")
+        )
+        if n == 1:
+            pl_module.print(first_groups(rewards, advantages, self.num_logged_groups))
+        due = n % self.every_n_iterations == 0 or n in (1, pl_module.max_iterations)
+        if not due or not may_write(trainer):
+            return
+        rows = sample_rows(n, rollout, rewards, advantages)
+        write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                shown = rows[: self.num_prompts * rollout.group_size]
+                logger.experiment.add_text("completions", markdown_table(shown), n)
+                for name, values in histograms(rollout, rewards, advantages).items():
+                    logger.experiment.add_histogram(name, values, n)
+
+
+def sample_rows(
+    iteration: int, rollout: Rollout, rewards: RewardTable, advantages: Tensor | None
+) -> list[dict[str, Any]]:
+    """One plain dictionary per completion.
+
+    Args:
+        iteration: when they were sampled.
+        rollout: N completions of B prompts.
+        rewards: [B, G] per reward function.
+        advantages: [B, G], if the module has them.
+
+    Returns:
+        N rows; a number that is not finite (a function that abstained) is None.
+    """
+    lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
+    parts = {name: part.flatten().tolist() for name, part in rewards.parts.items()}
+    total = rewards.total.flatten().tolist()
+    advantage = [None] * len(total) if advantages is None else advantages.flatten().tolist()
+    return [
+        {
+            "iteration": iteration,
+            "prompt": rollout.prompts.prompts[row // rollout.group_size],
+            "completion": completion,
+            "reward": _finite(total[row]),
+            "rewards": {name: _finite(values[row]) for name, values in parts.items()},
+            "advantage": _finite(advantage[row]),
+            "length": lengths[row],
+            "truncated": truncated[row],
+            "columns": {
+                name: values[row // rollout.group_size]
+                for name, values in rollout.prompts.columns.items()
+            },
+        }
+        for row, completion in enumerate(rollout.completions)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write one JSON object per line; what JSON cannot hold becomes its text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, one line per completion."""
+    names = list(rows[0]["rewards"]) if rows else []
+    head = ["prompt", "completion", *names, "reward", "advantage"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        numbers = [*(row["rewards"][name] for name in names), row["reward"], row["advantage"]]
+        texts = [cell(row["prompt"]), cell(row["completion"])]
+        lines.append(texts + ["" if x is None else f"{x:.3g}" for x in numbers])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    r"""Text that shows as it is inside a cell of a Markdown table.
+
+    Example:
+        >>> cell("<answer>a|b</answer>\nend")
+        '&lt;answer&gt;a&#124;b&lt;/answer&gt;<br>end'
+    """
+    # TensorBoard renders Markdown, then HTML: a tag would vanish, a bar or a line break would end
+    # the cell, and stars, underlines and backticks would format.
+    marks = {"|": "&#124;", "*": "&#42;", "_": "&#95;", "`": "&#96;", "\\": "&#92;"}
+    escaped = html.escape(text, quote=False)
+    for mark, entity in marks.items():
+        escaped = escaped.replace(mark, entity)
+    return escaped.replace("\r", "").replace("\n", "<br>")
+
+
+def histograms(
+    rollout: Rollout, rewards: RewardTable, advantages: Tensor | None
+) -> dict[str, Tensor]:
+    """What is worth seeing as a distribution, without what is not a number."""
+    values = {"reward/distribution": rewards.total[rewards.valid]}
+    values["completion/len_distribution"] = rollout.lengths.float()
+    if advantages is not None:
+        values["policy/advantage_distribution"] = advantages.flatten()
+    finite = {name: x[x.isfinite()].cpu() for name, x in values.items()}
+    return {name: x for name, x in finite.items() if x.numel()}
+
+
+def first_groups(rewards: RewardTable, advantages: Tensor | None, num_groups: int) -> str:
+    """The rewards and advantages of the first groups, to see at once whether they make sense."""
+
+    def numbers(values: Tensor) -> str:
+        return " ".join(f"{value:6.2f}" for value in values.tolist())
+
+    lines = []
+    for group in range(min(num_groups, rewards.total.shape[0])):
+        lines.append(f"group {group}: rewards    {numbers(rewards.total[group])}")
+        if advantages is not None:
+            lines.append(f"         advantages {numbers(advantages[group])}")
+    return "\n".join(lines)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value

@@ -1,0 +1,99 @@
+import json
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from litgrpo.callbacks.completions import Completions, cell, markdown_table, sample_rows
+from tests.callbacks.fitting import fit
+from tests.standin import StandIn, prompts, rewards_of, rollout_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
+)
+
+
+def test_a_row_says_everything_about_a_completion():
+    rollout = rollout_of(prompts("A", "B"))
+    rewards = rewards_of(rollout)
+    rows = sample_rows(7, rollout, rewards, rewards.total - 0.5)
+    assert rows[3] == {
+        "iteration": 7,
+        "prompt": "B",
+        "completion": "<answer>3</answer>",
+        "reward": 0.0,
+        "rewards": {"correct": 0.0, "format": 1.0},
+        "advantage": -0.5,
+        "length": 3,
+        "truncated": False,
+        "columns": {"answer": "1"},
+    }
+    assert rows[0]["rewards"]["format"] is None  # NaN: the function abstained
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a|b", "a&#124;b"),
+        ("one\ntwo\r\n", "one<br>two<br>"),
+        ("<reasoning>2*3</reasoning>", "&lt;reasoning&gt;2&#42;3&lt;/reasoning&gt;"),
+        ("a_b_c `x` \\n", "a&#95;b&#95;c &#96;x&#96; &#92;n"),
+        ("1 & 2", "1 &amp; 2"),
+    ],
+)
+def test_text_shows_in_a_markdown_cell_as_it_is(text, shown):
+    assert cell(text) == shown
+
+
+def test_the_table_has_one_line_per_completion():
+    rollout = rollout_of(prompts("1|1"))
+    rows = sample_rows(1, rollout, rewards_of(rollout), None)
+    assert markdown_table(rows).splitlines() == [
+        "| prompt | completion | correct | format | reward | advantage |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 1&#124;1 | &lt;answer&gt;0&lt;/answer&gt; | 1 |  | 1 |  |",
+        "| 1&#124;1 | &lt;answer&gt;1&lt;/answer&gt; | 0 | 1 | 0 |  |",
+    ]
+
+
+def test_tensorboard_gets_a_table_and_histograms_at_the_right_iterations(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="", version="", default_hp_metric=False)
+    fit(tmp_path, Completions(every_n_iterations=2), module=StandIn(5), logger=logger)
+    events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    table = events.Tensors("completions/text_summary")
+    assert [event.step for event in table] == [1, 2, 4, 5]
+    assert "&lt;answer&gt;0&lt;/answer&gt;" in table[0].tensor_proto.string_val[0].decode()
+    names = ["reward/distribution", "completion/len_distribution", "policy/advantage_distribution"]
+    assert events.Tags()["histograms"] == names
+    assert [event.step for event in events.Histograms(names[0])] == [1, 2, 4, 5]
+
+
+def test_samples_are_lines_of_json(tmp_path):
+    fit(tmp_path, Completions(every_n_iterations=2), module=StandIn(3))
+    names = [f"iteration-00000{n}.jsonl" for n in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == names
+    lines = (tmp_path / "samples" / names[1]).read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [2] * 4
+
+
+def test_the_first_iteration_prints_the_first_groups(tmp_path, capsys):
+    fit(tmp_path, Completions(num_logged_groups=1), module=StandIn(3))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "rewards" in line]
+    assert lines == ["group 0: rewards      1.00   0.00"]
+
+
+def test_zero_switches_it_off(tmp_path, capsys):
+    fit(tmp_path, Completions(every_n_iterations=0), module=StandIn(2))
+    assert not (tmp_path / "samples").exists()
+    assert "group 0" not in capsys.readouterr().out
+
+
+def test_a_module_that_samples_nothing_is_left_alone(tmp_path):
+    class Supervised(StandIn):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            return {"loss": torch.zeros(())}
+
+    fit(tmp_path, Completions(1), module=Supervised(2))
+    assert not (tmp_path / "samples").exists()

@@ -1,0 +1,42 @@
+import pytest
+
+from litgrpo.callbacks.progress import Progress, short
+from tests.callbacks.fitting import fit
+from tests.standin import StandIn
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
+)
+
+
+def test_kl_is_shown_only_where_there_is_a_reference():
+    logged = {"reward/mean": 0.5, "completion/len_mean": 12.0, "optim/lr": 1e-3}
+    assert short(logged) == {"reward": "0.500", "len": "12"}
+    assert short(logged | {"policy/kl": 0.01}) == {"reward": "0.500", "kl": "0.010", "len": "12"}
+
+
+def test_at_most_four_names_are_shown():
+    logged = {"reward/mean": 1.0, "sft/loss": 1.0, "policy/kl": 1.0, "completion/len_mean": 1.0}
+    assert list(short(logged | {"perf/tokens_per_s": 1.0})) == ["reward", "loss", "kl", "len"]
+
+
+def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys):
+    progress = Progress(every_s=0.0)
+    fit(tmp_path, progress, module=StandIn(3), enable_progress_bar=True, val_check_interval=2)
+    lines = capsys.readouterr().out.splitlines()
+    report = ", greedy {0}, correct 0.500, format 1.000"
+    assert lines == [
+        "before training 1",
+        "before training 2",
+        "iteration 0: avg@2 0.000 [-0.100, 0.100]" + report.format("0.000"),
+        "training 1/3 reward 0.500 len 3.000",
+        "training 2/3 reward 0.500 len 3.000",
+        "iteration 2: avg@2 0.100 [0.000, 0.200]" + report.format("0.100"),
+        "training 3/3 reward 0.500 len 3.000",
+        "iteration 3: avg@2 0.200 [0.100, 0.300]" + report.format("0.200"),
+    ]
+
+
+def test_lines_are_rare_by_default(tmp_path, capsys):
+    fit(tmp_path, Progress(), module=StandIn(3), enable_progress_bar=True)
+    assert "1/3" not in capsys.readouterr().out

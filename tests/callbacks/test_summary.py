@@ -1,0 +1,99 @@
+import json
+
+import pytest
+
+from litgrpo.callbacks.checkpoint import IterationCheckpoint
+from litgrpo.callbacks.summary import Summary, samples_page, table
+from tests.callbacks.fitting import fit
+from tests.standin import StandIn
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
+)
+
+
+def summary(folder) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_the_file_holds_before_and_after_with_exactly_these_fields(tmp_path):
+    fit(tmp_path, Summary(num_samples=1), module=StandIn(2, scores=[0.25, 0.75]))
+    written = summary(tmp_path)
+    names = ["before", "after", "seconds", "seed", "versions", "samples"]
+    assert list(written) == names
+    rewards = {"correct": 0.5, "format": 1.0}
+    before = dict(avg_at_k=0.25, low=0.15, high=0.35, greedy=0.25, n=4, rewards=rewards)
+    after = dict(avg_at_k=0.75, low=0.65, high=0.85, greedy=0.75, n=4, rewards=rewards)
+    assert written["before"] == before
+    assert written["after"] == after
+    assert list(written["versions"]) == ["python", "litgrpo", "torch", "lightning", "transformers"]
+    sample = {"prompt": "A", "completion": "<answer>0</answer>"}
+    sample["rewards"] = {"correct": 1.0, "format": None}  # nobody judged its format
+    assert written["samples"] == {"before": [sample], "after": [sample]}
+
+
+def test_the_terminal_shows_a_table_and_what_to_type_next(tmp_path, capsys):
+    fit(tmp_path, Summary(num_samples=1), module=StandIn(2, scores=[0.25, 0.75]))
+    shown = capsys.readouterr().out
+    assert "2 iterations, " in shown
+    line = "avg@2    0.250 [0.150, 0.350]  0.750 [0.650, 0.850]"
+    assert line in shown.splitlines()
+    assert f"tensorboard --logdir {tmp_path}" in shown
+
+
+def test_before_and_the_clock_survive_a_resume(tmp_path):
+    first = Summary()
+    module = StandIn(2, scores=[0.25, 0.5])
+    fit(tmp_path, first, IterationCheckpoint(2, keep_best=0), module=module)
+    second = Summary()
+    resume = tmp_path / "checkpoints/last.ckpt"
+    checkpoint, module = IterationCheckpoint(keep_best=0), StandIn(4, scores=[0.75])
+    fit(tmp_path, second, checkpoint, module=module, resume=resume)
+    assert summary(tmp_path)["before"]["avg_at_k"] == 0.25
+    assert summary(tmp_path)["after"]["avg_at_k"] == 0.75
+    assert second.trained_s > first.trained_s > 0
+
+
+def test_a_finished_run_that_is_resumed_evaluates_all_prompts_again(tmp_path):
+    fit(tmp_path, Summary(), IterationCheckpoint(), module=StandIn(2))
+    resume = tmp_path / "checkpoints/last.ckpt"
+    fit(tmp_path, Summary(), IterationCheckpoint(), module=StandIn(2), resume=resume)
+    assert summary(tmp_path)["after"]["n"] == 4
+
+
+def test_after_is_measured_also_when_no_validation_was_due(tmp_path):
+    # One epoch is two iterations; Lightning validates at the end only if someone sets should_stop.
+    module = StandIn(None, scores=[0.25, 0.75])
+    fit(tmp_path, Summary(), module=module, max_epochs=1)
+    assert module.evaluations == 2
+    assert summary(tmp_path)["after"]["avg_at_k"] == 0.75
+
+
+def test_the_validation_at_max_iterations_is_lightnings_own(tmp_path):
+    # Trainer.should_stop makes Lightning validate; if it did not, Summary would, later.
+    module = fit(tmp_path, module=StandIn(2))
+    assert module.evaluations == 2
+
+
+def test_without_a_validation_before_only_after_is_shown(tmp_path):
+    fit(tmp_path, Summary(), module=StandIn(2, scores=[0.75]), num_sanity_val_steps=0)
+    assert summary(tmp_path)["before"] is None
+    assert summary(tmp_path)["after"]["avg_at_k"] == 0.75
+
+
+def test_columns_line_up():
+    before = dict(report={"loss": 12.5, "accuracy": 0.5}, n=0)
+    after = dict(report={"loss": 1.5, "accuracy": 0.75}, n=0)
+    assert table({"before": before, "after": after}).splitlines() == [
+        "held-out data",
+        "          before  after",
+        "-----------------------",
+        "loss      12      1.500",
+        "accuracy  0.500   0.750",
+    ]
+
+
+def test_samples_stand_under_each_other():
+    before = dict(samples=[dict(prompt="1+1=", completion="3")])
+    after = dict(samples=[dict(prompt="1+1=", completion="2")])
+    assert samples_page(before, after) == "prompt: 1+1=\nbefore: 3\nafter:  2"
