@@ -7,39 +7,18 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from litgrpo.objectives.advantages import DecoupledNormalized, Normalized, TopShare
+from litgrpo.objectives.advantages import Normalized, TopShare
 from litgrpo.objectives.importance import SamplerCorrection
 from litgrpo.objectives.kl import absolute, k1, k2
 from litgrpo.objectives.objective import Objective
-from litgrpo.objectives.surrogates import CISPO, GMPO, SAPO, VESPO, Clipped, PolicyGradient
+from litgrpo.objectives.surrogates import SAPO, VESPO, Clipped, PolicyGradient
 from litgrpo.objectives.weighting import (
-    Constant,
     PerToken,
-    PerTokenOfMicroBatch,
 )
 from litgrpo.types import Experience, TokenLogprobs
+from tests.algorithms import CLIP_HIGHER, PUBLISHED, SUM
 
-CLIP_HIGHER = Clipped(0.2, 0.28)
-SUM = Constant(by_limit=False)
-ALGORITHMS = {
-    "GRPO": Objective(kl_coef=0.04),
-    "Dr. GRPO": Objective(Normalized(scale="none"), weighting=Constant()),
-    "DAPO": Objective(surrogate=CLIP_HIGHER, weighting=PerToken(), mask_truncated=True),
-    "BNPO": Objective(weighting=PerTokenOfMicroBatch()),
-    "GSPO": Objective(ratio="sequence", surrogate=Clipped(3e-4, 4e-4)),
-    "CISPO": Objective(surrogate=CISPO(), weighting=PerToken()),
-    "SAPO": Objective(surrogate=SAPO()),
-    "VESPO": Objective(surrogate=VESPO(), weighting=PerToken()),
-    "LUSPO": Objective(ratio="sequence", surrogate=Clipped(3e-4, 4e-4), weighting=SUM),
-    "GMPO": Objective(surrogate=GMPO()),
-    "RLOO": Objective(Normalized("others", "none"), surrogate=PolicyGradient(), weighting=SUM),
-    "REINFORCE": Objective(Normalized("none", "none"), surrogate=PolicyGradient(), weighting=SUM),
-    "REINFORCE average": Objective(
-        Normalized("batch", "none"), surrogate=PolicyGradient(), weighting=SUM
-    ),
-    "REINFORCE++": Objective(Normalized("batch", "batch"), kl_coef=0.01, kl=k2),
-    "GDPO": Objective(DecoupledNormalized()),
-    "GFPO": Objective(TopShare(by="shortest", among_kept=True), weighting=PerToken()),
+ALGORITHMS = PUBLISHED | {
     "DeepSeek-V3.2": Objective(
         Normalized(scale="none"), kl_coef=0.1, kl_bias_correction=True, off_policy_limit=0.01
     ),
@@ -102,7 +81,7 @@ def gradients(objective, now, entropy, experience, groups):
 ALL = [torch.arange(6)]
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "BNPO"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "bnpo"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_any_micro_batch_split_and_row_order_gives_the_same_gradient(name, dtype, tolerance):
     objective = ALGORITHMS[name]
@@ -121,7 +100,7 @@ def test_any_micro_batch_split_and_row_order_gives_the_same_gradient(name, dtype
 
 
 def test_bnpo_is_defined_by_the_split():
-    objective = ALGORITHMS["BNPO"]
+    objective = ALGORITHMS["bnpo"]
     data = batch(objective)
     whole, split = (
         gradients(objective, *data, ALL),

@@ -1,0 +1,104 @@
+"""Run a recipe with several seeds; print a table and draw the reward.
+
+    python -m tests.benchmarks.seeds -c configs/quickstart.yaml --seeds 0 1 2 3 4 \
+        --plot docs/quickstart.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(recipe: str, seed: int, folder: Path, further: list[str]) -> dict[str, Any]:
+    """Train with one seed in a process of its own, unless its summary is there already."""
+    summary = folder / "summary.json"
+    if not summary.exists():
+        command = [sys.executable, str(ROOT / "cli.py"), "fit", "-c", recipe, *further]
+        own = ["--seed_everything", str(seed), "--run_dir", str(folder), "--overwrite", "true"]
+        subprocess.run([*command, *own], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return json.loads(summary.read_text())
+
+
+def table(summaries: list[dict[str, Any]]) -> str:
+    """A Markdown row per seed, and the mean over seeds."""
+
+    def accuracy(when: dict[str, Any]) -> str:
+        return f"{when['avg_at_k']:.3f} [{when['low']:.3f}, {when['high']:.3f}]"
+
+    lines = [
+        "| seed | sampled before | sampled after | greedy before | greedy after | training, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for summary in summaries:
+        before, after = summary["before"], summary["after"]
+        greedy = f"{before['greedy']:.3f} | {after['greedy']:.3f}"
+        seconds = f"{summary['seconds']:.0f}"
+        lines.append(
+            f"| {summary['seed']} | {accuracy(before)} | {accuracy(after)} | {greedy} | {seconds} |"
+        )
+    means = [
+        statistics.mean(summary[when][name] for summary in summaries)
+        for when, name in [
+            ("before", "avg_at_k"),
+            ("after", "avg_at_k"),
+            ("before", "greedy"),
+            ("after", "greedy"),
+        ]
+    ]
+    seconds = statistics.median(summary["seconds"] for summary in summaries)
+    lines.append(f"| mean | {' | '.join(f'{mean:.3f}' for mean in means)} | median {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def curve(folder: Path, name: str) -> tuple[list[int], list[float]]:
+    """Iterations and values of one logged number."""
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get(name)]
+    return [int(float(row["step"])) for row in rows], [float(row[name]) for row in rows]
+
+
+def plot(folders: list[Path], path: Path) -> None:
+    """Draw reward against iteration, a line per seed, and the validation accuracies."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
+    for folder in folders:
+        axes[0].plot(*curve(folder, "reward/mean"), linewidth=0.8, alpha=0.8)
+        axes[1].plot(*curve(folder, "val/avg@4"), marker="o", label=folder.name)
+    axes[0].set(xlabel="iteration", ylabel="mean reward of a batch")
+    axes[1].set(xlabel="iteration", ylabel="held-out accuracy, sampled (avg@4)")
+    axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Parse the command line, run, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-c", dest="recipe", default="configs/quickstart.yaml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--folder", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--plot", type=Path)
+    options, further = parser.parse_known_args()
+    folders = [options.folder.absolute() / f"seed {seed}" for seed in options.seeds]
+    summaries = []
+    for seed, folder in zip(options.seeds, folders, strict=True):
+        summaries.append(run(options.recipe, seed, folder, further))
+        print(table(summaries), flush=True)
+    if options.plot:
+        plot(folders, options.plot)
+
+
+if __name__ == "__main__":
+    main()

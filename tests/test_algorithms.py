@@ -1,0 +1,187 @@
+"""Every published algorithm is one overlay and one line of docs/algorithm.md, and all three agree.
+
+An overlay is merged into a recipe key by key: arguments that it does not state keep what the recipe
+said, even when it names another class that has an argument of the same name.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from litgrpo.commands import main
+from litgrpo.objectives import advantages, surrogates, weighting
+from litgrpo.objectives.objective import Objective
+from litgrpo.objectives.surrogates import PolicyGradient
+from litgrpo.types import Experience, TokenLogprobs
+from tests.algorithms import PUBLISHED
+
+ROOT = Path(__file__).parents[1]
+OVERLAYS = ROOT / "configs" / "algorithms"
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+CHOICES = vars(advantages) | vars(surrogates) | vars(weighting)
+# A recipe that has chosen everything already, and nothing as any algorithm does.
+CONTRARY = """
+model:
+  init_args:
+    objective:
+      advantages: {class_path: Normalized, init_args: {baseline: batch, scale: mean, eps: 0.5}}
+      ratio: sequence
+      surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, cap: 7.0}}
+      weighting: {class_path: Constant, init_args: {by_limit: false}}
+      kl_coef: 0.7
+      kl: litgrpo.objectives.kl.absolute
+      kl_bias_correction: true
+      mask_truncated: true
+"""
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys) -> Callable[..., Objective]:
+    """What `cli.py fit` makes of recipes laid over each other: the objective."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored after the test; the program sets it
+    parser = ArgumentParser()
+    parser.add_argument("--objective", type=Objective)
+
+    def run(*recipes: Path) -> Objective:
+        words = [word for path in recipes for word in ("-c", str(path))]
+        monkeypatch.setattr(sys, "argv", ["cli.py", "fit", *words, "--print_config"])
+        with pytest.raises(SystemExit):
+            main()
+        chosen = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["objective"]
+        return parser.instantiate(parser.parse_object({"objective": chosen})).objective
+
+    return run
+
+
+def read(name: str) -> dict[str, Any]:
+    recipe = yaml.safe_load((OVERLAYS / f"{name}.yaml").read_text())
+    assert recipe.keys() == {"model"}
+    assert recipe["model"].keys() == {"init_args"}
+    assert recipe["model"]["init_args"].keys() == {"objective"}
+    return recipe["model"]["init_args"]["objective"]
+
+
+def test_there_is_one_overlay_for_every_algorithm():
+    assert {path.stem for path in OVERLAYS.iterdir()} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_overlay_turns_the_quickstart_into_the_algorithm(name, shown):
+    assert shown(QUICKSTART, OVERLAYS / f"{name}.yaml") == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_nothing_that_a_recipe_chose_before_is_left(name, shown, tmp_path):
+    contrary = tmp_path / "contrary.yaml"
+    contrary.write_text(CONTRARY)
+    found = shown(QUICKSTART, contrary, OVERLAYS / f"{name}.yaml")
+    if not found.needs_reference:  # then nobody asks how the penalty would be estimated
+        found = replace(found, kl=Objective().kl, kl_bias_correction=False)
+    assert found == PUBLISHED[name]
+
+
+def parts(node: Any) -> Iterator[dict[str, Any]]:
+    """Every class that an overlay names, with its arguments."""
+    if isinstance(node, dict):
+        if "class_path" in node:
+            yield node
+        for value in node.values():
+            yield from parts(value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_overlay_states_all_that_makes_an_algorithm(name):
+    chosen = read(name)
+    default = Objective()
+    differs = {
+        field.name
+        for row in PUBLISHED.values()
+        for field in fields(row)
+        if getattr(row, field.name) != getattr(default, field.name)
+    }
+    penalty = {"kl", "kl_bias_correction"}
+    expected = differs | penalty if PUBLISHED[name].needs_reference else differs - penalty
+    assert chosen.keys() == expected
+    for part in parts(chosen):
+        arguments = {field.name for field in fields(CHOICES[part["class_path"]])}
+        assert part.get("init_args", {}).keys() == arguments
+
+
+# --- the table of docs/algorithm.md ---
+
+
+def described(part: Any) -> str:
+    """A choice as the table writes it: `Clipped(0.2, 0.28)`; without what is not given, or eps."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    texts = []
+    for name, value in values.items():
+        if is_dataclass(value):
+            texts.append(described(value))
+        elif isinstance(value, bool):
+            texts.append(name if value else f"not {name}")
+        elif value is not None and name != "eps":
+            texts.append(f"{value}")
+    return type(part).__name__ + (f"({', '.join(texts)})" if texts else "")
+
+
+def cells(name: str) -> list[str]:
+    """What the table says about an algorithm, but for its name and paper."""
+    row = PUBLISHED[name]
+    mask = ", `mask_truncated`" if row.mask_truncated else ""
+    return [
+        f"`{described(row.advantages)}`",
+        f"{row.ratio}, `{described(row.surrogate)}`",
+        f"`{described(row.weighting)}`{mask}",
+        f"{row.kl_coef} `{row.kl.__name__}`" if row.needs_reference else "none",
+        f"[{name}.yaml](../configs/algorithms/{name}.yaml)",
+    ]
+
+
+def test_the_table_of_the_page_says_what_the_code_does():
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if re.search(r"\(\.\./configs/algorithms/\w+\.yaml\) \|$", line)
+    ]
+    assert [row[2:] for row in rows] == [cells(name) for name in PUBLISHED]
+
+
+# --- what that page says about them ---
+
+
+def gradient(objective: Objective) -> torch.Tensor:
+    """[4, 5] gradient of the loss by log-probabilities, before the policy has moved."""
+    generator = torch.Generator().manual_seed(0)
+    now = -torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    mask = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
+    truncated = torch.tensor([True, False, False, False])
+    experience = Experience(
+        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+        prompt_of=torch.zeros(4, dtype=torch.long),
+        completion_ids=torch.zeros(4, 5, dtype=torch.long),
+        completion_mask=mask,
+        sampler_logprobs=now,
+        advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),
+        weights=objective.token_weights(mask, truncated, 8, dtype=torch.float64),
+    )
+    now.requires_grad_()
+    objective.loss(TokenLogprobs(now, torch.zeros_like(now)), experience).loss.backward()
+    assert now.grad is not None
+    return now.grad
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_with_one_optimizer_step_per_rollout_every_surrogate_is_the_policy_gradient(name):
+    row = replace(PUBLISHED[name], kl_coef=0.0)
+    plain = replace(row, ratio="token", surrogate=PolicyGradient())
+    torch.testing.assert_close(gradient(row), gradient(plain))

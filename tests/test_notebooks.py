@@ -1,0 +1,63 @@
+"""Every notebook runs from top to bottom, and is committed as its author would open it: empty."""
+
+import resource
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+names = [path.name for path in NOTEBOOKS]
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch) -> AsyncKernelManager:
+    """A kernel of this interpreter that finds litgrpo and leaves nothing in the home folder.
+
+    No folder is searched for installed kernels, so none of another environment is taken.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    specs = KernelSpecManager(kernel_dirs=[])
+    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=names)
+def test_a_notebook_runs_from_top_to_bottom_within_a_minute(path, kernel, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook, km=kernel, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    before = used_s()
+    client.execute(cleanup_kc=True)  # stops the kernel, which a given manager would keep
+    assert used_s() - before < 60
+
+
+def used_s() -> float:
+    """Processor time of all finished child processes."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return children.ru_utime + children.ru_stime
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=names)
+def test_a_notebook_is_valid_and_committed_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    for cell in notebook.cells:
+        assert cell.id
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=names)
+def test_a_notebook_explains_every_cell_before_it(path):
+    kinds = [cell.cell_type for cell in nbformat.read(path, as_version=4).cells]
+    assert kinds[0] == "markdown"
+    assert ("code", "code") not in pairwise(kinds)

@@ -1,0 +1,195 @@
+"""Every recipe is read by the real program and runs an iteration, made small enough for a test."""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
+
+from litgrpo.cli import TRAINER_DEFAULTS
+from litgrpo.commands import main
+from litgrpo.policies.loading import export as write
+from litgrpo.policies.loading import load_policy
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+OVERLAYS = sorted(path.name for path in CONFIGS.glob("hardware/*.yaml"))
+TINY = "builtin:tiny-gemma2"
+FEW = 2
+SMALL_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+SMALL_MODULE = {"group_size": FEW, "max_completion_len": 4, "evaluation": {"samples": 4}}
+SMALL_DATA = {"eval_batch_size": FEW, "max_tokens": 256}
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+def gsm8k_rows(count: int) -> list[dict]:
+    """Rows as the file has them: the worked answer ends in `#### ` and the number."""
+    return [
+        {
+            "question": f"Natalia sold {n} clips in April and half as many in May. How many?",
+            "answer": f"In May {n}/2 = <<{n}/2={n // 2}>>{n // 2}.\nTogether {n}+{n // 2}.\n"
+            f"#### {n + n // 2}",
+        }
+        for n in range(0, 2 * count, 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory) -> str:
+    """GSM8K as a JSONL file; enough rows for the smallest held-out share."""
+    path = tmp_path_factory.mktemp("gsm8k") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in gsm8k_rows(200)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory) -> str:
+    """The embedded model with a chat format, as instruction-tuned models have one."""
+    folder = tmp_path_factory.mktemp("chatty")
+    policy = load_policy(TINY)
+    policy.tokenizer.chat_template = CHAT
+    write(policy, folder)
+    return str(folder)
+
+
+def small(recipe: dict, pretrained: str, rows: str) -> dict:
+    """What to lay over a recipe, so that an iteration of it takes a moment."""
+    model, data = (dict(recipe[key]["init_args"]) for key in ("model", "data"))
+    over = {"max_iterations": 1}
+    if "scratch" in model:
+        sizes = model["scratch"]["architecture"]
+        sizes = sizes | {name: SMALL_SIZES[name] for name in sizes.keys() & SMALL_SIZES}
+        over["scratch"] = {"architecture": sizes, "vocab_size": 300}
+    else:
+        over["pretrained"] = pretrained
+    if recipe["model"]["class_path"].endswith("GRPO"):
+        over |= SMALL_MODULE
+    sources = {}
+    for name in ("train", "val", "test"):
+        source = data.get(name)
+        if source is not None:
+            sources[name] = few(source) if source.startswith("python:") else rows
+    limits = {} if data.get("batch_size", FEW) is None else {"batch_size": FEW}
+    limits |= {name: SMALL_DATA[name] for name in SMALL_DATA.keys() & data.keys()}
+    return {
+        "model": {"init_args": over},
+        "data": {"init_args": sources | limits},
+        "trainer": {"limit_val_batches": 1, "limit_test_batches": 1},
+    }
+
+
+def few(source: str) -> str:
+    """The same generated problems, fewer; the held-out ones are 500 whatever one asks."""
+    return source if source.endswith("held_out") else f"{source}?size=50"
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path) -> Callable[..., int]:
+    """Runs `cli.py` in this process; returns its exit code."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored after the test; the program sets it
+
+    def run(*words: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["cli.py", *map(str, words)])
+        return main()
+
+    return run
+
+
+def read(name: str) -> dict:
+    return yaml.safe_load((CONFIGS / name).read_text())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, chatty):
+    recipe, overlay, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
+    chats = recipe["data"]["init_args"].get("chat")
+    overlay.write_text(yaml.safe_dump(small(recipe, chatty if chats else TINY, gsm8k)))
+    words = ["-c", CONFIGS / name, "-c", overlay, "--trainer.accelerator", "cpu"]
+
+    assert program("fit", *words, "--run_dir", folder) == 0
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["before"].keys() == summary["after"].keys()
+    load_policy(str(folder / "final_model"))
+    samples = samples_of(folder)
+    assert bool(samples) == ("rewards" in recipe["model"]["init_args"])
+    for sample in samples:
+        assert sample["columns"]["answer"].isdigit()
+        assert sample["prompt"].strip()
+    if "test" in recipe["data"]["init_args"]:
+        assert program("test", *words, "--run_dir", folder, "--ckpt_path", "last") == 0
+        assert json.loads((folder / "test.json").read_text()).keys() == summary["after"].keys()
+
+
+def samples_of(folder: Path) -> list[dict]:
+    lines = [path.read_text().splitlines() for path in folder.glob("samples/*.jsonl")]
+    return [json.loads(line) for part in lines for line in part]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_hardware_overlay_changes_what_it_says_and_nothing_else(name, program, capsys):
+    shown = []
+    for overlays in ([], ["-c", CONFIGS / "hardware" / name]):
+        with pytest.raises(SystemExit) as stop:
+            program("fit", "-c", CONFIGS / "quickstart.yaml", *overlays, "--print_config")
+        assert stop.value.code == 0
+        shown.append(dict(leaves(yaml.safe_load(capsys.readouterr().out))))
+    without, with_overlay = shown
+    said = dict(leaves(read(f"hardware/{name}")))
+    assert with_overlay == without | said
+
+
+def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested dicts under its dotted name."""
+    if not isinstance(node, dict):
+        yield place, node
+        return
+    for name, value in node.items():
+        yield from leaves(value, f"{place}.{name}")
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, program, gsm8k):
+    accelerator = read(f"hardware/{name}")["trainer"]["accelerator"]
+    if not AcceleratorRegistry[accelerator]["accelerator"].is_available():
+        pytest.skip(f"no {accelerator} here")
+    recipe, overlay = "quickstart.yaml", tmp_path / "small.yaml"
+    overlay.write_text(yaml.safe_dump(small(read(recipe), TINY, gsm8k)))
+    words = ["-c", CONFIGS / recipe, "-c", CONFIGS / "hardware" / name, "-c", overlay]
+    assert program("fit", *words, "--run_dir", tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_states_only_what_differs_from_the_defaults(name):
+    recipe = read(name)
+    repeated = [*repeats(recipe.get("trainer", {}), Trainer, TRAINER_DEFAULTS)]
+    for part in ("model", "data"):
+        module, _, attribute = recipe[part]["class_path"].rpartition(".")
+        repeated += repeats(recipe[part]["init_args"], vars(import_module(module))[attribute])
+    assert not repeated
+
+
+def repeats(given: dict, target: Callable, ours: dict | None = None) -> Iterator[str]:
+    """Names of the given values that are the default of a class's argument, and their fields."""
+    parameters = inspect.signature(target).parameters
+    for name, value in given.items():
+        default = (ours or {}).get(name, parameters[name].default)
+        if value == default:
+            yield name
+        if is_dataclass(default) and isinstance(value, dict):
+            yield from (f"{name}.{field}" for field in repeats(value, type(default)))
