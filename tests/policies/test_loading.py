@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +29,12 @@ def test_an_exported_folder_gives_plain_transformers_the_same_logits(folder, arc
     expected = tiny_model(architecture)(batch.prompt_ids).logits
     torch.testing.assert_close(plain(batch.prompt_ids).logits, expected, atol=1e-5, rtol=1e-5)
     assert AutoTokenizer.from_pretrained(folder)("ab").input_ids == byte_tokenizer()("ab").input_ids
+
+
+def test_an_exported_tokenizer_has_a_name_that_older_transformers_know(tmp_path):
+    export(tiny_policy("llama"), tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_an_exported_folder_loads_as_the_same_policy(folder, architecture):

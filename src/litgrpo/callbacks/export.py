@@ -40,9 +40,6 @@ class Export(Callback):
 
     def _save(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
         if may_write(trainer):
-            from transformers.utils.logging import disable_progress_bar
-
             from litgrpo.policies.loading import export  # slow: imports transformers
 
-            disable_progress_bar()  # it would write over ours
             export(pl_module.policy, folder)

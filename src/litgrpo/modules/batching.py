@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from litgrpo.modules.settings import Learning
+from litgrpo.objectives.advantages import DecoupledNormalized, Normalized
+from litgrpo.objectives.objective import Objective
 from litgrpo.tensors import length_buckets
 from litgrpo.types import Experience, TokenLogprobs
 
@@ -60,6 +62,31 @@ def rows_that_teach(experience: Experience) -> Tensor:
     teaches = ((experience.advantages != 0) & (experience.weights != 0)).any(1)
     teaches[0] |= ~teaches.any()
     return teaches.nonzero().squeeze(1)
+
+
+def check_centered(advantages: Tensor, objective: Objective, tolerance: float = 1e-4) -> None:
+    """Make sure that comparing a group with itself left nothing over.
+
+    Args:
+        advantages: [B, G] of the first token of each completion.
+        objective: what they were computed by; one without a group baseline, with a discount or
+            with a filter need not be centered.
+        tolerance: largest mean of a group, in units of its largest advantage or 1.
+
+    Raises:
+        RuntimeError: a group's advantages do not sum to zero.
+    """
+    kind = objective.advantages
+    by_group = isinstance(kind, Normalized | DecoupledNormalized)
+    if not (by_group and kind.compares and objective.gamma == 1):
+        return
+    off = advantages.mean(1).abs() / advantages.abs().amax(1).clamp(min=1)
+    if bool((off > tolerance).any()):
+        worst = int(off.argmax())
+        raise RuntimeError(
+            f"The advantages of prompt {worst} of this batch average {float(off[worst]):.3g} "
+            f"instead of 0: {advantages[worst].tolist()}. Rewards and completions are misaligned."
+        )
 
 
 @torch.no_grad()

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from litgrpo.device import peak_memory_gib
 from litgrpo.modules.answering import AnsweringModule
-from litgrpo.modules.batching import micro_batches, mini_batches, rows_that_teach, scored
+from litgrpo.modules.batching import (
+    check_centered,
+    micro_batches,
+    mini_batches,
+    rows_that_teach,
+    scored,
+)
 from litgrpo.modules.measures import Clock, Totals
 from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective, Whole
@@ -173,6 +179,8 @@ class GRPO(AnsweringModule):
             weights[rows] = self.objective.token_weights(
                 mask[rows], rollout.truncated[rows], self.max_completion_len, self._sum
             )
+        advantages = self.objective.token_advantages(rewards, mask, self._sum)
+        check_centered(advantages[:, 0].view(rewards.total.shape), self.objective)
         experience = Experience(
             prompt_ids=rollout.prompts.prompt_ids,
             prompt_mask=rollout.prompts.prompt_mask,
@@ -180,7 +188,7 @@ class GRPO(AnsweringModule):
             completion_ids=rollout.completion_ids,
             completion_mask=mask,
             sampler_logprobs=rollout.sampler_logprobs,
-            advantages=self.objective.token_advantages(rewards, mask, self._sum),
+            advantages=advantages,
             weights=weights,
         )
         return replace(

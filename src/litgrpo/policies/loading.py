@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -143,12 +147,13 @@ def load_policy(
     try:
         config = AutoConfig.from_pretrained(folder)
         own_dropout = {} if precision.dropout else _switch_dropout_off(config)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=getattr(torch, precision.dtype),
-            attn_implementation=_attention_for(config),
-        )
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, precision.dtype),
+                attn_implementation=_attention_for(config),
+            )
     except OSError as error:
         raise ValueError(_not_loadable("model", pretrained, error)) from error
     return as_policy(model, tokenizer, precision=precision, lora=lora, own_dropout=own_dropout)
@@ -258,6 +263,20 @@ def check_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
             )
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over ours; a small model is read in no time."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def export(policy: Policy, folder: str | Path) -> None:
     """Write the policy as a folder that `from_pretrained` of plain transformers loads.
 
@@ -267,8 +286,6 @@ def export(policy: Policy, folder: str | Path) -> None:
         policy: the policy.
         folder: where to write config, weights (safetensors) and tokenizer.
     """
-    import copy
-
     assert isinstance(policy, CausalPolicy)
     model: Any = policy.model
     if policy.has_adapter:
@@ -278,7 +295,18 @@ def export(policy: Policy, folder: str | Path) -> None:
         setattr(config, name, value)
     original, model.config = model.config, config
     try:
-        model.save_pretrained(folder)
+        with _no_progress_bars():
+            model.save_pretrained(folder)
     finally:
         model.config = original
     policy.tokenizer.save_pretrained(folder)
+    _name_tokenizer_class(Path(folder))
+
+
+def _name_tokenizer_class(folder: Path) -> None:
+    """Give the tokenizer the name that older transformers know: 5 calls it TokenizersBackend."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(settings, indent=2) + "\n")

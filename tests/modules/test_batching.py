@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from litgrpo.modules.batching import check_centered, micro_batches, mini_batches, rows_that_teach
+from litgrpo.modules.settings import Learning
+from litgrpo.objectives.advantages import Normalized, TopShare
+from litgrpo.objectives.objective import Objective
+from litgrpo.types import Experience
+
+
+def experience(advantages, weights=None):
+    """Four completions of 1, 2, 3 and 4 tokens after a prompt of 2."""
+    mask = torch.arange(4) < torch.tensor([[1], [2], [3], [4]])
+    zeros = torch.zeros(4, 4)
+    return Experience(
+        prompt_ids=torch.ones(1, 2, dtype=torch.long),
+        prompt_mask=torch.ones(1, 2, dtype=torch.bool),
+        prompt_of=torch.zeros(4, dtype=torch.long),
+        completion_ids=mask.long(),
+        completion_mask=mask,
+        sampler_logprobs=zeros,
+        advantages=torch.tensor(advantages)[:, None] * mask,
+        weights=mask.float() if weights is None else torch.tensor(weights)[:, None] * mask,
+    )
+
+
+def test_mini_batches_keep_groups_whole_and_hold_every_row_once():
+    assert [rows.tolist() for rows in mini_batches(6, 2, 2)] == [[0, 1, 2, 3], [4, 5]]
+    assert [rows.tolist() for rows in mini_batches(4, 2, 9)] == [[0, 1], [2, 3]]
+
+
+def test_micro_batches_hold_rows_of_similar_length_within_the_limits():
+    rows = experience([1.0, 1.0, 1.0, 1.0])
+    by_tokens = micro_batches(rows, Learning(micro_batch_tokens=11))  # 6 + 5, 4 + 3 tokens
+    assert [bucket.tolist() for bucket in by_tokens] == [[3], [2, 1], [0]]
+    by_rows = micro_batches(rows, Learning(micro_batch_size=3))
+    assert [bucket.tolist() for bucket in by_rows] == [[3, 2, 1], [0]]
+
+
+def test_rows_without_advantage_or_weight_are_left_out_but_never_all():
+    assert rows_that_teach(experience([0.0, 1.0, -1.0, 0.0])).tolist() == [1, 2]
+    assert rows_that_teach(experience([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0])).tolist() == [
+        1,
+        2,
+    ]
+    assert rows_that_teach(experience([0.0, 0.0, 0.0, 0.0])).tolist() == [0]
+
+
+def test_advantages_that_do_not_sum_to_zero_in_a_group_are_refused():
+    check_centered(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), Objective())
+    with pytest.raises(
+        RuntimeError, match=r"The advantages of prompt 1 of this batch average 0\.5"
+    ):
+        check_centered(torch.tensor([[1.0, -1.0], [1.0, 0.0]]), Objective())
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(advantages=Normalized(baseline="batch")),
+        Objective(advantages=TopShare()),
+        Objective(gamma=0.9),
+    ],
+)
+def test_advantages_that_need_not_be_centered_are_let_through(objective):
+    check_centered(torch.tensor([[1.0, 0.0]]), objective)
