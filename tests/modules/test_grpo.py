@@ -3,15 +3,17 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
+from litgrpo.data.pairs import PairBatch
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective
-from litgrpo.policies.reference import FrozenModel
+from litgrpo.policies.loading import LoRA, as_policy
+from litgrpo.policies.reference import AdapterOff, FrozenModel
 from litgrpo.rewards.composite import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
-from tests.conftest import prompt_batch, tiny_policy
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
 GROUP, LENGTH = 4, 6
 
@@ -253,3 +255,31 @@ def test_impossible_settings_are_refused_before_anything_is_loaded(settings, mes
 def test_pass_at_more_than_the_samples_is_refused():
     with pytest.raises(ValueError, match=r"pass_at has 8; with 4 samples it can be 1 to 4"):
         Evaluation(pass_at=[8])
+
+
+def test_lora_trains_adapters_only_and_is_kept_near_the_model_without_them(tmp_path):
+    grpo = module(objective=Objective(kl_coef=0.1), lora=LoRA(rank=2), max_iterations=2)
+    grpo.policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=grpo.lora)
+    before = {name: weight.clone() for name, weight in grpo.policy.state_dict().items()}
+    runner = train(grpo, batches("a", "hello"))
+    assert isinstance(grpo.reference, AdapterOff)
+    moved = {n for n, weight in grpo.policy.state_dict().items() if not weight.equal(before[n])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    runner.save_checkpoint(tmp_path / "lora.ckpt")
+    saved = torch.load(tmp_path / "lora.ckpt", weights_only=True)["state_dict"]
+    assert all("lora_" in name for name in saved)
+
+
+def test_mixed_precision_recomputes_the_old_logprobs_and_learns_in_float32_weights():
+    grpo = module(learning=Learning(inner_epochs=2))
+    runner = train(grpo, batches("a", "hello"), precision="bf16-mixed")
+    assert all(parameter.dtype == torch.float32 for parameter in grpo.policy.parameters())
+    assert runner.logged_metrics["optim/grad_norm"].isfinite()
+
+
+def test_pairs_instead_of_prompts_are_refused():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    pairs = PairBatch(torch.ones(1, 2, dtype=torch.long), mask, mask)
+    with pytest.raises(ValueError, match="The data module gave a PairBatch, but completions are"):
+        train(module(), loader(pairs))
