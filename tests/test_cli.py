@@ -64,7 +64,7 @@ def cli(monkeypatch, tmp_path, capsys):
 
 
 def in_a_process(*words: str) -> tuple[str, float]:
-    """What a command prints, and the processor time it takes."""
+    """What `python` with these words prints, and the processor time it takes."""
 
     def used_s() -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -72,7 +72,7 @@ def in_a_process(*words: str) -> tuple[str, float]:
 
     before = used_s()
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "cli.py"), *words]
+    command = [sys.executable, *words]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT
     )
@@ -80,7 +80,7 @@ def in_a_process(*words: str) -> tuple[str, float]:
 
 
 def test_the_help_of_the_program_is_one_page_and_immediate():
-    page, seconds = in_a_process("--help")
+    page, seconds = in_a_process("cli.py", "--help")
     assert seconds < 1
     assert len(page.splitlines()) < 40
     for verb in ("fit", "validate", "test", "predict", "export"):
@@ -88,9 +88,11 @@ def test_the_help_of_the_program_is_one_page_and_immediate():
     assert "python cli.py fit -c configs/quickstart.yaml" in page
 
 
-def test_the_help_of_a_verb_takes_less_than_eight_seconds():
-    page, seconds = in_a_process("fit", "--help")
-    assert seconds < 8
+def test_the_help_of_a_verb_takes_little_longer_than_lightning_itself():
+    # Both about 4 seconds of processor time here; the ratio holds on a slower machine too.
+    page, seconds = in_a_process("cli.py", "fit", "--help")
+    _, least = in_a_process("-c", "import lightning.pytorch.cli")
+    assert seconds < 2 * least
     assert page.startswith("usage: cli.py fit [-c RECIPE.yaml ...] [--KEY VALUE ...]\n")
     for key in ("--run_dir", "--checkpoint.every_n_iterations", "--trainer.max_time", "--debug"):
         assert key in page
