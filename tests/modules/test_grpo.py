@@ -110,7 +110,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(limits, objective
     batch = prompt_batch("a", "hello there", "xyz")
     gradients = []
     for learning in (Learning(micro_batch_tokens=None), Learning(**limits)):
-        grpo = module(objective=objective, learning=learning)
+        grpo = module(objective=objective, learning=learning, reference="another")
         grpo.reference = FrozenModel(tiny_policy("qwen2", seed=5)) if objective.kl_coef else None
         gradients.append(step_gradient(grpo, batch))
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-5

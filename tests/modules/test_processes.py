@@ -33,6 +33,7 @@ def train(num_processes, folder):
         max_completion_len=6,
         max_iterations=2,
         objective=Objective(kl_coef=0.1),
+        reference="another",
         learning=Learning(inner_epochs=2, micro_batch_size=3),
         evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.5),

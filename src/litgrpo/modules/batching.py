@@ -110,6 +110,6 @@ def scored(
     for rows in micro_batches(experience, learning):
         part = logprobs_of(experience.select(rows))
         used = part.logprobs.shape[1]
-        logprobs[rows, :used] = part.logprobs
-        entropy[rows, :used] = part.entropy
+        logprobs[rows, :used] = part.logprobs.to(logprobs.dtype)
+        entropy[rows, :used] = part.entropy.to(entropy.dtype)
     return TokenLogprobs(logprobs, entropy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from litgrpo.device import peak_memory_gib
+from litgrpo.modules import invariants
 from litgrpo.modules.answering import AnsweringModule
 from litgrpo.modules.batching import (
     check_centered,
@@ -26,7 +28,15 @@ from litgrpo.rewards.composite import Composite, Reward, RewardFormat
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, Stats, TokenLogprobs
+from litgrpo.types import (
+    Experience,
+    LossOutput,
+    PromptBatch,
+    RewardTable,
+    Rollout,
+    Stats,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from litgrpo.policies.reference import Reference
@@ -58,6 +68,8 @@ class GRPO(AnsweringModule):
             without adapters). Nothing is loaded when the KL coefficient is 0.
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of the weights.
+        check_invariants: before training, measure on a few short prompts that sampling, learning
+            and reference agree, and refuse to train where they do not.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
         seed: names the random numbers of all rollouts.
 
@@ -82,6 +94,7 @@ class GRPO(AnsweringModule):
         reference: str | None = None,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         lora: LoRA | None = None,
+        check_invariants: bool = True,
         reward_format: RewardFormat = "text",
         seed: int = 0,
     ) -> None:
@@ -113,6 +126,7 @@ class GRPO(AnsweringModule):
         self.reference_path = reference
         self.precision = precision
         self.lora = lora
+        self.check_invariants = check_invariants
         self.reference: Reference | None = None
         self.grad_norm = torch.zeros(())
 
@@ -218,14 +232,8 @@ class GRPO(AnsweringModule):
     def _optimizer_step(self, experience: Experience, totals: Totals) -> None:
         """One step on the exact gradient of these rows, micro-batch by micro-batch."""
         optimizer: Any = self.optimizers()
-        whole = self._whole(experience)
-        if not self.objective.needs_all_rows:
-            experience = experience.select(rows_that_teach(experience))
-        buckets = micro_batches(experience, self.learning)
-        for number, rows in enumerate(buckets, start=1):
-            micro = experience.select(rows)
-            with optimizer.toggle_model(sync_grad=number == len(buckets)):
-                output = self.objective.loss(self._logprobs(micro), micro, whole)
+        for output, is_last in self.losses(experience, self.learning):
+            with optimizer.toggle_model(sync_grad=is_last):
                 # Gradients are averaged over processes, but the weights count all of them.
                 self.manual_backward(output.loss * self.trainer.world_size)
             totals.add(output.stats)
@@ -237,6 +245,23 @@ class GRPO(AnsweringModule):
             scheduler.step()
         totals.add_value("optim/grad_norm", self.grad_norm)
         totals.add_value("optim/lr", torch.as_tensor(learning_rate, device=self.device))
+
+    def losses(
+        self, experience: Experience, learning: Learning
+    ) -> Iterator[tuple[LossOutput, bool]]:
+        """What each micro-batch of one optimizer step adds to its loss, and whether it is the last.
+
+        Args:
+            experience: M rows that share the step.
+            learning: the limits of a micro-batch.
+        """
+        whole = self._whole(experience)
+        if not self.objective.needs_all_rows:
+            experience = experience.select(rows_that_teach(experience))
+        buckets = micro_batches(experience, learning)
+        for number, rows in enumerate(buckets, start=1):
+            micro = experience.select(rows)
+            yield self.objective.loss(self._logprobs(micro), micro, whole), number == len(buckets)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: gradients are unscaled and reduced over processes by now."""
@@ -311,6 +336,11 @@ class GRPO(AnsweringModule):
         self.log_dict(stats)
 
     # --- starting, stopping, saving ---
+
+    def on_fit_start(self) -> None:
+        """Before anything is believed, measure whether it may be."""
+        if self.check_invariants:
+            invariants.check(self)
 
     def on_train_start(self) -> None:
         """A resumed run may be done already."""

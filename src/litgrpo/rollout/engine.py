@@ -65,7 +65,7 @@ class Transcript:
         """Nothing said yet in `shape`, which is (N, C)."""
         return Transcript(
             ids=torch.full(shape, pad_id, dtype=torch.long, device=device),
-            logprobs=torch.zeros(shape, device=device),
+            logprobs=torch.zeros(shape, dtype=torch.float32, device=device),
             mask=torch.zeros(shape, dtype=torch.bool, device=device),
             ended=torch.zeros(shape[0], dtype=torch.bool, device=device),
         )
