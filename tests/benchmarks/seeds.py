@@ -66,8 +66,8 @@ def curve(folder: Path, name: str) -> tuple[list[int], list[float]]:
     return [int(float(row["step"])) for row in rows], [float(row[name]) for row in rows]
 
 
-def plot(folders: list[Path], path: Path) -> None:
-    """Draw reward against iteration, a line per seed, and the validation accuracies."""
+def plot(folders: list[Path], path: Path, rewards: list[str]) -> None:
+    """Draw rewards against iterations, a line per seed and reward, and the held-out accuracies."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,10 +75,17 @@ def plot(folders: list[Path], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
     for folder in folders:
-        axes[0].plot(*curve(folder, "reward/mean"), linewidth=0.8, alpha=0.8)
-        axes[1].plot(*curve(folder, "val/avg@4"), marker="o", label=folder.name)
+        for name in rewards:
+            axes[0].plot(*curve(folder, f"reward/{name}"), linewidth=0.8, alpha=0.8, label=name)
+        iterations, middle = curve(folder, "val/avg@4")
+        bounds = [curve(folder, f"val/avg@4_{bound}")[1] for bound in ("low", "high")]
+        reach = [[abs(m - b) for m, b in zip(middle, bound, strict=True)] for bound in bounds]
+        axes[1].errorbar(iterations, middle, reach, marker="o", capsize=3, label=folder.name)
     axes[0].set(xlabel="iteration", ylabel="mean reward of a batch")
+    if len(rewards) > 1:
+        axes[0].legend(fontsize="small")
     axes[1].set(xlabel="iteration", ylabel="held-out accuracy, sampled (avg@4)")
+    axes[1].set_ylim(bottom=0)
     axes[1].legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
@@ -90,6 +97,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--rewards", nargs="+", default=["mean"], help="what to draw")
     options, further = parser.parse_known_args()
     folders = [options.folder.absolute() / f"seed {seed}" for seed in options.seeds]
     summaries = []
@@ -97,7 +105,7 @@ def main() -> None:
         summaries.append(run(options.recipe, seed, folder, further))
         print(table(summaries), flush=True)
     if options.plot:
-        plot(folders, options.plot)
+        plot(folders, options.plot, options.rewards)
 
 
 if __name__ == "__main__":

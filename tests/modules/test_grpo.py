@@ -8,7 +8,7 @@ from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective
-from litgrpo.policies.loading import LoRA, as_policy
+from litgrpo.policies.loading import LoRA, Precision, as_policy
 from litgrpo.policies.reference import AdapterOff, FrozenModel
 from litgrpo.rewards.composite import Reward
 from litgrpo.rollout.sampling import Sampling
@@ -276,6 +276,22 @@ def test_mixed_precision_recomputes_the_old_logprobs_and_learns_in_float32_weigh
     runner = train(grpo, batches("a", "hello"), precision="bf16-mixed")
     assert all(parameter.dtype == torch.float32 for parameter in grpo.policy.parameters())
     assert runner.logged_metrics["optim/grad_norm"].isfinite()
+
+
+def test_a_precision_that_converts_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"trainer\.precision is 'bf16-true'; the weights"):
+        train(module(), batches("a"), precision="bf16-true")
+
+
+def test_low_precision_weights_recompute_the_old_logprobs():
+    for dtype, same in [("float32", True), ("bfloat16", False)]:
+        learning = Learning(inner_epochs=2)
+        grpo = module(learning=learning, precision=Precision(dtype=dtype))
+        grpo.policy.to(getattr(torch, dtype))
+        seen = []
+        grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
+        train(grpo, batches("a", "hello"))
+        assert (seen[0].old_logprobs is seen[0].sampler_logprobs) == same
 
 
 def test_pairs_instead_of_prompts_are_refused():

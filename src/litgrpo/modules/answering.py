@@ -72,6 +72,19 @@ class AnsweringModule(LightningModule):
         self.greedy_accuracy = GreedyAccuracy()
         self.reward_means = RewardMeans(names)
 
+    def setup(self, stage: str) -> None:
+        """Refuse a precision plugin that would convert prompts instead of weights.
+
+        Raises:
+            ValueError: the trainer's precision is a `-true` one other than 32.
+        """
+        precision = str(self.trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise ValueError(
+                f"trainer.precision is {precision!r}; the weights' type is model.precision.dtype. "
+                "Give trainer.precision 32-true or bf16-mixed."
+            )
+
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
         if self.policy is not None:

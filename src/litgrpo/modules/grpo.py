@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from litgrpo.policies.reference import Reference
 
 # The sampler's log-probabilities are the learning step's only where both compute in full precision.
-EXACT_PRECISIONS = ("32-true", "64-true")
+EXACT_DTYPES = ("float32", "float64")
 
 
 class GRPO(AnsweringModule):
@@ -285,8 +285,8 @@ class GRPO(AnsweringModule):
         """Log-probabilities before the update: none on-policy, the sampler's if exact."""
         if self.learning.num_steps == 1:
             return None
-        exact = not self.sampling.truncated and self.trainer.precision in EXACT_PRECISIONS
-        if exact and not self.sampling.greedy:
+        full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
+        if full and not (self.sampling.truncated or self.sampling.greedy):
             return experience.sampler_logprobs
         return scored(experience, self.learning, self._logprobs).logprobs
 
