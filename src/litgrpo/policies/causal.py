@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -27,16 +29,23 @@ class CausalPolicy(Policy):
         """Whether LoRA layers are trained instead of the weights."""
         return not isinstance(self.model, PreTrainedModel)
 
+    @cached_property
+    def _logit_rules(self) -> tuple[float | None, float | None, float | None]:
+        """What the config does to logits; read once, because `head` runs for every token."""
+        config = self.bare_model.config.to_dict()
+        # Cohere multiplies, Granite divides, Gemma 2 caps.
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        multiplier, divisor, cap = (config.get(name) for name in names)
+        return multiplier, divisor, cap
+
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., E] -> logits [..., V], with the model's logit scale and soft-cap."""
-        model = self.bare_model
-        logits = model.get_output_embeddings()(hidden)
-        config = model.config.to_dict()
-        if config.get("logit_scale") is not None:  # Cohere multiplies
-            logits = logits * config["logit_scale"]
-        if config.get("logits_scaling") is not None:  # Granite divides
-            logits = logits / config["logits_scaling"]
-        cap = config.get("final_logit_softcapping")  # Gemma 2
+        logits = self.bare_model.get_output_embeddings()(hidden)
+        multiplier, divisor, cap = self._logit_rules
+        if multiplier is not None:
+            logits = logits * multiplier
+        if divisor is not None:
+            logits = logits / divisor
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
