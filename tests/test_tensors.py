@@ -250,3 +250,23 @@ def test_heads_equal_the_oracle(case, chunk_size):
 
 
 HEAD_INPUTS = ("hidden", "weight", "bias", "targets", "up_logp", "up_entropy")
+
+
+def test_logprobs_over_a_support_are_those_of_the_renormalized_distribution():
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log().requires_grad_()
+    support = torch.tensor([[3, 1, -1], [0, 1, 2]], dtype=torch.int32)
+    targets = torch.tensor([1, 0])
+    for chunk_size in (1, 2):
+        logprobs, entropy = token_logprobs(
+            logits, targets, torch.clone, support=support, chunk_size=chunk_size, entropy_grad=True
+        )
+        probs = [[0.2 / 0.6, 0.4 / 0.6], [0.4 / 0.9, 0.3 / 0.9, 0.2 / 0.9]]
+        assert logprobs.exp().tolist() == pytest.approx([probs[0][0], probs[1][0]])
+        expected = [-sum(p * math.log(p) for p in row) for row in probs]
+        assert entropy.tolist() == pytest.approx(expected)
+        logits.grad = None
+        (logprobs.sum() + entropy.sum()).backward()
+        assert logits.grad.isfinite().all()
+        # A score has mean 0 over the set that it is normalized over, and does not see the others.
+        assert logits.grad[0, [0, 2]].tolist() == [0, 0]
+        assert logits.grad.sum(1).tolist() == pytest.approx([0, 0], abs=1e-6)

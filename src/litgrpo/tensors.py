@@ -95,6 +95,7 @@ def token_logprobs(
     targets: Tensor,
     head: Head,
     *,
+    support: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_grad: bool = False,
@@ -108,6 +109,8 @@ def token_logprobs(
         hidden: [K, E] hidden states that predict the targets.
         targets: [K] token ids.
         head: hidden [k, E] -> logits [k, V], after logit scale and soft-cap.
+        support: [K, S] ids of the tokens that the distribution is over, filled up with -1; None:
+            all tokens.
         temperature: divides the logits, as it did at sampling.
         chunk_size: tokens per chunk.
         entropy_grad: let the gradient flow through the entropy too.
@@ -116,22 +119,30 @@ def token_logprobs(
         [K] float32 log-probabilities (nats) and [K] float32 entropies (nats).
     """
 
-    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk_logprobs(
+        hidden: Tensor, targets: Tensor, support: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         logits = widened(head(hidden)) / temperature
+        chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+        if support is not None:
+            # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
+            least = torch.finfo(logits.dtype).min
+            within = logits.gather(-1, support.long().clamp(min=0))
+            logits = within.masked_fill(support < 0, least)
         log_z = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
+        logprobs = chosen - log_z
         # H = log Z - sum_v p_v z_v
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
         return logprobs, entropy
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
-        parts = torch.split(hidden, chunk_size), torch.split(targets, chunk_size)
-        for part, target in zip(*parts, strict=True):
+        tensors = (hidden, targets) if support is None else (hidden, targets, support)
+        for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
-                yield checkpoint(chunk_logprobs, part, target, use_reentrant=False)
+                yield checkpoint(chunk_logprobs, *part, use_reentrant=False)
             else:
-                yield chunk_logprobs(part, target)
+                yield chunk_logprobs(*part)
 
     logprobs, entropies = zip(*chunks(), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

@@ -75,6 +75,8 @@ class Rollout:
             the token was drawn from; 0 on padding.
         truncated: [N] True where the length limit, not the end token, stopped the completion.
         completions: N decoded texts, empty until the module decodes them.
+        support: [N, C, S] int32 ids of the tokens that could be drawn, filled up with -1; None
+            where that is every token.
     """
 
     prompts: PromptBatch
@@ -84,6 +86,7 @@ class Rollout:
     sampler_logprobs: Tensor
     truncated: Tensor
     completions: list[str] = field(default_factory=list)
+    support: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that there are B * G rows of one length."""
@@ -91,6 +94,8 @@ class Rollout:
         for name in ("completion_ids", "completion_mask", "sampler_logprobs"):
             _check(name, getattr(self, name), rows, length)
         _check("truncated", self.truncated, rows)
+        if self.support is not None:
+            _check("support", self.support, rows, length, self.support.shape[-1])
 
     @property
     def lengths(self) -> Tensor:
@@ -165,6 +170,8 @@ class Experience:
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
             on-policy (ratio 1).
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
+        support: [M, C, S] ids of the tokens that could be drawn (-1: none); all log-probabilities
+            are over these. None: every token.
     """
 
     prompt_ids: Tensor
@@ -177,13 +184,14 @@ class Experience:
     weights: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    support: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
         for name in ROW_FIELDS:
             value = getattr(self, name)
             if value is not None:
-                _check(name, value, *self.completion_ids.shape)
+                _check(name, value, *self.completion_ids.shape, *value.shape[2:])
         _check("prompt_of", self.prompt_of, self.completion_ids.shape[0])
 
     def __len__(self) -> int:
@@ -225,6 +233,7 @@ ROW_FIELDS = (
     "weights",
     "old_logprobs",
     "ref_logprobs",
+    "support",
 )
 
 

@@ -145,7 +145,11 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
 def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
     batch = prompt_batch("a", "hello there")
     two_epochs = Learning(inner_epochs=2)
-    for sampling, exact in [(Sampling(temperature=0.7), True), (Sampling(top_k=5), False)]:
+    for sampling, exact in [
+        (Sampling(temperature=0.7), True),
+        (Sampling(top_k=5, top_p=0.9), True),
+        (Sampling(temperature=0.0), False),
+    ]:
         grpo = module(learning=two_epochs, sampling=sampling)
         seen = []
         grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
@@ -154,9 +158,42 @@ def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
         same = experience.old_logprobs is experience.sampler_logprobs
         assert same == exact
         fresh = grpo.policy.logprobs(
-            *experience.tokens, temperature=sampling.policy_temperature
+            *experience.tokens,
+            support=experience.support,
+            temperature=sampling.policy_temperature,
         ).logprobs
         torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
+
+
+def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
+    """The gradient of the mean of A log p, p renormalized by hand over the tokens kept."""
+    batch, sampling = prompt_batch("a", "hello there"), Sampling(temperature=0.9, top_k=4)
+    grpo = module(sampling=sampling, learning=Learning(max_grad_norm=None))
+    got = step_gradient(grpo, batch)
+    grpo = module(sampling=sampling)
+    rollout = grpo.generate(batch, "train", GROUP, sampling)
+    rewards = torch.tensor(letters([], rollout.completions)).view(-1, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    loss = torch.zeros(())
+    for row, advantage in enumerate(advantages.flatten()):
+        said = rollout.completion_ids[row][rollout.completion_mask[row]]
+        ids = batch.prompt_ids[row // GROUP][batch.prompt_mask[row // GROUP]][None]
+        logits = grpo.policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), said[None])
+        probs = (logits[0, :-1] / 0.9).softmax(-1)
+        kept = probs.topk(4).values.sum(-1)  # the policy has not moved: these are the tokens
+        chosen = probs.gather(-1, said[:, None]).squeeze(-1)
+        loss = loss - advantage * (chosen / kept).log().mean() / len(rewards) / GROUP
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in grpo.policy.parameters()])
+    assert (got - expected).norm() / expected.norm() < 1e-5
+
+
+def test_a_set_too_large_to_remember_is_refused_and_an_open_one_is_bounded():
+    with pytest.raises(ValueError, match=r"top_k is 300, .* remembers 256 .* Lower top_k"):
+        module(sampling=Sampling(top_k=300))
+    assert module(sampling=Sampling(top_k=300, max_support=300)).sampling.top_k == 300
+    assert module(sampling=Sampling(top_p=0.9)).sampling.top_k == 256
+    assert module(sampling=Sampling()).sampling.top_k == 0
 
 
 def test_mini_batches_take_one_optimizer_step_each():

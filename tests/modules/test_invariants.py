@@ -153,10 +153,17 @@ def top_k_ignored_in_logprobs(patch):
     right = eager_engine.sample
 
     def sample(logits, uniforms, sampling):
-        tokens, _ = right(logits, uniforms, sampling)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        drawn = right(logits, uniforms, sampling)
+        everything = logits.log_softmax(-1).gather(-1, drawn.tokens[:, None]).squeeze(-1)
+        return drawn._replace(logprobs=everything)
 
     patch(eager_engine, "sample", sample)
+    return module(sampling=Sampling(top_k=5))
+
+
+def top_k_ignored_in_learning(patch):
+    right = causal.token_logprobs
+    patch(causal, "token_logprobs", lambda *args, **how: right(*args, **how | {"support": None}))
     return module(sampling=Sampling(top_k=5))
 
 
@@ -183,9 +190,9 @@ def dropout_in_the_update(patch):
 def end_token_out_of_the_mask(patch):
     right = Transcript.add
 
-    def add(self, column, rows, tokens, logprobs, eos_ids):
-        right(self, column, rows, tokens, logprobs, eos_ids)
-        self.mask[rows, column] &= ~torch.isin(tokens, eos_ids)
+    def add(self, column, rows, drawn, eos_ids):
+        right(self, column, rows, drawn, eos_ids)
+        self.mask[rows, column] &= ~torch.isin(drawn.tokens, eos_ids)
 
     patch(Transcript, "add", add)
     return module()
@@ -247,8 +254,8 @@ class Following(Reference):
         self.policy = (policy,)
 
     @torch.no_grad()
-    def logprobs(self, *tokens, temperature):
-        return self.policy[0].logprobs(*tokens, temperature=temperature)
+    def logprobs(self, *tokens, **sampled):
+        return self.policy[0].logprobs(*tokens, **sampled)
 
 
 def reference_is_the_policy(patch):
@@ -302,6 +309,7 @@ SEEDED = {
     "no position ids": [(no_position_ids, "4 ")],
     "top-k support ignored": [
         (top_k_ignored_in_logprobs, "1 "),
+        (top_k_ignored_in_learning, "3 "),
         (top_k_ignored_in_drawing, "1 "),
     ],
     "dropout on in generation": [(dropout_in_generation, "1 "), (dropout_in_the_update, "3 the f")],

@@ -103,6 +103,30 @@ def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture):
     torch.testing.assert_close(learned.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
+def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(architecture):
+    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    sampling = Sampling(temperature=0.7, top_k=6, top_p=0.8)
+    rollout = EagerEngine().generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
+    mask = rollout.completion_mask
+    among = (rollout.support == rollout.completion_ids[..., None]).sum(-1)
+    assert torch.equal(among == 1, mask)
+    sizes = (rollout.support >= 0).sum(-1)
+    assert sizes[mask].min() >= 1
+    assert sizes.max() <= 6
+    assert not sizes[~mask].any()
+    learned = policy.logprobs(
+        prompts.prompt_ids,
+        prompts.prompt_mask,
+        torch.arange(len(prompts)).repeat_interleave(GROUP),
+        rollout.completion_ids,
+        mask,
+        support=rollout.support,
+        temperature=0.7,
+    )
+    torch.testing.assert_close(learned.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
+    assert bool((learned.entropy <= sizes.clamp(min=1).log() + 1e-5).all())
+
+
 def test_the_mask_ends_with_the_end_token_once():
     policy, prompts = ragged(tiny_policy("qwen2")), prompt_batch(*TEXTS)
     rollout = EagerEngine().generate(policy, prompts, GROUP, uniforms_for(prompts), Sampling())

@@ -15,7 +15,7 @@ def drawn(uniform, sampling=None):
     ("uniform", "token"), [(0.0, 0), (0.05, 0), (0.11, 1), (0.49, 1), (0.51, 2), (0.79, 2), (1, 3)]
 )
 def test_the_first_token_whose_cumulative_probability_exceeds_u_is_drawn(uniform, token):
-    tokens, logprobs = drawn(uniform)
+    tokens, logprobs, _ = drawn(uniform)
     assert tokens.item() == token
     torch.testing.assert_close(logprobs, PROBS[:, token].log())
 
@@ -49,14 +49,24 @@ def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
 
 def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():
     for uniform in (0.0, 0.3, 0.999999, 1.0):
-        tokens, logprobs = drawn(uniform, Sampling(top_k=2))
+        tokens, logprobs, support = drawn(uniform, Sampling(top_k=2))
+        assert support.tolist() == [[1, 2]]
         assert tokens.item() in (1, 2)
         torch.testing.assert_close(logprobs.exp(), PROBS[0, tokens] / 0.7)
 
 
+def test_the_tokens_that_could_be_drawn_are_remembered_row_by_row():
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.01, 0.96, 0.02, 0.01]]).log()
+    uniforms = torch.zeros(2, dtype=torch.float64)
+    support = sample(logits, uniforms, Sampling(top_p=0.8)).support
+    assert support.dtype == torch.int32
+    assert support.tolist() == [[3, 2, 1], [1, -1, -1]]
+    assert sample(logits, uniforms, Sampling()).support is None
+
+
 def test_draws_follow_the_distribution():
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 40000)[0]
-    tokens, _ = sample(PROBS.log().expand(40000, -1), uniforms, Sampling())
+    tokens = sample(PROBS.log().expand(40000, -1), uniforms, Sampling()).tokens
     counts = torch.bincount(tokens, minlength=4)
     expected = 40000 * PROBS[0]
     chi2 = ((counts - expected) ** 2 / expected).sum()

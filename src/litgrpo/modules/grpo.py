@@ -78,7 +78,7 @@ class GRPO(LearningModule):
         super().__init__(
             objective=objective,
             group_size=group_size,
-            sampling=sampling,
+            sampling=sampling.remembered(),
             learning=learning,
             precision=precision,
             pretrained=pretrained,

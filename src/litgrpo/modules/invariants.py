@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -70,7 +70,8 @@ LIKELY = {
     ),
     "3 the first ratio is 1": (
         "the policy that learns is not the one that sampled: dropout is on in the update, or old "
-        "log-probabilities are of other weights, another temperature or other tokens"
+        "log-probabilities are of other weights, another temperature, other tokens, or not over "
+        "those that top_k, top_p and min_p left"
     ),
     "3 the reference stays where it is": (
         "the reference is not frozen: it shares weights with the policy, or is trained itself"
@@ -210,7 +211,7 @@ def learning_errors(small: GRPO, rollout: Rollout) -> dict[str, float]:
     now = scored(experience, small.learning, small._logprobs)
     errors = {
         "6 groups are contiguous": probe.misplaced(rollout, experience),
-        "3 the first ratio is 1": ratio_error(small, experience, now),
+        "3 the first ratio is 1": ratio_error(experience, now),
     }
     if small.reference is not None:
         errors |= reference_errors(small, small.reference, experience, now)
@@ -282,33 +283,16 @@ def bad_ends(module: GRPO, rollout: Rollout) -> float:
     return float((~right.all(1) | (lengths == 0)).sum())
 
 
-def ratio_error(module: GRPO, experience: Experience, now: TokenLogprobs) -> float:
+def ratio_error(experience: Experience, now: TokenLogprobs) -> float:
     """Log-ratio of the first optimizer step: of the learning policy to the one that sampled.
 
     Args:
-        module: in the mode that it learns in.
         experience: N rows.
-        now: the policy's view of them in that mode.
+        now: the policy's view of them in the mode that it learns in.
     """
-    assert module.policy is not None
     old = experience.old_logprobs
-    if old is None:
-        old = experience.sampler_logprobs
-        if module.sampling.truncated:  # of the kept tokens only, which the learning step is not
-            old = scored(experience, module.learning, _at_sampling(module)).logprobs
+    old = experience.sampler_logprobs if old is None else old
     return float(row_gaps(now.logprobs - old, experience.completion_mask).max())
-
-
-def _at_sampling(module: GRPO) -> Callable[[Experience], TokenLogprobs]:
-    def logprobs_of(rows: Experience) -> TokenLogprobs:
-        assert module.policy is not None
-        learning = module.policy.training
-        module.policy.eval()
-        seen = module._logprobs(rows)
-        module.policy.train(learning)
-        return seen
-
-    return logprobs_of
 
 
 def reference_errors(

@@ -91,6 +91,7 @@ class LearningModule(AnsweringModule):
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
             weights=weights,
+            support=rollout.support,
         )
         return replace(
             experience,
@@ -164,6 +165,7 @@ class LearningModule(AnsweringModule):
         assert self.policy is not None
         return self.policy.logprobs(
             *rows.tokens,
+            support=rows.support,
             temperature=self.sampling.policy_temperature,
             entropy_grad=self.objective.entropy_coef != 0,
         )
@@ -173,7 +175,7 @@ class LearningModule(AnsweringModule):
         if self.learning.num_steps == 1:
             return None
         full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
-        if full and not (self.sampling.truncated or self.sampling.greedy):
+        if full and not self.sampling.greedy:
             return experience.sampler_logprobs
         return scored(experience, self.learning, self._logprobs).logprobs
 
@@ -185,7 +187,7 @@ class LearningModule(AnsweringModule):
         temperature = self.sampling.policy_temperature
 
         def logprobs_of(rows: Experience) -> TokenLogprobs:
-            return reference.logprobs(*rows.tokens, temperature=temperature)
+            return reference.logprobs(*rows.tokens, support=rows.support, temperature=temperature)
 
         return scored(experience, self.learning, logprobs_of).logprobs
 

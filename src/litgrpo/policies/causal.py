@@ -118,6 +118,7 @@ class CausalPolicy(Policy):
         completion_ids: Tensor,
         completion_mask: Tensor,
         *,
+        support: Tensor | None = None,
         temperature: float = 1.0,
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
@@ -130,6 +131,7 @@ class CausalPolicy(Policy):
             predicting(self.hidden(ids, mask), targets),
             completion_ids[completion_mask],
             self.head,
+            support=None if support is None else support[completion_mask],
             temperature=temperature,
             chunk_size=self.head_chunk,
             entropy_grad=entropy_grad,

@@ -100,6 +100,7 @@ class Policy(nn.Module, ABC):
         completion_ids: Tensor,
         completion_mask: Tensor,
         *,
+        support: Tensor | None = None,
         temperature: float = 1.0,
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
@@ -111,6 +112,8 @@ class Policy(nn.Module, ABC):
             prompt_of: [M] the prompt that each completion continues.
             completion_ids: [M, C] padded on the right.
             completion_mask: [M, C] True marks a real token.
+            support: [M, C, S] ids of the tokens that could be drawn (-1: none), which the
+                distributions are over; None: all tokens.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.
 

@@ -17,7 +17,7 @@ class Reference(nn.Module, ABC):
     """Log-probabilities under a model that does not learn."""
 
     @abstractmethod
-    def logprobs(self, *tokens: Tensor, temperature: float) -> TokenLogprobs:
+    def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
         """Log-probabilities of completions, without gradient; see `Policy.logprobs`."""
 
 
@@ -38,9 +38,9 @@ class FrozenModel(Reference):
         return super().train(False)
 
     @torch.no_grad()
-    def logprobs(self, *tokens: Tensor, temperature: float) -> TokenLogprobs:
+    def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
         """Log-probabilities under the frozen model."""
-        return self.policy.logprobs(*tokens, temperature=temperature)
+        return self.policy.logprobs(*tokens, **sampled)
 
 
 class AdapterOff(Reference):
@@ -57,9 +57,9 @@ class AdapterOff(Reference):
         self._policy = (policy,)
 
     @torch.no_grad()
-    def logprobs(self, *tokens: Tensor, temperature: float) -> TokenLogprobs:
+    def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
         """Log-probabilities with the adapters switched off."""
         (policy,) = self._policy
         model: Any = policy.model
         with model.disable_adapter():
-            return policy.logprobs(*tokens, temperature=temperature)
+            return policy.logprobs(*tokens, **sampled)

@@ -69,12 +69,13 @@ class EagerEngine(RolloutEngine):
         eos_ids = torch.tensor(policy.eos_ids, device=logits.device)
         last = uniforms.shape[1] - 1
         for column in range(last + 1):
-            tokens, logprobs = sample(logits, uniforms[rows, column], sampling)
-            said.add(column, rows, tokens, logprobs, eos_ids)
+            drawn = sample(logits, uniforms[rows, column], sampling)
+            said.add(column, rows, drawn, eos_ids)
             live = ~said.ended[rows]
             num_live = int(live.sum())
             if num_live == 0 or column == last:
                 return
+            tokens = drawn.tokens
             if len(rows) - num_live >= self.drop_frac * len(rows):
                 kept = live.nonzero().squeeze(-1)
                 state.select(kept)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from litgrpo.policies.policy import Policy
-from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.sampling import Drawn, Sampling
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -53,12 +53,14 @@ class Transcript:
         logprobs: [N, C] float32 log-probabilities at sampling.
         mask: [N, C] True marks a real token.
         ended: [N] True where the end token was said.
+        support: for each column, the live rows [n] and what could be drawn there [n, S].
     """
 
     ids: Tensor
     logprobs: Tensor
     mask: Tensor
     ended: Tensor
+    support: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
     @staticmethod
     def empty(shape: torch.Size, pad_id: int, device: torch.device) -> Transcript:
@@ -70,14 +72,14 @@ class Transcript:
             ended=torch.zeros(shape[0], dtype=torch.bool, device=device),
         )
 
-    def add(
-        self, column: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, eos_ids: Tensor
-    ) -> None:
+    def add(self, column: int, rows: Tensor, drawn: Drawn, eos_ids: Tensor) -> None:
         """Write one token of each live row; rows that have ended stay as they are."""
-        speaking = ~self.ended[rows]
+        speaking, tokens = ~self.ended[rows], drawn.tokens
         self.ids[rows, column] = torch.where(speaking, tokens, self.ids[rows, column])
-        self.logprobs[rows, column] = torch.where(speaking, logprobs.float(), 0.0)
+        self.logprobs[rows, column] = torch.where(speaking, drawn.logprobs.float(), 0.0)
         self.mask[rows, column] = speaking
+        if drawn.support is not None:
+            self.support.append((column, rows[speaking], drawn.support[speaking]))
         self.ended[rows] |= torch.isin(tokens, eos_ids)
 
     def rollout(self, prompts: PromptBatch, group_size: int) -> Rollout:
@@ -90,4 +92,13 @@ class Transcript:
             completion_mask=self.mask[:, :used],
             sampler_logprobs=self.logprobs[:, :used],
             truncated=~self.ended,
+            support=self._support(used) if self.support else None,
         )
+
+    def _support(self, used: int) -> Tensor:
+        """[N, used, S] what could be drawn, filled up with -1."""
+        widest = max(ids.shape[1] for _, _, ids in self.support)
+        whole = self.ids.new_full((len(self.ids), used, widest), -1, dtype=torch.int32)
+        for column, rows, ids in self.support:
+            whole[rows, column, : ids.shape[1]] = ids
+        return whole

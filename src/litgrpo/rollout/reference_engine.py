@@ -33,8 +33,7 @@ class ReferenceEngine(RolloutEngine):
         uniforms = uniforms.to(device)
         for column in range(uniforms.shape[1]):
             logits = policy.dense_logits(prompt_ids, prompt_mask, said.ids[:, :column])[:, -1]
-            tokens, logprobs = sample(logits, uniforms[:, column], sampling)
-            said.add(column, rows, tokens, logprobs, eos_ids)
+            said.add(column, rows, sample(logits, uniforms[:, column], sampling), eos_ids)
             if bool(said.ended.all()):
                 break
         return said.rollout(prompts, group_size)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ class Sampling:
         top_p: keep the most likely tokens up to this cumulative probability, the one that
             crosses it included; 1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
+        max_support: largest set of tokens that is remembered of a token drawn through filters;
+            training keeps no more than these, so that its ratios are taken over the same set.
 
     Source: top-p, arXiv:1904.09751; min-p, arXiv:2407.01082.
     """
@@ -33,6 +35,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    max_support: int = 256
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -41,6 +44,7 @@ class Sampling:
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p < 1, "at least 0 (off) and below 1"),
+            "max_support": (self.max_support >= 1, "1 or more"),
         }
         for name, (good, rule) in allowed.items():
             if not good:
@@ -55,6 +59,23 @@ class Sampling:
     def truncated(self) -> bool:
         """Whether some tokens can never be drawn, so that sampler and policy differ."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def remembered(self) -> Sampling:
+        """The same for training: a token that filters let through comes from a set that is kept.
+
+        Raises:
+            ValueError: top_k asks for a larger set.
+        """
+        if not self.truncated:
+            return self
+        if self.top_k > self.max_support:
+            raise ValueError(
+                f"sampling.top_k is {self.top_k}, but learning takes its ratios over the tokens "
+                f"that could be drawn and remembers {self.max_support} of them. Lower top_k, set "
+                "it to 0 (all tokens), or raise sampling.max_support (4 bytes for each token of a "
+                "rollout and each of the set)."
+            )
+        return replace(self, top_k=self.top_k or self.max_support)
 
     @property
     def policy_temperature(self) -> float:
@@ -87,7 +108,22 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+class Drawn(NamedTuple):
+    """One token of each of n rows.
+
+    Args:
+        tokens: [n] token ids.
+        logprobs: [n] float32 log-probabilities under the filtered distribution.
+        support: [n, S] int32 ids of the tokens that could be drawn, filled up with -1; None where
+            that is every token.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    support: Tensor | None = None
+
+
+def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     """Draw one token per row: the first, in vocabulary order, whose cumulative sum exceeds u.
 
     One random number per row instead of one per vocabulary entry; the cumulative sum is float64,
@@ -99,11 +135,11 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor
         sampling: temperature and filters.
 
     Returns:
-        [n] tokens and [n] float32 log-probabilities under the filtered distribution.
+        Tokens, their log-probabilities, and what else could have been drawn.
 
     Example:
         >>> probs = torch.tensor([[0.2, 0.5, 0.3]])
-        >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling())[0]
+        >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling()).tokens
         tensor([1])
     """
     logits = filtered(logits, sampling)
@@ -115,7 +151,15 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor
         # Short of 1 by more than float64 rounds, so that some entry always exceeds it.
         threshold = uniforms.clamp(max=1 - 2.0**-50)[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    support = kept_ids(logits) if sampling.truncated else None
+    return Drawn(tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), support)
+
+
+def kept_ids(filtered_logits: Tensor) -> Tensor:
+    """[n, S] int32 ids of the tokens of [n, V] that are not at -inf, filled up with -1."""
+    most = int((filtered_logits > -torch.inf).sum(-1).max())
+    values, ids = filtered_logits.topk(most)
+    return ids.masked_fill(values == -torch.inf, -1).int()
 
 
 def draw_uniforms(
