@@ -13,6 +13,7 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +56,21 @@ class PromptBatch:
     def __len__(self) -> int:
         """Number of prompts, B."""
         return self.prompt_ids.shape[0]
+
+    def select(self, rows: Sequence[int]) -> PromptBatch:
+        """Some of the prompts, without the padding that none of them needs."""
+        chosen = list(rows)
+        mask = self.prompt_mask[chosen]
+        used = slice(mask.shape[1] - int(mask.sum(1).max()), None)
+        return PromptBatch(
+            prompt_ids=self.prompt_ids[chosen, used],
+            prompt_mask=mask[:, used],
+            prompts=[self.prompts[row] for row in chosen],
+            columns={
+                name: [values[row] for row in chosen] for name, values in self.columns.items()
+            },
+            index=self.index[chosen],
+        )
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:
         """The same batch with its tensors on `device`."""

@@ -129,7 +129,7 @@ def test_a_loader_goes_on_where_another_stopped(num_workers, cut):
 
 def test_a_second_pass_over_one_epoch_begins_at_its_start():
     batches = loader()
-    state = {"epoch": 0, "batches": 3, "batch_size": 2, "seed": 3}
+    state = {"epoch": 0, "batches": 3, "drawn": 0, "batch_size": 2, "seed": 3}
     batches.load_state_dict(state)
     assert batches.state_dict() == state
     assert (len(batches), len(list(batches)), len(list(batches))) == (5, 2, 5)
@@ -139,7 +139,8 @@ def test_the_position_in_a_new_epoch_is_its_start():
     batches = loader()
     list(batches)
     batches.sampler.set_epoch(1)
-    assert batches.state_dict() == {"epoch": 1, "batches": 0, "batch_size": 2, "seed": 3}
+    position = {"epoch": 1, "batches": 0, "drawn": 0}
+    assert batches.state_dict() == {**position, "batch_size": 2, "seed": 3}
 
 
 def test_an_iterator_that_was_made_too_early_heeds_the_epoch():
@@ -153,9 +154,42 @@ def test_another_number_of_processes_goes_on_with_the_same_prompts():
     whole = epochs(loader(batch_size=4), [0])
     two = [loader(batch_size=4, rank=rank, world_size=2) for rank in range(2)]
     for part in two:
-        part.load_state_dict({"epoch": 0, "batches": 1, "batch_size": 4, "seed": 3})
+        part.load_state_dict({"epoch": 0, "batches": 1, "drawn": 0, "batch_size": 4, "seed": 3})
     halves = [[batch.tolist() for batch in part] for part in two]
     assert [first + second for first, second in zip(*halves, strict=True)] == whole[1:]
+
+
+def test_rows_out_of_turn_come_once_each_before_any_comes_again():
+    batches = loader()
+    rows = [row for _ in range(5) for row in batches.more(4).tolist()]
+    for start in (0, 10):  # the eleventh row fills no batch and sits out
+        assert len(set(rows[start : start + 10])) == 10
+    assert rows[:10] != rows[10:]
+    assert rows[:10] != [row for batch in shuffled_batches(11, 2, 3, 0) for row in batch]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_out_of_turn_leave_the_batches_to_come_as_they_are(num_workers):
+    batches, rows = loader(num_workers), []
+    for batch in batches:
+        batches.more(3)
+        rows.append(batch.tolist())
+    assert rows == epochs(loader(), [0])
+
+
+def test_processes_get_different_rows_out_of_turn_and_together_those_of_one():
+    one, two = loader(batch_size=4), [loader(batch_size=4, rank=r, world_size=2) for r in (0, 1)]
+    for _ in range(3):
+        parts = [part.more(3).tolist() for part in two]
+        assert parts[0] + parts[1] == one.more(6).tolist()
+
+
+def test_rows_out_of_turn_go_on_where_a_checkpoint_was_taken():
+    whole = loader()
+    whole.more(7)
+    resumed = loader()
+    resumed.load_state_dict(whole.state_dict())
+    assert resumed.more(9).tolist() == whole.more(9).tolist()
 
 
 def test_a_position_in_another_order_is_refused():

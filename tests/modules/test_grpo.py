@@ -46,11 +46,11 @@ def batches(*texts):
     return loader(prompt_batch(*texts))
 
 
-def train(grpo, data, **trainer):
+def train(grpo, data, ckpt=None, **trainer):
     silent = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     settings = silent | dict(accelerator="cpu", max_epochs=-1, enable_model_summary=False) | trainer
     runner = Trainer(**settings)
-    runner.fit(grpo, data)
+    runner.fit(grpo, data, ckpt_path=ckpt)
     return runner
 
 

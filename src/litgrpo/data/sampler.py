@@ -145,6 +145,7 @@ class BatchLoader(Generic[Batch]):
         self.num_workers, self.identity = num_workers, identity or {}
         self._position = (0, 0)
         self._resuming = False
+        self._drawn = 0
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -172,13 +173,33 @@ class BatchLoader(Generic[Batch]):
             self._position = (epoch, number)
             yield batch
 
+    def more(self, count: int) -> Batch:
+        """Rows out of turn, for dynamic sampling: the batches to come stay the same.
+
+        They come in an order of their own, each row once before any comes again. Processes ask at
+        the same time for the same number, and get different rows.
+
+        Args:
+            count: rows for this process.
+        """
+        rank, processes = self.sampler.rank, self.sampler.world_size
+        wanted, rows, epoch = count * processes, list[int](), 0
+        skip = self._drawn
+        while len(rows) < wanted:
+            # Epochs below 0 are never handed out.
+            order = [row for batch in self.sampler.plan(-1 - epoch) for row in batch]
+            rows += order[skip : skip + wanted - len(rows)]
+            skip, epoch = max(0, skip - len(order)), epoch + 1
+        self._drawn += wanted
+        return self.dataset[rows[rank * count : (rank + 1) * count]]
+
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, number of its batches handed out, and what they depend on."""
+        """Epoch, number of its batches handed out, rows out of turn, what they depend on."""
         epoch, done = self._position
         # A new epoch has been set and nothing of it handed out.
         if epoch != self.sampler.epoch:
             epoch, done = self.sampler.epoch, 0
-        return {"epoch": epoch, "batches": done, **self.identity}
+        return {"epoch": epoch, "batches": done, "drawn": self._drawn, **self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; refuse one in another order of batches."""
@@ -190,6 +211,7 @@ class BatchLoader(Generic[Batch]):
                     "start a new run from the exported weights"
                 )
         self._position = (state["epoch"], state["batches"])
+        self._drawn = state["drawn"]
         self.sampler.epoch, self.sampler.start = self._position
         self._resuming = True
 

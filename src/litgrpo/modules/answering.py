@@ -99,6 +99,7 @@ class AnsweringModule(LightningModule):
         purpose: Purpose,
         group_size: int,
         sampling: Sampling,
+        attempt: int = 0,
     ) -> Rollout:
         """Sample completions and decode them.
 
@@ -107,6 +108,7 @@ class AnsweringModule(LightningModule):
             purpose: names the stream of random numbers; validation uses the same numbers each time.
             group_size: completions of each prompt, G.
             sampling: temperature and filters.
+            attempt: number of the redraw of dynamic sampling.
 
         Returns:
             Rollout of N = B * G completions with their texts.
@@ -119,7 +121,13 @@ class AnsweringModule(LightningModule):
             )
         iteration = self.iteration if purpose == "train" else 0
         uniforms = draw_uniforms(
-            self.seed, purpose, iteration, prompts.index, group_size, self.max_completion_len
+            self.seed,
+            purpose,
+            iteration,
+            prompts.index,
+            group_size,
+            self.max_completion_len,
+            attempt=attempt,
         )
         self.policy.eval()
         rollout = self.engine.generate(self.policy, prompts, group_size, uniforms, sampling)

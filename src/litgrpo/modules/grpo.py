@@ -6,19 +6,24 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
 
+from litgrpo.data.sampler import BatchLoader
 from litgrpo.device import peak_memory_gib
 from litgrpo.modules import invariants
+from litgrpo.modules.controllers import Controllers, Steering
 from litgrpo.modules.learning import LearningModule
 from litgrpo.modules.measures import Clock, Totals
+from litgrpo.modules.redraw import redrawn
 from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective
 from litgrpo.policies.loading import LoRA, Precision, check_weights, load_policy, load_reference
+from litgrpo.policies.reference import FrozenModel
 from litgrpo.rewards.composite import Composite, Reward, RewardFormat
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.types import PromptBatch, Stats
+from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
 class GRPO(LearningModule):
@@ -40,8 +45,12 @@ class GRPO(LearningModule):
         optimizer: as in torch, without parameters.
         lr_scheduler: as in torch, without optimizer; stepped once per optimizer step.
         max_iterations: stop after so many iterations; None leaves it to the trainer.
+        max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
+        max_redraws: where all completions of a prompt are equally good, ask another prompt, at most
+            so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
         reference: model that the KL term refers to; None takes the start (with LoRA: the model
             without adapters). Nothing is loaded when the KL coefficient is 0.
+        controllers: steer the coefficients of entropy and KL, let the reference follow the policy.
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of the weights.
         check_invariants: before training, measure on a few short prompts that sampling, learning
@@ -67,7 +76,10 @@ class GRPO(LearningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_iterations: int | None = None,
+        max_generated_tokens: int | None = None,
+        max_redraws: int = 0,
         reference: str | None = None,
+        controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         lora: LoRA | None = None,
         check_invariants: bool = True,
@@ -102,6 +114,12 @@ class GRPO(LearningModule):
         self.reference_path = reference
         self.lora = lora
         self.check_invariants = check_invariants
+        self.max_generated_tokens = max_generated_tokens
+        self.max_redraws = max_redraws
+        self.generated_tokens = 0
+        controllers.check(objective)
+        self.controllers = controllers
+        self.steering = Steering(controllers, objective)
 
     # --- setting up ---
 
@@ -116,6 +134,8 @@ class GRPO(LearningModule):
             self.reference = load_reference(
                 self.policy, self.reference_path, self.pretrained, self.precision
             )
+        if self.controllers.reference is not None and self.reference is not None:
+            self.reference.check_follows(self.policy)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
@@ -137,20 +157,93 @@ class GRPO(LearningModule):
             The rollout, its rewards and the [B, G] advantages, for callbacks to show.
         """
         clock = Clock(self.device)
-        rollout = self.generate(prompts, "train", self.group_size, self.sampling)  # who said what
-        clock.stop("time/rollout_s")
-        rewards = self.reward(rollout)  # how good it was
-        clock.stop("time/reward_s")
+        rollout, rewards = self.ask(prompts, clock)  # who said what, and how good it was
+        seen = rewards.stats() | rollout.stats()
+        if self.max_redraws:
+            rollout, rewards, redraws = self.redraw(rollout, rewards, clock)
+            seen |= redraws
+        if self.controllers.entropy is not None:
+            seen |= self.steer(rollout)
         experience = self.collect(rollout, rewards)  # what to learn from it
-        stats = self.update(experience)  # learn
+        learned = self.update(experience)  # learn
         clock.stop("time/learn_s")
         self.iteration += 1
-        seen = rewards.stats() | rollout.stats() | clock.stats(int(rollout.lengths.sum()))
-        self._log(seen, stats)
+        self.generated_tokens += int(self._sum(torch.tensor(clock.tokens)))
+        logged = self._log(seen | clock.stats(), learned)
+        if self.objective.needs_reference:
+            self.follow(logged)
+        self._stop_when_done()
         advantages = experience.advantages[:, 0].view(len(prompts), -1).cpu()
         return {"rollout": rollout, "rewards": rewards, "advantages": advantages}
 
-    def _log(self, seen: Stats, learned: Totals) -> None:
+    def ask(
+        self, prompts: PromptBatch, clock: Clock, attempt: int = 0
+    ) -> tuple[Rollout, RewardTable]:
+        """Sample completions of prompts and reward them.
+
+        Args:
+            prompts: B prompts.
+            clock: counts seconds and tokens.
+            attempt: number of the redraw.
+        """
+        rollout = self.generate(prompts, "train", self.group_size, self.sampling, attempt)
+        clock.tokens += int(rollout.lengths.sum())
+        clock.stop("time/rollout_s")
+        rewards = self.reward(rollout)
+        clock.stop("time/reward_s")
+        return rollout, rewards
+
+    def redraw(
+        self, rollout: Rollout, rewards: RewardTable, clock: Clock
+    ) -> tuple[Rollout, RewardTable, Stats]:
+        """Ask other prompts in place of those whose completions were all equally good.
+
+        Args:
+            rollout: B groups.
+            rewards: theirs.
+            clock: counts seconds and tokens.
+        """
+        loader: Any = self.trainer.train_dataloader
+        return redrawn(
+            rollout,
+            rewards,
+            more=lambda count: loader.more(count).to(self.device),
+            ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
+            most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
+            max_redraws=self.max_redraws,
+        )
+
+    def steer(self, rollout: Rollout) -> Stats:
+        """Set the entropy bonus by the entropy at sampling.
+
+        That is the mean of -log p of what was said, over all rows and processes: unbiased, free.
+
+        Args:
+            rollout: N completions.
+        """
+        said = torch.stack([-rollout.sampler_logprobs.sum().double(), rollout.lengths.sum()])
+        surprise, count = self._sum(said).tolist()
+        self.objective = self.steering.by_entropy(self.objective, surprise / count)
+        numbers = {
+            "policy/sampled_entropy": surprise / count,
+            "policy/entropy_coef": self.objective.entropy_coef,
+        }
+        return {name: torch.tensor(number) for name, number in numbers.items()}
+
+    def follow(self, stats: Stats) -> None:
+        """Set the KL coefficient for the next iteration, and let the reference follow the policy.
+
+        Args:
+            stats: of this iteration.
+        """
+        self.objective = self.steering.by_kl(self.objective, float(stats["policy/kl"]))
+        sync = self.controllers.reference
+        if sync is not None and self.iteration % sync.every == 0:
+            assert isinstance(self.reference, FrozenModel)
+            assert self.policy is not None
+            self.reference.follow(self.policy, sync.share)
+
+    def _log(self, seen: Stats, learned: Totals) -> Stats:
         """Log one iteration; its number is the loggers' x-axis."""
         totals = Totals()
         for name, value in seen.items():
@@ -159,8 +252,12 @@ class GRPO(LearningModule):
         stats = totals.averages(self._sum)
         stats["perf/tokens_per_s"] *= self.trainer.world_size
         stats["perf/peak_memory_gib"] = torch.tensor(peak_memory_gib(self.device))
+        stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
+        if self.objective.needs_reference:
+            stats["policy/kl_coef"] = torch.tensor(self.objective.kl_coef)
         self.log("step", float(self.iteration))
         self.log_dict(stats)
+        return stats
 
     # --- starting, stopping, saving ---
 
@@ -170,23 +267,33 @@ class GRPO(LearningModule):
             invariants.check(self)
 
     def on_train_start(self) -> None:
-        """A resumed run may be done already."""
-        self._stop_when_done()
+        """A resumed run may be done already.
 
-    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        """Stop after `max_iterations`."""
+        Raises:
+            ValueError: dynamic sampling of data that cannot give prompts out of turn.
+        """
+        if self.max_redraws and not isinstance(self.trainer.train_dataloader, BatchLoader):
+            raise ValueError(
+                f"max_redraws is {self.max_redraws}, but the training data cannot give prompts out "
+                "of turn. Use litgrpo.data.prompts.PromptData, or set max_redraws to 0."
+            )
         self._stop_when_done()
 
     def _stop_when_done(self) -> None:
-        if self.max_iterations is not None and self.iteration >= self.max_iterations:
+        """Stop after `max_iterations` or `max_generated_tokens`."""
+        iterations, tokens = self.max_iterations, self.max_generated_tokens
+        if iterations is not None and self.iteration >= iterations:
+            self.trainer.should_stop = True
+        if tokens is not None and self.generated_tokens >= tokens:
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what is trained: no frozen reference, no weights under adapters."""
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        weights = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: weights[name] for name in weights if name in trained}
+        """Keep what changes: no frozen reference, no weights under adapters."""
+        kept, weights = self._changing(), checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: weights[name] for name in weights if name in kept}
         checkpoint["iteration"] = self.iteration
+        checkpoint["generated_tokens"] = self.generated_tokens
+        checkpoint["coefficients"] = self.steering.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint was taken.
@@ -194,9 +301,19 @@ class GRPO(LearningModule):
         Raises:
             ValueError: the checkpoint is of another model.
         """
-        trained = {name: p.data for name, p in self.named_parameters() if p.requires_grad}
-        check_weights(checkpoint["state_dict"], trained)
+        check_weights(checkpoint["state_dict"], self._changing())
         self.iteration = checkpoint["iteration"]
+        self.generated_tokens = checkpoint["generated_tokens"]
+        self.objective = self.steering.load_state_dict(checkpoint["coefficients"], self.objective)
+
+    def _changing(self) -> dict[str, Tensor]:
+        """{name: tensor} of the weights that training changes."""
+        return {
+            name: parameter.data
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+            or (self.controllers.reference is not None and name.startswith("reference."))
+        }
 
 
 def _check_sizes(group_size: int, max_completion_len: int, max_iterations: int | None) -> None:

@@ -29,7 +29,6 @@ from litgrpo.modules.rehearsal import (
     has_dropout,
     in_small,
     modes_kept,
-    only,
     padded,
     some_ends,
     tolerance,
@@ -180,7 +179,7 @@ def sampling_errors(
     policy, sampling = small.policy, small.sampling
     assert policy is not None
     policy.train()  # as an update leaves it; sampling has to change that
-    alone = small.generate(only(prompts, 0), "train", small.group_size, sampling)
+    alone = small.generate(prompts.select([0]), "train", small.group_size, sampling)
     truth = truth_of(policy, alone, sampling, limit)
     errors = {
         "5 a completion ends with its end token, once": bad_ends(small, alone),

@@ -40,7 +40,7 @@ class Totals:
 
 
 class Clock:
-    """Seconds of the phases of one iteration.
+    """Seconds of the phases of one iteration, and the tokens that were sampled in it.
 
     Args:
         device: is waited for at the end of each phase.
@@ -50,17 +50,18 @@ class Clock:
         """Start the first phase."""
         self.device = device
         self.seconds: dict[str, float] = {}
+        self.tokens = 0
         self.started = time.perf_counter()
 
     def stop(self, name: str) -> None:
-        """End the running phase under this name and start the next."""
+        """End the running phase under this name, where it may go on later, and start the next."""
         synchronize(self.device)
         now = time.perf_counter()
-        self.seconds[name] = now - self.started
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.started
         self.started = now
 
-    def stats(self, num_tokens: int) -> Stats:
+    def stats(self) -> Stats:
         """The seconds of each phase, and tokens per second of all of them together."""
-        per_s = num_tokens / sum(self.seconds.values())
+        per_s = self.tokens / sum(self.seconds.values())
         numbers = self.seconds | {"perf/tokens_per_s": per_s}
         return {name: torch.tensor(number) for name, number in numbers.items()}

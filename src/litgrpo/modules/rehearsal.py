@@ -37,23 +37,9 @@ def first_prompts(module: GRPO) -> PromptBatch | None:
         generator.set_state(state)
     if not isinstance(batch, PromptBatch):
         return None
-    batch = only(batch, *range(min(PROMPTS, len(batch))))
+    batch = batch.select(range(min(PROMPTS, len(batch))))
     ids, mask = batch.prompt_ids[:, -PROMPT_LEN:], batch.prompt_mask[:, -PROMPT_LEN:]
     return replace(batch, prompt_ids=ids, prompt_mask=mask).to(module.device)
-
-
-def only(prompts: PromptBatch, *rows: int) -> PromptBatch:
-    """Some of the prompts, without the padding that none of them needs."""
-    chosen = list(rows)
-    mask = prompts.prompt_mask[chosen]
-    used = slice(mask.shape[1] - int(mask.sum(1).max()), None)
-    return PromptBatch(
-        prompt_ids=prompts.prompt_ids[chosen, used],
-        prompt_mask=mask[:, used],
-        prompts=[prompts.prompts[row] for row in chosen],
-        columns={name: [values[row] for row in chosen] for name, values in prompts.columns.items()},
-        index=prompts.index[chosen],
-    )
 
 
 def padded(prompts: PromptBatch) -> PromptBatch:

@@ -20,6 +20,17 @@ class Reference(nn.Module, ABC):
     def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
         """Log-probabilities of completions, without gradient; see `Policy.logprobs`."""
 
+    def check_follows(self, policy: Policy) -> None:
+        """Make sure that the reference can take over the policy's weights.
+
+        Raises:
+            ValueError: it has others, or none of its own.
+        """
+        raise ValueError(
+            "controllers.reference cannot move the weights under LoRA adapters, which are the "
+            "reference. Leave out lora or controllers.reference."
+        )
+
 
 class FrozenModel(Reference):
     """Another policy, frozen: a copy of the start or any model with the same vocabulary.
@@ -41,6 +52,22 @@ class FrozenModel(Reference):
     def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
         """Log-probabilities under the frozen model."""
         return self.policy.logprobs(*tokens, **sampled)
+
+    def check_follows(self, policy: Policy) -> None:
+        """The weights must be the policy's, name for name and shape for shape."""
+        mine, its = ({n: p.shape for n, p in m.named_parameters()} for m in (self.policy, policy))
+        if mine != its:
+            raise ValueError(
+                "controllers.reference mixes the policy's weights into the reference, but theirs "
+                "are not the same names and shapes. Leave out `reference` and `lora`, so that it "
+                "is a copy of the start, or leave out controllers.reference."
+            )
+
+    @torch.no_grad()
+    def follow(self, policy: Policy, share: float) -> None:
+        """Go this share of the way to where the policy is now."""
+        for mine, its in zip(self.policy.parameters(), policy.parameters(), strict=True):
+            mine.lerp_(its.to(mine.dtype), share)
 
 
 class AdapterOff(Reference):
