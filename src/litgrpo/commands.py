@@ -7,9 +7,9 @@ Nothing slow is imported before the verb is known, so that help and mistakes ans
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 LIGHTNING_VERBS = {
@@ -17,6 +17,11 @@ LIGHTNING_VERBS = {
     "validate": "evaluate on the held-out validation problems",
     "test": "evaluate on the test problems",
     "predict": "answer prompts: print reasoning and answer, write JSONL",
+}
+# {verb: the module with the function of that name, what it does}
+COMMANDS = {
+    "export": ("litgrpo.commands", "write a checkpoint's policy as a Hugging Face folder"),
+    "compare": ("litgrpo.compare", "train by several algorithms and seeds; which gains are real?"),
 }
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
@@ -37,8 +42,6 @@ def export(checkpoint: str, folder: str) -> None:
     write(load_module(path).policy, folder)
     print(f"{path} is now {folder}, in Hugging Face format")
 
-
-COMMANDS: dict[str, Callable[..., None]] = {"export": export}
 
 HELP = """\
 litgrpo: GRPO for language models in PyTorch Lightning
@@ -109,7 +112,8 @@ def run(verb: str, words: list[str]) -> None:
 
     words = [word for word in words if word != "--debug"]
     program = f"{program_name()} {verb}"
-    auto_cli(COMMANDS[verb], args=words, prog=program, parser_class=PlainParser)
+    function = getattr(importlib.import_module(COMMANDS[verb][0]), verb)
+    auto_cli(function, args=words, prog=program, parser_class=PlainParser)
 
 
 def users_mistake(error: BaseException | None) -> BaseException | None:
@@ -138,8 +142,7 @@ def complain(message: str) -> int:
 
 def help_page() -> str:
     """The page behind `--help`."""
-    own = {name: (function.__doc__ or "").splitlines()[0] for name, function in COMMANDS.items()}
-    texts = LIGHTNING_VERBS | {name: text[0].lower() + text[1:-1] for name, text in own.items()}
+    texts = LIGHTNING_VERBS | {name: text for name, (_, text) in COMMANDS.items()}
     verbs = "\n".join(f"  {name:<10}{text}" for name, text in texts.items())
     return HELP.format(program=program_name(), verbs=verbs)
 

@@ -19,6 +19,7 @@ from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective
 from litgrpo.policies.loading import LoRA, Precision, check_weights, load_policy, load_reference
 from litgrpo.policies.reference import FrozenModel
+from litgrpo.rewards import format as formats
 from litgrpo.rewards.composite import Composite, Reward, RewardFormat
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.engine import RolloutEngine
@@ -48,6 +49,8 @@ class GRPO(LearningModule):
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
         max_redraws: where all completions of a prompt are equally good, ask another prompt, at most
             so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
+        soft_overlong: share of max_completion_len, at its end, over which a completion loses up to
+            1 point of reward (DAPO's soft overlong punishment); 0 punishes nothing.
         reference: model that the KL term refers to; None takes the start (with LoRA: the model
             without adapters). Nothing is loaded when the KL coefficient is 0.
         controllers: steer the coefficients of entropy and KL, let the reference follow the policy.
@@ -78,6 +81,7 @@ class GRPO(LearningModule):
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
         max_redraws: int = 0,
+        soft_overlong: float = 0.0,
         reference: str | None = None,
         controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
         precision: Precision = Precision(),  # noqa: B008 (frozen)
@@ -94,7 +98,7 @@ class GRPO(LearningModule):
             learning=learning,
             precision=precision,
             pretrained=pretrained,
-            rewards=Composite(rewards, reward_format),
+            rewards=Composite(rewards | overlong(soft_overlong, max_completion_len), reward_format),
             engine=engine,
             evaluation=evaluation,
             max_completion_len=max_completion_len,
@@ -314,6 +318,19 @@ class GRPO(LearningModule):
             if parameter.requires_grad
             or (self.controllers.reference is not None and name.startswith("reference."))
         }
+
+
+def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
+    """The soft overlong punishment over the last share of the tokens; none for a share of 0."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"soft_overlong is {share}; it must be between 0 (off) and 1.")
+    if not share:
+        return {}
+    limits = {
+        "max_completion_len": max_completion_len,
+        "soft_punish_cache": max(1, round(share * max_completion_len)),
+    }
+    return {"soft_overlong": Reward(formats.soft_overlong, kwargs=limits)}
 
 
 def _check_sizes(group_size: int, max_completion_len: int, max_iterations: int | None) -> None:
