@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from lightning import Trainer
 
 from litgrpo.data.prompts import PromptData
 from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.measures import Clock, Totals
 from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective
 from litgrpo.policies.reference import FrozenModel
 from litgrpo.rewards.composite import Reward
+from tests.algorithms import PUBLISHED
 from tests.conftest import tiny_policy
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +25,10 @@ TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the
 
 def letters(prompts, completions):
     return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
+
+
+def vowels(prompts, completions):
+    return [sum(letter in "aeiou" for letter in text) / 6 for text in completions]
 
 
 def train(num_processes, folder):
@@ -40,7 +47,16 @@ def train(num_processes, folder):
     )
     grpo.policy = tiny_policy("qwen2")
     grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1))
-    trainer = Trainer(
+    runner = trainer(num_processes)
+    runner.fit(grpo, PromptData(TEXTS, val=["one", "two", "three"], batch_size=4))
+    runner.save_checkpoint(folder / f"{num_processes}.ckpt")
+    report = {name: float(value) for name, value in runner.callback_metrics.items()}
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+def trainer(num_processes):
+    """A silent trainer of so many processes."""
+    return Trainer(
         accelerator="cpu",
         devices=num_processes,
         strategy="ddp_fork" if num_processes > 1 else "auto",
@@ -52,21 +68,81 @@ def train(num_processes, folder):
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(grpo, PromptData(TEXTS, val=["one", "two", "three"], batch_size=4))
-    trainer.save_checkpoint(folder / f"{num_processes}.ckpt")
-    report = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+class Gradients(GRPO):
+    """Takes the gradient of every published algorithm on one rollout instead of learning."""
+
+    def training_step(self, prompts, batch_idx):
+        rollout, rewards = self.ask(prompts, Clock(self.device))
+        self.found = {}
+        for name, objective in PUBLISHED.items():
+            if name == "bnpo":
+                continue  # defined by the split
+            self.objective = objective
+            experience = self.collect(rollout, rewards)
+            # A policy that has moved since: ratios off 1 by what depends on the token only.
+            moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
+            old = experience.sampler_logprobs + moved
+            self.name = name
+            self._optimizer_step(replace(experience, old_logprobs=old), Totals())
+        if self.global_rank == 0:
+            torch.save(self.found, self.file)
+        self.iteration += 1
+        self._stop_when_done()
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [p.grad.double().flatten() for p in self.policy.parameters()]
+        self.found[self.name] = torch.cat(gradients).clone()
+
+
+def take_gradients(num_processes, folder):
+    """Leaves the gradients of all algorithms, in both precisions."""
+    for dtype in (torch.float32, torch.float64):
+        grpo = Gradients(
+            "",
+            {"letters": Reward(letters), "vowels": Reward(vowels, weight=0.3)},
+            group_size=4,
+            max_completion_len=6,
+            max_iterations=1,
+            objective=Objective(kl_coef=0.1),
+            reference="another",
+            check_invariants=False,
+            learning=Learning(micro_batch_size=3),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        )
+        grpo.policy = tiny_policy("qwen2").to(dtype)
+        grpo.policy.eos_ids = tuple(range(2, 40))
+        grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1).to(dtype))
+        grpo.file = folder / f"{num_processes} {dtype}.pt"
+        trainer(num_processes).fit(grpo, PromptData(TEXTS, batch_size=4))
+
+
+def in_a_process_of_one_thread(function, folder):
+    """Run for 1 and 2 processes; a fork of several threads can wait for some it does not have."""
+    code = "import sys, pathlib\n"
+    code += f"from tests.modules.test_processes import {function.__name__} as f\n"
+    code += "for num in (1, 2): f(num, pathlib.Path(sys.argv[1]))"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=environment, cwd=ROOT)
+
+
+@pytest.mark.timeout(120)
+def test_gradients_of_all_algorithms_are_those_of_one_process(tmp_path):
+    in_a_process_of_one_thread(take_gradients, tmp_path)
+    table = ["1 against 2 processes: norm of the difference of gradients over their norm"]
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        one, two = (torch.load(tmp_path / f"{n} {dtype}.pt", weights_only=True) for n in (1, 2))
+        errors = {name: float((two[name] - one[name]).norm() / one[name].norm()) for name in one}
+        table += [f"{name:<20} {dtype} {error:.1e}" for name, error in errors.items()]
+        assert len(errors) == len(PUBLISHED) - 1
+        assert max(errors.values()) < limit, errors
+    print("", *table, sep="\n")
 
 
 @pytest.mark.timeout(120)
 def test_two_processes_learn_and_report_what_one_does(tmp_path):
-    # In a process of one thread: a fork of one with several can wait for threads it does not have.
-    code = "import sys, pathlib; from tests.modules.test_processes import train\n"
-    code += "for num in (1, 2): train(num, pathlib.Path(sys.argv[1]))"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=True, env=environment, cwd=ROOT
-    )
+    in_a_process_of_one_thread(train, tmp_path)
     one, two = (torch.load(tmp_path / f"{n}.ckpt", weights_only=True)["state_dict"] for n in (1, 2))
     start = tiny_policy("qwen2").state_dict()
     for name, weight in one.items():
