@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.rewards import Composite, Reward
+from litgrpo.rewards import Composite, InProcessGuard, Reward
 from litgrpo.rewards.math import correctness
 
 PROMPTS = ["p", "p", "q", "q"]
@@ -34,7 +34,8 @@ def table(context=None, reward_format="text", **parts: Any):
     rewards = {
         name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
     }
-    return Composite(rewards, reward_format=reward_format)(PROMPTS, TEXTS, COLUMNS, 2, context)
+    composite = Composite(rewards, reward_format=reward_format, guard=InProcessGuard())
+    return composite(PROMPTS, TEXTS, COLUMNS, 2, context)
 
 
 def test_weighted_parts_add_up_by_hand() -> None:
@@ -150,7 +151,7 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
         "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.math.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
         ("litgrpo.rewards.math.Fraction", "must be a function"),
-        ("litgrpo.rewards.guard.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),
+        ("litgrpo.rewards.calls.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),
         (".math.correctness", "is not an import path"),
     ],
 )  # fmt: skip

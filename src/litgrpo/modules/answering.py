@@ -85,6 +85,10 @@ class AnsweringModule(LightningModule):
                 "Give trainer.precision 32-true or bf16-mixed."
             )
 
+    def teardown(self, stage: str) -> None:
+        """Let the reward functions' processes go."""
+        self.rewards.guard.close()
+
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
         if self.policy is not None:

@@ -25,6 +25,7 @@ from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective, Whole
 from litgrpo.policies.loading import LoRA, Precision, check_weights, load_policy, load_reference
 from litgrpo.rewards.composite import Composite, Reward, RewardFormat
+from litgrpo.rewards.guard import Guard
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
@@ -71,6 +72,8 @@ class GRPO(AnsweringModule):
         check_invariants: before training, measure on a few short prompts that sampling, learning
             and reference agree, and refuse to train where they do not.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
+        guard: how reward functions are run: `ProcessGuard` (default) in processes that are ended
+            when they hang, or `InProcessGuard`.
         seed: names the random numbers of all rollouts.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
@@ -96,12 +99,13 @@ class GRPO(AnsweringModule):
         lora: LoRA | None = None,
         check_invariants: bool = True,
         reward_format: RewardFormat = "text",
+        guard: Guard | None = None,
         seed: int = 0,
     ) -> None:
         """Check the choices; weights are loaded in `configure_model`."""
         super().__init__(
             pretrained,
-            Composite(rewards, reward_format),
+            Composite(rewards, reward_format, guard),
             engine=engine,
             evaluation=evaluation,
             max_completion_len=max_completion_len,

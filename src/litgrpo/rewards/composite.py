@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from litgrpo.rewards.guard import DOUBLE_EPS, Call, Guard, InProcessGuard, Scores
+from litgrpo.rewards.calls import DOUBLE_EPS, Call, Scores
+from litgrpo.rewards.guard import Guard
+from litgrpo.rewards.process_guard import ProcessGuard
 from litgrpo.types import RewardTable
 
 SHIPPED = ("litgrpo.rewards.math", "litgrpo.rewards.format")
@@ -52,7 +54,7 @@ class Composite:
         parts: {name: Reward}; names appear in logs as `reward/<name>`.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
-        guard: how the functions are run; default runs them in this process.
+        guard: how the functions are run; default is `ProcessGuard()`.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Composite:
         self.weights = {name: _checked_weight(name, part) for name, part in self.parts.items()}
         self.functions = {name: _resolved(name, part) for name, part in self.parts.items()}
         self.reward_format = reward_format
-        self.guard = InProcessGuard() if guard is None else guard
+        self.guard = ProcessGuard() if guard is None else guard
         _check_duplicates(self.parts, self.functions)
         if not any(self.weights.values()):
             raise ValueError(f"every reward has weight 0: {', '.join(self.parts)}")
@@ -132,9 +134,9 @@ class Composite:
                 " to that name"
             )
         wanted = [key for key in rows if (takes_all or key in named) and key not in kwargs]
-        settings = {key: context[key] for key in context if key in named and key not in kwargs}
-        chosen = {key: list(rows[key]) for key in wanted}
-        return Call(name, function, chosen, {**settings, **kwargs}, len(rows["completions"]))
+        asked = {key: context[key] for key in context if key in named and key not in kwargs}
+        chosen = {key: rows[key] for key in wanted}
+        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked)
 
 
 def _table(
