@@ -153,7 +153,9 @@ class AnsweringModule(LightningModule):
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=self.iteration, max_steps=self.max_iterations)
         context = {"trainer_state": state}
-        return self.rewards(texts, rollout.completions, columns, group_size, context)
+        return self.rewards(
+            texts, rollout.completions, columns, group_size, context, self.iteration
+        )
 
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Answer held-out prompts and count successes.
