@@ -9,7 +9,19 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-SHIPPED = ("litgrpo.rewards.math", "litgrpo.rewards.format")
+SHIPPED = [
+    f"litgrpo.rewards.{name}"
+    for name in (
+        "math",
+        "format",
+        "length",
+        "reasoning",
+        "quality",
+        "diversity",
+        "safety",
+        "verify",
+    )
+]
 
 
 def resolved(
