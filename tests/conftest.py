@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from litgrpo.policies.loading import as_policy
 from litgrpo.policies.policy import Policy
+from litgrpo.rewards.guard import InProcessGuard
 from litgrpo.tensors import pad_left
 from litgrpo.types import PromptBatch
 
@@ -78,3 +79,12 @@ def prompt_batch(*texts: str, length: int = 0) -> PromptBatch:
 def architecture(request) -> str:
     """Each of the four architectures in turn."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def rewards_run_in_this_process(monkeypatch):
+    """Spare other rooms' tests the worker processes, which would import torch for each fit.
+
+    Tests of the guards, and those that name one, are not concerned.
+    """
+    monkeypatch.setattr("litgrpo.rewards.composite.ProcessGuard", InProcessGuard)

@@ -110,10 +110,41 @@ def test_reward_stats_by_hand():
         "reward/failed_frac": 0.25,
         "reward/equal_groups_frac": 0.5,
         "reward/right": 2 / 3,
+        "reward/right_std": (1 / 3) ** 0.5,
+        "reward/right_share": 1.0,
         "reward/form": 0.0,
+        "reward/form_std": 0.0,
+        "reward/form_share": 0.0,
+        "reward/cosine_right_form": 0.0,
     }
+    assert {f"reward/{name}" for name in RewardTable.stat_names(["right", "form"])} == set(stats)
     assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected)
     assert {value.dtype for value in stats.values()} == {torch.float32}
+
+
+def test_shares_and_conflicts_of_parts_by_hand():
+    # Distances from the group's mean: a -1, 1; b (weighted) -2, 2 and 1, -1. Total -3, 3; 1, -1.
+    given = table([[0.0, 6.0], [2.0, 0.0]], a=[[0.0, 2.0], [5.0, 5.0]], b=[[0.0, 2.0], [1.0, 0.0]])
+    stats = replace(given, weights={"a": 1.0, "b": 2.0}).stats()
+    # <a, total> = 6, <b, total> = 12 + 2, <total, total> = 20; cosine (2) / (sqrt 2 sqrt 2.5)
+    assert float(stats["reward/a_share"]) == pytest.approx(6 / 20)
+    assert float(stats["reward/b_share"]) == pytest.approx(14 / 20)
+    assert float(stats["reward/cosine_a_b"]) == pytest.approx(2 / (2 * 2.5) ** 0.5)
+    against = replace(given, weights={"a": 1.0, "b": -2.0}).stats()
+    assert float(against["reward/cosine_a_b"]) == pytest.approx(-2 / (2 * 2.5) ** 0.5)
+    assert float(against["reward/a_share"] + against["reward/b_share"]) == pytest.approx(1.0)
+    assert float(against["reward/a_share"]) < 0
+
+
+def test_shares_are_of_what_is_counted_and_of_valid_rows():
+    given = table(
+        [[0.0, 1.0, 0.0]], valid=[[True, True, False]], a=[[0.0, 1.0, 9.0]], b=[[1.0] * 3]
+    )
+    assert float(given.stats()["reward/a_share"]) == 1.0
+    zero = torch.zeros(1, 3, dtype=torch.float64)
+    gated = replace(given, counted={"a": zero, "b": zero}).stats()
+    assert float(gated["reward/a_share"]) == 0.0
+    assert float(gated["reward/a"]) == pytest.approx(10 / 3)
 
 
 def test_reward_stats_are_finite_where_nothing_is_valid_or_a_group_is_one_row():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -139,6 +140,8 @@ class RewardTable:
         valid: [B, G] False where a function failed or all abstained: the row teaches nothing.
         precision: machine epsilon of the coarsest arithmetic the rewards were computed in;
             relative differences of up to 4 of it count as equal.
+        counted: {name: [B, G]} what of each part is weighted and added up, after normalization and
+            gates; the parts themselves where nothing is said.
     """
 
     parts: dict[str, Tensor]
@@ -146,28 +149,75 @@ class RewardTable:
     total: Tensor
     valid: Tensor
     precision: float = torch.finfo(torch.float64).eps
+    counted: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check shapes and keys."""
-        assert self.parts.keys() == self.weights.keys()
-        for name, part in {**self.parts, "valid": self.valid}.items():
+        if not self.counted:
+            object.__setattr__(self, "counted", self.parts)
+        assert self.parts.keys() == self.weights.keys() == self.counted.keys()
+        for name, part in [*self.parts.items(), *self.counted.items(), ("valid", self.valid)]:
             _check(name, part, *self.total.shape)
 
     def stats(self) -> Stats:
         """Scalars under `reward/`."""
         spread = self.total.std(1, correction=min(1, self.total.shape[1] - 1))
         valid = self.total[self.valid]
-        stats = {
+        stats: Stats = {
             "reward/mean": valid.mean() if valid.numel() else self.total.new_zeros(()),
             "reward/group_std": spread.mean(),
             "reward/failed_frac": (~self.valid).double().mean(),
             "reward/equal_groups_frac": (spread == 0).double().mean(),
         }
         # All processes report the same names, so a part that answered nowhere counts as 0.
-        parts = {
-            f"reward/{name}": part.nanmean().nan_to_num(0.0) for name, part in self.parts.items()
+        for name, part in self.parts.items():
+            stats[f"reward/{name}"] = part.nanmean().nan_to_num(0.0)
+            answers = part[~part.isnan()]
+            std = answers.std() if len(answers) > 1 else self.total.new_zeros(())
+            stats[f"reward/{name}_std"] = std
+        stats |= self._comparison() if len(self.parts) > 1 else {}
+        return {name: value.nan_to_num(0.0).float() for name, value in stats.items()}
+
+    def _comparison(self) -> Stats:
+        """Which part moves the total within the groups, and which parts pull against each other.
+
+        With c_k the distance of weight times part k from its group's mean, and c their sum, the
+        share of part k is <c_k, c> / <c, c>: shares add up to 1, and one is negative where a part
+        is overruled. The cosine of two parts is that of their distances, signed by their weights.
+        """
+        centered = {name: self._centered(part) for name, part in self.counted.items()}
+        pulls = {name: self.weights[name] * part for name, part in centered.items()}
+        total = torch.stack(list(pulls.values())).sum(0)
+        power = total.square().sum().clamp(min=torch.finfo(total.dtype).tiny)
+        stats = {
+            f"reward/{name}_share": (pull * total).sum() / power for name, pull in pulls.items()
         }
-        return {name: value.float() for name, value in (stats | parts).items()}
+        for one, other in combinations(centered, 2):
+            product = (centered[one] * centered[other]).sum()
+            norms = centered[one].norm() * centered[other].norm()
+            sign = 1.0 if self.weights[one] * self.weights[other] >= 0 else -1.0
+            cosine = sign * product / norms.clamp(min=torch.finfo(total.dtype).tiny)
+            stats[f"reward/cosine_{one}_{other}"] = cosine
+        return stats
+
+    def _centered(self, part: Tensor) -> Tensor:
+        """[B, G] distance from the group's mean; 0 where nothing is known or all are equal."""
+        known = self.valid & ~part.isnan()
+        values = part.where(known, torch.nan)
+        distance = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
+        noise = 4 * self.precision * largest
+        return distance.masked_fill(distance.abs().amax(1, keepdim=True) <= noise, 0.0)
+
+    @staticmethod
+    def stat_names(parts: Sequence[str]) -> list[str]:
+        """Everything that `stats` logs under `reward/` for parts of these names."""
+        names = ["mean", "group_std", "failed_frac", "equal_groups_frac", *parts]
+        names += [f"{part}_std" for part in parts]
+        if len(parts) > 1:
+            names += [f"{part}_share" for part in parts]
+            names += [f"cosine_{one}_{other}" for one, other in combinations(parts, 2)]
+        return names
 
 
 @dataclass(frozen=True)

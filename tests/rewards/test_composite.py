@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.rewards import Composite, Reward
+from litgrpo.rewards import Composite, InProcessGuard, Reward
 from litgrpo.rewards.math import correctness
 
 PROMPTS = ["p", "p", "q", "q"]
@@ -34,7 +34,8 @@ def table(context=None, reward_format="text", **parts: Any):
     rewards = {
         name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
     }
-    return Composite(rewards, reward_format=reward_format)(PROMPTS, TEXTS, COLUMNS, 2, context)
+    composite = Composite(rewards, reward_format=reward_format, guard=InProcessGuard())
+    return composite(PROMPTS, TEXTS, COLUMNS, 2, context)
 
 
 def test_weighted_parts_add_up_by_hand() -> None:
@@ -150,7 +151,7 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
         "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.math.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
         ("litgrpo.rewards.math.Fraction", "must be a function"),
-        ("litgrpo.rewards.guard.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),
+        ("litgrpo.rewards.calls.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),
         (".math.correctness", "is not an import path"),
     ],
 )  # fmt: skip
@@ -222,3 +223,101 @@ def test_rewards_are_read_from_yaml(tmp_path) -> None:
     assert composite.weights == {"correct": 0.1, "size": 0.5}
     result = composite(PROMPTS, ["1", "2", "2", "1"], COLUMNS, 2)
     assert result.parts["correct"].tolist() == [[1, 0], [1, 0]]
+
+
+def shaped(**parts: Reward):
+    composite = Composite(parts, guard=InProcessGuard())
+    return lambda iteration=0: composite(PROMPTS, TEXTS, COLUMNS, 2, iteration=iteration)
+
+
+def test_a_gated_reward_counts_only_where_the_gate_is_open_by_hand() -> None:
+    right = Reward(returning([1, 0, 0, None]))
+    result = shaped(right=right, quality=Reward(returning([0.5, 0.9, 0.7, 0.3]), gate="right"))()
+    assert result.total.tolist() == [[1.5, 0], [0, 0]]
+    assert result.parts["quality"].tolist() == [[0.5, 0.9], [0.7, 0.3]]
+    assert result.counted["quality"][0].tolist() == [0.5, 0]
+    assert result.valid.tolist() == [[True, True], [True, False]]  # nothing is known of the last
+    low = Reward(returning([1, 1, 1, 1]), gate="right", gate_threshold=-1.0)
+    assert shaped(right=right, q=low)().counted["q"][0].tolist() == [1, 1]
+
+
+def test_a_failed_gate_makes_its_sample_invalid_also_without_weight() -> None:
+    gate = Reward(returning([1, float("nan"), 1, 0]), weight=0.0)
+    result = shaped(gate=gate, q=Reward(size, gate="gate"))()
+    assert result.valid.tolist() == [[True, False], [True, True]]
+    assert result.total[result.valid].tolist() == [1, 3, 0]
+
+
+def test_a_schedule_moves_the_weight_over_iterations() -> None:
+    table_at = shaped(
+        size=Reward(size, weight=2.0, schedule={10: 1.0, 20: 0.0}), one=Reward(returning([1] * 4))
+    )
+    assert [table_at(n).weights["size"] for n in (0, 10, 15, 20, 99)] == [2.0, 2.0, 1.0, 0.0, 0.0]
+    assert table_at(15).total.tolist() == [[2, 3], [4, 5]]
+    assert table_at(99).valid.all()
+
+
+def test_normalization_by_group_and_by_batch_by_hand() -> None:
+    # groups (1, 2) and (3, 4): deviations -0.5, 0.5, std sqrt(0.5); batch mean 2.5, std sqrt(5/3)
+    group = shaped(size=Reward(size, normalize="group"))().counted["size"]
+    half = 0.5 / (0.5**0.5 + 1e-4)
+    assert group.tolist() == [pytest.approx([-half, half])] * 2
+    batch = shaped(size=Reward(size, normalize="batch"))().counted["size"]
+    std = (5 / 3) ** 0.5 + 1e-4
+    assert batch.flatten().tolist() == pytest.approx([-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std])
+    noise = shaped(x=Reward(returning([0.1 + 0.2, 0.3, 7, 7]), normalize="group"))()
+    assert noise.counted["x"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_only_rewards_behind_open_gates_are_compared() -> None:
+    right = Reward(returning([1, 1, 1, 0]))
+    result = shaped(right=right, size=Reward(size, gate="right", normalize="group"))()
+    half = 0.5 / (0.5**0.5 + 1e-4)
+    assert result.counted["size"].tolist() == [pytest.approx([-half, half]), [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Reward(size, gate="rigth"), "gate of reward 'b' is 'rigth' .did you mean 'right'"),
+        (Reward(size, gate="b"), "must name another reward: right"),
+        (Reward(size, normalize="std"), "must be none, group or batch, got 'std'"),  # type: ignore[arg-type]
+        (Reward(size, schedule={-1: 1.0}), "schedule of reward 'b' must map iterations"),
+        (Reward(size, schedule={0: float("nan")}), "got 0: nan"),
+    ],
+)
+def test_a_wrong_shape_is_refused_at_once(reward: Reward, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Composite({"right": Reward(correctness), "b": reward})
+
+
+def test_names_that_would_be_logged_twice_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be named 'size_std'"):
+        Composite({"size": Reward(size), "size_std": Reward(correctness)})
+
+
+def test_gates_schedules_and_normalization_are_read_from_yaml(tmp_path) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Holder, "holder")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "holder: {rewards: {right: {function: litgrpo.rewards.math.correctness}, size: {function:"
+        " litgrpo.rewards.format.think_format, gate: right, gate_threshold: 0.5, normalize: group,"
+        " schedule: {0: 1.0, 100: 0}}}}"
+    )
+    config = parser.parse_args([f"--config={path}"])
+    size = parser.instantiate(config).holder.rewards["size"]
+    assert (size.gate, size.gate_threshold, size.normalize) == ("right", 0.5, "group")
+    assert size.schedule == {0: 1.0, 100: 0.0}
+    again = tmp_path / "again.yaml"
+    again.write_text(parser.dump(config))
+    reread = parser.instantiate(parser.parse_args([f"--config={again}"])).holder.rewards["size"]
+    assert reread == size
+
+
+def test_a_function_may_ask_for_the_group_size() -> None:
+    def by_group(completions, group_size):
+        return [float(group_size)] * len(completions)
+
+    assert table(g=by_group).total.tolist() == [[2, 2], [2, 2]]

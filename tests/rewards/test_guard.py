@@ -126,22 +126,68 @@ def test_the_deadline_covers_the_rows() -> None:
 
     start = time.monotonic()
     _, composite = score(
-        slow, InProcessGuard(deadline_s=0.12, max_failed_frac=1.0), texts=["x"] * 50
+        slow, InProcessGuard(timeout_s=0.12, max_failed_frac=1.0), texts=["x"] * 50
     )
     assert time.monotonic() - start < 1
     assert composite.failures["r"]["TimeoutError"] > 40
 
 
-def test_a_function_that_worked_before_is_forgiven_a_wrong_length() -> None:
-    def flaky(completions, turn):
-        return [1.0] * len(completions) if turn[0] == 0 or len(completions) == 1 else [1.0]
+def test_a_wrong_length_is_forgiven_where_single_rows_get_an_answer(caplog) -> None:
+    def for_one(completions):
+        return [float(len(completions[0]))]
 
-    composite = Composite({"r": Reward(flaky)})
-    arguments = (["p"] * 4, TEXTS)
-    composite(*arguments, {"turn": [0] * 4}, 4)
-    assert composite(*arguments, {"turn": [1] * 4}, 4).valid.all()
-    with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
-        Composite({"r": Reward(flaky)})(*arguments, {"turn": [1] * 4}, 4)
+    def flaky(completions):
+        return [1.0] if "bad" in completions and len(completions) > 1 else [1.0] * len(completions)
+
+    table, composite = score(for_one)
+    assert table.total.tolist() == [[1, 1, 3, 1]]
+    assert not composite.failures
+    assert "was asked row by row: returned 1 rewards for 4 completions" in caplog.text
+    assert score(flaky)[0].valid.all()
+
+    def never(completions):
+        return [1.0, 2.0, 3.0]
+
+    with pytest.raises(ValueError, match="returned 3 rewards for 4 completions"):
+        score(never)
+
+
+def test_leaving_the_program_costs_the_row_only() -> None:
+    def leaves(completions):
+        if "bad" in completions:
+            raise SystemExit(3)
+        return [1.0] * len(completions)
+
+    table, composite = score(leaves)
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert composite.failures == {"r": {"SystemExit": 1}}
+
+
+def test_ten_megabytes_of_printing_are_not_shown_and_cost_the_row(capsys) -> None:
+    def chatty(completions):
+        for text in completions:
+            print("x" * 10_000_000 if text == "bad" else "a word")
+        return [1.0] * len(completions)
+
+    table, composite = score(chatty)
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert composite.failures == {"r": {"PrintedTooMuch": 1}}
+    printed = capsys.readouterr().out
+    assert "a word" in printed
+    assert len(printed) < 100_000
+
+
+def test_slow_questions_are_listed_with_their_completion() -> None:
+    def slow(completions):
+        if len(completions) > 1:
+            raise KeyError
+        time.sleep(0.06 if "bad" in completions else 0)
+        return [1.0]
+
+    _, composite = score(slow, InProcessGuard(slow_s=0.05))
+    (entry,) = composite.guard.slowest
+    assert (entry.name, entry.num_rows, entry.completion) == ("r", 1, "bad")
+    assert entry.seconds >= 0.06
 
 
 def test_coroutine_functions_run_together_and_lose_only_bad_rows() -> None:
@@ -155,7 +201,7 @@ def test_coroutine_functions_run_together_and_lose_only_bad_rows() -> None:
 
     parts = {"a": Reward(judge), "b": Reward(other), "c": Reward(raises_on_bad)}
     start = time.monotonic()
-    table = Composite(parts)(["p"] * 4, TEXTS, {}, 4)
+    table = Composite(parts, guard=InProcessGuard())(["p"] * 4, TEXTS, {}, 4)
     assert time.monotonic() - start < 1.0  # 0.4 together, 1.2 one after the other
     assert table.total.tolist() == [[4, 4, 2, 4]]
     assert table.valid.tolist() == [[True, True, False, True]]
@@ -166,7 +212,7 @@ def test_a_hanging_coroutine_is_stopped() -> None:
         await asyncio.sleep(3600 if "bad" in completions else 0)
         return [1.0] * len(completions)
 
-    table, composite = score(hangs, InProcessGuard(deadline_s=0.4))
+    table, composite = score(hangs, InProcessGuard(timeout_s=0.4))
     assert table.valid.tolist() == [[True, True, False, True]]
     assert composite.failures == {"r": {"TimeoutError": 1}}
 
@@ -185,7 +231,7 @@ def test_the_guard_costs_little() -> None:
     def trivial(prompts, completions, completion_ids):
         return [0.0] * len(completions)
 
-    composite = Composite({"r": Reward(trivial)})
+    composite = Composite({"r": Reward(trivial)}, guard=InProcessGuard())
     columns = {"completion_ids": [list(range(256))] * 1000}
     times = []
     for _ in range(3):
@@ -195,7 +241,7 @@ def test_the_guard_costs_little() -> None:
     assert min(times) < 0.1  # 20 ms is the aim; loaded machines are slower
 
 
-@pytest.mark.parametrize("settings", [{"deadline_s": 0}, {"max_failed_frac": 1.5}])
+@pytest.mark.parametrize("settings", [{"timeout_s": 0}, {"max_failed_frac": 1.5}])
 def test_impossible_guard_settings_are_refused(settings) -> None:
-    with pytest.raises(ValueError, match="a guard needs deadline_s > 0"):
+    with pytest.raises(ValueError, match="a guard needs timeout_s > 0"):
         InProcessGuard(**settings)

@@ -2,10 +2,11 @@ import json
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from litgrpo.rewards.math import correctness, read_gold
+from litgrpo.rewards.math import closeness, correctness, exact, gsm8k, read_gold
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -85,6 +86,45 @@ def test_no_gold_answer_abstains_and_an_empty_one_is_an_error() -> None:
 def test_chat_messages_are_judged_like_text() -> None:
     message = [{"role": "assistant", "content": tagged("72")}]
     assert correctness(["?"], [message], answer=["72"]) == [1.0]
+
+
+def test_gsm8k_takes_any_mark_and_one_answer_only() -> None:
+    worked = "48 + 24 = 72\n#### 72"
+    right = [tagged("72"), "40 + 32\n#### 72", r"it is \boxed{72}", "The answer is 72."]
+    wrong = ["", "48 + 24 = 72", "#### 71\n#### 72", "#### 71", tagged("71") + "\n72", "no idea"]
+    assert gsm8k(["?"] * 4, right, [worked] * 4) == [1.0] * 4
+    assert gsm8k(["?"] * 6, wrong, [worked] * 6) == [0.0] * 6
+    assert gsm8k(["?"], ["72"], [None]) == [None]
+
+
+def test_exact_compares_every_character() -> None:
+    def same(text: str, gold: object, **kwargs: Any) -> float | None:
+        return exact(["?"], [text], [gold], **kwargs)[0]  # type: ignore[list-item]
+
+    assert same(tagged(" Foo_1 "), "Foo_1") == 1.0
+    assert same(tagged("foo_1"), "Foo_1") == 0.0
+    assert same(tagged("72.0"), 72) == 0.0
+    assert same(tagged("a") + tagged("a"), "a") == 0.0  # said twice
+    assert same("a", "a") == 0.0
+    assert same(tagged(""), "") == 0.0
+    assert same("a\n", "a", answer_tag=None) == 1.0
+    assert same("a", None) is None
+
+
+def test_closeness_falls_linearly_with_the_relative_error() -> None:
+    def near(text: str, gold: object = 200, **kwargs: Any) -> float | None:
+        return closeness(["?"], [text], [gold], **kwargs)[0]  # type: ignore[list-item]
+
+    claims = ["200", "$190", "210", "220", "0", "-200", "none", "190 or 210", ""]
+    assert [near(tagged(claim)) for claim in claims] == [1.0, 0.5, 0.5, 0, 0, 0, 0, 0, 0]
+    assert near(tagged("190") + tagged("195")) == 0.0
+    assert near("190", require_tags=False) == 0.5
+    assert near(tagged("0.05"), 0) == 0.5
+    assert near(tagged("1"), None) is None
+    with pytest.raises(ValueError, match="gold answers that are numbers, got 'Paris'"):
+        near(tagged("1"), "Paris")
+    with pytest.raises(ValueError, match="tolerance is 0"):
+        near(tagged("1"), tolerance=0)
 
 
 def grouped(gold: str) -> str:

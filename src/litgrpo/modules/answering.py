@@ -85,6 +85,10 @@ class AnsweringModule(LightningModule):
                 "Give trainer.precision 32-true or bf16-mixed."
             )
 
+    def teardown(self, stage: str) -> None:
+        """Let the reward functions' processes go."""
+        self.rewards.guard.close()
+
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
         if self.policy is not None:
@@ -157,7 +161,9 @@ class AnsweringModule(LightningModule):
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=self.iteration, max_steps=self.max_iterations)
         context = {"trainer_state": state}
-        return self.rewards(texts, rollout.completions, columns, group_size, context)
+        return self.rewards(
+            texts, rollout.completions, columns, group_size, context, self.iteration
+        )
 
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Answer held-out prompts and count successes.

@@ -21,6 +21,7 @@ from litgrpo.policies.loading import LoRA, Precision, check_weights, load_policy
 from litgrpo.policies.reference import FrozenModel
 from litgrpo.rewards import format as formats
 from litgrpo.rewards.composite import Composite, Reward, RewardFormat
+from litgrpo.rewards.guard import Guard
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
@@ -59,6 +60,8 @@ class GRPO(LearningModule):
         check_invariants: before training, measure on a few short prompts that sampling, learning
             and reference agree, and refuse to train where they do not.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
+        guard: how reward functions are run: `ProcessGuard` (default) in processes that are ended
+            when they hang, or `InProcessGuard`.
         seed: names the random numbers of all rollouts.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
@@ -88,6 +91,7 @@ class GRPO(LearningModule):
         lora: LoRA | None = None,
         check_invariants: bool = True,
         reward_format: RewardFormat = "text",
+        guard: Guard | None = None,
         seed: int = 0,
     ) -> None:
         """Check the choices; weights are loaded in `configure_model`."""
@@ -98,20 +102,16 @@ class GRPO(LearningModule):
             learning=learning,
             precision=precision,
             pretrained=pretrained,
-            rewards=Composite(rewards | overlong(soft_overlong, max_completion_len), reward_format),
+            rewards=Composite(
+                rewards | overlong(soft_overlong, max_completion_len), reward_format, guard
+            ),
             engine=engine,
             evaluation=evaluation,
             max_completion_len=max_completion_len,
             max_iterations=max_iterations,
             seed=seed,
         )
-        _check_sizes(group_size, max_completion_len, max_iterations)
-        if group_size == 1 and objective.advantages.compares:
-            raise ValueError(
-                "group_size is 1, but this objective compares completions of the same prompt. Take "
-                "2 or more, or a baseline without a group: objective.advantages.baseline batch or "
-                "none."
-            )
+        _check_sizes(group_size, max_completion_len, max_iterations, objective)
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -333,10 +333,17 @@ def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
     return {"soft_overlong": Reward(formats.soft_overlong, kwargs=limits)}
 
 
-def _check_sizes(group_size: int, max_completion_len: int, max_iterations: int | None) -> None:
+def _check_sizes(
+    group_size: int, max_completion_len: int, max_iterations: int | None, objective: Objective
+) -> None:
     sizes = {"group_size": group_size, "max_completion_len": max_completion_len}
     if max_iterations is not None:
         sizes["max_iterations"] = max_iterations
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1.")
+    if group_size == 1 and objective.advantages.compares:
+        raise ValueError(
+            "group_size is 1, but this objective compares completions of the same prompt. Take 2 "
+            "or more, or a baseline without a group: objective.advantages.baseline batch or none."
+        )

@@ -38,6 +38,7 @@ from litgrpo.objectives.weighting import PerTokenOfMicroBatch
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.reference import Reference
 from litgrpo.rewards.composite import Composite, Reward
+from litgrpo.rewards.guard import InProcessGuard
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
@@ -204,7 +205,7 @@ def learning_errors(small: GRPO, rollout: Rollout) -> dict[str, float]:
     """
     assert small.policy is not None
     probe = Probe()
-    small.rewards = Composite({"probe": Reward(probe)})
+    small.rewards = Composite({"probe": Reward(probe)}, guard=InProcessGuard())
     experience = small.collect(rollout, small.reward(rollout))
     small.policy.train(not has_dropout(small))
     now = scored(experience, small.learning, small._logprobs)

@@ -132,12 +132,14 @@ def with_rewards(
     rewards: RewardTable, slots: Tensor, fresh: RewardTable, donors: Tensor
 ) -> RewardTable:
     """Rewards of which the groups `slots` [k] are the groups `donors` [k] of another table."""
-    parts = {
-        name: _put(part, slots, fresh.parts[name], donors) for name, part in rewards.parts.items()
-    }
+
+    def put(parts: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _put(part, slots, others[name], donors) for name, part in parts.items()}
+
     return replace(
         rewards,
-        parts=parts,
+        parts=put(rewards.parts, fresh.parts),
+        counted=put(rewards.counted, fresh.counted),
         total=_put(rewards.total, slots, fresh.total, donors),
         valid=_put(rewards.valid, slots, fresh.valid, donors),
         precision=max(rewards.precision, fresh.precision),

@@ -137,7 +137,7 @@ class DecoupledNormalized(Advantages):
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] weighted sums of normalized rewards over their standard deviation in the batch."""
         table, total = groups.table, torch.zeros_like(groups.values)
-        for name, part in table.parts.items():
+        for name, part in table.counted.items():
             distance, std, _ = groups.use(part, table.valid).spread()
             total = total + table.weights[name] * (distance / (std + self.eps)).nan_to_num(0.0)
         # Every part sums to 0 in each group, so the mean over the batch is 0 already.

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import isfinite
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from litgrpo.rewards.guard import DOUBLE_EPS, Call, Guard, InProcessGuard, Scores
+from litgrpo.rewards.calls import DOUBLE_EPS, Call, Scores
+from litgrpo.rewards.guard import Guard
+from litgrpo.rewards.lookup import nearest, parameters, resolved
+from litgrpo.rewards.process_guard import ProcessGuard
+from litgrpo.rewards.shaping import Normalize, gated, normalized, scheduled
 from litgrpo.types import RewardTable
-
-SHIPPED = ("litgrpo.rewards.math", "litgrpo.rewards.format")
-TAKEN = (
-    "mean",
-    "group_std",
-    "failed_frac",
-    "equal_groups_frac",
-)  # keys under reward/ of RewardTable.stats
 
 RewardFormat = Literal["text", "chat"]
 
@@ -38,11 +31,22 @@ class Reward:
             `completion_lengths` and `truncated`. None abstains.
         weight: factor in the total; 0 only shows the reward.
         kwargs: further arguments of the function.
+        gate: name of another reward, without which this one counts nothing (`quality` only where
+            `correct`).
+        gate_threshold: the gate is open where that reward is at least this.
+        normalize: compare the reward before it is weighted: `group` gives its distance from the
+            mean of the prompt's completions in standard deviations, `batch` from that of all
+            completions of this process.
+        schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
     """
 
     function: str | Callable[..., Any]
     weight: float = 1.0
     kwargs: dict[str, Any] = field(default_factory=dict)
+    gate: str | None = None
+    gate_threshold: float = 1.0
+    normalize: Normalize = "none"
+    schedule: dict[int, float] = field(default_factory=dict)
 
 
 class Composite:
@@ -52,7 +56,7 @@ class Composite:
         parts: {name: Reward}; names appear in logs as `reward/<name>`.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
-        guard: how the functions are run; default runs them in this process.
+        guard: how the functions are run; default is `ProcessGuard()`.
     """
 
     def __init__(
@@ -68,9 +72,14 @@ class Composite:
             raise ValueError("there are no rewards; give at least one under `rewards`")
         self.parts = dict(parts)
         self.weights = {name: _checked_weight(name, part) for name, part in self.parts.items()}
-        self.functions = {name: _resolved(name, part) for name, part in self.parts.items()}
+        for name, part in self.parts.items():
+            _check_shaping(name, part, list(self.parts))
+        self.functions = {
+            name: resolved(name, part.function, part.kwargs) for name, part in self.parts.items()
+        }
         self.reward_format = reward_format
-        self.guard = InProcessGuard() if guard is None else guard
+        self.guard = ProcessGuard() if guard is None else guard
+        _check_names(list(self.parts))
         _check_duplicates(self.parts, self.functions)
         if not any(self.weights.values()):
             raise ValueError(f"every reward has weight 0: {', '.join(self.parts)}")
@@ -87,6 +96,7 @@ class Composite:
         columns: Mapping[str, list[Any]],
         group_size: int,
         context: Mapping[str, Any] | None = None,
+        iteration: int = 0,
     ) -> RewardTable:
         """Judge N completions.
 
@@ -96,7 +106,8 @@ class Composite:
             columns: {name: list of length N}, everything else that is known of each row.
             group_size: G.
             context: {name: value} the same for all rows, for functions that ask by name (TRL's
-                `trainer_state`).
+                `trainer_state`); `group_size` is always among them.
+            iteration: finished iterations, for schedules.
 
         Returns:
             Table of [B, G] rewards.
@@ -115,14 +126,15 @@ class Composite:
         if self.reward_format == "chat":
             rows["prompts"] = [_messages("user", text) for text in prompts]
             rows["completions"] = [_messages("assistant", text) for text in completions]
-        calls = [self._call(name, rows, context or {}) for name in self.parts]
+        context = {"group_size": group_size, **(context or {})}
+        calls = [self._call(name, rows, context) for name in self.parts]
         scores = dict(zip(self.parts, self.guard(calls), strict=True))
-        return _table(scores, self.weights, group_size)
+        return self._table(scores, group_size, iteration)
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
         function, kwargs = self.functions[name], self.parts[name].kwargs
-        named, takes_all = _parameters(function)
+        named, takes_all = parameters(function)
         known = {**context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
         if missing:
@@ -132,29 +144,38 @@ class Composite:
                 " to that name"
             )
         wanted = [key for key in rows if (takes_all or key in named) and key not in kwargs]
-        settings = {key: context[key] for key in context if key in named and key not in kwargs}
-        chosen = {key: list(rows[key]) for key in wanted}
-        return Call(name, function, chosen, {**settings, **kwargs}, len(rows["completions"]))
+        asked = {key: context[key] for key in context if key in named and key not in kwargs}
+        chosen = {key: rows[key] for key in wanted}
+        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked)
 
+    def _table(self, scores: Mapping[str, Scores], group_size: int, iteration: int) -> RewardTable:
+        """Add up the parts that answered; a row is valid if one did and none that counts failed."""
+        parts = {
+            name: torch.tensor(part.values, dtype=torch.float64).view(-1, group_size)
+            for name, part in scores.items()
+        }
+        factors = {name: scheduled(part.schedule, iteration) for name, part in self.parts.items()}
+        weights = {name: self.weights[name] * factors[name] for name in parts}
+        counted = {name: self._shaped(name, parts, scores[name].precision) for name in parts}
+        total = torch.zeros_like(next(iter(parts.values())))
+        answered = torch.zeros_like(total, dtype=torch.bool)
+        failed = answered.clone()
+        counting = [name for name, weight in self.weights.items() if weight]
+        for name in counting:
+            total += weights[name] * counted[name].nan_to_num(0.0)
+            answered |= ~counted[name].isnan()
+        gates = [gate for name in counting if (gate := self.parts[name].gate) is not None]
+        for name in {*counting, *gates}:
+            failed.view(-1)[list(scores[name].failures)] = True
+        precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
+        return RewardTable(parts, weights, total, answered & ~failed, precision, counted)
 
-def _table(
-    scores: Mapping[str, Scores], weights: Mapping[str, float], group_size: int
-) -> RewardTable:
-    """Add up the parts that answered; a row is valid if a weighted part did and none failed."""
-    parts = {
-        name: torch.tensor(part.values, dtype=torch.float64).view(-1, group_size)
-        for name, part in scores.items()
-    }
-    total = torch.zeros_like(next(iter(parts.values())))
-    answered = torch.zeros_like(total, dtype=torch.bool)
-    failed = answered.clone()
-    counting = [name for name, weight in weights.items() if weight]
-    for name in counting:
-        total += weights[name] * parts[name].nan_to_num(0.0)
-        answered |= ~parts[name].isnan()
-        failed.view(-1)[list(scores[name].failures)] = True
-    precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
-    return RewardTable(parts, dict(weights), total, answered & ~failed, precision)
+    def _shaped(self, name: str, parts: Mapping[str, Tensor], precision: float) -> Tensor:
+        part = self.parts[name]
+        if part.gate is None:
+            return normalized(parts[name], part.normalize, precision)
+        gate = parts[part.gate]
+        return gated(parts[name], gate, part.gate_threshold, part.normalize, precision)
 
 
 def _messages(role: str, text: Any) -> Any:
@@ -162,13 +183,37 @@ def _messages(role: str, text: Any) -> Any:
 
 
 def _checked_weight(name: str, part: Reward) -> float:
-    if name in TAKEN:
-        raise ValueError(f"a reward cannot be named '{name}': reward/{name} is logged already")
     if isinstance(part.weight, bool) or not isinstance(part.weight, int | float):
         raise ValueError(f"the weight of reward '{name}' must be a number, got {part.weight!r}")
     if not isfinite(part.weight):
         raise ValueError(f"the weight of reward '{name}' must be finite, got {part.weight}")
     return float(part.weight)
+
+
+def _check_shaping(name: str, part: Reward, names: Sequence[str]) -> None:
+    if part.gate is not None and (part.gate not in names or part.gate == name):
+        others = [other for other in names if other != name]
+        raise ValueError(
+            f"the gate of reward '{name}' is {part.gate!r}{nearest(part.gate, others)}; it must"
+            f" name another reward: {', '.join(others) or 'there is none'}"
+        )
+    if part.normalize not in ("none", "group", "batch"):
+        raise ValueError(
+            f"normalize of reward '{name}' must be none, group or batch, got {part.normalize!r}"
+        )
+    for iteration, factor in part.schedule.items():
+        if not (isinstance(iteration, int) and iteration >= 0 and isfinite(factor)):
+            raise ValueError(
+                f"the schedule of reward '{name}' must map iterations to factors, such as"
+                f" {{0: 1.0, 200: 0.0}}, got {iteration!r}: {factor!r}"
+            )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    keys = RewardTable.stat_names(names)
+    for name in names:
+        if keys.count(name) > 1:
+            raise ValueError(f"a reward cannot be named '{name}': reward/{name} is logged already")
 
 
 def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, object]) -> None:
@@ -181,75 +226,3 @@ def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, objec
                     f"rewards '{earlier}' and '{name}' are the same function with the same kwargs;"
                     " keep one and add their weights"
                 )
-
-
-def _resolved(name: str, part: Reward) -> Callable[..., Any]:
-    """The function of a part, imported and with kwargs that fit it."""
-    function = _imported(name, part.function) if isinstance(part.function, str) else part.function
-    if inspect.isclass(function) or not callable(function):
-        raise ValueError(f"reward '{name}' must be a function, got {part.function!r}")
-    named, takes_all = _parameters(function)
-    unknown = [] if takes_all else [key for key in part.kwargs if key not in named]
-    if unknown:
-        allowed = [key for key in named if key not in ("prompts", "completions")]
-        raise ValueError(
-            f"reward '{name}' has no argument '{unknown[0]}'{_nearest(unknown[0], allowed)};"
-            f" it takes {', '.join(allowed) or 'none'}"
-        )
-    return function
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """{parameter given by name: whether it is required}, and whether there is a `**kwargs`."""
-    parameters = inspect.signature(function).parameters.values()
-    named = {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def _imported(name: str, path: str) -> Callable[..., Any]:
-    """What an import path names; the error says what was not found and what is near it."""
-    module_path, _, attribute = path.rpartition(".")
-    if not module_path or not all(word.isidentifier() for word in path.split(".")):
-        raise ValueError(
-            f"reward '{name}': '{path}' is not an import path such as"
-            f" 'litgrpo.rewards.math.correctness'{_nearest(path, _shipped())}"
-        )
-    try:
-        module = import_module(module_path)
-    except ImportError as error:
-        # A module of that path exists but itself imports something that does not.
-        own = isinstance(error, ModuleNotFoundError) and (module_path + ".").startswith(
-            f"{error.name}."
-        )
-        hint = _nearest(path, _shipped()) if own else ""
-        raise ValueError(
-            f"reward '{name}': cannot import module '{module_path}' of '{path}' ({error}){hint}"
-        ) from error
-    if attribute not in vars(module):
-        hint = _nearest(attribute, _functions(module))
-        raise ValueError(f"reward '{name}': module '{module_path}' has no '{attribute}'{hint}")
-    return vars(module)[attribute]  # type: ignore[no-any-return]
-
-
-def _functions(module: ModuleType) -> list[str]:
-    """Names of the public functions that a module defines."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
-    ]
-
-
-def _shipped() -> list[str]:
-    return [f"{path}.{name}" for path in SHIPPED for name in _functions(import_module(path))]
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)`, compared by the last component, or nothing if nothing is near."""
-    by_end = {path.rpartition(".")[2]: path for path in known}
-    near = difflib.get_close_matches(word.rpartition(".")[2], by_end, n=1)
-    return f" (did you mean '{by_end[near[0]]}'?)" if near else ""

@@ -1,115 +1,101 @@
 """Reward functions are other people's code: a bad one may cost its own samples, never the run.
 
 A guard runs the calls of one iteration and hands back one float per row, with the rows that failed
-and why. This file holds what every guard shares (reading results, counting, stopping) and the one
-that runs the functions in this process; it cannot interrupt a function that hangs.
+and why. This file holds what every guard shares (counting, showing, stopping) and the one that runs
+the functions in this process; it cannot interrupt a function that hangs. `process_guard.py` can.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import inspect
+import io
 import logging
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from math import isfinite, nan
-from numbers import Real
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
+from litgrpo.rewards.calls import (
+    MAX_PRINTED,
+    MAX_SHOWN,
+    Call,
+    MalformedResult,
+    Scores,
+    failed,
+    is_coroutine,
+    is_marked,
+    joined,
+    pure,
+    read_result,
+    reason_of,
+    whole_batch,
+)
+
+__all__ = ["Guard", "InProcessGuard", "RewardFailure", "pure", "whole_batch"]
 
 log = logging.getLogger(__name__)
 
-DOUBLE_EPS = torch.finfo(torch.float64).eps
-ATOMS = {str, int, float, bool, bytes, type(None)}
+MAX_SLOW = 20  # entries of the list of slow samples
+CAUGHT = (Exception, SystemExit)
 
 
 class RewardFailure(RuntimeError):
     """So many rewards of one function failed that going on would train on noise."""
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One reward function and what it is to judge.
+class PrintedTooMuch(RuntimeError):
+    """A reward function floods the terminal."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A question that took long.
 
     Args:
-        name: name of the part.
-        function: the reward function.
-        rows: {parameter: list of length N}, what differs from row to row.
-        settings: {parameter: value}, what is the same for all rows.
-        num_rows: N.
+        seconds: how long; a question that was ended counts until then.
+        name: the reward function.
+        num_rows: rows that were asked about; 1 names the sample.
+        completion: the first of them.
     """
 
+    seconds: float
     name: str
-    function: Callable[..., Any]
-    rows: dict[str, list[Any]]
-    settings: dict[str, Any]
     num_rows: int
-
-    def arguments(self, row: int | None = None) -> dict[str, Any]:
-        """Copies of the arguments for all rows, or for one; changing them harms nobody."""
-        chosen = slice(None) if row is None else slice(row, row + 1)
-        rows = {name: _copied(values[chosen]) for name, values in self.rows.items()}
-        settings = {  # a judge or a trainer state is handed over as it is
-            name: _copied(value) if isinstance(value, list | dict) else value
-            for name, value in self.settings.items()
-        }
-        return rows | settings
-
-
-@dataclass
-class Scores:
-    """What a function said of N rows.
-
-    Args:
-        values: N numbers; NaN where the function abstained or failed.
-        failures: {row: reason} of the rows that failed.
-        precision: machine epsilon of the coarsest arithmetic that the numbers came in.
-        error: the first exception, if the function raised any.
-    """
-
-    values: list[float]
-    failures: dict[int, str] = field(default_factory=dict)
-    precision: float = DOUBLE_EPS
-    error: Exception | None = None
-
-
-class MalformedResult(ValueError):
-    """A function returned something that is not one reward per completion."""
-
-
-def whole_batch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that compares completions: it is never retried row by row."""
-    function.whole_batch = True  # type: ignore[attr-defined]
-    return function
+    completion: str
 
 
 class Guard(ABC):
     """Runs reward functions, counts what fails, stops the run when too much does.
 
     Args:
-        deadline_s: seconds that one function may take per iteration, retries included.
+        timeout_s: seconds that one function may take per iteration: half of them for all rows
+            together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
+        slow_s: questions that take longer are listed in `slowest`.
     """
 
-    def __init__(self, deadline_s: float = 60.0, max_failed_frac: float = 0.5) -> None:
+    def __init__(
+        self, timeout_s: float = 60.0, max_failed_frac: float = 0.5, slow_s: float = 1.0
+    ) -> None:
         """See the class."""
-        if not (deadline_s > 0 and 0 <= max_failed_frac <= 1):
+        if not (timeout_s > 0 and 0 <= max_failed_frac <= 1 and slow_s > 0):
             raise ValueError(
-                f"a guard needs deadline_s > 0 and max_failed_frac in [0, 1], got {deadline_s} and"
-                f" {max_failed_frac}"
+                "a guard needs timeout_s > 0, max_failed_frac in [0, 1] and slow_s > 0, got"
+                f" {timeout_s}, {max_failed_frac} and {slow_s}"
             )
-        self.deadline_s = deadline_s
+        self.timeout_s = timeout_s
         self.max_failed_frac = max_failed_frac
+        self.slow_s = slow_s
         self.failures: dict[str, Counter[str]] = {}
+        self.slowest: list[Slow] = []
         self.proven: set[str] = set()
+        self.told: set[str] = set()
 
     @abstractmethod
     def run(self, calls: Sequence[Call]) -> list[Scores]:
@@ -119,19 +105,49 @@ class Guard(ABC):
         """The scores of every call, after counting and showing failures.
 
         Raises:
-            ValueError: a function that never worked before returned no list of N rewards: a mistake
-                in its code.
+            ValueError: a function that never worked before returned no list of N rewards, neither
+                for all rows nor for any alone: a mistake in its code.
             RewardFailure: more than `max_failed_frac` of a function's rows failed.
         """
         results = self.run(calls)
         for call, scores in zip(calls, results, strict=True):
-            if isinstance(scores.error, MalformedResult) and call.name not in self.proven:
-                raise ValueError(f"reward '{call.name}' {scores.error}")
+            worked = len(scores.failures) < call.num_rows
+            if isinstance(scores.error, MalformedResult) and not worked:
+                if call.name not in self.proven:
+                    raise ValueError(f"reward '{call.name}' {scores.error}")
+            elif scores.error is not None and not scores.failures:
+                self.tell_once(
+                    call.name,
+                    "reward '%s' failed for %d rows together and was asked row by row: %s",
+                    *(call.name, call.num_rows, scores.error),
+                )
             if scores.failures:
                 self._count(call, scores)
-            if len(scores.failures) < call.num_rows:
+            if worked:
                 self.proven.add(call.name)
         return results
+
+    def close(self) -> None:  # noqa: B027 (most guards hold nothing)
+        """Give back whatever is held between iterations; it comes back when needed."""
+
+    def tell_once(self, name: str, message: str, *values: object) -> None:
+        """Warn, but only the first time for this reward and message."""
+        if name + message not in self.told:
+            self.told.add(name + message)
+            log.warning(message, *values)
+
+    def note_time(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
+        """Remember a question that took long."""
+        if seconds > self.slow_s and rows:
+            texts = call.rows.get("completions")
+            text = "" if texts is None else str(texts[rows[0]])
+            self.slowest.append(Slow(seconds, call.name, len(rows), text))
+            self.slowest.sort(key=lambda slow: -slow.seconds)
+            del self.slowest[MAX_SLOW:]
+            self.tell_once(
+                *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
+                *(call.name, seconds, len(rows), text),
+            )
 
     def _count(self, call: Call, scores: Scores) -> None:
         counts = self.failures.setdefault(call.name, Counter())
@@ -161,133 +177,88 @@ class InProcessGuard(Guard):
     """Runs the functions here, one after the other; coroutine functions together.
 
     A call that raises is repeated row by row until the deadline, so that only the bad rows are
-    lost.
+    lost. A function that hangs cannot be interrupted, and one that crashes ends the run.
     """
 
     def run(self, calls: Sequence[Call]) -> list[Scores]:
         """See Guard."""
-        waiting = {n: call for n, call in enumerate(calls) if _is_coroutine(call.function)}
+        waiting = {n: call for n, call in enumerate(calls) if is_coroutine(call.function)}
         finished = _finish([self._score_async(call) for call in waiting.values()])
         results = dict(zip(waiting, finished, strict=True))
-        return [results[n] if n in results else self._score(call) for n, call in enumerate(calls)]
+        return [results[n] if n in results else self.score(call) for n, call in enumerate(calls)]
 
-    def _score(self, call: Call) -> Scores:
-        deadline = time.monotonic() + self.deadline_s
+    def score(self, call: Call) -> Scores:
+        """Run one call: together, else row by row."""
+        deadline = time.monotonic() + self.timeout_s
         try:
-            return read_result(call.function(**call.arguments()), call.num_rows)
-        except Exception as error:
-            if _is_whole_batch(call.function):
-                return _all_failed(call, error)
-            first = error
+            return self._ask(call, None)
+        except CAUGHT as error:
+            first = _as_exception(error)
+            if is_marked(call.function, "whole_batch"):
+                return failed(call.num_rows, reason_of(error), first)
         rows = []
         for row in range(call.num_rows):
             try:
                 if time.monotonic() > deadline:
                     raise TimeoutError
-                rows.append(read_result(call.function(**call.arguments(row)), 1))
-            except Exception as error:
-                rows.append(Scores([nan], {0: _reason(error)}))
-        return _joined(rows, first)
+                rows.append(self._ask(call, row))
+            except CAUGHT as error:
+                rows.append(failed(1, reason_of(error)))
+        return joined(rows, first)
+
+    def _ask(self, call: Call, row: int | None) -> Scores:
+        started, limit = time.monotonic(), _Limited(sys.stdout)
+        try:
+            with redirect_stdout(limit), redirect_stderr(limit):
+                result = call.function(**call.arguments(row))
+            if limit.printed > MAX_PRINTED:  # the function caught our exception
+                raise PrintedTooMuch
+            return read_result(result, call.num_rows if row is None else 1)
+        finally:
+            rows = range(call.num_rows) if row is None else [row]
+            self.note_time(call, time.monotonic() - started, rows)
 
     async def _score_async(self, call: Call) -> Scores:
         async def attempt(row: int | None, num_rows: int) -> Scores:
             # Can be interrupted: half of the deadline for the whole, half for the rows.
             answer = call.function(**call.arguments(row))
-            return read_result(await asyncio.wait_for(answer, self.deadline_s / 2), num_rows)
+            return read_result(await asyncio.wait_for(answer, self.timeout_s / 2), num_rows)
 
         try:
             return await attempt(None, call.num_rows)
         except Exception as error:
-            if _is_whole_batch(call.function):
-                return _all_failed(call, error)
+            if is_marked(call.function, "whole_batch"):
+                return failed(call.num_rows, reason_of(error), error)
             first = error
         attempts = (attempt(row, 1) for row in range(call.num_rows))
         rows = await asyncio.gather(*attempts, return_exceptions=True)
-        return _joined([_scored(row) for row in rows], first)
+        return joined(
+            (row if isinstance(row, Scores) else failed(1, reason_of(row)) for row in rows), first
+        )
 
 
-def read_result(result: object, num_rows: int) -> Scores:
-    """What a function returned, as numbers.
+class _Limited(io.TextIOBase):
+    """Hands on what is printed, until it is too much."""
 
-    None abstains. NaN, infinities and anything that is not a real number fail their row.
+    def __init__(self, target: Any) -> None:
+        self.target, self.printed = target, 0
 
-    Args:
-        result: list, tuple, array or tensor of length N.
-        num_rows: N.
+    def writable(self) -> bool:
+        return True
 
-    Raises:
-        MalformedResult: not N entries, or no sequence at all.
-    """
-    scores = Scores([nan] * num_rows)
-    if isinstance(result, torch.Tensor | np.ndarray):
-        scores.precision, result = _eps(result), result.tolist()
-    if not isinstance(result, list | tuple):
-        kind = type(result).__name__
-        raise MalformedResult(f"returned {kind} instead of a list of {num_rows} rewards")
-    if len(result) != num_rows:
-        raise MalformedResult(f"returned {len(result)} rewards for {num_rows} completions")
-    for row, entry in enumerate(result):
-        if isinstance(entry, torch.Tensor | np.generic):
-            scores.precision = max(scores.precision, _eps(entry))
-            entry = entry.tolist()  # noqa: PLW2901
-        if entry is None:
-            continue
-        reason = _fault(entry)
-        if reason:
-            scores.failures[row] = reason
-        else:
-            scores.values[row] = float(entry)
-    return scores
+    def write(self, text: str) -> int:
+        self.printed += len(text)
+        if self.printed > MAX_PRINTED:
+            raise PrintedTooMuch(f"more than {MAX_PRINTED} characters in one call")
+        self.target.write(text[: max(0, MAX_SHOWN + len(text) - self.printed)])
+        return len(text)
+
+    def flush(self) -> None:
+        self.target.flush()
 
 
-def _fault(entry: object) -> str | None:
-    """Why an entry is no reward, or None if it is one."""
-    if not isinstance(entry, Real):
-        return f"returned {type(entry).__name__}"
-    try:
-        return None if isfinite(entry) else f"returned {float(entry)}"
-    except OverflowError:
-        return "returned inf"
-
-
-def _eps(numbers: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> float:
-    """Machine epsilon of floating-point numbers; whole numbers are exact."""
-    if isinstance(numbers, torch.Tensor):
-        return torch.finfo(numbers.dtype).eps if numbers.is_floating_point() else DOUBLE_EPS
-    return float(np.finfo(numbers.dtype).eps) if numbers.dtype.kind == "f" else DOUBLE_EPS
-
-
-def _reason(error: BaseException) -> str:
-    return "wrong length" if isinstance(error, MalformedResult) else type(error).__name__
-
-
-def _all_failed(call: Call, error: Exception) -> Scores:
-    reasons = dict.fromkeys(range(call.num_rows), _reason(error))
-    return Scores([nan] * call.num_rows, reasons, error=error)
-
-
-def _scored(row: Scores | BaseException) -> Scores:
-    return row if isinstance(row, Scores) else Scores([nan], {0: _reason(row)})
-
-
-def _joined(rows: Sequence[Scores], error: Exception) -> Scores:
-    """One result from those of single rows."""
-    return Scores(
-        values=[row.values[0] for row in rows],
-        failures={n: row.failures[0] for n, row in enumerate(rows) if row.failures},
-        precision=max((row.precision for row in rows), default=DOUBLE_EPS),
-        error=error,
-    )
-
-
-def _is_coroutine(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
-
-
-def _is_whole_batch(function: Any) -> bool:
-    return "whole_batch" in dir(function) and bool(function.whole_batch)
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def _finish(coroutines: Sequence[Coroutine[Any, Any, Scores]]) -> list[Scores]:
@@ -300,14 +271,3 @@ def _finish(coroutines: Sequence[Coroutine[Any, Any, Scores]]) -> list[Scores]:
         return []
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, together()).result()
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy, quick for the lists of plain values that columns are made of."""
-    if type(value) in ATOMS:
-        return value
-    if type(value) is list:
-        return value[:] if ATOMS.issuperset(map(type, value)) else [_copied(item) for item in value]
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return copy.deepcopy(value)

@@ -55,6 +55,108 @@ def correctness(
     ]
 
 
+def gsm8k(
+    prompts: Sequence[object],
+    completions: Sequence[str | Sequence[Message]],
+    answer: Sequence[Gold],
+) -> list[float | None]:
+    r"""1 where the answer equals that of a worked GSM8K solution, however it is marked.
+
+    The answer is what `<answer>..</answer>` holds, else what follows `####`, else what `\boxed{}`
+    holds, else the one number of the last line. For models that were not told a format;
+    `correctness` also asks for the tags.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+        answer: N gold answers, worked solutions that end in `#### 72` or numbers.
+
+    Returns:
+        N rewards in {0, 1}; None where there is no gold answer.
+
+    Source: Cobbe et al. 2021, arXiv:2110.14168.
+    """
+    return correctness(prompts, completions, answer, require_tags=False)
+
+
+def exact(
+    prompts: Sequence[object],
+    completions: Sequence[str | Sequence[Message]],
+    answer: Sequence[Gold],
+    *,
+    answer_tag: str | None = "answer",
+) -> list[float | None]:
+    """1 where the answer is the gold answer character by character, else 0.
+
+    For answers whose spelling matters: code, names, labels. Spaces around them do not count.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+        answer: N gold answers; a row whose gold is None is not judged.
+        answer_tag: name of the tag around the answer, which must stand there once; None compares
+            the whole completion.
+
+    Returns:
+        N rewards in {0, 1}; None where there is no gold answer.
+    """
+
+    def matches(text: str, gold: str) -> bool:
+        found = [text] if answer_tag is None else tagged(text, answer_tag)
+        return len(found) == 1 and found[0].strip() == gold.strip() != ""
+
+    return [
+        None if gold is None else float(matches(text_of(completion), str(gold)))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def closeness(
+    prompts: Sequence[object],
+    completions: Sequence[str | Sequence[Message]],
+    answer: Sequence[Gold],
+    *,
+    tolerance: float = 0.1,
+    require_tags: bool = True,
+    answer_tag: str = "answer",
+) -> list[float | None]:
+    """1 for the right number, falling linearly to 0 at a relative error of `tolerance`.
+
+    For estimates and measurements. A policy can earn part of it by guessing well: for arithmetic
+    take `correctness`.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+        answer: N gold answers that are numbers; a row whose gold is None is not judged.
+        tolerance: relative error without reward; for a gold of 0 the absolute one.
+        require_tags: as in `correctness`.
+        answer_tag: name of the tag.
+
+    Returns:
+        N rewards in [0, 1]; None where there is no gold answer.
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance is {tolerance}; it must be above 0, or take correctness")
+
+    def score(text: str, gold: str | int | float) -> float:
+        wanted = read_gold(gold)
+        if isinstance(wanted, str):
+            raise ValueError(f"closeness needs gold answers that are numbers, got {gold!r}")
+        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        numbers = {parse_number(claim) for claim in claims}
+        found = numbers.pop() if len(numbers) == 1 else None
+        if found is None:
+            return 0.0
+        error = abs(found - wanted) / (abs(wanted) or 1)
+        return float(max(Fraction(0), 1 - error / Fraction(str(tolerance))))
+
+    return [
+        None if gold is None else score(text_of(completion), gold)
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
 def read_gold(gold: str | int | float) -> Fraction | str:
     r"""The gold answer as an exact number, or as text if it is not one.
 
@@ -73,11 +175,11 @@ def read_gold(gold: str | int | float) -> Fraction | str:
 
 
 def _is_right(completion: str, gold: Fraction | str, *, require_tags: bool, tag: str) -> bool:
-    claims = _claims(completion, require_tags=require_tags, tag=tag)
+    claims = committed_claims(completion, require_tags=require_tags, tag=tag)
     return bool(claims) and all(_equals(claim, gold) for claim in claims)
 
 
-def _claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
+def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
     """Every answer that the completion commits itself to; none where its tags are broken."""
     opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
     whole = opened == closed == len(tagged(completion, tag))

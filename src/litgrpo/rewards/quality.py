@@ -1,0 +1,102 @@
+"""How a text reads: conciseness, repetition, words and sentences that look like language.
+
+Form only, and easy to satisfy with nonsense: meant as a small part behind a gate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from litgrpo.text import Message, extract_reasoning, text_of
+
+Completions = Sequence[str | Sequence[Message]]
+
+TAG = re.compile(r"</?[A-Za-z_]{1,30}>")
+SENTENCE_END = re.compile(r"[.!?\n]+(?=\s|$)")
+LONGEST_WORD, LONGEST_SENTENCE = 25, 40
+NGRAM = 3
+
+
+def explanation_quality(
+    prompts: Sequence[object],
+    completions: Completions,
+    *,
+    low: int = 10,
+    high: int = 120,
+    reasoning_tag: str = "reasoning",
+) -> list[float]:
+    """1 for an explanation of `low` to `high` words that does not repeat itself.
+
+    The reward of its length (less for fewer words, down to 0 at none; less for more, down to 0 at
+    three times `high`) times the square of the share of its word triples that are new.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+        low: fewest words with full reward.
+        high: most words with full reward.
+        reasoning_tag: name of the tag around the explanation.
+
+    Returns:
+        N rewards in [0, 1].
+    """
+    if not 1 <= low <= high:
+        raise ValueError(f"explanation_quality needs 1 <= low <= high, got {low} and {high}")
+    texts = [extract_reasoning(text_of(text), tag=reasoning_tag) for text in completions]
+    return [_concise(text.split(), low, high) * new_share(text) ** 2 for text in texts]
+
+
+def _concise(words: Sequence[str], low: int, high: int) -> float:
+    # n / low, 1, or (3 high - n) / (2 high): 0 at three times as many
+    return max(0.0, min(1.0, len(words) / low, (3 * high - len(words)) / (2 * high)))
+
+
+def new_share(text: str) -> float:
+    """The share of a text's word triples that are said for the first time; 1 for a short text.
+
+    Example:
+        >>> new_share("a b c a b c")
+        0.75
+    """
+    words = text.lower().split()
+    grams = [tuple(words[start : start + NGRAM]) for start in range(len(words) - NGRAM + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def quality(prompts: Sequence[object], completions: Completions) -> list[float]:
+    """Whether a text looks like language: as good as the worst of five properties.
+
+    Letters and digits among its characters; words of ordinary length; sentences of ordinary length;
+    words that are not always the same; an end that is not broken off. The minimum, not the mean:
+    being very good at one does not make up for another.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+
+    Returns:
+        N rewards in [0, 1]; 0 for a text without words.
+    """
+    return [_quality(text_of(completion)) for completion in completions]
+
+
+def _quality(text: str) -> float:
+    closed = text.rstrip().endswith(">")
+    plain = TAG.sub(" ", text).strip()
+    words = plain.split()
+    if not words:
+        return 0.0
+    sentences = [part for part in SENTENCE_END.split(plain) if part.strip()]
+    longest = max(len(sentence.split()) for sentence in sentences) if sentences else 0
+    readable = sum(c.isalnum() or c.isspace() for c in plain) / len(plain)
+    ordinary = sum(len(word) <= LONGEST_WORD for word in words) / len(words)
+    finished = closed or plain[-1] in ".!?)\"'" or plain[-1].isdigit()
+    return min(
+        1.0,
+        readable / 0.7,  # the rest is punctuation and signs, of which mathematics has many
+        ordinary,
+        LONGEST_SENTENCE / max(longest, 1),
+        new_share(plain),
+        1.0 if finished else 0.5,
+    )

@@ -1,0 +1,164 @@
+"""Reward functions that do what reward functions should not do, each for the completion "bad"."""
+
+import asyncio
+import ctypes
+import os
+import re
+import sys
+import time
+
+from litgrpo.rewards import pure, whole_batch
+
+CATASTROPHE = "a" * 60 + "b"
+
+
+def lengths(completions):
+    return [float(len(text)) for text in completions]
+
+
+def sleeps(completions):
+    if "bad" in completions:
+        time.sleep(3600)
+    return lengths(completions)
+
+
+def loops_in_c(completions):
+    for text in completions:
+        if text == "bad":
+            sum(range(10**15))  # holds the interpreter: no signal, no thread gets a turn
+    return lengths(completions)
+
+
+def catastrophic_regex(completions):
+    for text in completions:
+        re.match(r"(a+)+$", CATASTROPHE if text == "bad" else text)
+    return lengths(completions)
+
+
+def loops_in_python(completions):
+    while "bad" in completions:
+        continue
+    return lengths(completions)
+
+
+def segfaults(completions):
+    if "bad" in completions:
+        ctypes.string_at(0)
+    return lengths(completions)
+
+
+def exits_at_once(completions):
+    if "bad" in completions:
+        os._exit(7)
+    return lengths(completions)
+
+
+def leaves(completions):
+    if "bad" in completions:
+        sys.exit(3)
+    return lengths(completions)
+
+
+def interrupts(completions):
+    if "bad" in completions:
+        raise KeyboardInterrupt
+    return lengths(completions)
+
+
+def raises(completions):
+    if "bad" in completions:
+        raise KeyError("bad")
+    return lengths(completions)
+
+
+def floods(completions):
+    if "bad" in completions:
+        print("x" * 10_000_000)
+    return lengths(completions)
+
+
+def floods_from_c(completions):
+    while "bad" in completions:
+        os.write(1, b"x" * 65536)
+    return lengths(completions)
+
+
+def wrong_length(completions):
+    return [1.0] if "bad" in completions and len(completions) > 1 else lengths(completions)
+
+
+def wrong_length_for_the_bad(completions):
+    return lengths([text for text in completions if text != "bad"])
+
+
+def odd_values(completions, value):
+    return [value if text == "bad" else float(len(text)) for text in completions]
+
+
+def vandal(completions, facts):
+    result = [
+        float(len(text) + fact["a"][0]) for text, fact in zip(completions, facts, strict=True)
+    ]
+    facts[0]["a"][0] = 9.0
+    completions.clear()
+    return result
+
+
+async def async_hangs(completions):
+    await asyncio.sleep(3600 if "bad" in completions else 0)
+    return lengths(completions)
+
+
+async def async_blocks(completions):
+    if "bad" in completions:
+        time.sleep(3600)
+    return lengths(completions)
+
+
+async def async_crashes(completions):
+    if "bad" in completions:
+        os._exit(7)
+    return lengths(completions)
+
+
+async def async_waits(completions):
+    await asyncio.sleep(0.3)
+    return lengths(completions)
+
+
+@pure
+def pure_hangs(completions):
+    return sleeps(completions)
+
+
+@pure
+def pure_counts(completions, path):
+    with open(path[0], "a") as file:
+        file.write("".join(f"{text}\n" for text in completions))
+    return lengths(completions)
+
+
+@pure
+def pure_waits(completions):
+    time.sleep(0.05 * len(completions))
+    return lengths(completions)
+
+
+@whole_batch
+def compares_and_hangs(completions):
+    return sleeps(completions)
+
+
+def waits(completions):
+    time.sleep(0.4)
+    return lengths(completions)
+
+
+def its_process(completions):
+    return [float(os.getpid())] * len(completions)
+
+
+def prints(completions):
+    print(f"judging {len(completions)}")
+    print("a complaint", file=sys.stderr)
+    return lengths(completions)
