@@ -73,6 +73,11 @@ class Rubric(Judge):
         """Whether the judge itself is too heavy to copy."""
         return isinstance(self.judge, Judge)
 
+    @property
+    def isolated(self) -> bool:
+        """Whether the judge is foreign code that may hang."""
+        return not self.in_process
+
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
         """Load the judge, if it is one that holds weights."""
         if isinstance(self.judge, Judge):
