@@ -286,6 +286,11 @@ def test_a_setting_that_cannot_be_is_named(settings, message):
 def test_what_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"'nowhere/at-all' cannot be loaded"):
         RewardModel("nowhere/at-all").load()
+    folder = write_classifier(tmp_path, "qwen2")
+    for file in tmp_path.glob("tokenizer*"):
+        file.rename(tmp_path / f"_{file.name}")
+    with pytest.raises(ValueError, match="has no tokenizer files"):
+        RewardModel(folder).load()
     folder = write_classifier(tmp_path)
     with pytest.raises(ValueError, match=r"has no chat template; give form: text or pair"):
         RewardModel(folder, form="chat").load()

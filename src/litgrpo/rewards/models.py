@@ -175,6 +175,11 @@ class RewardModel(Judge):
             raise ValueError(
                 f"reward model: {self.pretrained!r} cannot be loaded: {first_line}"
             ) from error
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what a folder without one gives
+            raise ValueError(
+                f"reward model: {self.tokenizer_path!r} has no tokenizer files; save its tokenizer"
+                " there, or name another one by `tokenizer`"
+            )
         missing = sorted(found["missing_keys"])
         if missing and not self.allow_policy_as_reward:
             kind = ", ".join(config.architectures or ["unknown"])
