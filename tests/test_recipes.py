@@ -1,5 +1,6 @@
 """Every recipe is read by the real program and runs an iteration, made small enough for a test."""
 
+import copy
 import inspect
 import json
 import sys
@@ -18,11 +19,14 @@ from litgrpo.cli import TRAINER_DEFAULTS
 from litgrpo.commands import main
 from litgrpo.policies.loading import export as write
 from litgrpo.policies.loading import load_policy
+from tests.conftest import tiny_policy
+from tests.rewards.classifiers import write_classifier
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 OVERLAYS = sorted(path.name for path in CONFIGS.glob("hardware/*.yaml"))
 TINY = "builtin:tiny-gemma2"
+FAMILIES = {"google/gemma-2": "gemma2", "Qwen/Qwen2.5": "qwen2"}
 FEW = 2
 SMALL_SIZES = {
     "hidden_size": 16,
@@ -50,24 +54,53 @@ def gsm8k_rows(count: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def gsm8k(tmp_path_factory) -> str:
+def gsm8k(tmp_path_factory) -> dict[str, str]:
     """GSM8K as a JSONL file; enough rows for the smallest held-out share."""
     path = tmp_path_factory.mktemp("gsm8k") / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in gsm8k_rows(200)))
-    return str(path)
+    return {"train": str(path), "test": str(path)}
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory) -> str:
-    """The embedded model with a chat format, as instruction-tuned models have one."""
-    folder = tmp_path_factory.mktemp("chatty")
-    policy = load_policy(TINY)
-    policy.tokenizer.chat_template = CHAT
-    write(policy, folder)
-    return str(folder)
+def questions(tmp_path_factory) -> dict[str, str]:
+    """Open questions as JSONL files, each a list of messages, as data sets for chat have them."""
+    folder, files = tmp_path_factory.mktemp("questions"), {}
+    for name in ("train", "val"):
+        asked = [[{"role": "user", "content": f"Tell me of {name} {n}."}] for n in range(8)]
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in asked))
+        files[name] = str(path)
+    return files
 
 
-def small(recipe: dict, pretrained: str, rows: str) -> dict:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """Small models of the architectures that recipes name, with a chat format, and a judge."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*FAMILIES.values(), "judge")}
+    for architecture in FAMILIES.values():
+        policy = tiny_policy(architecture)
+        policy.tokenizer.chat_template = CHAT
+        write(policy, folders[architecture])
+    write_classifier(folders["judge"], "qwen2", chat=CHAT)
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+def small_model(pretrained: str, models: dict[str, str]) -> str:
+    """A small model of the same architecture; for a model of our own making the embedded one."""
+    family = next((name for name in FAMILIES if pretrained.startswith(name)), None)
+    return TINY if family is None else models[FAMILIES[family]]
+
+
+def small_judges(rewards: dict, judge: str) -> dict:
+    """The rewards with a small model in place of every judge that holds weights."""
+    small = copy.deepcopy(rewards)
+    for part in small.values():
+        if isinstance(part["function"], dict):
+            part["function"]["init_args"]["pretrained"] = judge
+    return small
+
+
+def small(recipe: dict, models: dict[str, str], rows: dict[str, str]) -> dict:
     """What to lay over a recipe, so that an iteration of it takes a moment."""
     model, data = (dict(recipe[key]["init_args"]) for key in ("model", "data"))
     over = {"max_iterations": 1}
@@ -76,14 +109,15 @@ def small(recipe: dict, pretrained: str, rows: str) -> dict:
         sizes = sizes | {name: SMALL_SIZES[name] for name in sizes.keys() & SMALL_SIZES}
         over["scratch"] = {"architecture": sizes, "vocab_size": 300}
     else:
-        over["pretrained"] = pretrained
+        over["pretrained"] = small_model(model["pretrained"], models)
     if recipe["model"]["class_path"].endswith("GRPO"):
-        over |= SMALL_MODULE
+        over |= SMALL_MODULE | {"rewards": small_judges(model["rewards"], models["judge"])}
     sources = {}
     for name in ("train", "val", "test"):
         source = data.get(name)
         if source is not None:
-            sources[name] = few(source) if source.startswith("python:") else rows
+            generated = isinstance(source, str) and source.startswith("python:")
+            sources[name] = few(source) if generated else rows[name]
     limits = {} if data.get("batch_size", FEW) is None else {"batch_size": FEW}
     limits |= {name: SMALL_DATA[name] for name in SMALL_DATA.keys() & data.keys()}
     return {
@@ -115,10 +149,10 @@ def read(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, chatty):
+def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, models):
     recipe, overlay, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
-    chats = recipe["data"]["init_args"].get("chat")
-    overlay.write_text(yaml.safe_dump(small(recipe, chatty if chats else TINY, gsm8k)))
+    rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
+    overlay.write_text(yaml.safe_dump(small(recipe, models, rows)))
     words = ["-c", CONFIGS / name, "-c", overlay, "--trainer.accelerator", "cpu"]
 
     assert program("fit", *words, "--run_dir", folder) == 0
@@ -129,7 +163,8 @@ def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, chatty):
     samples = samples_of(folder)
     assert bool(samples) == ("rewards" in recipe["model"]["init_args"])
     for sample in samples:
-        assert sample["columns"]["answer"].isdigit()
+        if rows is gsm8k:
+            assert sample["columns"]["answer"].isdigit()
         assert sample["prompt"].strip()
     if "test" in recipe["data"]["init_args"]:
         assert program("test", *words, "--run_dir", folder, "--ckpt_path", "last") == 0
@@ -169,7 +204,7 @@ def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, pr
     if not AcceleratorRegistry[accelerator]["accelerator"].is_available():
         pytest.skip(f"no {accelerator} here")
     recipe, overlay = "quickstart.yaml", tmp_path / "small.yaml"
-    overlay.write_text(yaml.safe_dump(small(read(recipe), TINY, gsm8k)))
+    overlay.write_text(yaml.safe_dump(small(read(recipe), {"judge": ""}, gsm8k)))
     words = ["-c", CONFIGS / recipe, "-c", CONFIGS / "hardware" / name, "-c", overlay]
     assert program("fit", *words, "--run_dir", tmp_path / "run") == 0
 

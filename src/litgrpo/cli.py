@@ -26,7 +26,7 @@ import litgrpo.modules.grpo
 import litgrpo.modules.sft  # noqa: F401
 from litgrpo.callbacks.checkpoint import IterationCheckpoint
 from litgrpo.callbacks.completions import Completions
-from litgrpo.callbacks.export import Export
+from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.predictions import Predictions
 from litgrpo.callbacks.progress import Progress
@@ -47,6 +47,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "export": Export,
     "predictions": Predictions,
     "checkpoint": IterationCheckpoint,
+    "checkpoint_folders": CheckpointFolders,
 }
 TRAINER_DEFAULTS = {
     "max_epochs": -1,  # the module's max_iterations ends the training

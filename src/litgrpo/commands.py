@@ -11,6 +11,7 @@ import importlib
 import sys
 import traceback
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 LIGHTNING_VERBS = {
     "fit": "train: a before/after table, checkpoints and the model in the run folder",
@@ -21,6 +22,7 @@ LIGHTNING_VERBS = {
 # {verb: the module with the function of that name, what it does}
 COMMANDS = {
     "export": ("litgrpo.commands", "write a checkpoint's policy as a Hugging Face folder"),
+    "convert": ("litgrpo.convert", "turn a Gemma 2 reasoning trainer's JSON into a recipe"),
     "compare": ("litgrpo.compare", "train by several algorithms and seeds; which gains are real?"),
 }
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
@@ -100,9 +102,12 @@ def run(verb: str, words: list[str]) -> None:
         from lightning.pytorch.utilities.exceptions import SIGTERMException
 
         from litgrpo.cli import LitGRPOCLI
+        from litgrpo.convert import with_recipes
 
         try:
-            LitGRPOCLI()
+            with TemporaryDirectory() as folder:
+                sys.argv[2:] = with_recipes(words, Path(folder))
+                LitGRPOCLI()
         except SIGTERMException as stop:
             raise SystemExit(TERMINATED) from stop
         return

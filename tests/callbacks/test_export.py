@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.callbacks.export import Export
+from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.run_folder import checkpoint_file
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 
@@ -11,13 +14,58 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_plain_transformers_loads_the_final_model_with_equal_logits(tmp_path):
-    module = fit(tmp_path, Export(every_n_iterations=2), module=StandIn(3))
-    exports = [path.name for path in (tmp_path / "exports").iterdir()]
-    assert exports == ["iteration-000002"]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final_model", dtype=torch.float32)
-    ids = torch.arange(3, 13).view(1, -1)
+def logits(model) -> torch.Tensor:
     with torch.no_grad():
-        torch.testing.assert_close(
-            loaded.eval()(ids).logits, module.policy.model.eval()(ids).logits, rtol=0, atol=0
-        )
+        return model.eval()(torch.arange(3, 13).view(1, -1)).logits
+
+
+def test_plain_transformers_loads_the_final_model_with_equal_logits(tmp_path):
+    module = fit(tmp_path, Export(), module=StandIn(3))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final_model", dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(module.policy.model))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_folders_along_the_way_hold_model_tokenizer_and_training_state(tmp_path):
+    module = fit(tmp_path, CheckpointFolders(every_n_iterations=2), module=StandIn(4))
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    folder = tmp_path / "checkpoint-4"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < {*names(folder)}
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(module.policy.model))
+    text = AutoTokenizer.from_pretrained(folder)("a")
+    assert text.input_ids == module.policy.tokenizer("a").input_ids
+
+    resumed = fit(tmp_path / "more", module=StandIn(6), resume=checkpoint_file(str(folder)))
+    assert resumed.iteration == 6
+
+
+def test_the_newest_folders_are_kept(tmp_path):
+    fit(tmp_path, CheckpointFolders(every_n_iterations=1, keep_last=2), module=StandIn(4))
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_folder_of_a_killed_run_is_removed_and_an_older_one_replaced(tmp_path):
+    for name in (".checkpoint-2.tmp", "checkpoint-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+    fit(tmp_path, CheckpointFolders(every_n_iterations=2), module=StandIn(2))
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert "half" not in names(tmp_path / "checkpoint-2")
+
+
+def test_a_rehearsal_writes_no_folder(tmp_path):
+    fit(tmp_path, CheckpointFolders(every_n_iterations=1), fast_dev_run=True)
+    assert names(tmp_path) == []
+
+
+def test_numbers_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="every_n_iterations is -1"):
+        CheckpointFolders(every_n_iterations=-1)
+    with pytest.raises(ValueError, match="keep_last 0"):
+        CheckpointFolders(keep_last=0)
+    with pytest.raises(FileNotFoundError, match=r"training_state\.ckpt"):
+        checkpoint_file(str(tmp_path))

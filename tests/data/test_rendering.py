@@ -106,6 +106,12 @@ def test_a_template_that_is_not_jinja_is_refused():
         Template("prompt", "a\n{{ b").check()
 
 
+def test_the_conversation_is_what_is_asked_without_the_chat_format():
+    style = PromptStyle(Template("prompt", "Say {{ prompt }}"), Chat(system="be kind"))
+    said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Say hi"}]
+    assert style.conversations(read(["hi"])) == [said]
+
+
 def test_chat_needs_a_chat_template():
     with pytest.raises(ValueError, match="no chat template; use `template`"):
         texts(["a"], chat=Chat(), tokenizer=byte_tokenizer())

@@ -1,13 +1,18 @@
-"""The trained policy as a folder that plain transformers loads."""
+"""The policy as folders that plain transformers loads: at the end, and along the way."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
-from litgrpo.callbacks.run_folder import may_write, run_folder
+from litgrpo.callbacks.run_folder import TRAINING_STATE, may_write, run_folder
+
+NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class Export(Callback):
@@ -15,31 +20,82 @@ class Export(Callback):
 
     Args:
         final: save `final_model/` when the training ends.
-        every_n_iterations: how often to save to `exports/iteration-000100/`, too; 0 does not.
     """
 
-    def __init__(self, final: bool = True, every_n_iterations: int = 0) -> None:
-        """Hold the choices."""
+    def __init__(self, final: bool = True) -> None:
+        """Hold the choice."""
         self.final = final
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save what was learned."""
+        if self.final and may_write(trainer):
+            _write_policy(pl_module, run_folder(trainer) / "final_model")
+
+
+class CheckpointFolders(Checkpoint):
+    """Saves `checkpoint-100/` along the way: the policy in Hugging Face format, and how to go on.
+
+    `from_pretrained` of plain transformers loads such a folder; `--ckpt_path RUN/checkpoint-100`
+    goes on training from it. (The checkpoints in `checkpoints/` are kept anyway; they are smaller,
+    and only this program reads them.)
+
+    Args:
+        every_n_iterations: how often; 0 does not.
+        keep_last: how many of the newest to keep; all when not given.
+    """
+
+    def __init__(self, every_n_iterations: int = 0, keep_last: int | None = None) -> None:
+        """Check the numbers."""
+        if every_n_iterations < 0 or (keep_last is not None and keep_last < 1):
+            raise ValueError(
+                f"checkpoint_folders: every_n_iterations is {every_n_iterations} (0 or more) and "
+                f"keep_last {keep_last} (1 or more, or null for all)."
+            )
         self.every_n_iterations = every_n_iterations
+        self.keep_last = keep_last
+        self.last_saved = -1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Remove what a killed run left half written."""
+        if may_write(trainer):
+            for folder in run_folder(trainer).glob(".checkpoint-*.tmp"):
+                shutil.rmtree(folder)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save when it is time."""
-        n = pl_module.iteration
-        folder = run_folder(trainer) / "exports" / f"iteration-{n:06d}"
-        due = n > 0 and self.every_n_iterations > 0 and n % self.every_n_iterations == 0
-        if due and not folder.exists():
-            self._save(trainer, pl_module, folder)
+        n, every = pl_module.iteration, self.every_n_iterations
+        # An iteration may have several batches (accumulate_grad_batches); it ends with its step.
+        if every > 0 and n > 0 and n % every == 0 and n != self.last_saved:
+            self.last_saved = n
+            self._save(trainer, pl_module, run_folder(trainer) / f"checkpoint-{n}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save what was learned."""
-        if self.final:
-            self._save(trainer, pl_module, run_folder(trainer) / "final_model")
+    def _save(self, trainer: Any, pl_module: Any, folder: Path) -> None:
+        """Write a folder; it gets its name only when it is complete."""
+        if trainer.fast_dev_run:
+            return
+        unfinished = folder.with_name(f".{folder.name}.tmp")
+        trainer.save_checkpoint(unfinished / TRAINING_STATE)
+        if trainer.is_global_zero:
+            _write_policy(pl_module, unfinished)
+            if folder.exists():
+                shutil.rmtree(folder)
+            unfinished.rename(folder)
+            self._tidy(folder.parent)
+        trainer.strategy.barrier("CheckpointFolders")
 
-    def _save(self, trainer: Trainer, pl_module: Any, folder: Path) -> None:
-        if may_write(trainer):
-            from litgrpo.policies.loading import export  # slow: imports transformers
+    def _tidy(self, run: Path) -> None:
+        if self.keep_last is None:
+            return
+        saved = [path for path in run.iterdir() if NAME.fullmatch(path.name)]
+        # By time, not by number: a run may resume from an older one.
+        by_age = sorted(saved, key=lambda path: path.stat().st_mtime_ns)
+        for folder in by_age[: -self.keep_last]:
+            shutil.rmtree(folder)
 
-            export(pl_module.policy, folder)
+
+def _write_policy(pl_module: Any, folder: Path) -> None:
+    from litgrpo.policies.loading import export  # slow: imports transformers
+
+    export(pl_module.policy, folder)

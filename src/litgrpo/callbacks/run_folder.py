@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 CONFIG = "config.yaml"
 HEADER = "# The whole configuration of this run, written by litgrpo.\n"
 CHECKPOINTS = "checkpoints"
+TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
 # What shows that a run got somewhere; one that failed before its first iteration leaves none.
 RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
 # Everything that a run writes.
@@ -18,7 +19,7 @@ WRITTEN = (
     CONFIG,
     CHECKPOINTS,
     "events.out.tfevents.*",
-    "exports",
+    "checkpoint-*",
     "final_model",
     "hparams.yaml",
     "metrics.csv",
@@ -82,7 +83,8 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
     """The file behind what a user calls a checkpoint.
 
     Args:
-        given: `last`, `best`, a file, or a run folder, of which the last checkpoint is taken.
+        given: `last`, `best`, a file, a folder such as `checkpoint-100`, or a run folder, of which
+            the last checkpoint is taken.
         folder: the run folder in which `last` and `best` are looked up.
 
     Raises:
@@ -93,6 +95,8 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
         path = folder / CHECKPOINTS / f"{given}.ckpt"
     elif (path / CHECKPOINTS).is_dir():
         path = path / CHECKPOINTS / "last.ckpt"
+    elif path.is_dir():
+        path = path / TRAINING_STATE
     if not path.exists():
         raise FileNotFoundError(
             f"There is no checkpoint {path}: leave --ckpt_path out to start anew, or give it "

@@ -209,11 +209,16 @@ class PromptData(LightningDataModule):
         return PromptSet(
             ids=[_end_of(encoded[number], self.limit.tokens, tokenizer) for number in kept],
             texts=[texts[number] for number in kept],
-            columns=columns_of(rows),
+            columns=self._columns(rows),
             index=[row.index for row in rows],
             pad_id=tokenizer.pad_token_id,
             pad_to_multiple=self.pad_to_multiple,
         )
+
+    def _columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+        """What rewards are told; with a chat format, also the messages without it."""
+        said = {} if self.style.chat is None else {"conversation": self.style.conversations(rows)}
+        return columns_of(rows) | said
 
     def train_dataloader(self) -> PromptLoader:
         """Full batches; their order depends on seed and epoch only, their position is saved."""

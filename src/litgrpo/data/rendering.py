@@ -117,10 +117,16 @@ class PromptStyle:
 
     def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The prompt of each row, in the chat format if there is one."""
-        contents = [self.content(row) for row in rows]
         if self.chat is None:
-            return [content for content in contents if isinstance(content, str)]
-        return [_in_chat_format(content, self.chat, tokenizer) for content in contents]
+            return [self.template.text(row) for row in rows]
+        return [_in_chat_format(said, self.chat, tokenizer) for said in self.conversations(rows)]
+
+    def conversations(self, rows: list[Row]) -> list[list[dict[str, str]]]:
+        """The messages of each row before the chat format is put around them."""
+        system = self.chat.system if self.chat is not None else None
+        first = [] if system is None else [{"role": "system", "content": system}]
+        contents = [self.content(row) for row in rows]
+        return [first + _messages(content) for content in contents]
 
     def encode(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Token ids of each prompt, with the begin token if the tokenizer adds one, once."""
@@ -137,14 +143,15 @@ def as_chat(chat: bool | Chat) -> Chat | None:
     return chat
 
 
+def _messages(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
 def _in_chat_format(
-    content: str | list[dict[str, str]], chat: Chat, tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, str]], chat: Chat, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     if tokenizer.chat_template is None:
         raise ValueError("chat: the tokenizer has no chat template; use `template` instead")
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if chat.system is not None:
-        messages = [{"role": "system", "content": chat.system}, *messages]
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **chat.kwargs

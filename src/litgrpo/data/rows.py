@@ -14,7 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from litgrpo.data.sources import Row, SourceLike, read
 
 Overlap = Literal["drop", "error", "keep"]
-NAMES_OF_REWARDS = {"prompts", "completions", "completion_ids", "completion_lengths", "truncated"}
+NAMES_OF_REWARDS = {
+    *("prompts", "completions", "completion_ids", "completion_lengths", "truncated"),
+    "conversation",
+}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from litgrpo.modules.settings import Evaluation
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.loading import load_tokenizer
 from litgrpo.rewards.composite import Composite
+from litgrpo.rewards.models import load_judges
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.text import extract_answer, extract_reasoning
@@ -73,7 +74,7 @@ class AnsweringModule(LightningModule):
         self.reward_means = RewardMeans(names)
 
     def setup(self, stage: str) -> None:
-        """Refuse a precision plugin that would convert prompts instead of weights.
+        """Refuse a precision plugin that would convert prompts instead of weights; load judges.
 
         Raises:
             ValueError: the trainer's precision is a `-true` one other than 32.
@@ -84,6 +85,9 @@ class AnsweringModule(LightningModule):
                 f"trainer.precision is {precision!r}; the weights' type is model.precision.dtype. "
                 "Give trainer.precision 32-true or bf16-mixed."
             )
+        if stage != "predict":
+            functions = self.rewards.functions.values()
+            load_judges(functions, self.trainer.strategy.root_device, self.pretrained)
 
     def teardown(self, stage: str) -> None:
         """Let the reward functions' processes go."""

@@ -169,6 +169,9 @@ class GRPO(LearningModule):
         if self.controllers.entropy is not None:
             seen |= self.steer(rollout)
         experience = self.collect(rollout, rewards)  # what to learn from it
+        advantages = experience.advantages[:, 0].view(len(prompts), -1)
+        seen["policy/advantage_mean"] = advantages.mean()
+        seen["policy/advantage_std"] = advantages.std(correction=0)
         learned = self.update(experience)  # learn
         clock.stop("time/learn_s")
         self.iteration += 1
@@ -177,8 +180,7 @@ class GRPO(LearningModule):
         if self.objective.needs_reference:
             self.follow(logged)
         self._stop_when_done()
-        advantages = experience.advantages[:, 0].view(len(prompts), -1).cpu()
-        return {"rollout": rollout, "rewards": rewards, "advantages": advantages}
+        return {"rollout": rollout, "rewards": rewards, "advantages": advantages.cpu()}
 
     def ask(
         self, prompts: PromptBatch, clock: Clock, attempt: int = 0

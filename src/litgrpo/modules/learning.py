@@ -120,17 +120,20 @@ class LearningModule(AnsweringModule):
     def _optimizer_step(self, experience: Experience, totals: Totals) -> None:
         """One step on the exact gradient of these rows, micro-batch by micro-batch."""
         optimizer: Any = self.optimizers()
+        loss = torch.zeros((), device=self.device)
         for output, is_last in self.losses(experience, self.learning):
             with optimizer.toggle_model(sync_grad=is_last):
                 # Gradients are averaged over processes, but the weights count all of them.
                 self.manual_backward(output.loss * self.trainer.world_size)
             totals.add(output.stats)
+            loss += output.loss.detach()
         learning_rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
             scheduler.step()
+        totals.add_value("policy/loss", loss * self.trainer.world_size)  # here is a share of it
         totals.add_value("optim/grad_norm", self.grad_norm)
         totals.add_value("optim/lr", torch.as_tensor(learning_rate, device=self.device))
 

@@ -92,18 +92,24 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(pretrained), padding_side="left")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(_not_loadable("tokenizer", pretrained, error)) from error
     check_tokenizer(tokenizer, pretrained)
     return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a tokenizer that cannot end or pad a row.
+    """Refuse a tokenizer that cannot read a text, or end or pad a row.
 
     Raises:
-        ValueError: there is no end token or no pad token.
+        ValueError: there is no end token, no pad token or no token for text.
     """
+    # What transformers makes of a folder without tokenizer files.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            f"The tokenizer of {name!r} has special tokens only: its files are missing. Save the "
+            "tokenizer into the model's folder, too."
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of {name!r} has no end token (eos_token), so no completion could end. "

@@ -1,0 +1,123 @@
+import asyncio
+import math
+import pickle
+
+import pytest
+import torch
+
+from litgrpo.rewards import Composite, Reward
+from litgrpo.rewards.models import Judge, load_judges
+from litgrpo.rewards.rubric import Criterion, Rubric
+
+TEXTS = ["short and right", "wrong", "", "right"]
+PROMPTS = ["p"] * 4
+CRITERIA = {
+    "correct": Criterion("the answer is right", weight=3.0),
+    "brief": Criterion(),
+}
+
+
+def judge(prompts, completions, criterion):
+    """Right answers say so; brief ones have at most one word; nothing said cannot be brief."""
+    if criterion == "the answer is right":
+        return [10.0 * ("right" in text) for text in completions]
+    return [None if not text else 10.0 * (" " not in text) for text in completions]
+
+
+def test_the_weighted_mean_of_the_marks_by_hand():
+    rubric = Rubric(CRITERIA, judge, highest=10.0)
+    # 3/4 for being right and 1/4 for being brief; the empty one is judged by the first alone.
+    assert rubric(PROMPTS, TEXTS) == [0.75, 0.25, 0.0, 1.0]
+
+
+def test_nothing_applies_is_no_reward():
+    def silent(prompts, completions, criterion):
+        return [None] * len(completions)
+
+    assert Rubric(CRITERIA, silent)(PROMPTS, TEXTS) == [None] * 4
+
+
+@pytest.mark.parametrize("mark", [math.nan, math.inf, -0.1, 1.1])
+def test_a_mark_off_the_scale_masks_its_completion(mark):
+    def odd(prompts, completions, criterion):
+        return [1.0, mark, 0.0, 1.0]
+
+    first, second, third, _ = Rubric(CRITERIA, odd)(PROMPTS, TEXTS)
+    assert (first, third) == (1.0, 0.0)
+    assert math.isnan(second)
+
+
+def test_a_judge_gets_the_columns_that_it_names_and_is_judged_as_one_part():
+    def knowing(completions, criterion, answer, prompts):
+        return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+    columns = {"answer": ["right", "wrong", "x", "right"], "other": [0] * 4}
+    composite = Composite({"rubric": Reward(Rubric(CRITERIA, knowing), weight=2.0)})
+    table = composite(PROMPTS, TEXTS, columns, group_size=2)
+    assert table.total.tolist() == [[0.0, 2.0], [0.0, 2.0]]
+
+
+def test_coroutines_of_all_criteria_wait_together():
+    waiting = 0
+
+    async def slow(prompts, completions, criterion):
+        nonlocal waiting
+        waiting += 1
+        while waiting < len(CRITERIA):  # would never end one after the other
+            await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+    assert Rubric(CRITERIA, slow)(PROMPTS, TEXTS) == [0.5] * 4
+
+
+def test_the_precision_of_the_marks_is_kept():
+    def coarse(prompts, completions, criterion):
+        return torch.tensor([0.5, 1.0, 0.0, 0.25], dtype=torch.bfloat16)
+
+    table = Composite({"rubric": Reward(Rubric(CRITERIA, coarse))})(PROMPTS, TEXTS, {}, 2)
+    assert table.precision == torch.finfo(torch.bfloat16).eps
+    assert table.total.tolist() == [[0.5, 1.0], [0.0, 0.25]]
+
+
+def test_a_judge_that_cannot_work_is_refused_early():
+    def deaf(prompts, completions):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="no parameter `criterion`"):
+        Rubric(CRITERIA, deaf)
+    with pytest.raises(ValueError, match="weight above 0"):
+        Rubric({"a": Criterion(weight=0.0)}, judge)
+    with pytest.raises(ValueError, match="at least one criterion"):
+        Rubric({}, judge)
+    with pytest.raises(ValueError, match="highest is 0"):
+        Rubric(CRITERIA, judge, highest=0)
+
+    def short(prompts, completions, criterion):
+        return [1.0]
+
+    with pytest.raises(ValueError, match=r"for 4 completions the judge gave \[1.0\].*'correct'"):
+        Rubric(CRITERIA, short)(PROMPTS, TEXTS)
+
+
+def test_a_rubric_can_go_to_another_process_unless_its_judge_holds_weights():
+    rubric = Rubric(CRITERIA, judge)
+    assert not rubric.in_process
+    copied = pickle.loads(pickle.dumps(rubric))
+    assert copied(PROMPTS, TEXTS) == rubric(PROMPTS, TEXTS)
+
+
+class Heavy(Judge):
+    """Marks everything with what it was loaded for."""
+
+    def load(self, device=None, policy=None):
+        self.mark = {"cpu": 0.5}[device]
+
+    def __call__(self, prompts, completions, criterion, **columns):
+        return [self.mark] * len(completions)
+
+
+def test_a_judge_that_holds_weights_is_loaded_through_its_rubric():
+    rubric = Rubric(CRITERIA, Heavy())
+    assert rubric.in_process
+    load_judges([rubric], "cpu", "policy")
+    assert rubric(PROMPTS, TEXTS) == [0.5] * 4

@@ -1,0 +1,121 @@
+"""Pages for users of other trainers: every option of theirs has a row, every key of ours exists."""
+
+# ruff: noqa: F811 (fixture of another test)
+
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.test_recipes import CONFIGS, program  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+LISTED = ROOT.parent / "shared" / "design" / "replaced_systems.md"
+PAGES = {
+    "A": ROOT / "docs" / "coming_from_gemma2_tpu_trainer.md",
+    "B": ROOT / "docs" / "coming_from_grpo_trainer.md",
+    "C": ROOT / "docs" / "coming_from_lapdog.md",
+}
+# Every name that users of the three look for.
+NAMES = {
+    "A": """use_grpo num_completions_per_prompt generation_max_length generation_temperature
+        generation_top_p generation_top_k normalize_advantages advantage_epsilon use_kl_penalty
+        kl_penalty_coef output_dir num_epochs batch_size learning_rate model_path question""",
+    "B": """AutoModelForSequenceClassification num_labels=1 num_generations_per_prompt
+        max_new_tokens temperature top_k top_p learning_rate batch_size num_epochs
+        gradient_accumulation_steps max_grad_norm warmup_steps kl_coef clip_range gamma
+        logging_steps save_steps output_dir use_wandb wandb_project wandb_run_name device
+        model-name final_model/ checkpoint-{step}/ from_pretrained generate""",
+    "C": """reader_rl_learning use_grpo grpo_group_size grpo_kl_coeff grpo_top_k_ratio
+        reference_model_path gold_score_mode f1rougebleudist name checkpoint_dir train_data
+        eval_data per_gpu_batch_size""",
+}
+FEATURES = {
+    "A": """JSON configuration; Python API; custom data set; reward functions alone; composite;
+        reshape; detached advantages; KL as; clip the gradients; optimizer step; N > 1; tokenizer;
+        prompt-only; rows = B * N; divisible by N; group means of 0; first three groups;
+        policy loss; mean reward; mean and std of advantages; supervised; carry the configuration;
+        correctness; reasoning coherence; explanation quality; older composite: quality;
+        older composite: safety; older composite: diversity; older composite: coherence;
+        prompts only; input-output pairs; TPU launch script; inference; guide; troubleshooting;
+        Python 3.8; torch-xla; Gemma 2""",
+    "B": """policy; frozen reference; reward model; tokenizer; prompt list; Hub data set; config;
+        training state; progress bar; smaller batches; fewer generations; gradient checkpointing;
+        mixed precision; out of memory; slow training; poor results""",
+    "C": "",
+}
+# What stands before the keys of a page, so that they have something to change.
+RECIPES = {"A": "reasoning_gemma2_2b.yaml", "B": "reward_model_qwen2.5_1.5b.yaml"}
+KEY = re.compile(r"`(--[^`]+)`")
+PATH = re.compile(r"\blitgrpo(?:\.\w+)+")
+systems = [pytest.param(key, id=path.stem) for key, path in PAGES.items() if path.exists()]
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The cells of every row of every table of a page."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def spans(text: str) -> set[str]:
+    """What stands between backticks, and each word of it."""
+    found = re.findall(r"`([^`]+)`", text)
+    return {" ".join(span.split()) for span in found} | {w for span in found for w in span.split()}
+
+
+@pytest.mark.parametrize("system", systems)
+def test_every_old_name_has_a_row_of_its_own(system):
+    named = {name for row in rows(PAGES[system]) for name in spans(row[0])}
+    assert not set(NAMES[system].split()) - named
+
+
+@pytest.mark.parametrize("system", systems)
+def test_every_old_feature_has_a_row(system):
+    told = [row[0].replace("`", "") for row in rows(PAGES[system])]
+    wanted = [" ".join(feature.split()) for feature in FEATURES[system].split(";")]
+    assert not [feature for feature in wanted if not any(feature in row for row in told)]
+
+
+@pytest.mark.parametrize("system", systems)
+def test_every_row_says_what_to_do(system):
+    assert all(all(row[:2]) for row in rows(PAGES[system]))
+
+
+@pytest.mark.skipif(not LISTED.exists(), reason="the list of names is not beside the project")
+@pytest.mark.parametrize("system", PAGES)
+def test_no_old_name_is_forgotten(system):
+    section = re.split(r"^## ", LISTED.read_text(), flags=re.MULTILINE)["ABC".index(system) + 1]
+    assert section.startswith(f"{system}. ")
+    listed = {word for span in re.findall(r"`([^`]+)`", section) for word in span.split()}
+    assert listed == set(NAMES[system].split())
+
+
+@pytest.mark.parametrize("system", systems)
+def test_every_key_of_a_page_is_a_key_of_the_program(system, program, capsys):
+    given = [shlex.split(span) for span in KEY.findall(PAGES[system].read_text())]
+    given = [words for words in given if not words[0].startswith("--ckpt_path")]
+    assert len(given) > 10
+    classes = [words for words in given if words[0] in ("--model", "--data")]
+    assert all(words[1] in CLASSES for words in classes)
+    keys = [word for words in given if words not in classes for word in words]
+    with pytest.raises(SystemExit) as stop:
+        program("fit", "-c", CONFIGS / RECIPES[system], *keys, "--print_config")
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.err) == (0, "")
+    config = yaml.safe_load(shown.out)
+    # The last of a key's values is what counts.
+    last = dict(zip(keys[::2], keys[1::2], strict=True))
+    assert str(config["model"]["init_args"]["group_size"]) == last["--model.group_size"]
+
+
+CLASSES = ("GRPO", "SFT", "PromptData", "PairData")
+
+
+@pytest.mark.parametrize("system", systems)
+def test_everything_that_a_page_imports_is_there(system):
+    for path in set(PATH.findall(PAGES[system].read_text())):
+        module, _, name = path.rpartition(".")
+        assert name in vars(import_module(module)), path
