@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from litgrpo.device import threads
+from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
 from litgrpo.policies.policy import DecodeState, Policy
 from litgrpo.tensors import positions, predicting, token_logprobs
 from litgrpo.types import TokenLogprobs
+
+# A product of fewer multiplications than this is done before several threads have met.
+WORTH_THREADS = 2**23
 
 
 class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
     head_chunk = 1024
+    kernels = linears.Kernels()
+
+    def use_kernels(self, kernels: linears.Kernels) -> None:
+        """Compute the linear layers with these kernels from now on."""
+        self.kernels = kernels
+        linears.use(self.model, kernels)
+
+    @contextmanager
+    def decoding(self, rows: int) -> Iterator[None]:
+        """Pack the weights if that is faster; small products run on one thread."""
+        layers = linears.fast_linears(self.model)
+        largest = max((layer.weight.numel() for layer in layers), default=0)
+        pack = self.kernels.decode == "onednn"
+        with (
+            threads(1 if rows * largest < WORTH_THREADS else torch.get_num_threads()),
+            linears.packed(self.model) if pack else nullcontext(),
+        ):
+            yield
 
     @property
     def bare_model(self) -> PreTrainedModel:

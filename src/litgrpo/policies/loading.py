@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from litgrpo.policies import linears
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.policy import Policy
 from litgrpo.policies.reference import AdapterOff, FrozenModel, Reference
@@ -46,17 +47,20 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the weights are held and what is recomputed.
+    """How the weights are held, what computes with them and what is recomputed.
 
     Args:
         dtype: of the weights; with `trainer.precision: bf16-mixed` keep float32.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
+        kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
+            `plain` torch's own, `onednn` the other.
     """
 
     dtype: Dtype = "float32"
     gradient_checkpointing: bool = False
     dropout: bool = False
+    kernels: linears.KernelChoice = "auto"
 
 
 def resolve(pretrained: str) -> str:
@@ -173,7 +177,10 @@ def as_policy(
         model.activation_checkpointing_enable({"use_reentrant": False})
     if lora is not None:
         model = _with_adapters(model, lora)
-    return CausalPolicy(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    linears.install(model)
+    policy = CausalPolicy(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    policy.use_kernels(linears.choose(model, precision.kernels))
+    return policy
 
 
 def load_reference(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +48,14 @@ class Policy(nn.Module, ABC):
         self.eos_ids = eos_ids
         self.own_dropout = own_dropout or {}
         self.pad_id = int(tokenizer.pad_token_id)
+
+    def decoding(self, rows: int) -> AbstractContextManager[None]:
+        """What to decode within: the policy may prepare itself, its weights will not change.
+
+        Args:
+            rows: rows that decode at the same time at most.
+        """
+        return nullcontext()
 
     @abstractmethod
     def prefill(
