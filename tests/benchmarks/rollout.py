@@ -147,11 +147,10 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             else said(policy, each, prompts.prompt_ids.shape[1])
             for _, _, each in runs
         ]
-        ids = (
-            example.completion_ids
-            if isinstance(example, Rollout)
-            else example[:, prompts.prompt_ids.shape[1] :]
-        )
+        if isinstance(example, Rollout):
+            steps = example.completion_ids.shape[1]
+        else:
+            steps = example.shape[1] - prompts.prompt_ids.shape[1]
         cpu = statistics.median(cpu for cpu, _, _ in runs)
         yield {
             "size": size,
@@ -159,6 +158,7 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "kernel": policy.kernels.decode,
             "threads": torch.get_num_threads(),
             "cpu_s": round(cpu, 4),
+            "cpu_min_s": round(min(cpu for cpu, _, _ in runs), 4),
             "wall_s": round(statistics.median(wall for _, wall, _ in runs), 4),
             "tokens": statistics.median(tokens),
             "tokens_per_cpu_s": round(statistics.median(tokens) / cpu),
