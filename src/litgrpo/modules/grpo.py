@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.device import peak_memory_gib
-from litgrpo.modules import invariants
+from litgrpo.modules import invariants, machine
 from litgrpo.modules.learning import LearningModule
 from litgrpo.modules.measures import Clock, Totals
 from litgrpo.modules.settings import Evaluation, Learning
@@ -166,6 +166,7 @@ class GRPO(LearningModule):
 
     def on_fit_start(self) -> None:
         """Before anything is believed, measure whether it may be."""
+        machine.agree(self)
         if self.check_invariants:
             invariants.check(self)
 
@@ -187,6 +188,7 @@ class GRPO(LearningModule):
         weights = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: weights[name] for name in weights if name in trained}
         checkpoint["iteration"] = self.iteration
+        machine.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint was taken.
@@ -197,6 +199,7 @@ class GRPO(LearningModule):
         trained = {name: p.data for name, p in self.named_parameters() if p.requires_grad}
         check_weights(checkpoint["state_dict"], trained)
         self.iteration = checkpoint["iteration"]
+        machine.restore(self, checkpoint)
 
 
 def _check_sizes(group_size: int, max_completion_len: int, max_iterations: int | None) -> None:

@@ -163,6 +163,11 @@ def install(model: nn.Module) -> None:
 
 def use(model: nn.Module, kernels: Kernels) -> None:
     """Take a kernel for the forward and backward passes; `packed` is the one for decoding."""
+    if kernels != Kernels() and not onednn_works():
+        raise ValueError(
+            "This torch cannot reach the kernels that were chosen (of a checkpoint of another "
+            "machine?). Give precision.kernels: plain, and leave the checkpoint's choice out."
+        )
     for module in fast_linears(model):
         module.kernel = kernels.learn
 
