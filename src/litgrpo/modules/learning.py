@@ -146,7 +146,7 @@ class LearningModule(AnsweringModule):
         whole = self._whole(experience)
         if not self.objective.needs_all_rows:
             experience = experience.select(rows_that_teach(experience))
-        buckets = micro_batches(experience, learning)
+        buckets = micro_batches(experience, learning, shared=self._shared)
         for number, rows in enumerate(buckets, start=1):
             micro = experience.select(rows)
             yield self.objective.loss(self._logprobs(micro), micro, whole), number == len(buckets)
@@ -159,6 +159,10 @@ class LearningModule(AnsweringModule):
         self.grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
 
     # --- parts of an iteration ---
+
+    @property
+    def _shared(self) -> bool:
+        return self.policy is not None and self.policy.shares_prompts
 
     def _logprobs(self, rows: Experience) -> TokenLogprobs:
         """The policy's view of these rows, with gradient."""
@@ -177,7 +181,7 @@ class LearningModule(AnsweringModule):
         full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
         if full and not self.sampling.greedy:
             return experience.sampler_logprobs
-        return scored(experience, self.learning, self._logprobs).logprobs
+        return scored(experience, self.learning, self._logprobs, shared=self._shared).logprobs
 
     def _ref_logprobs(self, experience: Experience) -> Tensor | None:
         """Log-probabilities under the reference, if there is one."""
@@ -189,13 +193,15 @@ class LearningModule(AnsweringModule):
         def logprobs_of(rows: Experience) -> TokenLogprobs:
             return reference.logprobs(*rows.tokens, support=rows.support, temperature=temperature)
 
-        return scored(experience, self.learning, logprobs_of).logprobs
+        return scored(
+            experience, self.learning, logprobs_of, shared=reference.shares_prompts
+        ).logprobs
 
     def _whole(self, experience: Experience) -> Whole:
         """What all micro-batches of one optimizer step must agree on."""
         entropy = experience.sampler_logprobs  # looked at only if the objective needs it
         if self.objective.needs_entropy:
-            entropy = scored(experience, self.learning, self._logprobs).entropy
+            entropy = scored(experience, self.learning, self._logprobs, shared=self._shared).entropy
         return self.objective.whole(experience.weights, entropy, self._sum, self._gathered)
 
     def _sum(self, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -333,3 +333,10 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
+
+
+def same_attention_again(
+    model: PreTrainedModel,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For activation checkpointing: what to recompute within is what was computed within."""
+    return nullcontext(), attention(model, model.config._attn_implementation)

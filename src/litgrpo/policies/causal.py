@@ -16,6 +16,7 @@ from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
 from litgrpo.policies.fused import FusedDecoder, is_known
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
+from litgrpo.policies.prompt_tree import PROMPT_TREE, PromptTree, can_share, sharing_pays
 from litgrpo.tensors import positions, predicting, token_logprobs, widened
 from litgrpo.types import TokenLogprobs
 
@@ -29,8 +30,18 @@ class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
     head_chunk = 1024
+    share_prompts = True
     kernels = linears.Kernels()
     _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `logprobs` reads a prompt once for all of its completions."""
+        return self.share_prompts and self._can_share
+
+    @cached_property
+    def _can_share(self) -> bool:
+        return can_share(self.bare_model)
 
     def use_kernels(self, kernels: linears.Kernels) -> None:
         """Compute the linear layers with these kernels from now on."""
@@ -200,12 +211,17 @@ class CausalPolicy(Policy):
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
-        prompts = prompt_mask[prompt_of]
-        mask = torch.cat([prompts, completion_mask], 1)
-        ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
-        targets = torch.cat([torch.zeros_like(prompts), completion_mask], 1)
+        rows = prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+        if self.shares_prompts and sharing_pays(*rows):
+            hidden = self._hidden_of_tree(PromptTree.grow(*rows))
+        else:
+            prompts = prompt_mask[prompt_of]
+            mask = torch.cat([prompts, completion_mask], 1)
+            ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
+            targets = torch.cat([torch.zeros_like(prompts), completion_mask], 1)
+            hidden = predicting(self.hidden(ids, mask), targets)
         logprobs, entropy = token_logprobs(
-            predicting(self.hidden(ids, mask), targets),
+            hidden,
             completion_ids[completion_mask],
             self.head,
             support=None if support is None else support[completion_mask],
@@ -218,3 +234,15 @@ class CausalPolicy(Policy):
             padded.masked_scatter(completion_mask, logprobs),
             padded.masked_scatter(completion_mask, entropy),
         )
+
+    def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
+        """[K, E] hidden states that predict the completion tokens, each prompt read once."""
+        model = self.bare_model
+        with attention(model, PROMPT_TREE):
+            output = model.base_model(
+                input_ids=tree.ids[None],
+                position_ids=tree.positions[None],
+                use_cache=False,
+                prompt_tree=tree,
+            )
+        return output.last_hidden_state[0].index_select(0, tree.predicting)

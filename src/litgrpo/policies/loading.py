@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.policies import linears
+from litgrpo.policies.attention import same_attention_again
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.policy import Policy
 from litgrpo.policies.reference import AdapterOff, FrozenModel, Reference
@@ -55,12 +57,14 @@ class Precision:
         dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
         kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
             `plain` torch's own, `onednn` the other.
+        share_prompts: in the update, read each prompt once for its whole group, without padding.
     """
 
     dtype: Dtype = "float32"
     gradient_checkpointing: bool = False
     dropout: bool = False
     kernels: linears.KernelChoice = "auto"
+    share_prompts: bool = True
 
 
 def resolve(pretrained: str) -> str:
@@ -174,11 +178,13 @@ def as_policy(
     """A policy around a model at hand; see `load_policy`."""
     precision = precision or Precision()
     if precision.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        again = partial(same_attention_again, model)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     if lora is not None:
         model = _with_adapters(model, lora)
     linears.install(model)
     policy = CausalPolicy(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    policy.share_prompts = precision.share_prompts
     policy.use_kernels(linears.choose(model, precision.kernels))
     return policy
 

@@ -73,6 +73,11 @@ class Policy(nn.Module, ABC):
         self.pad_id = int(tokenizer.pad_token_id)
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether `logprobs` reads a prompt once for all of its completions."""
+        return False
+
+    @property
     def vocab_size(self) -> int:
         """Number of logits, V; a model may have more than its tokenizer has tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
