@@ -215,13 +215,13 @@ def dropout_in_the_update(patch):
 
 
 def end_token_out_of_the_mask(patch):
-    right = Transcript.add
+    right = Transcript.add_all
 
-    def add(self, column, rows, drawn, eos_ids):
-        right(self, column, rows, drawn, eos_ids)
-        self.mask[rows, column] &= ~torch.isin(drawn.tokens, eos_ids)
+    def add_all(self, spoken, is_end):
+        right(self, spoken, is_end)
+        self.mask &= ~is_end[self.ids]
 
-    patch(Transcript, "add", add)
+    patch(Transcript, "add_all", add_all)
     return module()
 
 

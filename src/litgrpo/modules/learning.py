@@ -149,7 +149,11 @@ class LearningModule(AnsweringModule):
         buckets = micro_batches(experience, learning, shared=self._shared)
         for number, rows in enumerate(buckets, start=1):
             micro = experience.select(rows)
-            yield self.objective.loss(self._logprobs(micro), micro, whole), number == len(buckets)
+            new = self._logprobs(micro)
+            output = self.objective.loss(new, micro, whole)
+            if self.engine.lower_precision is not None:
+                output.stats["policy/sampler_gap"] = _sampler_gap(new, micro)
+            yield output, number == len(buckets)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: gradients are unscaled and reduced over processes by now."""
@@ -179,6 +183,7 @@ class LearningModule(AnsweringModule):
         if self.learning.num_steps == 1:
             return None
         full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
+        full = full and self.engine.lower_precision is None
         if full and not self.sampling.greedy:
             return experience.sampler_logprobs
         return scored(experience, self.learning, self._logprobs, shared=self._shared).logprobs
@@ -217,3 +222,10 @@ class LearningModule(AnsweringModule):
         return gather(
             torch.nn.functional.pad(values, (0, longest - len(values)), value=torch.nan)
         ).flatten()
+
+
+def _sampler_gap(new: TokenLogprobs, rows: Experience) -> Tensor:
+    """[2] sum and count of the distance (nats) of the sampler from the policy before the update."""
+    before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+    gap = (before - rows.sampler_logprobs).abs() * rows.completion_mask
+    return torch.stack([gap.sum(), rows.completion_mask.sum()])

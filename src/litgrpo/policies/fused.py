@@ -69,9 +69,10 @@ def _is_plain_adapter(part: nn.Module) -> bool:
     if kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ != "Linear":
         return False
     layer: Any = part
-    odd = layer.use_dora or layer.lora_variant or layer.merged_adapters or layer.disable_adapters
-    base = type(layer.base_layer) in LINEAR
-    return base and not odd and layer.base_layer.weight.dtype == torch.float32
+    odd = layer.lora_variant, layer.merged_adapters, layer.disable_adapters, layer.fan_in_fan_out
+    if any(odd) or any((*layer.use_dora.values(), *layer.lora_bias.values())):
+        return False
+    return type(layer.base_layer) in LINEAR and layer.base_layer.weight.dtype == torch.float32
 
 
 def _weight(part: Any) -> Tensor:

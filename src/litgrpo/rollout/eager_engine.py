@@ -45,9 +45,9 @@ class EagerEngine(RolloutEngine):
                 raise ValueError(f"engine.{name} is {least}; it must be at least 1.")
 
     @property
-    def exact(self) -> bool:
-        """Whether log-probabilities are those of the policy's own arithmetic."""
-        return self.dtype is None
+    def lower_precision(self) -> torch.dtype | None:
+        """See `RolloutEngine.lower_precision`."""
+        return None if self.dtype is None else getattr(torch, self.dtype)
 
     @torch.no_grad()
     def generate(
@@ -63,8 +63,8 @@ class EagerEngine(RolloutEngine):
         said = Transcript.empty(uniforms.shape, policy.pad_id, device)
         task = _Task(policy, prompts, group_size, uniforms.to(device), sampling)
         places = len(uniforms) if self.max_rows is None else max(self.max_rows, group_size)
-        dtype = None if self.dtype is None else getattr(torch, self.dtype)
-        with policy.decoding(min(places, len(uniforms)), dtype=dtype, fused=self.fused):
+        rows, lower = min(places, len(uniforms)), self.lower_precision
+        with policy.decoding(rows, dtype=lower, fused=self.fused):
             said.add_all(self._spoken(task, places), task.is_end)
         return said.rollout(prompts, group_size)
 
@@ -75,19 +75,21 @@ class EagerEngine(RolloutEngine):
             For each step: [n] places in [N * C], [n] which of the rows still speak, and what was
             drawn for them.
         """
-        waiting, crew, step = len(task.prompts), None, 0
+        waiting, crew, step, full = len(task.prompts), None, 0, 0
+        length = task.uniforms.shape[1]
+        pause = min(self.look_every, max(1, length // 4))  # finished rows take up room meanwhile
         while waiting or crew is not None:
             free = places - (0 if crew is None else len(crew.cursor))
             if waiting and free >= task.group_size and (crew is None or crew.state.can_join):
                 groups = min(waiting, free // task.group_size)
                 begun = task.begin(len(task.prompts) - waiting, groups)
                 crew = begun if crew is None else crew.joined(begun)
-                waiting -= groups
+                waiting, full = waiting - groups, step + length  # by then nobody has more to say
             assert crew is not None
             drawn = task.draw(crew)
             yield crew.cursor, crew.speaking, drawn
             crew, tokens, step = crew.heard(drawn.tokens, task.is_end), drawn.tokens, step + 1
-            if step % self.look_every == 0:
+            if step % pause == 0 or step == full:
                 speaking = int(crew.speaking.sum())
                 gone = len(tokens) - speaking
                 if speaking == 0:

@@ -21,6 +21,14 @@ class RolloutEngine(ABC):
     rounding, every engine returns the same tokens.
     """
 
+    @property
+    def lower_precision(self) -> torch.dtype | None:
+        """What it computes in instead of the policy's own arithmetic.
+
+        None: its log-probabilities are the policy's, up to rounding.
+        """
+        return None
+
     @abstractmethod
     def generate(
         self,
