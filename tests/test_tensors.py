@@ -10,6 +10,7 @@ import torch
 
 from litgrpo.tensors import (
     bounded_exp,
+    family_buckets,
     length_buckets,
     masked_mean,
     pad_left,
@@ -203,6 +204,28 @@ def test_without_limits_there_is_one_bucket_and_it_starts_with_the_longest_row()
 
 def test_rows_of_equal_length_keep_their_order():
     assert torch.cat(length_buckets(torch.full((6,), 5), max_rows=4)).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(None, None), (3, None), (None, 25), (4, 31)])
+def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
+    max_rows, max_tokens
+):
+    parents = torch.tensor([0, 2, 0, 2, 2, 0, 3, 2, 0])
+    of_parents = torch.tensor([7, 99, 2, 20])
+    buckets = family_buckets(LENGTHS, of_parents, parents, max_rows=max_rows, max_tokens=max_tokens)
+    assert sorted(torch.cat(buckets).tolist()) == list(range(len(LENGTHS)))
+    for rows in buckets:
+        tokens = int(LENGTHS[rows].sum() + of_parents[parents[rows].unique()].sum())
+        assert len(rows) <= (max_rows or len(LENGTHS))
+        assert max_tokens is None or tokens <= max_tokens or len(rows) == 1
+
+
+def test_a_family_stays_together_where_it_fits():
+    lengths, parents = torch.full((6,), 10), torch.tensor([0, 1, 0, 1, 0, 1])
+    buckets = family_buckets(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
+    assert [rows.tolist() for rows in buckets] == [[0, 2, 4], [1, 3, 5]]
+    none = torch.tensor([], dtype=torch.long)
+    assert family_buckets(none, none, none) == []
 
 
 def oracle() -> dict:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -22,3 +25,14 @@ def peak_memory_gib(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Compute with so many threads of the processor, or with fewer if there are fewer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(number, before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

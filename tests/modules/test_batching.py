@@ -31,10 +31,20 @@ def test_mini_batches_keep_groups_whole_and_hold_every_row_once():
 
 def test_micro_batches_hold_rows_of_similar_length_within_the_limits():
     rows = experience([1.0, 1.0, 1.0, 1.0])
-    by_tokens = micro_batches(rows, Learning(micro_batch_tokens=11))  # 6 + 5, 4 + 3 tokens
+    by_tokens = micro_batches(
+        rows, Learning(micro_batch_tokens=11), shared=False
+    )  # 6 + 5, 4 + 3 tokens
     assert [bucket.tolist() for bucket in by_tokens] == [[3], [2, 1], [0]]
-    by_rows = micro_batches(rows, Learning(micro_batch_size=3))
+    by_rows = micro_batches(rows, Learning(micro_batch_size=3), shared=False)
     assert [bucket.tolist() for bucket in by_rows] == [[3, 2, 1], [0]]
+
+
+def test_a_shared_prompt_counts_once_in_a_micro_batch():
+    rows = experience([1.0, 1.0, 1.0, 1.0])
+    whole = micro_batches(rows, Learning(micro_batch_tokens=12), shared=True)
+    assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
+    parts = micro_batches(rows, Learning(micro_batch_tokens=8), shared=True)
+    assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
 
 
 def test_rows_without_advantage_or_weight_are_left_out_but_never_all():

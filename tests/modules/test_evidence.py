@@ -3,8 +3,9 @@ import torch
 
 from litgrpo.modules.evidence import kept, truth_of
 from litgrpo.rollout.eager_engine import EagerEngine
-from litgrpo.rollout.sampling import Sampling, draw_uniforms, filtered
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.plain import filtered
 
 
 def test_what_the_filters_keep_of_four_tokens():

@@ -7,10 +7,12 @@ from litgrpo.data.pairs import PairBatch
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Evaluation, Learning
+from litgrpo.objectives.importance import SamplerCorrection
 from litgrpo.objectives.objective import Objective
 from litgrpo.policies.loading import LoRA, Precision, as_policy
 from litgrpo.policies.reference import AdapterOff, FrozenModel
 from litgrpo.rewards.composite import Reward
+from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -336,3 +338,22 @@ def test_pairs_instead_of_prompts_are_refused():
     pairs = PairBatch(torch.ones(1, 2, dtype=torch.long), mask, mask)
     with pytest.raises(ValueError, match="The data module gave a PairBatch, but completions are"):
         train(module(), loader(pairs))
+
+
+def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed():
+    engine = EagerEngine(dtype="bfloat16")
+    grpo = module(engine=engine, learning=Learning(inner_epochs=2))
+    seen, update = [], grpo.update
+    grpo.update = lambda experience: seen.append(experience) or update(experience)
+    runner = train(grpo, batches("a", "hello there"))
+    (experience,) = seen
+    fresh = tiny_policy("qwen2").logprobs(*experience.tokens).logprobs
+    torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
+    gap = (experience.old_logprobs - experience.sampler_logprobs).abs()
+    expected = gap[experience.completion_mask].mean()
+    assert 1e-4 < expected < 0.1
+    torch.testing.assert_close(runner.logged_metrics["policy/sampler_gap"], expected)
+    weights = SamplerCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
+    assert 1e-4 < (weights - 1).abs().mean() < 0.1
+    exact = module(learning=Learning(inner_epochs=2))
+    assert "policy/sampler_gap" not in train(exact, batches("a")).logged_metrics

@@ -18,6 +18,7 @@ from litgrpo.objectives.objective import Objective
 from litgrpo.objectives.weighting import PerSequence, PerTokenOfMicroBatch
 from litgrpo.policies import attention, causal
 from litgrpo.policies.loading import LoRA, Precision, as_policy
+from litgrpo.policies.prompt_tree import PromptTree
 from litgrpo.policies.reference import AdapterOff, FrozenModel, Reference
 from litgrpo.rewards.composite import Reward
 from litgrpo.rollout import eager_engine
@@ -121,7 +122,33 @@ def temperature_missing_in_sampling(patch):
 
 def shifted_by_one(patch):
     patch(causal, "predicting", lambda hidden, targets: hidden[:, 1:][targets[:, 1:]])
+    return row_by_row(module())
+
+
+def shifted_by_one_in_the_tree(patch):
+    right = PromptTree.grow
+
+    def grow(*rows):
+        tree = right(*rows)
+        return replace(tree, predicting=(tree.predicting + 1).clamp(max=len(tree.ids) - 1))
+
+    patch(PromptTree, "grow", grow)
     return module()
+
+
+def branches_of_another_prompt(patch):
+    right = PromptTree.grow
+
+    def grow(prompt_ids, prompt_mask, prompt_of, *completions):
+        return right(prompt_ids, prompt_mask, prompt_of.roll(1), *completions)
+
+    patch(PromptTree, "grow", grow)
+    return module()
+
+
+def row_by_row(grpo):
+    grpo.policy.share_prompts = False
+    return grpo
 
 
 def pads_attended_in_learning(patch):
@@ -130,7 +157,7 @@ def pads_attended_in_learning(patch):
         return output.last_hidden_state
 
     patch(causal.CausalPolicy, "hidden", hidden)
-    return module()
+    return row_by_row(module())
 
 
 def pads_attended_in_decoding(patch):
@@ -188,13 +215,13 @@ def dropout_in_the_update(patch):
 
 
 def end_token_out_of_the_mask(patch):
-    right = Transcript.add
+    right = Transcript.add_all
 
-    def add(self, column, rows, drawn, eos_ids):
-        right(self, column, rows, drawn, eos_ids)
-        self.mask[rows, column] &= ~torch.isin(drawn.tokens, eos_ids)
+    def add_all(self, spoken, is_end):
+        right(self, spoken, is_end)
+        self.mask &= ~is_end[self.ids]
 
-    patch(Transcript, "add", add)
+    patch(Transcript, "add_all", add_all)
     return module()
 
 
@@ -304,8 +331,15 @@ SEEDED = {
         (temperature_missing_in_learning, "2 "),
         (temperature_missing_in_sampling, "1 "),
     ],
-    "shift by one": [(shifted_by_one, "2 ")],
-    "pads attended": [(pads_attended_in_learning, "4 "), (pads_attended_in_decoding, "4 ")],
+    "shift by one": [
+        (shifted_by_one, "2 "),
+        (shifted_by_one_in_the_tree, "2 "),
+    ],
+    "pads attended": [
+        (pads_attended_in_learning, "4 "),
+        (pads_attended_in_decoding, "4 "),
+        (branches_of_another_prompt, "4 "),
+    ],
     "no position ids": [(no_position_ids, "4 ")],
     "top-k support ignored": [
         (top_k_ignored_in_logprobs, "1 "),

@@ -16,6 +16,7 @@ from litgrpo.modules.settings import Evaluation, Learning
 from litgrpo.objectives.objective import Objective
 from litgrpo.policies.reference import FrozenModel
 from litgrpo.rewards.composite import Reward
+from litgrpo.rewards.guard import InProcessGuard
 from tests.algorithms import PUBLISHED
 from tests.conftest import tiny_policy
 
@@ -44,6 +45,7 @@ def train(num_processes, folder):
         learning=Learning(inner_epochs=2, micro_batch_size=3),
         evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        guard=InProcessGuard(),
     )
     grpo.policy = tiny_policy("qwen2")
     grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1))
@@ -108,6 +110,7 @@ def take_gradients(num_processes, folder):
             objective=Objective(kl_coef=0.1),
             reference="another",
             check_invariants=False,
+            guard=InProcessGuard(),
             learning=Learning(micro_batch_size=3),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         )

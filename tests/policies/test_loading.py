@@ -52,7 +52,7 @@ def test_adapters_are_merged_at_export_and_the_policy_is_left_as_it_is(tmp_path)
     before = policy.model(batch.prompt_ids).logits
     export(policy, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    torch.testing.assert_close(plain(batch.prompt_ids).logits, before, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(plain(batch.prompt_ids).logits, before, atol=1e-4, rtol=1e-4)
     assert torch.equal(policy.model(batch.prompt_ids).logits, before)
 
 

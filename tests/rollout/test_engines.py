@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -65,6 +67,75 @@ def test_completions_do_not_depend_on_the_batch_split(architecture):
     whole = EagerEngine().generate(*arguments)
     for max_rows in (1, 4, 6):
         assert_same(EagerEngine(max_rows=max_rows).generate(*arguments), whole)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_groups_that_wait_fill_the_places_of_finished_rows(architecture, fused):
+    """More groups than places, each with its own beginning: long and short prompts, no order."""
+    policy = tiny_policy(architecture)
+    policy.eos_ids = tuple(range(2, 60))
+    texts = [("what is it? " * 3)[: 1 + 7 * number % 31] for number in range(12)]
+    prompts = prompt_batch(*texts)
+    arguments = (policy, prompts, 2, uniforms_for(prompts, 2, 20), Sampling())
+    plain = ReferenceEngine().generate(*arguments)
+    assert len(set(plain.lengths.tolist())) > 5
+    with steps_counted(policy) as rows:
+        waves = EagerEngine(max_rows=4, drop_frac=2.0, fused=fused).generate(*arguments)
+    assert max(rows) <= 4
+    assert len(rows) < 6 * int(plain.lengths.max())  # six waves, one after the other
+    assert_same(waves, plain)
+    for look_every in (2, 5):
+        engine = EagerEngine(max_rows=6, look_every=look_every, fused=fused)
+        assert_same(engine.generate(*arguments), plain)
+
+
+@contextmanager
+def steps_counted(policy):
+    """The number of rows of each decoding step."""
+    rows, step = [], policy.step
+
+    def counted(tokens, state):
+        rows.append(len(tokens))
+        return step(tokens, state)
+
+    policy.step = counted
+    yield rows
+    del policy.step
+
+
+def test_looking_for_finished_rows_less_often_changes_nothing(architecture):
+    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    arguments = (policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    whole = EagerEngine().generate(*arguments)
+    for look_every in (3, 100):
+        assert_same(EagerEngine(look_every=look_every).generate(*arguments), whole)
+
+
+def test_lower_precision_is_near_and_says_so(architecture):
+    policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
+    arguments = (policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    for fused in (True, False):
+        engine = EagerEngine(dtype="bfloat16", fused=fused)
+        assert engine.lower_precision == torch.bfloat16
+        rollout = engine.generate(*arguments)
+        prompt_of = torch.arange(len(prompts)).repeat_interleave(GROUP)
+        with torch.no_grad():
+            exact = policy.logprobs(
+                prompts.prompt_ids,
+                prompts.prompt_mask,
+                prompt_of,
+                rollout.completion_ids,
+                rollout.completion_mask,
+            ).logprobs
+        gap = (rollout.sampler_logprobs - exact).abs()
+        assert 1e-4 < gap.mean() < 0.1
+    assert EagerEngine().lower_precision is None
+
+
+@pytest.mark.parametrize("setting", ["max_rows", "look_every"])
+def test_engine_settings_out_of_range_are_refused(setting):
+    with pytest.raises(ValueError, match=f"engine.{setting} is 0; it must be at least 1"):
+        EagerEngine(**{setting: 0})
 
 
 def test_completions_do_not_depend_on_padding_or_on_when_rows_leave(architecture):

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from litgrpo.rollout.sampling import Sampling, draw_uniforms, filtered, sample
+from litgrpo.rollout.sampling import LARGE, Sampling, draw_uniforms, sample
+from tests.rollout.plain import filtered
 
 PROBS = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
 
@@ -45,6 +46,37 @@ def test_temperature_divides_the_logits():
 def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
     logits = PROBS.log() + 1e-6 * torch.tensor([0.0, 0.0, 0.0, 1.0])
     assert filtered(logits, sampling).isfinite().squeeze(0).nonzero().squeeze(1).tolist() == kept
+    support = sample(logits, torch.zeros(1, dtype=torch.float64), sampling).support
+    assert sorted(support.squeeze(0).tolist()) == kept
+
+
+@pytest.mark.parametrize("size", [50, 700, 5000])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_k=30),
+        Sampling(top_p=0.9),  # of flat distributions this keeps most of the vocabulary
+        Sampling(temperature=0.3, top_p=0.5),
+        Sampling(min_p=0.01),
+        Sampling(temperature=0.7, top_k=60, top_p=0.8, min_p=0.02),
+        Sampling(temperature=2.0),
+    ],
+)
+def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size):
+    logits = torch.randn(20, size, generator=torch.Generator().manual_seed(size)) * 2
+    logits[0] = torch.linspace(-61, -60, size)  # but for one token, which is sure
+    logits[0, size // 2] = 60.0
+    uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 20)[0]
+    plain = filtered(logits, sampling).double()
+    cumulative = plain.softmax(-1).cumsum(-1)
+    expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)
+    tokens, logprobs, support = sample(logits, uniforms, sampling)
+    assert torch.equal(tokens, expected)
+    exact = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=1e-6)
+    if support is not None:
+        kept = [set(row.nonzero().flatten().tolist()) for row in plain.isfinite()]
+        assert [set(row.tolist()) - {-1} for row in support] == kept
 
 
 def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():
@@ -64,19 +96,48 @@ def test_the_tokens_that_could_be_drawn_are_remembered_row_by_row():
     assert sample(logits, uniforms, Sampling()).support is None
 
 
+def chi_square(tokens, probs):
+    counts = torch.bincount(tokens, minlength=len(probs))
+    expected = len(tokens) * probs
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
 def test_draws_follow_the_distribution():
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 40000)[0]
     tokens = sample(PROBS.log().expand(40000, -1), uniforms, Sampling()).tokens
-    counts = torch.bincount(tokens, minlength=4)
-    expected = 40000 * PROBS[0]
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    assert chi2 < 16.3  # 99.9 % of chi-square with 3 degrees of freedom
+    assert chi_square(tokens, PROBS[0]) < 16.3  # 99.9 % with 3 degrees of freedom
 
 
-def test_large_vocabularies_keep_their_tails():
-    logits = torch.zeros(2, 256_000)
-    edges = torch.tensor([0.5 / 256_000, 1 - 0.5 / 256_000], dtype=torch.float64)
-    assert sample(logits, edges, Sampling())[0].tolist() == [0, 255_999]
+def test_draws_from_a_large_vocabulary_follow_the_distribution():
+    # 151936 is Qwen's; the classes are of unequal size and cut through the blocks of the sum.
+    logits = torch.randn(151_936, generator=torch.Generator().manual_seed(0)) * 2
+    uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 20000)[0]
+    tokens = torch.cat(
+        [sample(logits.expand(500, -1), part, Sampling()).tokens for part in uniforms.split(500)]
+    )
+    edges = torch.tensor([1, 40, 128, 129, 5000, 60_003, 100_000, 151_900, 151_935])
+    classes = torch.bucketize(torch.arange(len(logits)), edges, right=True)
+    shares = torch.zeros(len(edges) + 1, dtype=torch.float64)
+    shares.index_add_(0, classes, logits.double().softmax(-1))
+    heavy = shares * len(tokens) > 5
+    rest = torch.cat([shares[heavy], shares[~heavy].sum()[None]])
+    number = torch.where(heavy, heavy.cumsum(0) - 1, len(rest) - 1)
+    assert chi_square(number[classes[tokens]], rest) < 24.3  # 99.9 % with 7 degrees of freedom
+
+
+@pytest.mark.parametrize("size", [LARGE, 50_257, 256_000])
+def test_large_vocabularies_keep_their_tails(size):
+    logits = torch.zeros(4, size)
+    middle = [0, size // 3, size - 2, size - 1]
+    uniforms = torch.tensor([(token + 0.5) / size for token in middle], dtype=torch.float64)
+    assert sample(logits, uniforms, Sampling()).tokens.tolist() == middle
+    rare = torch.full((3, size), -1e4)
+    rare[:, [3, size // 2, size - 1]] = torch.tensor([0.0, 2.0, -14.0])
+    total = rare[0].double().logsumexp(-1)
+    edges = torch.tensor([0.0, 1 / total.exp() + 1e-9, 1 - 1e-9], dtype=torch.float64)
+    tokens = sample(rare, edges, Sampling()).tokens
+    assert tokens.tolist() == [3, size // 2, size - 1]
+    assert sample(rare, torch.ones(3, dtype=torch.float64), Sampling()).tokens[0] == size - 1
 
 
 def test_a_stream_depends_on_its_key_alone():

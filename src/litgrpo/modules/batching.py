@@ -10,7 +10,7 @@ from torch import Tensor
 from litgrpo.modules.settings import Learning
 from litgrpo.objectives.advantages import DecoupledNormalized, Normalized
 from litgrpo.objectives.objective import Objective
-from litgrpo.tensors import length_buckets
+from litgrpo.tensors import family_buckets, length_buckets
 from litgrpo.types import Experience, TokenLogprobs
 
 
@@ -29,21 +29,24 @@ def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]
     return [part.flatten() for part in groups.tensor_split(num_steps) if part.numel()]
 
 
-def micro_batches(experience: Experience, learning: Learning) -> list[Tensor]:
-    """Rows of similar length, within the limits of one pass through the model.
+def micro_batches(experience: Experience, learning: Learning, *, shared: bool) -> list[Tensor]:
+    """Rows that go through the model together, within the limits of one pass.
 
     Args:
         experience: M rows.
-        learning: the limits; padded tokens count the prompt too.
+        learning: the limits.
+        shared: whether the model reads a prompt once for all of its rows: then rows of a prompt
+            stay together and real tokens count; else rows of similar length do, and padded tokens
+            count, the prompt's in each row.
 
     Returns:
         Lists of row numbers, together every row once.
     """
-    return length_buckets(
-        experience.lengths + experience.prompt_mask.shape[1],
-        max_rows=learning.micro_batch_size,
-        max_tokens=learning.micro_batch_tokens,
-    )
+    limits = {"max_rows": learning.micro_batch_size, "max_tokens": learning.micro_batch_tokens}
+    if shared:
+        prompts = experience.prompt_mask.sum(1)
+        return family_buckets(experience.lengths, prompts, experience.prompt_of, **limits)
+    return length_buckets(experience.lengths + experience.prompt_mask.shape[1], **limits)
 
 
 def rows_that_teach(experience: Experience) -> Tensor:
@@ -94,6 +97,8 @@ def scored(
     experience: Experience,
     learning: Learning,
     logprobs_of: Callable[[Experience], TokenLogprobs],
+    *,
+    shared: bool = False,
 ) -> TokenLogprobs:
     """Log-probabilities of all rows without gradient, a micro-batch at a time.
 
@@ -101,13 +106,14 @@ def scored(
         experience: M rows.
         learning: the limits of a micro-batch.
         logprobs_of: what to ask about a micro-batch.
+        shared: see `micro_batches`.
 
     Returns:
         [M, C] log-probabilities and entropies.
     """
     logprobs = torch.zeros_like(experience.sampler_logprobs)
     entropy = torch.zeros_like(logprobs)
-    for rows in micro_batches(experience, learning):
+    for rows in micro_batches(experience, learning, shared=shared):
         part = logprobs_of(experience.select(rows))
         used = part.logprobs.shape[1]
         logprobs[rows, :used] = part.logprobs.to(logprobs.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from litgrpo.data.sampler import BatchLoader
 from litgrpo.device import peak_memory_gib
-from litgrpo.modules import invariants
+from litgrpo.modules import invariants, machine
 from litgrpo.modules.controllers import Controllers, Steering
 from litgrpo.modules.learning import LearningModule
 from litgrpo.modules.measures import Clock, Totals
@@ -269,6 +269,7 @@ class GRPO(LearningModule):
 
     def on_fit_start(self) -> None:
         """Before anything is believed, measure whether it may be."""
+        machine.agree(self)
         if self.check_invariants:
             invariants.check(self)
 
@@ -300,6 +301,7 @@ class GRPO(LearningModule):
         checkpoint["iteration"] = self.iteration
         checkpoint["generated_tokens"] = self.generated_tokens
         checkpoint["coefficients"] = self.steering.state_dict()
+        machine.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint was taken.
@@ -311,6 +313,7 @@ class GRPO(LearningModule):
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
         self.objective = self.steering.load_state_dict(checkpoint["coefficients"], self.objective)
+        machine.restore(self, checkpoint)
 
     def _changing(self) -> dict[str, Tensor]:
         """{name: tensor} of the weights that training changes."""

@@ -66,7 +66,8 @@ LIKELY = {
         "completions belong to other prompts than n // group_size says: groups are interleaved"
     ),
     "4 padding and batch change nothing": (
-        "padding is attended to, or positions count it: attention mask or position ids are missing"
+        "padding is attended to, or positions count it: attention mask or position ids are "
+        "missing; or rows see another prompt (precision.share_prompts: false reads each by itself)"
     ),
     "3 the first ratio is 1": (
         "the policy that learns is not the one that sampled: dropout is on in the update, or old "
@@ -208,7 +209,7 @@ def learning_errors(small: GRPO, rollout: Rollout) -> dict[str, float]:
     small.rewards = Composite({"probe": Reward(probe)}, guard=InProcessGuard())
     experience = small.collect(rollout, small.reward(rollout))
     small.policy.train(not has_dropout(small))
-    now = scored(experience, small.learning, small._logprobs)
+    now = scored(experience, small.learning, small._logprobs, shared=small._shared)
     errors = {
         "6 groups are contiguous": probe.misplaced(rollout, experience),
         "3 the first ratio is 1": ratio_error(experience, now),

@@ -149,10 +149,14 @@ class LearningModule(AnsweringModule):
         whole = self._whole(experience)
         if not self.objective.needs_all_rows:
             experience = experience.select(rows_that_teach(experience))
-        buckets = micro_batches(experience, learning)
+        buckets = micro_batches(experience, learning, shared=self._shared)
         for number, rows in enumerate(buckets, start=1):
             micro = experience.select(rows)
-            yield self.objective.loss(self._logprobs(micro), micro, whole), number == len(buckets)
+            new = self._logprobs(micro)
+            output = self.objective.loss(new, micro, whole)
+            if self.engine.lower_precision is not None:
+                output.stats["policy/sampler_gap"] = _sampler_gap(new, micro)
+            yield output, number == len(buckets)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: gradients are unscaled and reduced over processes by now."""
@@ -162,6 +166,10 @@ class LearningModule(AnsweringModule):
         self.grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
 
     # --- parts of an iteration ---
+
+    @property
+    def _shared(self) -> bool:
+        return self.policy is not None and self.policy.shares_prompts
 
     def _logprobs(self, rows: Experience) -> TokenLogprobs:
         """The policy's view of these rows, with gradient."""
@@ -178,9 +186,10 @@ class LearningModule(AnsweringModule):
         if self.learning.num_steps == 1:
             return None
         full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
+        full = full and self.engine.lower_precision is None
         if full and not self.sampling.greedy:
             return experience.sampler_logprobs
-        return scored(experience, self.learning, self._logprobs).logprobs
+        return scored(experience, self.learning, self._logprobs, shared=self._shared).logprobs
 
     def _ref_logprobs(self, experience: Experience) -> Tensor | None:
         """Log-probabilities under the reference, if there is one."""
@@ -192,13 +201,15 @@ class LearningModule(AnsweringModule):
         def logprobs_of(rows: Experience) -> TokenLogprobs:
             return reference.logprobs(*rows.tokens, support=rows.support, temperature=temperature)
 
-        return scored(experience, self.learning, logprobs_of).logprobs
+        return scored(
+            experience, self.learning, logprobs_of, shared=reference.shares_prompts
+        ).logprobs
 
     def _whole(self, experience: Experience) -> Whole:
         """What all micro-batches of one optimizer step must agree on."""
         entropy = experience.sampler_logprobs  # looked at only if the objective needs it
         if self.objective.needs_entropy:
-            entropy = scored(experience, self.learning, self._logprobs).entropy
+            entropy = scored(experience, self.learning, self._logprobs, shared=self._shared).entropy
         return self.objective.whole(experience.weights, entropy, self._sum, self._gathered)
 
     def _sum(self, value: Tensor) -> Tensor:
@@ -214,3 +225,10 @@ class LearningModule(AnsweringModule):
         return gather(
             torch.nn.functional.pad(values, (0, longest - len(values)), value=torch.nan)
         ).flatten()
+
+
+def _sampler_gap(new: TokenLogprobs, rows: Experience) -> Tensor:
+    """[2] sum and count of the distance (nats) of the sampler from the policy before the update."""
+    before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
+    gap = (before - rows.sampler_logprobs).abs() * rows.completion_mask
+    return torch.stack([gap.sum(), rows.completion_mask.sum()])

@@ -83,6 +83,8 @@ def tolerance(module: GRPO) -> float:
     dtypes = {p.dtype for p in module.policy.parameters() if p.is_floating_point()}  # type: ignore[union-attr]
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
+    if module.engine.lower_precision is not None:
+        dtypes.add(module.engine.lower_precision)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if torch.get_float32_matmul_precision() != "highest":
         eps = max(eps, torch.finfo(torch.float16).eps)

@@ -20,7 +20,8 @@ class Learning:
             groups to one step.
         micro_batch_size: completions that go through the model at once; only memory and speed
             depend on it, the gradient does not. None sets no limit.
-        micro_batch_tokens: padded tokens that go through the model at once, likewise.
+        micro_batch_tokens: tokens that go through the model at once, likewise; a prompt that its
+            completions share counts once, otherwise padding counts too.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
     """
 

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from litgrpo.modules import machine
 from litgrpo.policies.scratch import Scratch
 from litgrpo.tensors import predicting, token_logprobs
 
@@ -180,6 +181,18 @@ class SFT(LightningModule):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         self.log("optim/grad_norm", torch.nn.utils.clip_grad_norm_(trained, limit))
+
+    def on_fit_start(self) -> None:
+        """Let all processes compute alike."""
+        machine.agree(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note what decides how results are rounded."""
+        machine.save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Round as before."""
+        machine.restore(self, checkpoint)
 
     def on_train_start(self) -> None:
         """A resumed run may be done already."""

@@ -2,22 +2,98 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from litgrpo.device import threads
+from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
-from litgrpo.policies.policy import DecodeState, Policy
-from litgrpo.tensors import positions, predicting, token_logprobs
+from litgrpo.policies.fused import FusedDecoder, is_known
+from litgrpo.policies.policy import DecodeState, Policy, lower_precision
+from litgrpo.policies.prompt_tree import PROMPT_TREE, PromptTree, can_share, sharing_pays
+from litgrpo.tensors import positions, predicting, token_logprobs, widened
 from litgrpo.types import TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+# A product of fewer multiplications than this is done before several threads have met.
+WORTH_THREADS = 2**23
 
 
 class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
     head_chunk = 1024
+    share_prompts = True
+    kernels = linears.Kernels()
+    _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `logprobs` reads a prompt once for all of its completions."""
+        return self.share_prompts and self._can_share
+
+    @cached_property
+    def _can_share(self) -> bool:
+        return can_share(self.bare_model)
+
+    def use_kernels(self, kernels: linears.Kernels) -> None:
+        """Compute the linear layers with these kernels from now on."""
+        self.kernels = kernels
+        linears.use(self.model, kernels)
+
+    @contextmanager
+    def decoding(
+        self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
+    ) -> Iterator[None]:
+        """Fuse or pack the weights where that is faster; small products run on one thread."""
+        layers = linears.fast_linears(self.model)
+        largest = max((layer.weight.numel() for layer in layers), default=0)
+        few = threads(1 if rows * largest < WORTH_THREADS else torch.get_num_threads())
+        with few, lower_precision(self.model.device, dtype), torch.no_grad():
+            if fused and self.can_fuse:
+                self._decoder = self._fused()
+            pack = self.kernels.decode == "onednn" and self._decoder is None
+            try:
+                with linears.packed(self.model) if pack else nullcontext():
+                    yield
+            finally:
+                self._decoder = None
+
+    @cached_property
+    def can_fuse(self) -> bool:
+        """Whether the fused decoder knows this model and says the same on a first try."""
+        if not is_known(self.bare_model):
+            return False
+        with torch.autocast(self.model.device.type, enabled=False), torch.no_grad():
+            ids = torch.arange(1, 11, device=self.model.device).view(2, 5)
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            self._decoder = self._fused()
+            try:
+                state = self.prefill(ids[:, :3], mask[:, :3], 1, 2)[1]
+                found = [self.step(ids[:, column], state) for column in (3, 4)]
+            finally:
+                self._decoder = None
+            expected = self.dense_logits(ids[:, :3], mask[:, :3], ids[:, 3:])[:, 1:]
+        gap = (torch.stack(found, 1).log_softmax(-1) - widened(expected).log_softmax(-1)).abs()
+        tolerance = max(1e-3, 32 * torch.finfo(self.model.dtype).eps)
+        if not bool(gap.max() <= tolerance):
+            log.warning("The fused decoder is off by %.1e nats and stays unused.", gap.max())
+            return False
+        return True
+
+    def _fused(self) -> FusedDecoder:
+        """The weights as they are now, made ready for decoding in the precision of this moment."""
+        device = self.model.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        pack = self.kernels.decode == "onednn"
+        return FusedDecoder(self.bare_model, self._finished, dtype=dtype, pack=pack)
 
     @property
     def bare_model(self) -> PreTrainedModel:
@@ -40,7 +116,10 @@ class CausalPolicy(Policy):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., E] -> logits [..., V], with the model's logit scale and soft-cap."""
-        logits = self.bare_model.get_output_embeddings()(hidden)
+        return self._finished(self.bare_model.get_output_embeddings()(hidden))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Logits as the head gives them -> with the model's logit scale and soft-cap."""
         multiplier, divisor, cap = self._logit_rules
         if multiplier is not None:
             logits = logits * multiplier
@@ -78,17 +157,26 @@ class CausalPolicy(Policy):
             past_key_values=cache,
             use_cache=True,
         )
+        if self._decoder is not None:
+            cache = self._decoder.receive(cache, prompt_mask.shape[1] + capacity)
         state = SharedPrefixCache(cache, prompt_mask, group_size, capacity)
+        state.can_join = True
         return self.head(output.last_hidden_state[:, -1]), state
 
     def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """Feed one token to every live row; see `Policy.step`."""
         assert isinstance(state, SharedPrefixCache)
+        if self._decoder is not None:
+            device = self.model.device.type
+            if not torch.is_autocast_enabled(device):
+                return self._decoder.step(tokens, state)
+            with torch.autocast(device, enabled=False):  # it has its own precision
+                return self._decoder.step(tokens, state)
         model = self.bare_model
         with attention(model, SHARED_PREFIX):
             output = model.base_model(
                 input_ids=tokens[:, None],
-                position_ids=state.position_ids(),
+                position_ids=state.begin_step(),
                 past_key_values=state,
                 use_cache=True,
                 shared_prefix=state,
@@ -123,12 +211,17 @@ class CausalPolicy(Policy):
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
-        prompts = prompt_mask[prompt_of]
-        mask = torch.cat([prompts, completion_mask], 1)
-        ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
-        targets = torch.cat([torch.zeros_like(prompts), completion_mask], 1)
+        rows = prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+        if self.shares_prompts and sharing_pays(*rows):
+            hidden = self._hidden_of_tree(PromptTree.grow(*rows))
+        else:
+            prompts = prompt_mask[prompt_of]
+            mask = torch.cat([prompts, completion_mask], 1)
+            ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
+            targets = torch.cat([torch.zeros_like(prompts), completion_mask], 1)
+            hidden = predicting(self.hidden(ids, mask), targets)
         logprobs, entropy = token_logprobs(
-            predicting(self.hidden(ids, mask), targets),
+            hidden,
             completion_ids[completion_mask],
             self.head,
             support=None if support is None else support[completion_mask],
@@ -141,3 +234,15 @@ class CausalPolicy(Policy):
             padded.masked_scatter(completion_mask, logprobs),
             padded.masked_scatter(completion_mask, entropy),
         )
+
+    def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
+        """[K, E] hidden states that predict the completion tokens, each prompt read once."""
+        model = self.bare_model
+        with attention(model, PROMPT_TREE):
+            output = model.base_model(
+                input_ids=tree.ids[None],
+                position_ids=tree.positions[None],
+                use_cache=False,
+                prompt_tree=tree,
+            )
+        return output.last_hidden_state[0].index_select(0, tree.predicting)

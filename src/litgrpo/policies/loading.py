@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from litgrpo.policies import linears
+from litgrpo.policies.attention import same_attention_again
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.policy import Policy
 from litgrpo.policies.reference import AdapterOff, FrozenModel, Reference
@@ -46,17 +49,22 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the weights are held and what is recomputed.
+    """How the weights are held, what computes with them and what is recomputed.
 
     Args:
         dtype: of the weights; with `trainer.precision: bf16-mixed` keep float32.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
+        kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
+            `plain` torch's own, `onednn` the other.
+        share_prompts: in the update, read each prompt once for its whole group, without padding.
     """
 
     dtype: Dtype = "float32"
     gradient_checkpointing: bool = False
     dropout: bool = False
+    kernels: linears.KernelChoice = "auto"
+    share_prompts: bool = True
 
 
 def resolve(pretrained: str) -> str:
@@ -176,10 +184,15 @@ def as_policy(
     """A policy around a model at hand; see `load_policy`."""
     precision = precision or Precision()
     if precision.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        again = partial(same_attention_again, model)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     if lora is not None:
         model = _with_adapters(model, lora)
-    return CausalPolicy(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    linears.install(model)
+    policy = CausalPolicy(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    policy.share_prompts = precision.share_prompts
+    policy.use_kernels(linears.choose(model, precision.kernels))
+    return policy
 
 
 def load_reference(

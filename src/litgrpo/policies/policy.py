@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.types import TokenLogprobs
 
 
+def lower_precision(
+    device: torch.device, dtype: torch.dtype | None
+) -> AbstractContextManager[None]:
+    """Compute matrix products in `dtype`; None leaves things as they are."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
 class DecodeState(ABC):
-    """What a policy remembers of the rows it is decoding: cached keys and values, positions."""
+    """What a policy remembers of the rows it is decoding: cached keys and values, positions.
+
+    `can_join`: whether rows of another state of the same rollout can be taken in by `join`.
+    Engines refill free slots only then.
+    """
+
+    can_join: bool = False
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
         """Keep only the given live rows.
 
         Args:
-            rows: [m] numbers of the rows to keep, ascending.
+            rows: [m] numbers of the rows to keep, in their new order. Engines let the last rows
+                fill the places of those that leave, so that few of them move.
         """
+
+    def join(self, newcomers: DecodeState) -> None:
+        """Take in rows after the own ones.
+
+        Args:
+            newcomers: a state fresh from `Policy.prefill`, of the same capacity.
+        """
+        raise AssertionError("can_join is False")
 
 
 class Policy(nn.Module, ABC):
@@ -47,6 +71,28 @@ class Policy(nn.Module, ABC):
         self.eos_ids = eos_ids
         self.own_dropout = own_dropout or {}
         self.pad_id = int(tokenizer.pad_token_id)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `logprobs` reads a prompt once for all of its completions."""
+        return False
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits, V; a model may have more than its tokenizer has tokens."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    def decoding(
+        self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
+    ) -> AbstractContextManager[None]:
+        """What to decode within: the policy may prepare itself, its weights will not change.
+
+        Args:
+            rows: rows that decode at the same time at most.
+            dtype: lower precision to compute in; None: as the policy does.
+            fused: let the policy take a faster decoding step of its own, if it has one.
+        """
+        return lower_precision(self.model.device, dtype)
 
     @abstractmethod
     def prefill(

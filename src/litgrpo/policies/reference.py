@@ -16,6 +16,11 @@ from litgrpo.types import TokenLogprobs
 class Reference(nn.Module, ABC):
     """Log-probabilities under a model that does not learn."""
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt is read once for all of its completions; see `Policy`."""
+        return False
+
     @abstractmethod
     def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
         """Log-probabilities of completions, without gradient; see `Policy.logprobs`."""
@@ -43,6 +48,11 @@ class FrozenModel(Reference):
         """Freeze the policy."""
         super().__init__()
         self.policy = policy.requires_grad_(False).eval()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """As the frozen model."""
+        return self.policy.shares_prompts
 
     def train(self, mode: bool = True) -> FrozenModel:
         """Stay in eval mode."""
@@ -82,6 +92,11 @@ class AdapterOff(Reference):
         super().__init__()
         # In a tuple, so that the policy's weights are not registered a second time.
         self._policy = (policy,)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """As the policy."""
+        return self._policy[0].shares_prompts
 
     @torch.no_grad()
     def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,14 @@ class RolloutEngine(ABC):
     The result is a pure function of weights, prompts, uniforms and sampling: up to ties at
     rounding, every engine returns the same tokens.
     """
+
+    @property
+    def lower_precision(self) -> torch.dtype | None:
+        """What it computes in instead of the policy's own arithmetic.
+
+        None: its log-probabilities are the policy's, up to rounding.
+        """
+        return None
 
     @abstractmethod
     def generate(
@@ -53,14 +62,14 @@ class Transcript:
         logprobs: [N, C] float32 log-probabilities at sampling.
         mask: [N, C] True marks a real token.
         ended: [N] True where the end token was said.
-        support: for each column, the live rows [n] and what could be drawn there [n, S].
+        support: for each step, its column, the live rows [n] and what could be drawn there [n, S].
     """
 
     ids: Tensor
     logprobs: Tensor
     mask: Tensor
     ended: Tensor
-    support: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    support: list[tuple[int | Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @staticmethod
     def empty(shape: torch.Size, pad_id: int, device: torch.device) -> Transcript:
@@ -81,6 +90,28 @@ class Transcript:
         if drawn.support is not None:
             self.support.append((column, rows[speaking], drawn.support[speaking]))
         self.ended[rows] |= torch.isin(tokens, eos_ids)
+
+    def add_all(self, spoken: Iterable[tuple[Tensor, Tensor, Drawn]], is_end: Tensor) -> None:
+        """Write all steps of a rollout, at its end and at once.
+
+        Args:
+            spoken: for each step, the place in [N * C] of each live row, which of the rows have
+                not ended before, and what was drawn for them.
+            is_end: [V] True for tokens that end a completion.
+        """
+        cursors, speakers, draws = zip(*spoken, strict=True)
+        speaking, length = torch.cat(speakers), self.ids.shape[1]
+        place = torch.cat(cursors)[speaking]
+        tokens = torch.cat([drawn.tokens for drawn in draws])[speaking]
+        self.ids.view(-1)[place] = tokens
+        logprobs = torch.cat([drawn.logprobs for drawn in draws])[speaking]
+        self.logprobs.view(-1)[place] = logprobs.float()
+        self.mask.view(-1)[place] = True
+        self.ended[place[is_end[tokens]] // length] = True
+        for cursor, speaker, drawn in zip(cursors, speakers, draws, strict=True):
+            if drawn.support is not None:
+                rows, columns = cursor[speaker] // length, cursor[speaker] % length
+                self.support.append((columns, rows, drawn.support[speaker]))
 
     def rollout(self, prompts: PromptBatch, group_size: int) -> Rollout:
         """The finished rollout; columns that nobody used are cut off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,9 @@ from litgrpo.tensors import widened
 Purpose = Literal["train", "val", "test", "predict"]
 PURPOSES: tuple[Purpose, ...] = ("train", "val", "test", "predict")
 
+LARGE, BLOCK = 4096, 128  # vocabularies from this size on are summed in blocks of this size
+BELOW_1 = 1 - 2.0**-50  # short of 1 by more than float64 rounds: some entry always exceeds it
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -21,7 +25,7 @@ class Sampling:
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens, any of those that tie for the last place; 0 keeps all.
         top_p: keep the most likely tokens up to this cumulative probability, the one that
             crosses it included; 1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
@@ -83,31 +87,6 @@ class Sampling:
         return 1.0 if self.greedy else self.temperature
 
 
-def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after temperature, with the tokens that may not be drawn at -inf.
-
-    Args:
-        logits: [n, V].
-        sampling: the filters.
-
-    Returns:
-        [n, V] float32.
-    """
-    logits = widened(logits) / sampling.policy_temperature
-    if sampling.top_k:
-        kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if sampling.top_p < 1:
-        probs, order = logits.softmax(-1).sort(stable=True, dim=-1, descending=True)
-        beyond = probs.cumsum(-1) - probs >= sampling.top_p  # more likely tokens suffice
-        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-    if sampling.min_p:
-        probs = logits.softmax(-1)
-        too_rare = probs < sampling.min_p * probs.amax(-1, keepdim=True)
-        logits = logits.masked_fill(too_rare, -torch.inf)
-    return logits
-
-
 class Drawn(NamedTuple):
     """One token of each of n rows.
 
@@ -126,8 +105,8 @@ class Drawn(NamedTuple):
 def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     """Draw one token per row: the first, in vocabulary order, whose cumulative sum exceeds u.
 
-    One random number per row instead of one per vocabulary entry; the cumulative sum is float64,
-    so that large vocabularies keep their tails.
+    One random number per row instead of one per vocabulary entry; cumulative sums are float64, so
+    that large vocabularies keep their tails.
 
     Args:
         logits: [n, V].
@@ -142,24 +121,82 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
         >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling()).tokens
         tensor([1])
     """
-    logits = filtered(logits, sampling)
-    logprobs = logits.log_softmax(-1)
+    scores = widened(logits)
+    if sampling.policy_temperature != 1:
+        scores = scores / sampling.policy_temperature
+    uniforms = uniforms.clamp(max=BELOW_1)[:, None]
+    if not sampling.truncated:
+        probs = scores.softmax(-1)
+        if sampling.greedy:
+            tokens = scores.argmax(-1, keepdim=True)
+        else:
+            tokens = _first_beyond(probs, uniforms)
+        return Drawn(tokens.squeeze(1), probs.gather(1, tokens).log_().squeeze(1))
+    scores, ids = candidates(scores, sampling)
+    probs = scores.softmax(-1)
     if sampling.greedy:
-        tokens = logits.argmax(-1)
+        places = scores.argmax(-1, keepdim=True)
     else:
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        # Short of 1 by more than float64 rounds, so that some entry always exceeds it.
-        threshold = uniforms.clamp(max=1 - 2.0**-50)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    support = kept_ids(logits) if sampling.truncated else None
-    return Drawn(tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), support)
+        order = ids.argsort(-1)  # a token is the first in vocabulary order
+        places = order.gather(1, _first_beyond(probs.gather(1, order), uniforms))
+    support = ids.masked_fill(scores == -torch.inf, -1).int()
+    tokens, logprobs = ids.gather(1, places), probs.gather(1, places).log_()
+    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), support)
 
 
-def kept_ids(filtered_logits: Tensor) -> Tensor:
-    """[n, S] int32 ids of the tokens of [n, V] that are not at -inf, filled up with -1."""
-    most = int((filtered_logits > -torch.inf).sum(-1).max())
-    values, ids = filtered_logits.topk(most)
-    return ids.masked_fill(values == -torch.inf, -1).int()
+def _first_beyond(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """[n, 1] the first entry of [n, V] probabilities whose cumulative sum exceeds u [n, 1].
+
+    Large vocabularies are summed in two levels: first the sums of blocks (float32 within a block,
+    float64 over them), then the entries of one block.
+    """
+    rows, size = probs.shape
+    if size < LARGE:
+        return _beyond(probs.cumsum(-1, dtype=torch.float64), uniforms)
+    blocks = torch.nn.functional.pad(probs, (0, -size % BLOCK)).view(rows, -1, BLOCK)
+    cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    block = _beyond(cumulative, uniforms)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # Where u is within its block, as a share of it; below 1, whatever the sums' rounding.
+    within = (uniforms * cumulative[:, -1:] - before) / (cumulative.gather(1, block) - before)
+    entries = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
+    entry = _beyond(entries.cumsum(-1, dtype=torch.float64), within.clamp(0, BELOW_1))
+    return block * BLOCK + entry
+
+
+def _beyond(cumulative: Tensor, share: Tensor) -> Tensor:
+    """[n, 1] the first entry of [n, K] float64 that exceeds a share [n, 1] of the last."""
+    return torch.searchsorted(cumulative, share * cumulative[:, -1:], right=True)
+
+
+def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that filters leave.
+
+    Without top_k the most likely 64 tokens are looked at, and more only if they are not enough:
+    sorting a whole vocabulary costs more than the model.
+
+    Args:
+        scores: [n, V] float32 logits after temperature.
+        sampling: the filters.
+
+    Returns:
+        [n, S] scores, -inf where fewer than S are left, and [n, S] their ids; most likely first.
+    """
+    size = scores.shape[1]
+    total = None if sampling.top_k else scores.logsumexp(-1, keepdim=True)
+    most = sampling.top_k or 64
+    while True:
+        top, ids = scores.topk(min(most, size))
+        keep = torch.ones_like(top, dtype=torch.bool)
+        if sampling.top_p < 1:
+            probs = top.softmax(-1) if total is None else (top - total).exp()
+            keep = probs.cumsum(-1) - probs < sampling.top_p  # more likely tokens do not suffice
+        if sampling.min_p:
+            keep = keep & (top >= top[:, :1] + math.log(sampling.min_p))
+        width = int(keep.sum(-1).max())
+        if sampling.top_k or width < most or most >= size:
+            return top.masked_fill(~keep, -torch.inf)[:, :width], ids[:, :width]
+        most = 8 * most if 64 * most < size else size
 
 
 def draw_uniforms(

@@ -1,0 +1,268 @@
+"""Linear layers on the fastest matrix kernel of this processor: the same arithmetic, sooner.
+
+Plain torch hands float32 products to one library whatever the processor. Another one, oneDNN, is
+in torch too; on some processors it is twice as fast, and anywhere a small product gains when the
+weight is laid out for it once (`packed`) instead of in every call. Which is faster is measured.
+
+The operators that reach oneDNN directly are not part of torch's public interface. They are tried
+once, and without them every layer is the plain one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+Kernel = Literal["plain", "onednn"]
+KernelChoice = Literal["auto", "plain", "onednn"]
+
+# A kernel must be this much faster to be taken, so that noise does not choose between equals and
+# the same command computes the same digits twice.
+MARGIN = 1.15
+DECODE_ROWS, LEARN_ROWS = 8, 64
+LARGEST_SIDE = 1024  # larger weights are measured by a piece
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernel computes the linear layers.
+
+    Args:
+        decode: while completions are sampled; `onednn` packs the weights once per rollout.
+        learn: everywhere else, forward and backward.
+    """
+
+    decode: Kernel = "plain"
+    learn: Kernel = "plain"
+
+
+class PackedLinear:
+    """A linear layer for one rollout, its weight copied into the kernel's own layout.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+        dtype: float32 or bfloat16 to compute in; None takes the weight's.
+        widen: give results in the type of the input; else in `dtype`, as autocast would.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        widen: bool = True,
+    ) -> None:
+        """Pack; later changes of the weight are not seen."""
+        self.dtype = weight.dtype if dtype is None else dtype
+        own = weight.detach().to(self.dtype).contiguous()
+        # The number is a hint: any but 1 gives the layout that serves all.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(own, 32)
+        self.bias = None if bias is None else bias.detach().to(self.dtype)
+        self.widen = widen
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if x.dtype == self.dtype:
+            return _onednn(x, self.weight, self.bias)
+        y = _onednn(x.to(self.dtype), self.weight, self.bias)
+        return y.to(x.dtype) if self.widen else y
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Rows [..., in] times weight [out, in] transposed, plus bias."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _OneDnn(torch.autograd.Function):
+    """A float32 linear layer whose three matrix products run in oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_x = _onednn(grad, weight.t()) if wants_x else None
+        of_weight = _onednn(flat.t(), x.reshape(-1, x.shape[-1]).t()) if wants_weight else None
+        return of_x, of_weight, flat.sum(0) if wants_bias else None
+
+
+class _Fast(nn.Module):
+    """What the two classes below add to the library's layers."""
+
+    weight: Tensor
+    bias: Any
+    kernel: Kernel = "plain"
+    packed: PackedLinear | None = None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if self.packed is not None and not torch.is_grad_enabled():
+            return self.packed(x)
+        if self.kernel == "onednn" and _is_plain_float32(x, self.weight):
+            return _OneDnn.apply(x, self.matrix, self.bias)
+        return super().forward(x)
+
+
+class FastLinear(_Fast, nn.Linear):
+    """`nn.Linear` with a choice of kernel; parameters and their names are the same."""
+
+
+class FastConv1D(_Fast, Conv1D):
+    """GPT-2's linear layer, which holds its weight transposed."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        return self.weight.t()
+
+
+FAST: dict[type[nn.Module], type[_Fast]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
+
+
+def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch would compute in float32 here; bfloat16 goes to oneDNN by itself."""
+    same = x.dtype == weight.dtype == torch.float32
+    return same and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+
+
+def fast_linears(model: nn.Module) -> list[_Fast]:
+    """The model's linear layers that can change their kernel, adapters' among them."""
+    return [module for module in model.modules() if isinstance(module, _Fast)]
+
+
+def install(model: nn.Module) -> None:
+    """Let every linear layer choose its kernel; names, parameters and results stay."""
+    for module in model.modules():
+        if type(module) in FAST:
+            module.__class__ = FAST[type(module)]
+
+
+def use(model: nn.Module, kernels: Kernels) -> None:
+    """Take a kernel for the forward and backward passes; `packed` is the one for decoding."""
+    if kernels != Kernels() and not onednn_works():
+        raise ValueError(
+            "This torch cannot reach the kernels that were chosen (of a checkpoint of another "
+            "machine?). Give precision.kernels: plain, and leave the checkpoint's choice out."
+        )
+    for module in fast_linears(model):
+        module.kernel = kernels.learn
+
+
+@contextmanager
+def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Run the model's linear layers from packed weights, as long as nothing needs a gradient.
+
+    Weights must not change meanwhile. Under autocast the weights are packed in its type. Where
+    oneDNN cannot be reached, or the weights are neither float32 nor bfloat16, nothing happens.
+
+    Args:
+        model: the model, its layers installed.
+        dtype: to compute in; None takes the weights'. Results keep the type of the inputs.
+    """
+    autocast = torch.is_autocast_enabled("cpu")
+    if autocast:
+        dtype = torch.get_autocast_dtype("cpu")
+    layers = [layer for layer in fast_linears(model) if can_pack(layer.weight)]
+    try:
+        for layer in layers:
+            layer.packed = PackedLinear(layer.matrix, layer.bias, dtype=dtype, widen=not autocast)
+        yield
+    finally:
+        for layer in layers:
+            layer.packed = None
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether `PackedLinear` takes this weight."""
+    known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+    return known and onednn_works()
+
+
+@cache
+def onednn_works() -> bool:
+    """Whether the operators are there and compute what they should, forward and backward."""
+    x, weight = torch.linspace(-1, 1, 6).view(2, 3), torch.linspace(0, 1, 12).view(4, 3)
+    try:
+        results = _onednn(x, weight), PackedLinear(weight)(x), _onednn(x.t(), x.t())
+    except (AttributeError, RuntimeError, TypeError):  # another torch, or one without oneDNN
+        return False
+    expected = x @ weight.t(), x @ weight.t(), x.t() @ x
+    return all(map(torch.allclose, results, expected))
+
+
+def choose(model: nn.Module, choice: KernelChoice) -> Kernels:
+    """The kernels that this processor runs fastest, or the ones asked for.
+
+    Args:
+        model: the model, its layers installed.
+        choice: `auto` measures on the shape that holds most of the model's weights.
+    """
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for layer in fast_linears(model):
+        if can_pack(layer.weight):
+            shapes[tuple(layer.matrix.shape)] += layer.weight.numel()
+    if choice == "plain" or not shapes:
+        return Kernels()
+    if choice == "onednn":
+        return Kernels(decode="onednn", learn="onednn")
+    (shape, _) = shapes.most_common(1)[0]
+    out, into = (min(side, LARGEST_SIDE) for side in shape)
+    return measured(out, into, next(model.parameters()).dtype)
+
+
+@cache
+def measured(out: int, into: int, dtype: torch.dtype) -> Kernels:
+    """The faster kernels for a weight [out, into], by some milliseconds of trying."""
+    weight = torch.ones(out, into, dtype=dtype)
+    few, many = (torch.ones(rows, into, dtype=dtype) for rows in (DECODE_ROWS, LEARN_ROWS))
+    grad = torch.ones(LEARN_ROWS, out, dtype=dtype)
+    with torch.no_grad():
+        ready = PackedLinear(weight)
+        decode = faster(lambda: functional.linear(few, weight), lambda: ready(few))
+        if dtype != torch.float32:
+            return Kernels(decode=decode)
+
+        def plain() -> None:
+            functional.linear(many, weight), grad @ weight, grad.t() @ many
+
+        def onednn() -> None:
+            _onednn(many, weight), _onednn(grad, weight.t()), _onednn(grad.t(), many.t())
+
+        return Kernels(decode=decode, learn=faster(plain, onednn))
+
+
+def faster(plain: Callable[[], object], onednn: Callable[[], object], trials: int = 7) -> Kernel:
+    """Whether oneDNN wins clearly; the best of several alternating trials of each counts."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    times = [(seconds(plain), seconds(onednn)) for _ in range(trials)]
+    of_plain, of_onednn = map(min, zip(*times, strict=True))
+    return "onednn" if of_plain > MARGIN * of_onednn else "plain"
