@@ -111,6 +111,7 @@ def test_inputs_that_a_function_changes_are_copies(guard) -> None:
 
 
 def test_several_hanging_samples_leave_the_others_their_turn(guard) -> None:
+    guard.timeout_s = 4.0
     texts = ["bad", "a", "bb", "bad", "cc", "d", "bad", "eee"] * 4
     table, composite = score(guard, faulty.sleeps, texts)
     assert composite.failures == {"r": {"TimeoutError": 12}}
