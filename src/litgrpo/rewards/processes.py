@@ -227,6 +227,8 @@ class Crew:
         known = {call.name: (call.function, call.settings) for call in calls}
         if all(name in self.known and _same(self.known[name], known[name]) for name in known):
             return {name: self.troubles[name] for name in known if name in self.troubles}
+        if sys.platform == "win32":  # cannot hand file descriptors to other processes
+            return dict.fromkeys(known, "Windows has no workers")
         pickled, troubles = {}, {}
         for name, part in known.items():
             try:

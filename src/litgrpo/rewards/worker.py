@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
-import fcntl
 import inspect
 import os
 import pickle
@@ -265,6 +264,8 @@ def _can_fork() -> bool:
 def _die_with(lifeline_fd: int) -> None:
     """End when the other side of this pipe is closed, also in the middle of C code."""
     if sys.platform == "linux":
+        import fcntl
+
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
