@@ -157,6 +157,7 @@ def main(control_fd: int, lifeline_fd: int, payload_fd: int) -> None:
         if os.getpid() == _LAUNCHED:
             control.sendall(REPLY.pack(0))  # "I am the worker"
         else:
+            os.setpgid(0, 0)  # so that it can be ended with all that it starts
             _die_with_parent()
         control.close()
         _serve(fds, functions)
