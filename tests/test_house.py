@@ -18,7 +18,7 @@ LAYER = (
     dict.fromkeys(("types", "tensors", "text", "device"), 0)
     | dict.fromkeys(ROOMS, 1)
     | {"modules": 2, "callbacks": 3, "strategies": 3, "mistakes": 0, "convert": 0}
-    | {"cli": 4, "compare": 4, "commands": 5}
+    | {"cli": 4, "compare": 4, "audit": 4, "commands": 5}
 )
 # These do not know Lightning.
 PURE = {"types", "tensors", "text", "objectives", "rollout", "rewards", "policies"}

@@ -23,6 +23,10 @@ LIGHTNING_VERBS = {
 COMMANDS = {
     "export": ("litgrpo.commands", "write a checkpoint's policy as a Hugging Face folder"),
     "convert": ("litgrpo.convert", "turn a Gemma 2 reasoning trainer's JSON into a recipe"),
+    "audit": (
+        "litgrpo.audit",
+        "test the rewards of a recipe: fair to right answers, hard to game?",
+    ),
     "compare": ("litgrpo.compare", "train by several algorithms and seeds; which gains are real?"),
 }
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
@@ -116,6 +120,8 @@ def run(verb: str, words: list[str]) -> None:
     from litgrpo.cli import PlainParser
 
     words = [word for word in words if word != "--debug"]
+    if verb == "audit":  # a recipe is given to it as to fit
+        words = ["--recipes+" if word in ("-c", "--config") else word for word in words]
     program = f"{program_name()} {verb}"
     function = getattr(importlib.import_module(COMMANDS[verb][0]), verb)
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)

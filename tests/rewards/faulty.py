@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import re
+import subprocess
 import sys
 import time
 
@@ -38,6 +39,14 @@ def catastrophic_regex(completions):
 def loops_in_python(completions):
     while "bad" in completions:
         continue
+    return lengths(completions)
+
+
+def starts_a_program(completions, path):
+    if "bad" in completions:
+        with open(path[0], "a") as file:
+            file.write(f"{subprocess.Popen(['sleep', '600']).pid}\n")
+        time.sleep(3600)
     return lengths(completions)
 
 

@@ -44,6 +44,13 @@ def test_nothing_but_one_right_answer_in_tags_earns_credit(completion: str) -> N
     assert judge(completion) == 0.0
 
 
+def test_a_question_or_a_text_with_the_number_in_it_is_no_answer() -> None:
+    assert judge(tagged("Tom has 72 apples. How many apples does Tom have?")) == 0.0
+    assert judge(tagged("So " + "so " * 20 + "it is 72.")) == 0.0
+    assert judge(tagged("Natalia sold 72 clips altogether in the months of April and May.")) == 1.0
+    assert judge(tagged("72 clips?")) == 1.0
+
+
 def test_a_repeated_equal_answer_is_no_contradiction() -> None:
     assert judge(tagged("72") + tagged("$72.00")) == 1.0
 

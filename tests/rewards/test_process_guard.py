@@ -111,6 +111,7 @@ def test_inputs_that_a_function_changes_are_copies(guard) -> None:
 
 
 def test_several_hanging_samples_leave_the_others_their_turn(guard) -> None:
+    guard.timeout_s = 4.0
     texts = ["bad", "a", "bb", "bad", "cc", "d", "bad", "eee"] * 4
     table, composite = score(guard, faulty.sleeps, texts)
     assert composite.failures == {"r": {"TimeoutError": 12}}
@@ -271,6 +272,13 @@ def test_closing_or_forgetting_a_guard_ends_its_processes() -> None:
         wait_until_gone(pids)
 
 
+def test_what_a_function_started_ends_with_it(guard, tmp_path) -> None:
+    path = tmp_path / "pids"
+    table, _ = score(guard, faulty.starts_a_program, columns={"path": [str(path)] * len(TEXTS)})
+    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
+    wait_until_gone(list(map(int, path.read_text().split())))
+
+
 PARENT = """
 import time
 from litgrpo.rewards import Composite, ProcessGuard, Reward
@@ -357,3 +365,20 @@ def test_a_guard_can_be_copied_and_starts_its_own_workers(guard) -> None:
     assert score(twin, faulty.lengths)[0].valid.all()
     twin.close()
     assert isinstance(copy.deepcopy(InProcessGuard()), InProcessGuard)
+
+
+def test_a_recipe_chooses_its_guard(tmp_path) -> None:
+    import jsonargparse
+
+    from litgrpo.modules.grpo import GRPO
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(GRPO, "model")
+    rewards = '--model.rewards={"r": {"function": "litgrpo.rewards.math.correctness"}}'
+    words = ["--model.pretrained=none", rewards, "--model.guard=ProcessGuard"]
+    module = parser.instantiate(parser.parse_args([*words, "--model.guard.timeout_s=7"])).model
+    assert isinstance(module.rewards.guard, ProcessGuard)
+    assert module.rewards.guard.timeout_s == 7
+    words[2] = "--model.guard=litgrpo.rewards.guard.InProcessGuard"
+    module = parser.instantiate(parser.parse_args(words)).model
+    assert isinstance(module.rewards.guard, InProcessGuard)

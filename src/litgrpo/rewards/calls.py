@@ -17,8 +17,9 @@ from numbers import Real
 from typing import Any
 
 DOUBLE_EPS = sys.float_info.epsilon
+IDS = "completion_ids"
 ATOMS = {str, int, float, bool, bytes, type(None)}
-MARKS = ("whole_batch", "pure", "isolated")
+MARKS = ("whole_batch", "pure", "isolated", "in_process")
 MAX_PRINTED = 5_000_000  # characters that one call may print
 MAX_SHOWN = 20_000  # of which so many are shown
 
@@ -48,7 +49,10 @@ class Call:
     def arguments(self, row: int | None = None) -> dict[str, Any]:
         """Copies of the arguments for all rows, or for one; changing them harms nobody."""
         chosen = slice(None) if row is None else slice(row, row + 1)
-        rows = {name: copied(values[chosen]) for name, values in self.rows.items()}
+        rows = {
+            name: copied_ids(values[chosen]) if name == IDS else copied(values[chosen])
+            for name, values in self.rows.items()
+        }
         return rows | self.context | own_settings(self.settings)
 
     def select(self, chosen: Sequence[int]) -> dict[str, list[Any]]:
@@ -212,6 +216,11 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
         name: copied(value) if isinstance(value, list | dict) else value
         for name, value in settings.items()
     }
+
+
+def copied_ids(rows: list[Any]) -> list[Any]:
+    """Copies of lists of token ids; a look at each id would cost more than all else."""
+    return [row[:] if type(row) is list else copied(row) for row in rows]
 
 
 def copied(value: Any) -> Any:

@@ -16,6 +16,9 @@ from litgrpo.text import (
     text_of,
 )
 
+MOST_WORDS = 20  # of an answer that is a number
+MOST_WORDS_OF_DOUBT = 3  # "72 clips?" is an answer; a longer question is a copy
+
 Gold = str | int | float | None
 
 
@@ -31,8 +34,8 @@ def correctness(
 
     Numbers are compared exactly, whatever their dress (`$1,080.00`, `1080`, `\frac{2160}{2}`,
     `<answer>1080 feet</answer>`); a gold answer that is not a number is compared as text. A
-    completion must commit itself: several different answers, several numbers inside one answer, an
-    empty or unclosed tag earn nothing.
+    completion must commit itself: several different answers, several numbers inside one answer, a
+    number in more than 20 words or in a question, an empty or unclosed tag earn nothing.
 
     Args:
         prompts: N prompts; not read.
@@ -191,4 +194,11 @@ def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[st
 def _equals(claim: str, gold: Fraction | str) -> bool:
     if isinstance(gold, str):
         return same_text(claim, gold)
-    return parse_number(claim) == gold
+    return _states(claim) and parse_number(claim) == gold
+
+
+def _states(claim: str) -> bool:
+    """Whether a claim is an answer, not a text (such as the question) with one number in it."""
+    words = len(claim.split())
+    asks = words > MOST_WORDS_OF_DOUBT and claim.rstrip(" \n\"'").endswith("?")
+    return words <= MOST_WORDS and not asks

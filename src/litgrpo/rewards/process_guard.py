@@ -126,7 +126,12 @@ class ProcessGuard(Guard):
 
 
 def is_trusted(call: Call) -> bool:
-    """Whether a call runs code of this package only, and no judge that was handed to it."""
+    """Whether a call runs code of this package only, and no judge that was handed to it.
+
+    A judge that says `in_process`, because it holds a model, is believed.
+    """
+    if is_marked(call.function, "in_process"):
+        return True
     function, settings = call.function, list(call.settings.values())
     while isinstance(function, partial):
         settings += function.keywords.values()

@@ -79,11 +79,12 @@ class Worker:
         return text + (f"\n... and {more} more bytes\n" if more > 0 else "")
 
     def end(self) -> str:
-        """Kill it if it still lives, and say what it died of."""
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            log.debug("worker %d is gone already", self.pid)
+        """Kill it and all that it started, and say what it died of."""
+        for kill in (os.killpg, os.kill):  # one that was just forked has no group of its own yet
+            try:
+                kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                log.debug("worker %d is gone already", self.pid)
         code = self.launcher.reap(self)
         self.drain()
         self.connection.close()
@@ -227,6 +228,8 @@ class Crew:
         known = {call.name: (call.function, call.settings) for call in calls}
         if all(name in self.known and _same(self.known[name], known[name]) for name in known):
             return {name: self.troubles[name] for name in known if name in self.troubles}
+        if sys.platform == "win32":  # cannot hand file descriptors to other processes
+            return dict.fromkeys(known, "Windows has no workers")
         pickled, troubles = {}, {}
         for name, part in known.items():
             try:
@@ -277,11 +280,10 @@ class Crew:
 
     def close(self) -> None:
         """End everything."""
+        for worker in self.idle + self.busy:
+            worker.end()
         for launcher in self.launchers:
             launcher.close()
-        for worker in self.idle + self.busy:
-            worker.connection.close()
-            worker.output.close()
         self.launchers, self.idle, self.busy, self.known = [], [], [], {}
 
 

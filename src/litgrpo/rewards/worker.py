@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
-import fcntl
 import inspect
 import os
 import pickle
@@ -158,6 +157,7 @@ def main(control_fd: int, lifeline_fd: int, payload_fd: int) -> None:
         if os.getpid() == _LAUNCHED:
             control.sendall(REPLY.pack(0))  # "I am the worker"
         else:
+            os.setpgid(0, 0)  # so that it can be ended with all that it starts
             _die_with_parent()
         control.close()
         _serve(fds, functions)
@@ -265,6 +265,8 @@ def _can_fork() -> bool:
 def _die_with(lifeline_fd: int) -> None:
     """End when the other side of this pipe is closed, also in the middle of C code."""
     if sys.platform == "linux":
+        import fcntl
+
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)

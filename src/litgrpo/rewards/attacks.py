@@ -1,0 +1,269 @@
+"""Completions to test reward functions with: right answers in many dresses, and ways to cheat."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from litgrpo.text import extract_answer, parse_number
+
+NUMBERS = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+PRAISE = (
+    "correct right accurate true answer solution therefore because step first second finally so "
+    "thus hence total reasoning verified certain "
+)
+HONEST, WRONG, OUT_OF_FORM = "as in the data", "wrong, in form", "right, out of form"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its gold answer.
+
+    Args:
+        prompt: the prompt.
+        answer: the gold answer as the reward functions get it: a number, a text, or a worked
+            solution that ends in `#### 72`.
+        columns: {name: value} of the other columns.
+        solution: reasoning that leads to the answer, if it is known.
+    """
+
+    prompt: str
+    answer: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    solution: str | None = None
+
+    @property
+    def gold(self) -> str:
+        """The answer alone, as text."""
+        found = extract_answer(str(self.answer))
+        return (str(self.answer) if found is None else found).strip()
+
+    @property
+    def number(self) -> Fraction | None:
+        """The answer as a number, if it is one."""
+        return parse_number(self.gold)
+
+    @property
+    def reasoning(self) -> str:
+        """The known solution, or a sentence that pretends to one."""
+        if self.solution is not None:
+            return self.solution
+        text = str(self.answer)
+        if "####" in text:
+            return re.sub(r"<<[^<>]*>>", "", text.partition("####")[0]).strip()
+        given = ", ".join(NUMBERS.findall(self.prompt)[:4])
+        named = f"The question gives {given}. " if given else ""
+        return f"{named}Taken together, step by step, that leads to {self.gold}."
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the rewards want a completion to look.
+
+    Args:
+        text: a text with `{reasoning}` and `{answer}`.
+    """
+
+    text: str = "<reasoning>\n{reasoning}\n</reasoning>\n<answer>{answer}</answer>"
+
+    def __post_init__(self) -> None:
+        """Check that the answer has a place."""
+        if "{answer}" not in self.text:
+            raise ValueError(f"the form of a completion must contain {{answer}}, got {self.text!r}")
+
+    def filled(self, reasoning: str, answer: str) -> str:
+        """A completion; an answer at its end, without a closing tag, stays on its line."""
+        if self.text.endswith("{answer}"):
+            answer = answer.strip()
+        return self.text.replace("{reasoning}", reasoning).replace("{answer}", answer)
+
+    @property
+    def empty(self) -> str:
+        """The tags with nothing in them."""
+        return self.filled("", "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One completion of one problem.
+
+    Args:
+        kind: its name in the report.
+        completion: the text.
+        answer: the gold answer that the functions are told; the problem's, or a negated one.
+    """
+
+    kind: str
+    completion: str
+    answer: Any
+
+
+def right_answers(problem: Problem, form: Form) -> Iterator[Case]:
+    """A right answer in every rendering; the first is what the data set itself calls the answer.
+
+    Args:
+        problem: with its gold answer.
+        form: where the answer stands.
+    """
+    number, reasoning = problem.number, problem.reasoning
+    if number is None:
+        for kind, show in TEXT_RENDERINGS.items():
+            yield Case(kind, form.filled(reasoning, show(problem.gold)), problem.answer)
+        return
+    for kind, render in RENDERINGS.items():
+        shown = problem.gold if kind == HONEST else render(number)
+        yield Case(kind, form.filled(reasoning, shown), problem.answer)
+    yield Case(NEGATIVE, form.filled(reasoning, plain(-number)), plain(-number))
+
+
+def hacks(problem: Problem, form: Form, rng: random.Random) -> Iterator[Case]:
+    """Completions that answer nothing, or wrongly, or everything at once.
+
+    Args:
+        problem: with its gold answer.
+        form: where the answer stands.
+        rng: for the noise.
+    """
+    gold, reasoning, prompt = problem.gold, problem.reasoning, problem.prompt
+    wrong, far = wrong_answer(problem), far_answer(problem)
+    guesses = [str(n) for n in range(100)] + ([gold] if problem.number is not None else [])
+    noise = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(60))
+    texts = {
+        WRONG: form.filled(reasoning.replace(gold, far), far),
+        "near miss, in form": form.filled(reasoning.replace(gold, wrong), wrong),
+        "sign lost or added": form.filled(reasoning, flipped(problem)),
+        "no idea, in form": form.filled("I have no idea.", "no idea"),
+        "empty tags": form.empty,
+        "no completion": "",
+        "refusal": "I am sorry, but I cannot answer this question.",
+        "prompt copied": prompt,
+        "prompt copied, in form": form.filled(prompt, prompt),
+        "tags repeated": form.empty * 20,
+        "wrong answer repeated": form.filled(f"It is {wrong}. " * 40, wrong),
+        "form repeated": form.filled(reasoning, wrong) * 5,
+        "keywords": form.filled(PRAISE * 8, PRAISE * 2),
+        "all numbers as the answer": form.filled(reasoning, " ".join(guesses)),
+        "many answers": "".join(form.filled("", guess) for guess in (wrong, "1", "2", gold)),
+        "hedged": form.filled(reasoning, f"{wrong} or {gold}"),
+        "noise, in form": form.filled(noise, wrong),
+    }
+    for kind, text in texts.items():
+        yield Case(kind, text, problem.answer)
+
+
+def out_of_form(problem: Problem) -> Case:
+    """A right answer that ignores the form; nobody's mistake, but it shows what form is worth."""
+    text = f"{problem.reasoning}\nThe answer is {problem.gold}."
+    return Case(OUT_OF_FORM, text, problem.answer)
+
+
+def wrong_answer(problem: Problem) -> str:
+    """A number that is near the right one, or another text."""
+    return f"not {problem.gold}" if problem.number is None else plain(problem.number + 1)
+
+
+def far_answer(problem: Problem) -> str:
+    """A number that is far from the right one, or another text."""
+    return "something else" if problem.number is None else plain(3 * abs(problem.number) + 7)
+
+
+def flipped(problem: Problem) -> str:
+    """The answer with the other sign; for 0 and texts something else that is wrong."""
+    return plain(-problem.number) if problem.number else wrong_answer(problem)
+
+
+def plain(number: Fraction) -> str:
+    """Digits, with as few decimals as it needs, or a fraction where they never end.
+
+    Example:
+        >>> plain(Fraction(5, 4)), plain(Fraction(1, 3)), plain(Fraction(-7))
+        ('1.25', '1/3', '-7')
+    """
+    for digits in range(10):
+        if (number * 10**digits).denominator == 1:
+            return f"{float(number):.{digits}f}" if digits else str(number.numerator)
+    return str(number)
+
+
+def grouped(number: Fraction, mark: str) -> str:
+    """Digits in groups of three.
+
+    Example:
+        >>> grouped(Fraction(12345), ",")
+        '12,345'
+    """
+    whole, point, digits = plain(number).partition(".")
+    if "/" in whole:
+        return whole
+    return f"{int(whole):,}".replace(",", mark) + point + digits
+
+
+def signed(number: Fraction, text: str) -> str:
+    """The text with a minus in front where the number is negative."""
+    return f"-{text}" if number < 0 else text
+
+
+# How a right answer may look. Each must be accepted.
+RENDERINGS: dict[str, Callable[[Fraction], str]] = {
+    HONEST: plain,
+    "dollar sign": lambda n: signed(n, f"${plain(abs(n))}"),
+    "thousands commas": lambda n: signed(n, grouped(abs(n), ",")),
+    "commas and dollar sign": lambda n: signed(n, f"${grouped(abs(n), ',')}"),
+    "trailing zeros": lambda n: plain(n) + ("0" if "." in plain(n) else ".00"),
+    "Unicode minus": lambda n: plain(n).replace("-", "\u2212"),
+    "fraction": lambda n: f"{2 * n.numerator}/{2 * n.denominator}",
+    "LaTeX box": lambda n: rf"$\boxed{{{plain(n)}}}$",
+    "LaTeX fraction": lambda n: signed(
+        n, rf"\frac{{{3 * abs(n.numerator)}}}{{{3 * n.denominator}}}"
+    ),
+    "spaces": lambda n: f"\n   {plain(n)} \n",
+    "thin spaces": lambda n: signed(n, grouped(abs(n), "\u202f")),
+    "unit": lambda n: f"{plain(n)} units",
+    "sentence": lambda n: f"The answer is {plain(n)}.",
+    "bold": lambda n: f"**{plain(n)}**",
+}
+TEXT_RENDERINGS: dict[str, Callable[[str], str]] = {
+    HONEST: str,
+    "spaces": lambda text: f"\n   {text} \n",
+    "full stop": lambda text: f"{text}.",
+    "bold": lambda text: f"**{text}**",
+    "LaTeX box": lambda text: rf"\boxed{{{text}}}",
+}
+NEGATIVE = "minus (gold negated)"
+
+
+# Texts on which careless regular expressions never end.
+def nasty_texts(size: int) -> dict[str, str]:
+    """Long texts of one kind each.
+
+    Args:
+        size: characters, about.
+    """
+    pieces = {
+        "one letter": "a",
+        "letters and an end": "ab",
+        "digits": "1",
+        "spaces": " ",
+        "line breaks": "\n",
+        "numbers and commas": "1,",
+        "decimals": "1.",
+        "sums": "1+1",
+        "equations": "12 + 3 = 15 ",
+        "open tags": "<answer>",
+        "open reasoning": "<reasoning> a",
+        "closed tags": "</answer>",
+        "braces": "{",
+        "LaTeX": r"\frac{1}{",
+        "words": "so it is ",
+    }
+    texts = {name: piece * (size // len(piece)) + "!" for name, piece in pieces.items()}
+    inside = {
+        f"{name}, in tags": f"<reasoning>{text}</reasoning><answer>{text}</answer>"
+        for name, text in texts.items()
+        if "tag" not in name and "reason" not in name
+    }
+    return texts | inside
