@@ -48,8 +48,14 @@ FEATURES = {
     "C": "",
 }
 # What stands before the keys of a page, so that they have something to change.
-RECIPES = {"A": "reasoning_gemma2_2b.yaml", "B": "reward_model_qwen2.5_1.5b.yaml"}
+RECIPES = {
+    "A": "reasoning_gemma2_2b.yaml",
+    "B": "reward_model_qwen2.5_1.5b.yaml",
+    "C": "convai2_small.yaml",
+}
+# On the command line, `--model.group_size 4`, or in YAML, `model.group_size: 4`.
 KEY = re.compile(r"`(--[^`]+)`")
+YAML_KEY = re.compile(r"`((?:model|data|trainer)\.[\w.]+): ([^`]+)`")
 PATH = re.compile(r"\blitgrpo(?:\.\w+)+")
 systems = [pytest.param(key, id=path.stem) for key, path in PAGES.items() if path.exists()]
 
@@ -95,9 +101,11 @@ def test_no_old_name_is_forgotten(system):
 
 @pytest.mark.parametrize("system", systems)
 def test_every_key_of_a_page_is_a_key_of_the_program(system, program, capsys):
-    given = [shlex.split(span) for span in KEY.findall(PAGES[system].read_text())]
-    given = [words for words in given if not words[0].startswith("--ckpt_path")]
-    assert len(given) > 10
+    text = PAGES[system].read_text()
+    given = [shlex.split(span) for span in KEY.findall(text)]
+    given += [[f"--{key}", value] for key, value in YAML_KEY.findall(text)]
+    given = [words for words in given if words[0] not in ("--ckpt_path", "--model.class_path")]
+    assert len(given) >= 10
     classes = [words for words in given if words[0] in ("--model", "--data")]
     assert all(words[1] in CLASSES for words in classes)
     keys = [word for words in given if words not in classes for word in words]
@@ -109,6 +117,7 @@ def test_every_key_of_a_page_is_a_key_of_the_program(system, program, capsys):
     # The last of a key's values is what counts.
     last = dict(zip(keys[::2], keys[1::2], strict=True))
     assert str(config["model"]["init_args"]["group_size"]) == last["--model.group_size"]
+    assert last.keys() >= {"--model.group_size", "--model.objective.kl_coef", "--run_dir"}
 
 
 CLASSES = ("GRPO", "SFT", "PromptData", "PairData")
