@@ -1,11 +1,12 @@
 import asyncio
 import math
+import os
 import pickle
 
 import pytest
 import torch
 
-from litgrpo.rewards import Composite, Reward
+from litgrpo.rewards import Composite, ProcessGuard, Reward
 from litgrpo.rewards.models import Judge, load_judges
 from litgrpo.rewards.rubric import Criterion, Rubric
 
@@ -121,3 +122,31 @@ def test_a_judge_that_holds_weights_is_loaded_through_its_rubric():
     assert rubric.in_process
     load_judges([rubric], "cpu", "policy")
     assert rubric(PROMPTS, TEXTS) == [0.5] * 4
+
+
+class Placed(Heavy):
+    """Marks with the number of the process that it runs in."""
+
+    def __call__(self, prompts, completions, criterion=None, **columns):
+        return [float(os.getpid())] * len(completions)
+
+
+def placed(prompts, completions, criterion):
+    return [float(os.getpid())] * len(completions)
+
+
+def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
+    parts = {
+        "weights": Placed(),
+        "with_weights": Rubric(CRITERIA, Placed(), highest=1e9),
+        "plain": Rubric(CRITERIA, placed, highest=1e9),
+    }
+    guard = ProcessGuard(workers=1)
+    rewards = {name: Reward(function) for name, function in parts.items()}
+    composite = Composite(rewards, guard=guard)
+    table = composite(PROMPTS, TEXTS, {}, group_size=2)
+    composite.guard.close()
+    here = os.getpid()
+    assert table.parts["weights"][0, 0] == here
+    assert table.parts["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)
+    assert table.parts["plain"][0, 0] != pytest.approx(here / 1e9, rel=1e-12)

@@ -18,7 +18,7 @@ from typing import Any
 
 DOUBLE_EPS = sys.float_info.epsilon
 ATOMS = {str, int, float, bool, bytes, type(None)}
-MARKS = ("whole_batch", "pure", "isolated")
+MARKS = ("whole_batch", "pure", "isolated", "in_process")
 MAX_PRINTED = 5_000_000  # characters that one call may print
 MAX_SHOWN = 20_000  # of which so many are shown
 

@@ -126,8 +126,13 @@ class ProcessGuard(Guard):
 
 
 def is_trusted(call: Call) -> bool:
-    """Whether a call runs code of this package only, and no judge that was handed to it."""
+    """Whether a call runs code of this package only, and no judge that was handed to it.
+
+    What holds the weights of a model (`in_process`) stays here too, wherever it comes from.
+    """
     function, settings = call.function, list(call.settings.values())
+    if is_marked(function, "in_process"):
+        return True
     while isinstance(function, partial):
         settings += function.keywords.values()
         function = function.func
