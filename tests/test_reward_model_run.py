@@ -97,6 +97,23 @@ def test_a_run_shows_reward_clip_kl_and_warm_up(words, program, tmp_path):
         assert all(row[name] for row in trained)
     judged = {sample["rewards"]["judge"] for sample in samples_of(run)}
     assert len(judged) > 1
+    again = ["-c", run / "config.yaml", "--ckpt_path", "last", "--run_dir", run]
+    assert program("validate", *again) == 0
+
+
+def test_the_policy_as_its_own_judge_is_one_line_on_the_terminal(
+    words, program, models, tmp_path, capsys
+):
+    same = ["--model.rewards.judge.function.pretrained", models["qwen2"]]
+    run = tmp_path / "run"
+    assert program("fit", *words, *same, "--run_dir", run) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("error: reward model: ")
+    assert "is the policy itself" in error
+    assert not (run / "metrics.csv").exists()
+    asked = ["--model.rewards.judge.function.allow_policy_as_reward", "true"]
+    short = ["--model.max_iterations", "1"]
+    assert program("fit", *words, *same, *asked, *short, "--run_dir", run) == 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")

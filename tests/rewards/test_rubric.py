@@ -3,6 +3,7 @@ import math
 import os
 import pickle
 
+import jsonargparse
 import pytest
 import torch
 
@@ -150,3 +151,30 @@ def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
     assert table.parts["weights"][0, 0] == here
     assert table.parts["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)
     assert table.parts["plain"][0, 0] != pytest.approx(here / 1e9, rel=1e-12)
+
+
+def test_a_recipe_can_say_all_of_it():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--rewards", type=dict[str, Reward])
+    of = "litgrpo.rewards."
+    text = f"""
+rewards:
+  by_function:
+    function:
+      class_path: {of}rubric.Rubric
+      init_args:
+        criteria: {{correct: {{text: the answer is right, weight: 3}}, brief: {{}}}}
+        judge: tests.rewards.test_rubric.judge
+        highest: 10
+  by_model:
+    weight: 0.5
+    function:
+      class_path: {of}rubric.Rubric
+      init_args:
+        criteria: {{clear: {{weight: 1}}}}
+        judge: {{class_path: tests.rewards.test_rubric.Placed}}
+"""
+    rewards = parser.instantiate(parser.parse_string(text)).rewards
+    assert rewards["by_function"].function(PROMPTS, TEXTS) == [0.75, 0.25, 0.0, 1.0]
+    assert isinstance(rewards["by_model"].function.judge, Placed)
+    assert rewards["by_model"].function.in_process
