@@ -53,9 +53,9 @@ def test_a_reward_model_trains_a_policy_and_stays_out_of_its_checkpoint(policy, 
     asked = []
 
     class Recording(RewardModel):
-        def __call__(self, prompts, completions, conversation=None, **columns):
+        def __call__(self, prompts, completions, conversation=None):
             asked.extend(zip(prompts, conversation, completions, strict=True))
-            return super().__call__(prompts, completions, conversation, **columns)
+            return super().__call__(prompts, completions, conversation)
 
     model = Recording(judge)
     before = {name: p.clone() for name, p in tiny_policy("qwen2").named_parameters()}

@@ -45,10 +45,8 @@ class Judge(ABC):
         """
 
     @abstractmethod
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
-    ) -> Sequence[float | None] | Tensor:
-        """One reward for each of N completions."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Tensor:
+        """One reward for each of N completions; arguments as those of any reward function."""
 
 
 def load_judges(functions: Iterable[object], device: torch.device | str, policy: str) -> None:
@@ -195,7 +193,6 @@ class RewardModel(Judge):
         prompts: Sequence[Any],
         completions: Sequence[Any],
         conversation: Sequence[Messages] | None = None,
-        **columns: Any,
     ) -> Tensor:
         """Score completions.
 
@@ -204,7 +201,6 @@ class RewardModel(Judge):
             completions: N texts or lists of messages.
             conversation: N lists of messages, what was asked before it was put into the policy's
                 chat format; taken instead of the prompts.
-            columns: not looked at.
 
         Returns:
             [N] scores in the model's dtype; NaN masks a completion.
