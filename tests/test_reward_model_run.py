@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_recipes import (  # noqa: F401
     CONFIGS,
+    FEW,
     models,
     program,
     questions,
@@ -134,11 +135,17 @@ def test_weights_and_biases_gets_every_number_at_its_iteration(
 
     wandb.finish()
     file, until = next(tmp_path.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 30
-    steps: list[int] = []
-    while steps != [1, 2, 3] and time.monotonic() < until:  # another process writes it
+    steps, tables = [], []
+    while (steps, tables) != ([1, 2, 3], [1, 3]) and time.monotonic() < until:  # another writes it
         time.sleep(0.2)
-        steps = [row["trainer/global_step"] for row in history(file) if "reward/judge" in row]
+        logged = history(file)
+        steps = [row["trainer/global_step"] for row in logged if "reward/judge" in row]
+        tables = [row["trainer/global_step"] for row in logged if "completions._type" in row]
     assert steps == [1, 2, 3]
+    assert tables == [1, 3]  # the first and the last
+    shown = [json.loads(path.read_text()) for path in tmp_path.rglob("completions*.table.json")]
+    assert shown[0]["columns"] == ["prompt", "completion", "judge", "reward", "advantage"]
+    assert len(shown[0]["data"]) == 2 * FEW
 
 
 def history(path: Path) -> list[dict]:
