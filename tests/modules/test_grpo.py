@@ -336,3 +336,16 @@ def test_pairs_instead_of_prompts_are_refused():
     pairs = PairBatch(torch.ones(1, 2, dtype=torch.long), mask, mask)
     with pytest.raises(ValueError, match="The data module gave a PairBatch, but completions are"):
         train(module(), loader(pairs))
+
+
+def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
+    batch = prompt_batch("a", "hello there", "xyz")
+    losses = []
+    for size in (None, 1, 5):
+        learning = Learning(inner_epochs=2, micro_batch_size=size)
+        grpo = module(learning=learning, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        runner = train(grpo, loader(batch))
+        losses.append(float(runner.callback_metrics["policy/loss"]))
+        assert abs(float(runner.callback_metrics["policy/advantage_mean"])) < 1e-5
+    assert abs(losses[0]) > 1e-3  # the second epoch is not on-policy
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)

@@ -78,7 +78,8 @@ class RewardModel(Judge):
         max_tokens: padded tokens that go through the model at once, in batches of about equal
             length; only memory and speed depend on it.
         dtype: of the weights and of the arithmetic.
-        device: `policy` for where the policy is, or a device by name, such as `cpu`.
+        device: `policy` for where the policy is, or a device by name, such as `cpu` (best where
+            every new shape is compiled, since batches differ in length).
         allow_policy_as_reward: accept a language model without a trained score, such as the policy
             itself; its scores are those of random weights, for trying things out only.
     """
