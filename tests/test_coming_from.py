@@ -5,11 +5,13 @@
 import re
 import shlex
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import yaml
 
+from litgrpo.data import PairData, PromptData
 from tests.test_recipes import CONFIGS, program  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +50,15 @@ FEATURES = {
     "C": "",
 }
 # What stands before the keys of a page, so that they have something to change.
-RECIPES = {"A": "reasoning_gemma2_2b.yaml", "B": "reward_model_qwen2.5_1.5b.yaml"}
+# GRPO, and supervised training where there is some.
+RECIPES = {
+    "A": ("reasoning_gemma2_2b.yaml", "reasoning_gemma2_2b_sft.yaml"),
+    "B": ("reward_model_qwen2.5_1.5b.yaml",),
+    "C": ("convai2_small.yaml", "convai2_small_sft.yaml"),
+}
+# On the command line, `--model.group_size 4`, or in YAML, `model.group_size: 4`.
 KEY = re.compile(r"`(--[^`]+)`")
+YAML_KEY = re.compile(r"`((?:model|data|trainer)\.[\w.]+): ([^`]+)`")
 PATH = re.compile(r"\blitgrpo(?:\.\w+)+")
 systems = [pytest.param(key, id=path.stem) for key, path in PAGES.items() if path.exists()]
 
@@ -95,22 +104,36 @@ def test_no_old_name_is_forgotten(system):
 
 @pytest.mark.parametrize("system", systems)
 def test_every_key_of_a_page_is_a_key_of_the_program(system, program, capsys):
-    given = [shlex.split(span) for span in KEY.findall(PAGES[system].read_text())]
-    given = [words for words in given if not words[0].startswith("--ckpt_path")]
-    assert len(given) > 10
+    text = PAGES[system].read_text()
+    given = [shlex.split(span) for span in KEY.findall(text)]
+    given += [[f"--{key}", value] for key, value in YAML_KEY.findall(text)]
+    given = [words for words in given if words[0] not in ("--ckpt_path", "--model.class_path")]
+    assert len(given) >= 10
     classes = [words for words in given if words[0] in ("--model", "--data")]
     assert all(words[1] in CLASSES for words in classes)
-    keys = [word for words in given if words not in classes for word in words]
-    with pytest.raises(SystemExit) as stop:
-        program("fit", "-c", CONFIGS / RECIPES[system], *keys, "--print_config")
-    shown = capsys.readouterr()
-    assert (stop.value.code, shown.err) == (0, "")
-    config = yaml.safe_load(shown.out)
+    of_pairs = [words for words in given if words[0].removeprefix("--data.") in ONLY_PAIRS]
+    keys = [word for words in given if words not in classes + of_pairs for word in words]
+    config = config_of(program, capsys, RECIPES[system][0], keys)
     # The last of a key's values is what counts.
     last = dict(zip(keys[::2], keys[1::2], strict=True))
     assert str(config["model"]["init_args"]["group_size"]) == last["--model.group_size"]
+    assert last.keys() >= {"--model.group_size", "--model.objective.kl_coef", "--run_dir"}
+    if of_pairs:
+        config_of(
+            program, capsys, RECIPES[system][1], [word for words in of_pairs for word in words]
+        )
 
 
+def config_of(program, capsys, recipe: str, words: list[str]) -> dict:
+    """What the program reads: the recipe with these words after it."""
+    with pytest.raises(SystemExit) as stop:
+        program("fit", "-c", CONFIGS / recipe, *words, "--print_config")
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.err) == (0, "")
+    return yaml.safe_load(shown.out)
+
+
+ONLY_PAIRS = signature(PairData).parameters.keys() - signature(PromptData).parameters.keys()
 CLASSES = ("GRPO", "SFT", "PromptData", "PairData")
 
 

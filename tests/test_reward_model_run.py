@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_recipes import (  # noqa: F401
     CONFIGS,
+    FEW,
     models,
     program,
     questions,
@@ -97,6 +98,23 @@ def test_a_run_shows_reward_clip_kl_and_warm_up(words, program, tmp_path):
         assert all(row[name] for row in trained)
     judged = {sample["rewards"]["judge"] for sample in samples_of(run)}
     assert len(judged) > 1
+    again = ["-c", run / "config.yaml", "--ckpt_path", "last", "--run_dir", run]
+    assert program("validate", *again) == 0
+
+
+def test_the_policy_as_its_own_judge_is_one_line_on_the_terminal(
+    words, program, models, tmp_path, capsys
+):
+    same = ["--model.rewards.judge.function.pretrained", models["qwen2"]]
+    run = tmp_path / "run"
+    assert program("fit", *words, *same, "--run_dir", run) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("error: reward model: ")
+    assert "is the policy itself" in error
+    assert not (run / "metrics.csv").exists()
+    asked = ["--model.rewards.judge.function.allow_policy_as_reward", "true"]
+    short = ["--model.max_iterations", "1"]
+    assert program("fit", *words, *same, *asked, *short, "--run_dir", run) == 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
@@ -117,11 +135,17 @@ def test_weights_and_biases_gets_every_number_at_its_iteration(
 
     wandb.finish()
     file, until = next(tmp_path.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 30
-    steps: list[int] = []
-    while steps != [1, 2, 3] and time.monotonic() < until:  # another process writes it
+    steps, tables = [], []
+    while (steps, tables) != ([1, 2, 3], [1, 3]) and time.monotonic() < until:  # another writes it
         time.sleep(0.2)
-        steps = [row["trainer/global_step"] for row in history(file) if "reward/judge" in row]
+        logged = history(file)
+        steps = [row["trainer/global_step"] for row in logged if "reward/judge" in row]
+        tables = [row["trainer/global_step"] for row in logged if "completions._type" in row]
     assert steps == [1, 2, 3]
+    assert tables == [1, 3]  # the first and the last
+    shown = [json.loads(path.read_text()) for path in tmp_path.rglob("completions*.table.json")]
+    assert shown[0]["columns"] == ["prompt", "completion", "judge", "reward", "advantage"]
+    assert len(shown[0]["data"]) == 2 * FEW
 
 
 def history(path: Path) -> list[dict]:

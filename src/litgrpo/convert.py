@@ -44,11 +44,15 @@ ASKED = (
 )
 REWARDS = {
     "correct": {"function": "litgrpo.rewards.math.correctness"},
-    "coherence": {"function": "litgrpo.rewards.format.reasoning_answer", "weight": 0.2},
-    "quality": {
-        "function": "litgrpo.rewards.format.length",
+    "coherence": {
+        "function": "litgrpo.rewards.reasoning.coherence",
         "weight": 0.2,
-        "kwargs": {"high": 200},
+        "gate": "correct",
+    },
+    "quality": {
+        "function": "litgrpo.rewards.quality.explanation_quality",
+        "weight": 0.2,
+        "gate": "correct",
     },
 }
 OPTIMIZER = {"class_path": "torch.optim.AdamW"}

@@ -357,3 +357,16 @@ def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed():
     assert 1e-4 < (weights - 1).abs().mean() < 0.1
     exact = module(learning=Learning(inner_epochs=2))
     assert "policy/sampler_gap" not in train(exact, batches("a")).logged_metrics
+
+
+def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
+    batch = prompt_batch("a", "hello there", "xyz")
+    losses = []
+    for size in (None, 1, 5):
+        learning = Learning(inner_epochs=2, micro_batch_size=size)
+        grpo = module(learning=learning, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        runner = train(grpo, loader(batch))
+        losses.append(float(runner.callback_metrics["policy/loss"]))
+        assert abs(float(runner.callback_metrics["policy/advantage_mean"])) < 1e-5
+    assert abs(losses[0]) > 1e-3  # the second epoch is not on-policy
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)

@@ -38,9 +38,9 @@ def module(policy: str, reward) -> GRPO:
     )
 
 
-def trainer(folder) -> Trainer:
+def trainer(folder, accelerator="cpu") -> Trainer:
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    settings = dict(accelerator="cpu", max_epochs=-1, enable_model_summary=False)
+    settings = dict(accelerator=accelerator, devices=1, max_epochs=-1, enable_model_summary=False)
     return Trainer(default_root_dir=folder, **quiet, **settings)
 
 
@@ -53,9 +53,9 @@ def test_a_reward_model_trains_a_policy_and_stays_out_of_its_checkpoint(policy, 
     asked = []
 
     class Recording(RewardModel):
-        def __call__(self, prompts, completions, conversation=None, **columns):
+        def __call__(self, prompts, completions, conversation=None):
             asked.extend(zip(prompts, conversation, completions, strict=True))
-            return super().__call__(prompts, completions, conversation, **columns)
+            return super().__call__(prompts, completions, conversation)
 
     model = Recording(judge)
     before = {name: p.clone() for name, p in tiny_policy("qwen2").named_parameters()}
@@ -95,3 +95,17 @@ def test_answering_needs_no_judge(policy, tmp_path):
     grpo = module(policy, RewardModel(str(tmp_path / "gone")))
     answers = trainer(tmp_path).predict(grpo, data())
     assert answers[0][0]["conversation"] == [{"role": "user", "content": "three"}]
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+@pytest.mark.parametrize("device", ["cpu", "policy"])
+def test_a_judge_works_beside_a_policy_on_an_accelerator(device, policy, judge, tmp_path):
+    model = RewardModel(judge, device=device)
+    grpo = module(policy, model)
+    trainer(tmp_path, "auto").fit(grpo, data())
+    assert grpo.iteration == 1
+    place = "cpu" if device == "cpu" else torch.accelerator.current_accelerator().type
+    assert model.model.device.type == place
+    texts = ["one", "two and more"], ["yes", "no"]
+    on_cpu = RewardModel(judge, device="cpu")(*texts)
+    torch.testing.assert_close(model(*texts), on_cpu, rtol=1e-3, atol=1e-4)

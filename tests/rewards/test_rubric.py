@@ -1,11 +1,13 @@
 import asyncio
 import math
+import os
 import pickle
 
+import jsonargparse
 import pytest
 import torch
 
-from litgrpo.rewards import Composite, Reward
+from litgrpo.rewards import Composite, ProcessGuard, Reward
 from litgrpo.rewards.models import Judge, load_judges
 from litgrpo.rewards.rubric import Criterion, Rubric
 
@@ -121,3 +123,58 @@ def test_a_judge_that_holds_weights_is_loaded_through_its_rubric():
     assert rubric.in_process
     load_judges([rubric], "cpu", "policy")
     assert rubric(PROMPTS, TEXTS) == [0.5] * 4
+
+
+class Placed(Heavy):
+    """Marks with the number of the process that it runs in."""
+
+    def __call__(self, prompts, completions, criterion=None, **columns):
+        return [float(os.getpid())] * len(completions)
+
+
+def placed(prompts, completions, criterion):
+    return [float(os.getpid())] * len(completions)
+
+
+def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
+    parts = {
+        "weights": Placed(),
+        "with_weights": Rubric(CRITERIA, Placed(), highest=1e9),
+        "plain": Rubric(CRITERIA, placed, highest=1e9),
+    }
+    guard = ProcessGuard(workers=1)
+    rewards = {name: Reward(function) for name, function in parts.items()}
+    composite = Composite(rewards, guard=guard)
+    table = composite(PROMPTS, TEXTS, {}, group_size=2)
+    composite.guard.close()
+    here = os.getpid()
+    assert table.parts["weights"][0, 0] == here
+    assert table.parts["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)
+    assert table.parts["plain"][0, 0] != pytest.approx(here / 1e9, rel=1e-12)
+
+
+def test_a_recipe_can_say_all_of_it():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--rewards", type=dict[str, Reward])
+    of = "litgrpo.rewards."
+    text = f"""
+rewards:
+  by_function:
+    function:
+      class_path: {of}rubric.Rubric
+      init_args:
+        criteria: {{correct: {{text: the answer is right, weight: 3}}, brief: {{}}}}
+        judge: tests.rewards.test_rubric.judge
+        highest: 10
+  by_model:
+    weight: 0.5
+    function:
+      class_path: {of}rubric.Rubric
+      init_args:
+        criteria: {{clear: {{weight: 1}}}}
+        judge: {{class_path: tests.rewards.test_rubric.Placed}}
+"""
+    rewards = parser.instantiate(parser.parse_string(text)).rewards
+    assert rewards["by_function"].function(PROMPTS, TEXTS) == [0.75, 0.25, 0.0, 1.0]
+    assert isinstance(rewards["by_model"].function.judge, Placed)
+    assert rewards["by_model"].function.in_process

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from litgrpo.callbacks.run_folder import may_write, run_folder
@@ -17,11 +17,13 @@ from litgrpo.types import RewardTable, Rollout
 
 
 class Completions(Callback):
-    """Writes completions and their rewards to TensorBoard and to `samples/iteration-000123.jsonl`.
+    """Writes completions and their rewards to `samples/iteration-000123.jsonl` and to the loggers.
+
+    TensorBoard gets a table and histograms, Weights & Biases a table.
 
     Args:
         every_n_iterations: how often, besides the first and the last; 0 switches it off.
-        num_prompts: how many prompts the TensorBoard table shows, each with all its completions.
+        num_prompts: how many prompts a logger's table shows, each with all its completions.
         num_logged_groups: how many groups' rewards and advantages the first iteration prints.
     """
 
@@ -52,9 +54,12 @@ class Completions(Callback):
             return
         rows = sample_rows(n, rollout, rewards, advantages)
         write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows)
+        shown = rows[: self.num_prompts * rollout.group_size]
         for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                head, *cells = table(shown)
+                logger.log_table("completions", columns=head, data=cells, step=n)
             if isinstance(logger, TensorBoardLogger):
-                shown = rows[: self.num_prompts * rollout.group_size]
                 logger.experiment.add_text("completions", markdown_table(shown), n)
                 for name, values in histograms(rollout, rewards, advantages).items():
                     logger.experiment.add_histogram(name, values, n)
@@ -104,16 +109,24 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, one line per completion."""
+def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """The rows as lines of cells, the names of the columns first."""
     names = list(rows[0]["rewards"]) if rows else []
-    head = ["prompt", "completion", *names, "reward", "advantage"]
-    lines = [head, ["---"] * len(head)]
+    lines: list[list[Any]] = [["prompt", "completion", *names, "reward", "advantage"]]
     for row in rows:
         numbers = [*(row["rewards"][name] for name in names), row["reward"], row["advantage"]]
-        texts = [cell(row["prompt"]), cell(row["completion"])]
-        lines.append(texts + ["" if x is None else f"{x:.3g}" for x in numbers])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append([row["prompt"], row["completion"], *numbers])
+    return lines
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, one line per completion."""
+    head, *lines = table(rows)
+    shown = [head, ["---"] * len(head)]
+    for prompt, completion, *numbers in lines:
+        texts = [cell(prompt), cell(completion)]
+        shown.append(texts + ["" if x is None else f"{x:.3g}" for x in numbers])
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
 
 
 def cell(text: str) -> str:

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from litgrpo.rewards.calls import pure, whole_batch
     from litgrpo.rewards.composite import Composite, Reward
     from litgrpo.rewards.guard import Guard, InProcessGuard, RewardFailure
+    from litgrpo.rewards.models import Judge, RewardModel
     from litgrpo.rewards.process_guard import ProcessGuard
+    from litgrpo.rewards.rubric import Criterion, Rubric
 
 # Imported when asked for, because a worker process needs `calls` and a user's function needs `math`
 # without torch, which takes a second.
@@ -20,16 +22,24 @@ HOMES = {
     "InProcessGuard": "guard",
     "RewardFailure": "guard",
     "ProcessGuard": "process_guard",
+    "Judge": "models",
+    "RewardModel": "models",
+    "Criterion": "rubric",
+    "Rubric": "rubric",
     "pure": "calls",
     "whole_batch": "calls",
 }
 __all__ = [
     "Composite",
+    "Criterion",
     "Guard",
     "InProcessGuard",
+    "Judge",
     "ProcessGuard",
     "Reward",
     "RewardFailure",
+    "RewardModel",
+    "Rubric",
     "pure",
     "whole_batch",
 ]

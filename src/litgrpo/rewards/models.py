@@ -45,10 +45,8 @@ class Judge(ABC):
         """
 
     @abstractmethod
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
-    ) -> Sequence[float | None] | Tensor:
-        """One reward for each of N completions."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Tensor:
+        """One reward for each of N completions; arguments as those of any reward function."""
 
 
 def load_judges(functions: Iterable[object], device: torch.device | str, policy: str) -> None:
@@ -80,7 +78,8 @@ class RewardModel(Judge):
         max_tokens: padded tokens that go through the model at once, in batches of about equal
             length; only memory and speed depend on it.
         dtype: of the weights and of the arithmetic.
-        device: `policy` for where the policy is, or a device by name, such as `cpu`.
+        device: `policy` for where the policy is, or a device by name, such as `cpu` (best where
+            every new shape is compiled, since batches differ in length).
         allow_policy_as_reward: accept a language model without a trained score, such as the policy
             itself; its scores are those of random weights, for trying things out only.
     """
@@ -195,7 +194,6 @@ class RewardModel(Judge):
         prompts: Sequence[Any],
         completions: Sequence[Any],
         conversation: Sequence[Messages] | None = None,
-        **columns: Any,
     ) -> Tensor:
         """Score completions.
 
@@ -204,7 +202,6 @@ class RewardModel(Judge):
             completions: N texts or lists of messages.
             conversation: N lists of messages, what was asked before it was put into the policy's
                 chat format; taken instead of the prompts.
-            columns: not looked at.
 
         Returns:
             [N] scores in the model's dtype; NaN masks a completion.

@@ -128,11 +128,11 @@ class ProcessGuard(Guard):
 def is_trusted(call: Call) -> bool:
     """Whether a call runs code of this package only, and no judge that was handed to it.
 
-    A judge that says `in_process`, because it holds a model, is believed.
+    What holds the weights of a model (`in_process`) stays here too, wherever it comes from.
     """
-    if is_marked(call.function, "in_process"):
-        return True
     function, settings = call.function, list(call.settings.values())
+    if is_marked(function, "in_process"):
+        return True
     while isinstance(function, partial):
         settings += function.keywords.values()
         function = function.func
