@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from litgrpo.policies.policy import DecodeState
+from litgrpo.tensors import widened
 
 SHARED_PREFIX = "litgrpo_shared_prefix"
 
@@ -211,8 +212,7 @@ class SharedPrefixCache(Cache, DecodeState):
         if sight.hidden is not None:
             each_row = scores.view(len(self.prompt_of), -1, scores.shape[2])
             each_row[..., : sight.hidden.shape[2]].masked_fill_(sight.hidden, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights.to(values.dtype)
+        weights = widened(scores).softmax(-1).to(values.dtype)
         values = values.narrow(1, sight.column, columns)
         if not slots:
             return weights.bmm(values)
@@ -252,7 +252,7 @@ class SharedPrefixCache(Cache, DecodeState):
         """The inverse of `to_grid`, for any last size."""
         _, heads, stacked, _ = grid.shape
         shape = torch.Size((len(self.prompt_of) * heads, stacked // self.grid_width))
-        return self._to_rows(grid.flatten(0, 1), shape).unflatten(0, (-1, heads))
+        return self._to_rows(grid.flatten(0, 1).contiguous(), shape).unflatten(0, (-1, heads))
 
     def _to_cells(self, rows: Tensor) -> Tensor:
         """[n * H, r, X] -> [b * H, g * r, X]."""
@@ -262,7 +262,7 @@ class SharedPrefixCache(Cache, DecodeState):
 
     def _to_rows(self, cells: Tensor, shape: torch.Size) -> Tensor:
         """[b * H, g * r, X] -> [n * H, r, X]; `shape` begins with n * H, r."""
-        cells = cells.reshape(-1, shape[1], cells.shape[2])
+        cells = cells.view(-1, shape[1], cells.shape[2])
         return cells.index_select(0, self._map(shape[0] // len(self.prompt_of))[1])
 
     def _map(self, heads: int) -> tuple[Tensor, Tensor]:

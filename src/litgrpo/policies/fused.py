@@ -283,15 +283,17 @@ class FusedDecoder:
         self, number: int, layer: Layer, x: Tensor, turns: Tensor, cache: SharedPrefixCache
     ) -> Tensor:
         """[n, E] after its norm -> [n, Q * D] before the output projection."""
-        n, turned, qkv = len(x), self.heads + self.groups, layer.qkv(x)
-        values = qkv[:, turned * self.size :].view(n, self.groups, self.size)
-        qk = qkv[:, : turned * self.size].view(n, turned, self.size)
+        n, turned = len(x), self.heads + self.groups
+        heads = layer.qkv(x).view(n, -1, self.size // 2, 2)
+        turning, values = heads.split((turned, self.groups), 1)
         if layer.head_norm is not None:
-            qk = (qk * self._scale(qk)).mul_(layer.head_norm)
-        qk = torch.view_as_real(torch.view_as_complex(qk.unflatten(2, (-1, 2))) * turns)
-        qk = qk.view(n, turned, self.size)
-        cache.write(number, qk[:, self.heads :], values)
-        query = (qk[:, : self.heads] * self.scaling).view(n * self.groups, -1, self.size)
+            turning = turning.flatten(2)
+            turning = (turning * self._scale(turning)).mul_(layer.head_norm)
+            turning = turning.view(n, turned, -1, 2)
+        pairs = torch.view_as_real(torch.view_as_complex(turning) * turns)
+        query, keys = pairs.view(n, turned, self.size).split((self.heads, self.groups), 1)
+        cache.write(number, keys, values.view(n, self.groups, self.size))
+        query = (query * self.scaling).view(n * self.groups, -1, self.size)
         output = cache.attend(number, query, softcap=self.softcap, window=layer.window)
         return output.view(n, self.heads * self.size)
 

@@ -33,7 +33,7 @@ class EagerEngine(RolloutEngine):
     """
 
     max_rows: int | None = None
-    drop_frac: float = 0.125
+    drop_frac: float = 0.03
     look_every: int = 1
     dtype: Literal["bfloat16"] | None = None
     fused: bool = True
