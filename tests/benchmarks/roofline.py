@@ -71,6 +71,26 @@ def measured(seconds: float = 1.0) -> Machine:
     )
 
 
+def kernels() -> dict[str, list[float]]:
+    """GFLOP/s of some products: float32 plain, by oneDNN, packed; bfloat16 plain, packed."""
+    if not onednn_works():
+        return {}
+    found = {}
+    for rows, into, out in [(2048, 512, 1536), (32, 512, 1536), (8, 512, 1536), (32, 512, 8192)]:
+        x, weight = torch.randn(rows, into), torch.randn(out, into)
+        narrow, narrow_weight = x.bfloat16(), weight.bfloat16()
+        ways = [
+            partial(functional.linear, x, weight),
+            partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], ""),
+            partial(PackedLinear(weight), x),
+            partial(functional.linear, narrow, narrow_weight),
+            partial(PackedLinear(narrow_weight), narrow),
+        ]
+        gflop = 2 * rows * into * out / 1e9
+        found[f"{rows} x {into} x {out}"] = [gflop / best(way, 0.5) for way in ways]
+    return found
+
+
 def floor(work: Work, lengths: list[float], machine: Machine) -> dict[str, float]:
     """Least seconds of the two phases of one step: shared prompts, no padding, nothing twice.
 
@@ -110,7 +130,13 @@ def main() -> None:
     """Print the machine's peaks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    torch.set_num_threads(parser.parse_args().threads)
+    parser.add_argument("--kernels", action="store_true", help="compare kernels by shape instead")
+    parser.add_argument("--json", action="store_true", help="as it is anyway")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.kernels:
+        print(json.dumps(kernels()))
+        return
     print(json.dumps({name: round(value, 1) for name, value in asdict(measured()).items()}))
 
 

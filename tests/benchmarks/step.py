@@ -167,7 +167,7 @@ def compared(args: argparse.Namespace) -> Measures:
     ours, machine = medians(sides["ours"]), Machine(**medians(sides["machine"]))
     lengths = [ours["mean_completion_len"], ours["square_completion_len"]]
     ours |= {"machine": asdict(machine), "floor": floor(_work(args), lengths, machine)}
-    tokens = ours["mean_completion_len"] * SIZES[args.size].prompts * args.group
+    tokens = ours["mean_completion_len"] * _work(args).size.prompts * args.group
     ours["rollout_tok_per_s"] = tokens / ours["rollout_s"]
     ours["learn_tok_per_s"] = tokens / ours["learn_s"]
     ours["roofline_frac"] = sum(ours["floor"].values()) / ours["step_s"]
