@@ -11,6 +11,7 @@ import torch
 from litgrpo.tensors import (
     bounded_exp,
     family_buckets,
+    head_chunk,
     length_buckets,
     masked_mean,
     pad_left,
@@ -218,6 +219,12 @@ def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
         tokens = int(LENGTHS[rows].sum() + of_parents[parents[rows].unique()].sum())
         assert len(rows) <= (max_rows or len(LENGTHS))
         assert max_tokens is None or tokens <= max_tokens or len(rows) == 1
+
+
+def test_few_logits_are_one_chunk_and_many_are_cut():
+    assert head_chunk(8192, 8192) == 8192
+    assert head_chunk(8192, 256_000) == 131
+    assert head_chunk(0, 10) == head_chunk(2, 2**40) == 1
 
 
 def test_a_family_stays_together_where_it_fits():

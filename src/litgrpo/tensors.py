@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[Tensor], Tensor]
+# Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
+FEW_LOGITS = 2**26
 
 
 def widened(values: Tensor) -> Tensor:
@@ -103,7 +107,7 @@ def token_logprobs(
     """Log-probability of each target and entropy of its distribution, without keeping the logits.
 
     The logits of one chunk of tokens exist at a time, in the forward pass and again in the
-    backward pass, where they are recomputed.
+    backward pass, where they are recomputed; those of a single chunk are computed once.
 
     Args:
         hidden: [K, E] hidden states that predict the targets.
@@ -112,7 +116,7 @@ def token_logprobs(
         support: [K, S] ids of the tokens that the distribution is over, filled up with -1; None:
             all tokens.
         temperature: divides the logits, as it did at sampling.
-        chunk_size: tokens per chunk.
+        chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.
 
     Returns:
@@ -122,7 +126,11 @@ def token_logprobs(
     def chunk_logprobs(
         hidden: Tensor, targets: Tensor, support: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits = widened(head(hidden)) / temperature
+        logits = widened(head(hidden))
+        logits = logits if temperature == 1 else logits / temperature
+        if support is None and not entropy_grad:
+            apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
+            return apply(logits, targets)
         chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
         if support is not None:
             # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
@@ -130,11 +138,10 @@ def token_logprobs(
             within = logits.gather(-1, support.long().clamp(min=0))
             logits = within.masked_fill(support < 0, least)
         log_z = logits.logsumexp(-1)
-        logprobs = chosen - log_z
         # H = log Z - sum_v p_v z_v
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
-        return logprobs, entropy
+        return chosen - log_z, entropy
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
         tensors = (hidden, targets) if support is None else (hidden, targets, support)
@@ -146,6 +153,42 @@ def token_logprobs(
 
     logprobs, entropies = zip(*chunks(), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def head_chunk(num_tokens: int, vocab_size: int) -> int:
+    """All tokens if their logits are few, else as many as make the product of a chunk efficient."""
+    if num_tokens * vocab_size <= FEW_LOGITS:
+        return max(1, num_tokens)
+    return max(1, FEW_LOGITS // 2 // vocab_size)
+
+
+class _Chosen(torch.autograd.Function):
+    """Log-probability of each target under softmax, and the entropy, which has no gradient here.
+
+    The same as logsumexp and gather, with one [k, V] tensor kept instead of three.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        probs = logits.softmax(-1)
+        largest, place = logits.max(-1)
+        # log Z = z - log p of any token; the likeliest is the most exact.
+        log_z = largest - probs.gather(-1, place[:, None]).squeeze(-1).log()
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
+        # H = log Z - sum_v p_v z_v
+        entropy = log_z - (probs[:, None] @ logits[:, :, None]).flatten()
+        ctx.save_for_backward(probs, targets)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        probs, targets = ctx.saved_tensors
+        # d l / d z_v = [v is the target] - p_v
+        of_logits = probs * -grad[:, None]
+        of_logits.scatter_add_(-1, targets[:, None], grad[:, None])
+        return of_logits, None
 
 
 def length_buckets(

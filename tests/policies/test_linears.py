@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from litgrpo.policies import linears
+from litgrpo.policies import flash, linears
 from litgrpo.policies.linears import Kernels
 from litgrpo.policies.loading import LoRA, Precision, as_policy, export, load_policy
 from tests.conftest import byte_tokenizer, tiny_model, tiny_policy
@@ -170,3 +170,12 @@ def test_decoding_little_uses_one_thread():
     with policy.decoding(rows=8):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("works", [linears.onednn_works, flash._kernel_works])
+def test_kernels_are_tried_alike_wherever_they_are_first_asked_for(works):
+    expected = works()
+    for around in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode()):
+        works.cache_clear()
+        with around:
+            assert works() == expected

@@ -219,3 +219,22 @@ def test_a_tree_is_grown_only_where_it_saves_tokens():
     holes = list(rows())
     holes[4] = holes[4] & (torch.arange(30) != 1)
     assert not sharing_pays(*holes)
+
+
+def test_rows_without_padding_equal_padded_rows(architecture, fused):
+    policy = tiny_policy(architecture)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 259, (4, 20), generator=generator)
+    lengths = torch.tensor([20, 3, 11, 7])[:, None]
+    for mask in (torch.arange(20) < lengths, torch.arange(19, -1, -1) < lengths):
+        targets = mask & (mask.cumsum(1) > 2)
+        grads, said = [], []
+        for policy.share_prompts in (True, False):
+            policy.zero_grad()
+            hidden = policy.hidden_before(ids, mask, targets)
+            (hidden**2).sum().backward()
+            said.append(hidden)
+            learned = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+            grads.append(torch.cat(learned))
+        torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
+        assert (grads[0] - grads[1]).norm() < 1e-5 * grads[1].norm()

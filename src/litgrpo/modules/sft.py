@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from litgrpo.modules import machine
 from litgrpo.policies.scratch import Scratch
-from litgrpo.tensors import predicting, token_logprobs
+from litgrpo.tensors import head_chunk, token_logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,9 +149,10 @@ class SFT(LightningModule):
             predictions.append(logits.argmax(-1))
             return logits
 
-        hidden = policy.hidden(batch.input_ids, batch.attention_mask)
+        hidden = policy.hidden_before(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
-        logprobs, _ = token_logprobs(predicting(hidden, batch.loss_mask), targets, head)
+        chunk_size = head_chunk(len(hidden), policy.vocab_size)
+        logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
         return logprobs, torch.cat(predictions) == targets
 
     def training_step(self, batch: PairBatch, batch_idx: int) -> Tensor:

@@ -16,8 +16,8 @@ from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
 from litgrpo.policies.fused import FusedDecoder, is_known
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
-from litgrpo.policies.prompt_tree import PROMPT_TREE, PromptTree, can_share, sharing_pays
-from litgrpo.tensors import positions, predicting, token_logprobs, widened
+from litgrpo.policies.prompt_tree import PROMPT_TREE, WORTH, PromptTree, can_share, sharing_pays
+from litgrpo.tensors import head_chunk, positions, predicting, token_logprobs, widened
 from litgrpo.types import TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ WORTH_THREADS = 2**23
 class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
-    head_chunk = 1024
+    head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     share_prompts = True
     kernels = linears.Kernels()
     _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
@@ -226,7 +226,7 @@ class CausalPolicy(Policy):
             self.head,
             support=None if support is None else support[completion_mask],
             temperature=temperature,
-            chunk_size=self.head_chunk,
+            chunk_size=self.head_chunk or head_chunk(len(hidden), self.vocab_size),
             entropy_grad=entropy_grad,
         )
         padded = logprobs.new_zeros(completion_ids.shape)
@@ -246,3 +246,18 @@ class CausalPolicy(Policy):
                 prompt_tree=tree,
             )
         return output.last_hidden_state[0].index_select(0, tree.predicting)
+
+    def hidden_before(self, ids: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        """Hidden states that predict the marked tokens of rows; padding is not computed.
+
+        Args:
+            ids: [M, T] token ids.
+            mask: [M, T] True marks a real token.
+            targets: [M, T] True marks the K tokens to predict; never the first of a row.
+
+        Returns:
+            [K, E] in row order.
+        """
+        if self.shares_prompts and mask.numel() >= WORTH * int(mask.sum()):
+            return self._hidden_of_tree(PromptTree.of_rows(ids, mask, targets))
+        return predicting(self.hidden(ids, mask), targets)

@@ -154,6 +154,12 @@ def _attend_backward(
 @cache
 def _kernel_works() -> bool:
     """Whether the kernel is in this torch, and knows query heads that share a key head."""
+    # Asked for the first time anywhere: under autocast, without gradients.
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        return _kernel_agrees()
+
+
+def _kernel_agrees() -> bool:
     q = torch.arange(48.0).div(48).view(1, 3, 4, 4)  # 3 tokens, 4 heads
     k = q[:, :, :2]  # 2 key heads
     with torch.enable_grad():

@@ -205,13 +205,15 @@ def can_pack(weight: Tensor) -> bool:
 @cache
 def onednn_works() -> bool:
     """Whether the operators are there and compute what they should, forward and backward."""
-    x, weight = torch.linspace(-1, 1, 6).view(2, 3), torch.linspace(0, 1, 12).view(4, 3)
-    try:
-        results = _onednn(x, weight), PackedLinear(weight)(x), _onednn(x.t(), x.t())
-    except (AttributeError, RuntimeError, TypeError):  # another torch, or one without oneDNN
-        return False
-    expected = x @ weight.t(), x @ weight.t(), x.t() @ x
-    return all(map(torch.allclose, results, expected))
+    # Asked for the first time anywhere: under autocast, without gradients.
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x, weight = torch.linspace(-1, 1, 6).view(2, 3), torch.linspace(0, 1, 12).view(4, 3)
+        try:
+            results = _onednn(x, weight), PackedLinear(weight)(x), _onednn(x.t(), x.t())
+        except (AttributeError, RuntimeError, TypeError):  # another torch, or one without oneDNN
+            return False
+        expected = x @ weight.t(), x @ weight.t(), x.t() @ x
+        return all(map(torch.allclose, results, expected))
 
 
 def choose(model: nn.Module, choice: KernelChoice) -> Kernels:
@@ -240,7 +242,7 @@ def measured(out: int, into: int, dtype: torch.dtype) -> Kernels:
     weight = torch.ones(out, into, dtype=dtype)
     few, many = (torch.ones(rows, into, dtype=dtype) for rows in (DECODE_ROWS, LEARN_ROWS))
     grad = torch.ones(LEARN_ROWS, out, dtype=dtype)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         ready = PackedLinear(weight)
         decode = faster(lambda: functional.linear(few, weight), lambda: ready(few))
         if dtype != torch.float32:

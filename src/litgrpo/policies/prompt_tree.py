@@ -135,6 +135,28 @@ class PromptTree:
             buckets=[_bucket(rows, first, fed, prompt_of) for rows in _similar(fed)],
         )
 
+    @staticmethod
+    def of_rows(ids: Tensor, mask: Tensor, targets: Tensor) -> PromptTree:
+        """Rows one after another, each a trunk without branches.
+
+        Args:
+            ids: [M, T] token ids, padded on either side.
+            mask: [M, T] True marks a real token.
+            targets: [M, T] True marks the tokens to predict; never the first of a row.
+        """
+        lengths = mask.sum(1)
+        start = lengths.cumsum(0) - lengths
+        own = mask.long().cumsum(1) - 1
+        everyone = torch.arange(len(ids), device=ids.device)
+        return PromptTree(
+            ids=ids[mask],
+            positions=own[mask],
+            predicting=(start[:, None] + own - 1)[targets],
+            trunks=torch.stack([start, start + lengths, start + lengths], 1).tolist(),
+            prompts=_bucket(everyone, start, lengths, everyone),
+            buckets=[],
+        )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest row, prompt and completion."""

@@ -1,0 +1,267 @@
+"""Measure everything that docs/benchmarks.md reports, and write its tables and its plot.
+
+    python -m tests.benchmarks.page --measure steps sweeps head sft kernels \
+        --peer-python PATH/bin/python --peer-script PATH/trl_bench.py --data PATH/train.jsonl
+    python -m tests.benchmarks.page
+
+Results are kept in docs/benchmarks.json, one entry for each command, as soon as it is done; what is
+there is not measured again (--again does). The second command only rewrites the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.md"
+PLOT = ROOT / "docs" / "benchmarks.png"
+Results = dict[str, Any]
+
+ONCE = "--turns 2 --steps 2 --warmup 1 --peer-steps 1"
+STEPS = [
+    "--size tiny --hazard 0.02",
+    "--size tiny",
+    "--size tiny --hazard 0.02 --bf16",
+    "--size 30m --hazard 0.02",
+    f"--size 30m {ONCE}",
+    "--size 30m --hazard 0.02 --bf16",
+    f"--size 100m --hazard 0.02 {ONCE}",
+]
+SWEPT = "--size tiny --hazard 0.02 --turns 1 --steps 3 --warmup 1"
+SWEEPS: dict[str, tuple[list[int], str]] = {
+    "completions of a prompt": ([4, 8, 16, 32], "--group {}"),
+    "tokens of a prompt": ([16, 64, 256, 1024], '--change {{"prompt_len":{}}}'),
+    "tokens of a completion at most": ([32, 64, 128, 256], "--max-new {0} --hazard {1}"),
+    "vocabulary": ([512, 4096, 32768], '--change {{"vocab":{}}}'),
+    "prompts of a step": ([2, 4, 8, 16], '--change {{"prompts":{}}}'),
+}
+HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
+SFT = ["--size 30m", "--size 30m --bf16"]
+
+
+def swept(name: str, value: int) -> str:
+    """The arguments of one point of a sweep."""
+    # With longer completions allowed the end comes later in proportion.
+    return f"{SWEPT} {SWEEPS[name][1].format(value, round(2.56 / value, 4))}"
+
+
+def commands(part: str, args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """Name and arguments of everything to measure in a part of the page."""
+    if part == "steps":
+        peer = ["--peer-python", str(args.peer_python), "--peer-script", str(args.peer_script)]
+        threads = ["--against", args.against, "--threads", str(args.threads)]
+        return [(f"step {line}", line.split() + threads + peer) for line in STEPS]
+    if part == "sweeps":
+        points = [swept(name, value) for name, (values, _) in SWEEPS.items() for value in values]
+        return [(f"step {line}", [*line.split(), "--threads", "1"]) for line in points]
+    if part == "kernels":
+        return [("roofline --kernels", ["--kernels", "--threads", "1"])]
+    if part == "head":
+        return [(f"head {HEAD}", HEAD.split())]
+    return [
+        (f"sft {line}", [*line.split(), "--threads", str(args.threads), "--data", str(args.data)])
+        for line in SFT
+    ]
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run what is missing, one command after the other."""
+    for part in args.measure:
+        for name, arguments in commands(part, args):
+            results = load()
+            if name in results and not args.again:
+                continue
+            print(name, flush=True)
+            command = [sys.executable, "-m", f"tests.benchmarks.{name.split()[0]}", "--json"]
+            run = subprocess.run(
+                [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if run.returncode:
+                raise SystemExit(f"{name} failed:\n{run.stderr[-3000:]}")
+            last = [line for line in run.stdout.splitlines() if line.startswith("{")][-1]
+            RESULTS.write_text(json.dumps(results | {name: json.loads(last)}, indent=1) + "\n")
+
+
+def load() -> Results:
+    """What was measured so far."""
+    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return results
+
+
+def steps_table(results: Results) -> str:
+    """A row for each comparison of whole steps."""
+    lines = [
+        "| size | hazard | precision | ours, s | peer, s | ratio, wall | CPU | rollout "
+        "| learning | memory | roofline |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in STEPS:
+        found = results.get(f"step {line}")
+        if found is None:
+            continue
+        ours, peer = found["ours"], found["peer"]
+        ratios = " | ".join(f"{found[f'ratio_{name}']:.1f}" for name in ("cpu", "rollout", "learn"))
+        hazard = "1/128" if found["hazard"] is None else found["hazard"]
+        precision = "bf16" if found["bf16"] else "float32"
+        memory = f"{ours['peak_rss_mib']:.0f} of {peer['peak_rss_mib']:.0f} MiB"
+        lines.append(
+            f"| {found['size']} | {hazard} | {precision} | {ours['step_s']:.2f} "
+            f"| {peer['step_s']:.2f} | **{found['ratio_wall']:.1f}** | {ratios} "
+            f"| {memory} ({found['memory_frac']:.0%}) | {ours['roofline_frac']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def phases_table(results: Results) -> str:
+    """Where the time of our steps goes, and the least that the arithmetic needs."""
+    lines = [
+        "| size | hazard | precision | completion, tokens | rollout, s (least) "
+        "| learning, s (least) | tokens/s, rollout | learning | peak GFLOP/s | read GB/s "
+        "| most is lost in |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in STEPS:
+        found = results.get(f"step {line}")
+        if found is None:
+            continue
+        ours = found["ours"]
+        machine, least = ours["machine"], ours["floor"]
+        precision = "bf16" if found["bf16"] else "float32"
+        peak = machine["bfloat16_gflops" if found["bf16"] else "float32_gflops"]
+        lines.append(
+            f"| {found['size']} | {found['hazard'] or '1/128'} | {precision} "
+            f"| {ours['mean_completion_len']:.0f} "
+            f"| {ours['rollout_s']:.2f} ({least['rollout_s']:.2f}) "
+            f"| {ours['learn_s']:.2f} ({least['learn_s']:.2f}) "
+            f"| {ours['rollout_tok_per_s']:.0f} | {ours['learn_tok_per_s']:.0f} | {peak:.0f} "
+            f"| {machine['read_gb_s']:.0f} | {ours['largest_loss'].removesuffix('_s')} |"
+        )
+    return "\n".join(lines)
+
+
+def head_table(results: Results) -> str:
+    """Memory of the head."""
+    found = results.get(f"head {HEAD}")
+    if found is None:
+        return ""
+    return (
+        f"{found['tokens']:,} tokens x {found['vocab']:,} logits, {found['chunk']} tokens at a "
+        f"time: the process grew by **{found['grew_mib']:,.0f} MiB** in forward and backward; all "
+        f"logits in float32, once, would be {found['logits_mib']:,.0f} MiB."
+    )
+
+
+def sft_table(results: Results) -> str:
+    """Supervised steps."""
+    lines = ["| precision | pairs | padding | ours, s | Trainer, s | ratio, wall | CPU |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for line in SFT:
+        found = results.get(f"sft {line}")
+        if found is not None:
+            lines.append(
+                f"| {'bf16' if found['bf16'] else 'float32'} | {found['rows']} "
+                f"| {found['padding_frac']:.0%} | {found['ours_s']:.2f} | {found['peer_s']:.2f} "
+                f"| **{found['ratio_wall']:.1f}** | {found['ratio_cpu']:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def kernels_table(results: Results) -> str:
+    """GFLOP/s of each kernel for some products."""
+    lines = ["| rows, in, out | float32: plain | oneDNN | packed | bf16: plain | packed |"]
+    lines.append("|---|---|---|---|---|---|")
+    for shape, rates in results.get("roofline --kernels", {}).items():
+        lines.append(f"| {shape} | {' | '.join(f'{rate:.0f}' for rate in rates)} |")
+    return "\n".join(lines)
+
+
+def sweeps_table(results: Results) -> str:
+    """A row for each sweep: value, and CPU seconds of rollout and learning."""
+    lines = ["| | value: seconds of rollout + learning |", "|---|---|"]
+    for name, points in sweeps(results).items():
+        cells = [f"{value}: {rollout:.2f} + {learn:.2f}" for value, rollout, learn in points]
+        lines.append(f"| {name} | {'; '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sweeps(results: Results) -> dict[str, list[tuple[int, float, float]]]:
+    """{sweep: value, seconds of rollout and of learning at each point}."""
+    found = {}
+    for name, (values, _) in SWEEPS.items():
+        at = {value: results.get(f"step {swept(name, value)}") for value in values}
+        found[name] = [
+            (value, result["ours"]["rollout_s"], result["ours"]["learn_s"])
+            for value, result in at.items()
+            if result is not None
+        ]
+    return found
+
+
+def plot(results: Results) -> None:
+    """How the cost of a step grows, one panel for each sweep."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(14, 2.8), constrained_layout=True)
+    for axis, (name, points) in zip(axes, sweeps(results).items(), strict=True):
+        values = [value for value, *_ in points]
+        for column, label in ((1, "rollout"), (2, "learning")):
+            axis.loglog(values, [point[column] for point in points], marker="o", label=label)
+        axis.set(xlabel=name, xticks=values, xticklabels=values)
+        axis.minorticks_off()
+    axes[0].set_ylabel("seconds of a step")
+    axes[0].legend(fontsize="small")
+    figure.savefig(PLOT, dpi=110)
+    pyplot.close(figure)
+
+
+TABLES = {
+    "steps": steps_table,
+    "phases": phases_table,
+    "head": head_table,
+    "sft": sft_table,
+    "kernels": kernels_table,
+    "sweeps": sweeps_table,
+}
+
+
+def write(results: Results) -> None:
+    """Put the tables between their marks on the page."""
+    page = PAGE.read_text()
+    for name, table in TABLES.items():
+        marks = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+        page = re.sub(marks, lambda m, t=table: m[1] + t(results) + m[2], page, flags=re.DOTALL)
+    PAGE.write_text(page)
+    if any(sweeps(results).values()):
+        plot(results)
+
+
+def main() -> None:
+    """Measure if asked to, and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ["steps", "sweeps", "head", "sft", "kernels"]
+    parser.add_argument("--measure", nargs="*", default=[], choices=parts)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--against", default="trl")
+    parser.add_argument("--peer-python", type=Path)
+    parser.add_argument("--peer-script", type=Path)
+    parser.add_argument("--data", type=Path, help="GSM8K's training file, for sft")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    measure(args)
+    write(load())
+
+
+if __name__ == "__main__":
+    main()

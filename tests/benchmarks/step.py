@@ -1,0 +1,263 @@
+"""Time whole training steps against a peer's, on the same work, alternating.
+
+    python -m tests.benchmarks.step --against trl --size tiny --hazard 0.02 \
+        --peer-python PATH/bin/python --peer-script PATH/trl_bench.py [--bf16] [--json]
+
+Each side runs in processes of its own, in turns; a step is generation, rewards, loss, backward and
+optimizer. Printed: medians over the turns of each turn's median step, their ratios, tokens per
+second by phase, peak memory, and the share of the least time that the arithmetic needs on this
+machine (see roofline.py), measured between the turns.
+
+A peer's script takes --size --prompts --group --prompt-len --max-new --threads --steps --warmup
+--hazard --bf16 and prints a line of JSON with step_s, cpu_s, gen_s, train_s, mean_completion_len
+and peak_rss_mib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.roofline import Machine, floor
+from tests.benchmarks.workload import SIZES, Size, Work, even_words
+
+ROOT = Path(__file__).parents[2]
+Measures = dict[str, Any]
+
+
+def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
+    """Train in this process; medians over the steps after the warm-up."""
+    import torch
+    from lightning import Callback, Trainer, seed_everything
+    from torch.utils.data import DataLoader
+
+    from litgrpo.modules.grpo import GRPO
+    from litgrpo.objectives.objective import Objective
+    from litgrpo.objectives.weighting import PerToken
+    from litgrpo.rewards.composite import Reward
+
+    torch.set_num_threads(work.threads)
+    seed_everything(work.seed, verbose=False)
+
+    class Watch(Callback):
+        """What each step cost."""
+
+        def __init__(self) -> None:
+            self.steps: list[Measures] = []
+            self.wall, self.cpu = 0.0, 0.0
+
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            wall, cpu = time.perf_counter(), time.process_time()
+            lengths = args[1]["rollout"].lengths.double()
+            seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.steps.append(
+                {
+                    "step_s": wall - self.wall,
+                    "cpu_s": cpu - self.cpu,
+                    "rollout_s": seen["time/rollout_s"],
+                    "reward_s": seen["time/reward_s"],
+                    "learn_s": seen["time/learn_s"],
+                    "mean_completion_len": float(lengths.mean()),
+                    "square_completion_len": float(lengths.square().mean()),
+                }
+            )
+            self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    watch = Watch()
+    grpo = GRPO(
+        "",
+        {"even": Reward(even_words)},
+        group_size=work.group,
+        max_completion_len=work.max_new,
+        objective=Objective(weighting=PerToken()),
+        optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
+        max_iterations=warmup + steps,
+    )
+    grpo.policy = work.policy()
+    trainer = Trainer(
+        accelerator="cpu",
+        precision="bf16-mixed" if work.bf16 else "32-true",
+        max_epochs=-1,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(grpo, DataLoader(work.batches(warmup + steps), batch_size=None))
+    kept = watch.steps[warmup:]
+    measures: Measures = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
+    measures["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    measures["kernels"] = asdict(grpo.policy.kernels)
+    return measures
+
+
+def _turn(module: str, arguments: list[str]) -> Measures:
+    """What a module of ours prints in a process of its own."""
+    return _last_line([sys.executable, "-m", f"tests.benchmarks.{module}", *arguments], ROOT)
+
+
+def turn_of_peer(args: argparse.Namespace) -> Measures:
+    """A turn of the peer, in its own environment."""
+    size = SIZES[args.size]
+    command = [str(args.peer_python), str(args.peer_script.absolute()), "--size", args.size]
+    shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
+    shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.peer_warmup}
+    # Its own filter of disturbed steps is off: both sides are disturbed alike, turn by turn.
+    shape |= {"steps": args.peer_steps + args.peer_warmup, "quiet": 2}
+    for name, value in shape.items():
+        command += [f"--{name}", str(value)]
+    if args.hazard is not None:
+        command += ["--hazard", str(args.hazard)]
+    return _last_line(command + ["--bf16"] * args.bf16, args.peer_script.absolute().parent)
+
+
+def _last_line(command: list[str], folder: Path) -> Measures:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if folder != ROOT:
+        environment.pop("PYTHONPATH", None)
+    run = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode or not lines:
+        raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-3000:]}")
+    measures: Measures = json.loads(lines[-1])
+    return measures
+
+
+def medians(turns: list[Measures]) -> Measures:
+    """The median of every number over the turns; anything else as in the first turn."""
+    first = turns[0]
+    return {
+        name: statistics.median(turn[name] for turn in turns if turn.get(name) is not None)
+        if isinstance(value, float)
+        else medians([turn[name] for turn in turns if name in turn])
+        if isinstance(value, dict)
+        else value
+        for name, value in first.items()
+    }
+
+
+def _work(args: argparse.Namespace) -> Work:
+    size = Size(**asdict(SIZES[args.size]) | json.loads(args.change))
+    return Work(size, args.group, args.max_new, args.hazard, args.bf16, args.threads)
+
+
+def compared(args: argparse.Namespace) -> Measures:
+    """Turns of both sides, one after the other, and what they come to."""
+    sides: dict[str, list[Measures]] = {"ours": [], "peer": [], "machine": []}
+    for _ in range(args.turns):
+        sides["machine"].append(_turn("roofline", ["--threads", str(args.threads)]))
+        sides["ours"].append(_turn("step", [*sys.argv[1:], "--turn"]))
+        if args.against:
+            sides["peer"].append(turn_of_peer(args))
+    ours, machine = medians(sides["ours"]), Machine(**medians(sides["machine"]))
+    lengths = [ours["mean_completion_len"], ours["square_completion_len"]]
+    ours |= {"machine": asdict(machine), "floor": floor(_work(args), lengths, machine)}
+    tokens = ours["mean_completion_len"] * _work(args).size.prompts * args.group
+    ours["rollout_tok_per_s"] = tokens / ours["rollout_s"]
+    ours["learn_tok_per_s"] = tokens / ours["learn_s"]
+    ours["roofline_frac"] = sum(ours["floor"].values()) / ours["step_s"]
+    losses = {name: ours[name] - least for name, least in ours["floor"].items()}
+    ours["largest_loss"] = max(losses, key=lambda name: losses[name])
+    result: Measures = {
+        name: getattr(args, name) for name in ("size", "hazard", "bf16", "threads", "turns")
+    }
+    if args.against:
+        peer = medians(sides["peer"])
+        # Lengths are drawn, so that one side may have a little more to do.
+        fair = peer["mean_completion_len"] / ours["mean_completion_len"]
+        result |= {"against": args.against, "length_ratio": fair}
+        for name, of_peer, of_ours in (
+            ("ratio_wall", "step_s", "step_s"),
+            ("ratio_cpu", "cpu_s", "cpu_s"),
+            ("ratio_rollout", "gen_s", "rollout_s"),
+            ("ratio_learn", "train_s", "learn_s"),
+        ):
+            result[name] = peer[of_peer] / ours[of_ours]
+        result["memory_frac"] = ours["peak_rss_mib"] / peer["peak_rss_mib"]
+        result["peer"] = peer
+    result["ours"] = ours
+    result["spread"] = {name: [turn["step_s"] for turn in sides[name]] for name in ("ours", "peer")}
+    return result
+
+
+def shown(result: Measures) -> str:
+    """The result for people."""
+    ours, lines = result["ours"], []
+    columns = [("ours", ours, "rollout_s", "learn_s")]
+    if "peer" in result:
+        columns.append((result["against"], result["peer"], "gen_s", "train_s"))
+    for name, side, rollout, learn in columns:
+        lines.append(
+            f"{name:>6}: step {side['step_s']:.2f} s ({side['cpu_s']:.2f} s of CPU): rollout "
+            f"{side[rollout]:.2f} s, learning {side[learn]:.2f} s; mean completion "
+            f"{side['mean_completion_len']:.1f} tokens; peak memory {side['peak_rss_mib']:.0f} MiB"
+        )
+    if "peer" in result:
+        lines.append(
+            f" ratio: {result['ratio_wall']:.2f} of wall time, {result['ratio_cpu']:.2f} of CPU "
+            f"time (rollout {result['ratio_rollout']:.2f}, learning {result['ratio_learn']:.2f}); "
+            f"memory {result['memory_frac']:.2f}"
+        )
+    machine, least = ours["machine"], ours["floor"]
+    lines.append(
+        f"  each phase: {ours['rollout_tok_per_s']:.0f} and {ours['learn_tok_per_s']:.0f} tokens/s "
+        f"of completions; kernels {ours['kernels']}"
+    )
+    lines.append(
+        f"  roofline: {ours['roofline_frac']:.0%} (least: rollout {least['rollout_s']:.2f} s, "
+        f"learning {least['learn_s']:.2f} s at {machine['float32_gflops']:.0f} float32 and "
+        f"{machine['bfloat16_gflops']:.0f} bfloat16 GFLOP/s, {machine['read_gb_s']:.0f} GB/s); "
+        f"most is lost in {ours['largest_loss'].removesuffix('_s')}"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compare, and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", help="name of the peer; without it only ours is timed")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--hazard", type=float, help="share of the vocabulary that ends a text")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peer-python", type=Path)
+    parser.add_argument("--peer-script", type=Path)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="of ours in a turn")
+    parser.add_argument("--warmup", type=int, default=2, help="of ours before them")
+    parser.add_argument("--peer-steps", type=int, default=2)
+    parser.add_argument("--peer-warmup", type=int, default=1)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-new", type=int, default=128)
+    parser.add_argument("--change", default="{}", help="JSON of sizes to change (ours only)")
+    parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.against and not (args.peer_python and args.peer_script):
+        parser.error("--against needs --peer-python and --peer-script")
+    if args.turn:
+        print(json.dumps(steps_of_ours(_work(args), args.steps, args.warmup)))
+        return
+    result = compared(args)
+    print(json.dumps(result) if args.json else shown(result))
+
+
+if __name__ == "__main__":
+    main()
