@@ -30,6 +30,7 @@ from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.journal import Journal, never_failing
 from litgrpo.callbacks.manifest import read
 from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
 from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.run_folder import (
@@ -52,6 +53,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "summary": Summary,
     "export": Export,
     "predictions": Predictions,
+    "non_finite": NonFinite,
     "watchdog": Watchdog,
     "checkpoint": IterationCheckpoint,
     "checkpoint_folders": CheckpointFolders,

@@ -26,6 +26,7 @@ WRITTEN = (
     "final_model",
     "hparams.yaml",
     "metrics.csv",
+    "non_finite",
     "samples",
     "summary.json",
 )
