@@ -67,6 +67,7 @@ class IterationCheckpoint(Checkpoint):
         self.scores: dict[int, float] = {}
         self.best_model_path = ""  # read by Trainer.validate(ckpt_path="best")
         self.last_saved = -1
+        self.failed = False  # whether the newest file could not be written
         self.validation_due = False
         self.io = CheckedIO(None)
         self.stop = StopRequest()
@@ -101,8 +102,7 @@ class IterationCheckpoint(Checkpoint):
             rank_zero_info(f"Going on after iteration {pl_module.iteration}, from {source}")
             self.last_saved = pl_module.iteration
             if may_write(trainer) and source.parent == self._folder(trainer).resolve():
-                source.touch()  # the newest now, whatever was written after it
-                point(source.parent / LAST, source)
+                make_newest(source)
         self._remember(trainer)
         if self.validation_due:
             validate_now(trainer)
@@ -166,7 +166,8 @@ class IterationCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save the final state, if a limit other than `max_iterations` ended the training."""
-        if self.last_saved != pl_module.iteration:
+        self._settled(trainer, strict=False)
+        if self._missing(trainer, pl_module.iteration):
             self._remember(trainer, at_batch_end=False)
             self.save(trainer, pl_module.iteration)
         self._settled(trainer, strict=True)
@@ -175,7 +176,8 @@ class IterationCheckpoint(Checkpoint):
         """When asked to stop, save what stands between iterations; let no save be cut off."""
         if isinstance(exception, Stopped) and self.between:
             n = self.between["iteration"]
-            if n != self.last_saved:
+            self._settled(trainer, strict=False)
+            if self._missing(trainer, n):
                 self.save(trainer, n)
             self._settled(trainer, strict=True)
             rank_zero_info(f"Stopped after iteration {n}: `--ckpt_path last` goes on from there.")
@@ -208,7 +210,7 @@ class IterationCheckpoint(Checkpoint):
         path = folder / f"iteration={iteration:06d}.ckpt"
         best = self._best()
         self._settled(trainer, strict=False)
-        self.last_saved = iteration
+        self.last_saved, self.failed = iteration, False
 
         def finish(path: Path) -> None:
             point(folder / LAST, path)
@@ -227,7 +229,12 @@ class IterationCheckpoint(Checkpoint):
                 raise RuntimeError(
                     f"{said}; the last good one is in {self._folder(trainer)}"
                 ) from error
+            self.failed = True
             rank_zero_warn(f"{said}; training goes on, the older ones are still there")
+
+    def _missing(self, trainer: Any, iteration: int) -> bool:
+        """Whether this iteration has no file; the process that writes knows."""
+        return bool(trainer.strategy.broadcast(self.failed or self.last_saved != iteration))
 
     def _report(self, pl_module: Any) -> None:
         """Log what the newest file took, once."""
@@ -270,6 +277,15 @@ class IterationCheckpoint(Checkpoint):
         """Take them up."""
         self.scores = {int(n): score for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
+
+
+def make_newest(path: Path) -> None:
+    """Whatever was written after this checkpoint, it is what a run goes on from."""
+    try:
+        path.touch()
+        point(path.parent / LAST, path)
+    except OSError as error:
+        rank_zero_warn(f"{path.parent} cannot be written to: {error}; training goes on")
 
 
 def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
