@@ -257,6 +257,75 @@ def test_a_missing_last_is_an_error(cli):
     assert not Path("runs").exists()
 
 
+AUTO = ("fit", "-c", "recipe.yaml", "--auto_resume", "true")
+
+
+def test_auto_resume_starts_a_run_and_goes_on_with_it(cli, caplog):
+    code, out, _ = cli(*AUTO)
+    assert (code, "Going on" in caplog.text) == (0, False)
+    assert "4 iterations, " in out
+    code, _, _ = cli(*AUTO, "--model.max_iterations", "6")
+    assert code == 0
+    assert "Going on after iteration 4, from " in caplog.text
+    lines = Path("runs/recipe/metrics.csv").read_text().splitlines()
+    steps = [line.split(",")[0] for line in lines]
+    assert steps == ["step", "0", "1", "2", "3", "4", "4", "5", "6", "6"]
+
+
+def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):
+    cli(*AUTO)
+    Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
+    with pytest.warns(UserWarning, match=r"not resumed from .*=000004.ckpt cannot be read"):
+        code, _, _ = cli(*AUTO)
+    assert code == 0
+    assert "Going on after iteration 2, from " in caplog.text
+    assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 4
+    for path in Path("runs/recipe/checkpoints").glob("iteration*"):
+        path.write_text("damaged")
+    with pytest.warns(UserWarning, match="not resumed from"):
+        code, _, err = cli(*AUTO)
+    assert code == 2
+    assert "no checkpoint of this run is good: " in err.splitlines()[-1]
+    assert err.splitlines()[-1].endswith("or give another --run_dir, to start anew.")
+
+
+def test_auto_resume_starts_over_what_left_no_checkpoint(cli):
+    cli("fit", "-c", "recipe.yaml", "--trainer.enable_checkpointing", "false")
+    assert cli("fit", "-c", "recipe.yaml")[0] == 2
+    assert cli(*AUTO)[0] == 0
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(cli):
+    cli("fit", "-c", "recipe.yaml")
+    Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
+    code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
+    assert code == 2
+    assert err.startswith("error: runs/recipe/checkpoints/last.ckpt cannot be read: it is cut off")
+
+
+def test_two_ways_to_resume_are_one_too_many(cli):
+    code, _, err = cli(*AUTO, "--ckpt_path", "last")
+    said = "--auto_resume looks for a checkpoint, and --ckpt_path names one (last): leave one of "
+    assert (code, err) == (2, f"error: {said}them out.\n")
+
+
+def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):
+    cli("fit", "-c", "recipe.yaml")
+    cli("fit", "-c", "recipe.yaml", "--run_dir", "runs/other")
+    foreign = ("--ckpt_path", "runs/other", "--model.max_iterations", "6")
+    code, _, err = cli("fit", "-c", "recipe.yaml", *foreign)
+    assert code == 2
+    assert "already holds a run" in err
+    assert cli("fit", "-c", "recipe.yaml", *foreign, "--run_dir", "runs/third")[0] == 0
+
+
+def test_max_time_leaves_room_for_the_end(cli):
+    code, out, _ = cli("fit", "-c", "recipe.yaml", "--trainer.max_time", "00:00:00:00")
+    assert code == 0
+    assert "1 iterations, " in out
+    assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 1
+
+
 def test_the_other_verbs_read_the_configuration_of_the_run(cli):
     cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
     of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -26,18 +25,26 @@ import litgrpo.modules.grpo
 import litgrpo.modules.sft  # noqa: F401
 from litgrpo.callbacks.checkpoint import IterationCheckpoint
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.exact_resume import ExactResume
 from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.journal import Journal, never_failing
+from litgrpo.callbacks.manifest import read
 from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
 from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.run_folder import (
     RunFolder,
     begin,
     checkpoint_file,
+    checkpoints_of,
+    newest_checkpoint,
     refuse_if_taken,
     saved_config,
 )
 from litgrpo.callbacks.summary import Summary
+from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.mistakes import explain
 
 CALLBACKS: dict[str, type[Callback]] = {
@@ -46,6 +53,8 @@ CALLBACKS: dict[str, type[Callback]] = {
     "summary": Summary,
     "export": Export,
     "predictions": Predictions,
+    "non_finite": NonFinite,
+    "watchdog": Watchdog,
     "checkpoint": IterationCheckpoint,
     "checkpoint_folders": CheckpointFolders,
 }
@@ -58,11 +67,20 @@ TRAINER_DEFAULTS = {
     "use_distributed_sampler": False,  # our samplers keep groups whole and know their position
     "enable_model_summary": False,
 }
-OF_ONE_CALL = {"ckpt_path", "config", "debug", "overwrite", "return_predictions", "verbose"}
+OF_ONE_CALL = {
+    "auto_resume",
+    "ckpt_path",
+    "config",
+    "debug",
+    "overwrite",
+    "return_predictions",
+    "verbose",
+}
 OF_ONE_CALL |= {"weights_only"}
 
 # Lines that Lightning prints in every run and that ask nothing of the user.
-CHATTER = ("Tip:", "GPU available:", "TPU available:", "Seed set to", "HPU available:")
+CHATTER: tuple[str, ...] = ("Tip:", "GPU available:", "TPU available:", "HPU available:")
+CHATTER += ("Seed set to", "Restoring states from", "Restored all states")
 HARMLESS_WARNINGS = (
     r".*does not have many workers",
     r".*in eval mode at the start of training",
@@ -156,6 +174,12 @@ class LitGRPOCLI(LightningCLI):
         parser.add_argument(
             "--overwrite", type=bool, default=False, help="Replace the run in run_dir."
         )
+        parser.add_argument(
+            "--auto_resume",
+            type=bool,
+            default=False,
+            help="Go on from the newest good checkpoint in run_dir; start if there is none.",
+        )
         parser.add_argument("--tensorboard", type=bool, default=True, help="Log to TensorBoard.")
         parser.add_argument("--csv", type=bool, default=True, help="Log to metrics.csv.")
         parser.add_argument(
@@ -187,16 +211,29 @@ class LitGRPOCLI(LightningCLI):
         name = Path(str(recipes[0])).stem if recipes else self.config.subcommand
         run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
         settings.run_dir = settings.trainer.default_root_dir = str(run_dir)
-        if settings.ckpt_path is not None:
+        if self._resumes_itself() and settings.ckpt_path is not None:
+            raise ValueError(
+                f"--auto_resume looks for a checkpoint, and --ckpt_path names one "
+                f"({settings.ckpt_path}): leave one of them out."
+            )
+        if self._resumes_itself():
+            newest = newest_checkpoint(Path(run_dir))
+            settings.ckpt_path = None if newest is None else str(newest)
+        elif settings.ckpt_path is not None:
             path = checkpoint_file(str(settings.ckpt_path), Path(run_dir))
             settings.ckpt_path = str(path)
+
+    def _resumes_itself(self) -> bool:
+        return self.config.subcommand == "fit" and self.settings.auto_resume
 
     def before_instantiate_classes(self) -> None:
         """Hand the seed down, and stop before two runs mix."""
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
         if self._starts_anew():
-            folder, overwrite = Path(self.settings.run_dir), self.settings.overwrite
+            folder = Path(self.settings.run_dir)
+            # A run that died before its first checkpoint left nothing to go on from.
+            overwrite = self.settings.overwrite or self._resumes_itself()
             rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
 
     def after_instantiate_classes(self) -> None:
@@ -207,7 +244,10 @@ class LitGRPOCLI(LightningCLI):
     def _starts_anew(self) -> bool:
         settings = self.settings
         in_earnest = self.config.subcommand == "fit" and not settings.trainer.fast_dev_run
-        return in_earnest and settings.ckpt_path is None
+        from_here = settings.ckpt_path is not None and (
+            Path(settings.ckpt_path).parent.resolve() == checkpoints_of(settings.run_dir).resolve()
+        )
+        return in_earnest and not from_here
 
     def _hand_seed_to(self, node: Any) -> None:
         # A seed that differs from its class's default was given on purpose.
@@ -226,7 +266,14 @@ class LitGRPOCLI(LightningCLI):
             ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
         if chosen["enable_progress_bar"] is False or any(isinstance(c, ProgressBar) for c in given):
             ours = [callback for callback in ours if not isinstance(callback, ProgressBar)]
-        chosen["callbacks"] = [*ours, RunFolder(self.config_text()), *given]
+        max_time = chosen.pop("max_time")
+        if max_time is not None:
+            ours.append(TimeBudget(max_time))
+        for callback in ours:
+            if isinstance(callback, IterationCheckpoint):
+                callback.falls_back = self._resumes_itself()
+        always = [RunFolder(self.config_text()), ExactResume(), Journal(self.settings.run_dir)]
+        chosen["callbacks"] = [*ours, *always, *given]
         chosen["logger"] = self._loggers(chosen["logger"])
         return self._instantiate_trainer(chosen, [])
 
@@ -240,7 +287,8 @@ class LitGRPOCLI(LightningCLI):
         if self.settings.csv:
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
-        return loggers + [logger for logger in extra if isinstance(logger, Logger)]
+        loggers += [logger for logger in extra if isinstance(logger, Logger)]
+        return [never_failing(logger) for logger in loggers]
 
     def config_text(self) -> str:
         """The configuration as YAML for any verb, without what was meant for this call only."""
@@ -256,7 +304,7 @@ def load_module(path: Path) -> Any:
     Args:
         path: a checkpoint written by `cli.py fit`.
     """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = read(path)
     node = yaml.safe_load(saved_config(checkpoint))["model"]
     module = instantiate_module(
         LightningModule, {"_class_path": node["class_path"], **node["init_args"]}

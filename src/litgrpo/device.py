@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -36,3 +39,41 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def random_state() -> dict[str, Any]:
+    """Where torch's random numbers stand on the host and on each device, as tensors and numbers."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        state["xla"] = int(xm.get_rng_state())
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` gave, as far as the devices are there."""
+    torch.set_rng_state(state["cpu"])
+    for number, own in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(own, number)
+    if "xla" in state and "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(state["xla"])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice; each device says it in its own way."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+
+
+def free_memory() -> None:
+    """Give cached memory back to the device, after what needed it is gone."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -328,3 +328,24 @@ class LossOutput:
 
     loss: Tensor
     stats: Stats
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An optimizer step that was not taken, because a number in it is not finite.
+
+    Args:
+        reasons: {row of the rollout: which number}; empty where no row alone explains it.
+    """
+
+    reasons: dict[int, str]
+
+
+class ReportsSteps:
+    """What a module tells of the optimizer steps of its newest iteration, in order.
+
+    Attributes:
+        steps: what was wrong with each; None for a step that was taken.
+    """
+
+    steps: list[Skipped | None]

@@ -1,10 +1,11 @@
 import os
-import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from litgrpo.callbacks import checkpoint_io
 from litgrpo.callbacks.checkpoint import IterationCheckpoint
 from litgrpo.callbacks.run_folder import RunFolder, saved_config
 from tests.callbacks.fitting import fit
@@ -53,12 +54,12 @@ class FailsToSave(StandIn):
     def on_save_checkpoint(self, checkpoint):
         super().on_save_checkpoint(checkpoint)
         if self.iteration == 4:
-            # Fails while the file is written: a lambda cannot be pickled.
+            # Fails before the file is written: no later run could load it.
             checkpoint["broken"] = lambda: None
 
 
 def test_a_failed_save_leaves_the_older_checkpoint(tmp_path):
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(TypeError, match="a checkpoint cannot hold a function"):
         fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=FailsToSave(6))
     kept = [name for name in names(tmp_path) if not name.startswith(".")]
     assert kept == ["iteration=000002.ckpt", "last.ckpt"]
@@ -83,42 +84,97 @@ def test_a_run_resumes_after_the_iteration_that_was_saved(tmp_path):
     assert module.trainer.global_step == 21
     # Validations after 4, 6 and 7; the best of the first run is still the best.
     assert module.evaluations == 3
-    # (That of iteration 3 came after its file was written, and was not among the best.)
-    assert checkpoint.scores == {2: 0.5, 4: 0.2, 6: 0.2, 7: 0.2}
+    assert checkpoint.scores == {2: 0.5, 3: 0.4, 4: 0.2, 6: 0.2, 7: 0.2}
     assert (tmp_path / "checkpoints/best.ckpt").readlink() == Path("iteration=000002.ckpt")
 
 
-class Terminated(StandIn):
-    """Asks its own process to stop, in a training step or in a validation after iteration 2."""
+class Signalled(StandIn):
+    """Asks its own process to stop: in a rollout, in an update, or in a validation."""
 
-    def __init__(self, during: str):
+    def __init__(self, during: str, signum: int = 15, times: int = 1):
         super().__init__(6)
-        self.during = during
+        self.during, self.signum, self.times = during, signum, times
 
-    def _terminate(self, here: str, iteration: int) -> None:
+    def _here(self, here: str, iteration: int) -> None:
         if (self.during, self.iteration) == (here, iteration):
-            os.kill(os.getpid(), signal.SIGTERM)
+            times, self.times = self.times, 0
+            for _ in range(times):
+                os.kill(os.getpid(), self.signum)
 
     def training_step(self, batch, batch_idx):
-        self._terminate("training", 1)
+        self._here("rollout", 1)
         return super().training_step(batch, batch_idx)
 
+    def on_before_optimizer_step(self, optimizer):
+        self._here("update", 1)
+
     def validation_step(self, batch, batch_idx):
-        self._terminate("validation", 2)
+        self._here("validation", 2)
         return super().validation_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("during", ["training", "validation"])
-def test_a_run_that_is_told_to_stop_loses_no_iteration(tmp_path, during):
-    with pytest.raises(SystemExit):
-        fit(tmp_path, IterationCheckpoint(50), module=Terminated(during), val_check_interval=2)
+@pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130)])
+@pytest.mark.parametrize(
+    ("during", "saved", "evaluations"), [("rollout", 1, 3), ("update", 2, 3), ("validation", 2, 3)]
+)
+def test_asked_to_stop_a_run_drops_an_iteration_or_finishes_it(
+    tmp_path, during, saved, evaluations, signum, code
+):
+    with pytest.raises(SystemExit) as stop:
+        fit(
+            tmp_path,
+            IterationCheckpoint(50),
+            module=Signalled(during, signum),
+            val_check_interval=2,
+        )
+    assert stop.value.code == code
     last = tmp_path / "checkpoints/last.ckpt"
-    assert torch.load(last, weights_only=True)["iteration"] == 2
+    assert torch.load(last, weights_only=True)["iteration"] == saved
     module = fit(
         tmp_path, IterationCheckpoint(50), module=StandIn(6), resume=last, val_check_interval=2
     )
-    # The interrupted validation is left out, those after 4 and 6 are whole.
-    assert (module.iteration, module.evaluations) == (6, 2)
+    # The validations after 2, 4 and 6; an interrupted one is repeated as a whole.
+    assert (module.iteration, module.evaluations) == (6, evaluations)
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    if (child := os.fork()) == 0:
+        fit(tmp_path, IterationCheckpoint(50), module=Signalled("update", times=2))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert not (tmp_path / "checkpoints/last.ckpt").exists()
+
+
+def test_a_run_goes_on_in_the_background_while_a_file_is_written(tmp_path, monkeypatch):
+    done = []
+    release = threading.Event()
+    inner = checkpoint_io.write
+
+    def slow(checkpoint, path):
+        release.wait(30)
+        inner(checkpoint, path)
+
+    monkeypatch.setattr(checkpoint_io, "write", slow)
+
+    class Watched(StandIn):
+        def on_train_batch_end(self, *_):
+            done.append(self.iteration)
+            if self.iteration == 3:
+                release.set()  # only now is the file of iteration 2 written
+
+    fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=Watched(4))
+    assert done == [1, 2, 3, 4]
+    saved = torch.load(tmp_path / "checkpoints/iteration=000002.ckpt", weights_only=True)
+    assert (saved["iteration"], saved["global_step"]) == (2, 6)
+
+
+def test_size_and_time_of_a_save_are_logged(tmp_path):
+    module = fit(tmp_path, IterationCheckpoint(1), module=StandIn(9))
+    logged = {k: float(v) for k, v in module.trainer.logged_metrics.items() if "checkpoint" in k}
+    size = (tmp_path / "checkpoints/last.ckpt").stat().st_size / 2**20
+    assert logged["checkpoint/size_mib"] == pytest.approx(size, rel=0.01)
+    assert 0 < logged["checkpoint/wait_s"] < 10
+    assert 0 < logged["checkpoint/write_s"] < 10
 
 
 def test_the_configuration_is_inside(tmp_path):

@@ -55,6 +55,7 @@ def test_a_prompt_can_be_a_list_of_messages():
         texts([{"prompt": []}], chat=Chat())
 
 
+@pytest.mark.filterwarnings("ignore:1 of 1 prompts write the begin token")
 @pytest.mark.parametrize("chat", [None, Chat()])
 def test_there_is_one_begin_token_whoever_writes_it(chat):
     style, tokenizer = PromptStyle(Template("prompt"), chat), chat_tokenizer()
@@ -62,6 +63,14 @@ def test_there_is_one_begin_token_whoever_writes_it(chat):
         (ids,) = style.encode(style.texts(read([text]), tokenizer), tokenizer)
         assert ids[0] == tokenizer.bos_token_id
         assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_doubled_begin_token_is_one_warning():
+    style, tokenizer = PromptStyle(Template("prompt"), None), chat_tokenizer()
+    said = r"2 of 3 prompts write the begin token \('<bos>'\) that the tokenizer adds"
+    with pytest.warns(UserWarning, match=said) as warned:
+        style.encode(["<bos>a", "b", "<bos>c"], tokenizer)
+    assert len(warned) == 1
 
 
 def test_a_chat_format_without_begin_token_gets_none():

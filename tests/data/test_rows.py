@@ -138,3 +138,14 @@ def test_the_fingerprint_depends_on_prompts_and_order():
 def test_settings_that_make_no_sense_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         table(**settings)
+
+
+def test_two_rows_of_one_id_are_named(tmp_path):
+    path = tmp_path / "twice.jsonl"
+    path.write_text(
+        '{"id": 7, "prompt": "a"}\n{"id": 8, "prompt": "b"}\n{"id": 7, "prompt": "c"}\n'
+    )
+    said = rf"{path}, line 3: field 'id' is 7, as in {path}, line 1; remove one of them, or"
+    with pytest.raises(ValueError, match=said):
+        table().read(str(path))
+    assert len(table(columns={"number": "id"}).read(str(path))) == 3

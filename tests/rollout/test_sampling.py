@@ -167,3 +167,11 @@ def test_settings_out_of_range_are_refused(wrong):
     name = next(iter(wrong))
     with pytest.raises(ValueError, match=f"sampling.{name} is .*; it must be"):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(top_k=2)])
+def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling):
+    logits = torch.tensor([[0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    drawn = sample(logits, torch.tensor([0.0, 0.5, 0.99]), sampling)
+    assert bool(((drawn.tokens >= 0) & (drawn.tokens < 3)).all())
+    assert drawn.logprobs.isfinite().tolist() == [False, False, True]

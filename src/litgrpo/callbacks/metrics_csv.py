@@ -25,6 +25,7 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
         self.header: list[str] = []
+        self._num_rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -49,12 +50,30 @@ class MetricsCSV(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Append one line; a name seen for the first time adds a column."""
         row = {"step": step, **{name: metrics[name] for name in sorted(metrics)}}
+        before = self.num_rows
         if not self.header:
             self.header = self._read()[0]
         if new := [name for name in row if name not in self.header]:
-            self._widen(new)
+            rows = self._read()[1]
+            self.header += new
+            self._write(rows)
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self.header).writerow(row)
+        self._num_rows = before + 1
+
+    @property
+    def num_rows(self) -> int:
+        """How many lines there are below the header."""
+        if self._num_rows is None:
+            self._num_rows = len(self._read()[1])
+        return self._num_rows
+
+    def rewind(self, num_rows: int) -> None:
+        """Keep the first lines only, as they were when a checkpoint was saved."""
+        self.header, rows = self._read()
+        if self.header:
+            self._write(rows[:num_rows])
+        self._num_rows = min(num_rows, len(rows))
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         if not self.path.exists():
@@ -63,11 +82,12 @@ class MetricsCSV(Logger):
             reader = csv.DictReader(file)
             return list(reader.fieldnames or []), list(reader)
 
-    def _widen(self, new: list[str]) -> None:
-        rows = self._read()[1]
-        self.header += new
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        """Replace the whole file in one step: a process killed on the way leaves the old one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="", encoding="utf-8") as file:
+        unfinished = self.path.with_name(f".{self.path.name}.tmp")
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.header)
             writer.writeheader()
             writer.writerows(rows)
+        unfinished.replace(self.path)

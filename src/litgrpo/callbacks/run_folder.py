@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ CONFIG = "config.yaml"
 HEADER = "# The whole configuration of this run, written by litgrpo.\n"
 CHECKPOINTS = "checkpoints"
 TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
+LAST, BEST = "last.ckpt", "best.ckpt"
+NAME = re.compile(r"iteration=(\d+)\.ckpt")
 # What shows that a run got somewhere; one that failed before its first iteration leaves none.
 RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
 # Everything that a run writes.
@@ -23,6 +26,7 @@ WRITTEN = (
     "final_model",
     "hparams.yaml",
     "metrics.csv",
+    "non_finite",
     "samples",
     "summary.json",
 )
@@ -92,9 +96,9 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
     """
     path = Path(given)
     if folder is not None and given in ("last", "best"):
-        path = folder / CHECKPOINTS / f"{given}.ckpt"
-    elif (path / CHECKPOINTS).is_dir():
-        path = path / CHECKPOINTS / "last.ckpt"
+        path = checkpoints_of(folder) / f"{given}.ckpt"
+    elif checkpoints_of(path).is_dir():
+        path = checkpoints_of(path) / LAST
     elif path.is_dir():
         path = path / TRAINING_STATE
     if not path.exists():
@@ -103,6 +107,27 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
             "a .ckpt file or a run folder."
         )
     return path
+
+
+def checkpoints_of(folder: str | Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(folder) / CHECKPOINTS
+
+
+def by_age(folder: Path) -> dict[int, Path]:
+    """The numbered checkpoints in a folder, the newest first.
+
+    By time, not by number: a run may resume from an older checkpoint.
+    """
+    named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
+    found = [(int(name[1]), path) for name, path in named if name]
+    found.sort(key=lambda each: (each[1].stat().st_mtime_ns, each[0]), reverse=True)
+    return dict(found)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of a run that was written last, whether it is good or not, if there is one."""
+    return next(iter(by_age(checkpoints_of(folder)).values()), None)
 
 
 def run_folder(trainer: Trainer) -> Path:

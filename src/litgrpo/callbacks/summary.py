@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from litgrpo import __version__
 from litgrpo.callbacks.report import BOUNDS, entries, plain_names
 from litgrpo.callbacks.run_folder import CONFIG, may_write, run_folder
+from litgrpo.callbacks.validating import validate_now
 
 Evaluation = dict[str, Any]  # report {name: number}, n, reward_names, samples
 
@@ -118,12 +119,7 @@ class Summary(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Evaluate what was learned, if the last validation is older, and write it all down."""
         if trainer.enable_validation and self.after_iteration != pl_module.iteration:
-            # What Lightning does to validate between two iterations.
-            loop = trainer.fit_loop.epoch_loop.val_loop
-            loop.restarting = False  # a resumed run would skip what its checkpoint has counted
-            trainer.validating = True
-            loop.run()
-            trainer.training = True
+            validate_now(trainer)
         self.trained_s, self.trains_since = self._elapsed_s(), None
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())

@@ -133,7 +133,13 @@ class PromptStyle:
         # A chat format writes its begin token as text, so the tokenizer must not add another.
         rows = tokenize(tokenizer, texts, add_special_tokens=self.chat is None)
         begin = tokenizer.bos_token_id
-        return [ids[1:] if begin is not None and ids[:2] == [begin] * 2 else ids for ids in rows]
+        doubled = [begin is not None and ids[:2] == [begin] * 2 for ids in rows]
+        if any(doubled):
+            rank_zero_warn(
+                f"{sum(doubled)} of {len(rows)} prompts write the begin token "
+                f"({tokenizer.bos_token!r}) that the tokenizer adds, too: it is kept once"
+            )
+        return [ids[1:] if twice else ids for ids, twice in zip(rows, doubled, strict=True)]
 
 
 def as_chat(chat: bool | Chat) -> Chat | None:

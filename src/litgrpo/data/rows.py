@@ -58,7 +58,9 @@ class Table:
             required: the fields that every row needs; None means all of `columns` and `extract`.
         """
         everything = {*self.columns, *self.extract} if required is None else set(required)
-        return [self._named(row, everything) for row in read(source)]
+        rows = [self._named(row, everything) for row in read(source)]
+        refuse_equal_ids(rows)
+        return rows
 
     def _named(self, row: Row, required: set[str]) -> Row:
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs in row.values}
@@ -137,6 +139,24 @@ def is_held_out(row: Row, fraction: float) -> bool:
 def fingerprint(rows: list[Row]) -> str:
     """A name for these prompts in this order."""
     return hashlib.sha256("\n".join(map(identity, rows)).encode()).hexdigest()[:16]
+
+
+def refuse_equal_ids(rows: list[Row]) -> None:
+    """Stop where two rows claim to be the same example: one of them is not what it says.
+
+    Raises:
+        ValueError: both places.
+    """
+    seen: dict[Any, str] = {}
+    for row in rows:
+        value = row.values.get("id")
+        if isinstance(value, str | int):
+            first = seen.setdefault(value, row.place)
+            if first != row.place:
+                raise ValueError(
+                    f"{row.place}: field 'id' is {value!r}, as in {first}; remove one of them, or "
+                    "say `columns: {number: id}` if it is no identifier"
+                )
 
 
 def report_duplicates(name: str, rows: list[Row]) -> None:

@@ -203,6 +203,18 @@ class BatchLoader(Generic[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; refuse one in another order of batches."""
+        self.check(state)
+        self._position = (state["epoch"], state["batches"])
+        self._drawn = state["drawn"]
+        self.sampler.epoch, self.sampler.start = self._position
+        self._resuming = True
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a position in another order of batches.
+
+        Raises:
+            ValueError: what the order depends on has another value here.
+        """
         for name, ours in self.identity.items():
             if state.get(name) != ours:
                 raise ValueError(
@@ -210,10 +222,6 @@ class BatchLoader(Generic[Batch]):
                     f"{ours!r}: prompts would be skipped or repeated; restore the setting, or "
                     "start a new run from the exported weights"
                 )
-        self._position = (state["epoch"], state["batches"])
-        self._drawn = state["drawn"]
-        self.sampler.epoch, self.sampler.start = self._position
-        self._resuming = True
 
 
 def _unchanged(batch: Batch) -> Batch:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
+from litgrpo.modules.guarding import rollout_within_memory
 from litgrpo.modules.settings import Evaluation
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.loading import load_tokenizer
@@ -61,6 +62,7 @@ class AnsweringModule(LightningModule):
         self.seed = seed
         self.iteration = 0
         self.evaluation_report: dict[str, float] = {}
+        self.lowered: dict[str, int] = {}  # limits on rows at once, where memory was short
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: CausalPolicy | None = None
         names = list(rewards.parts)
@@ -138,7 +140,9 @@ class AnsweringModule(LightningModule):
             attempt=attempt,
         )
         self.policy.eval()
-        rollout = self.engine.generate(self.policy, prompts, group_size, uniforms, sampling)
+        self.engine, rollout = rollout_within_memory(
+            self.engine, self.policy, prompts, group_size, uniforms, sampling, self.lowered
+        )
         texts = self.policy.tokenizer.batch_decode(_real_tokens(rollout), skip_special_tokens=True)
         return replace(rollout, completions=texts)
 

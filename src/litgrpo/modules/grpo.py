@@ -242,7 +242,8 @@ class GRPO(LearningModule):
         Args:
             stats: of this iteration.
         """
-        self.objective = self.steering.by_kl(self.objective, float(stats["policy/kl"]))
+        if "policy/kl" in stats:  # it is not where every step was skipped
+            self.objective = self.steering.by_kl(self.objective, float(stats["policy/kl"]))
         sync = self.controllers.reference
         if sync is not None and self.iteration % sync.every == 0:
             assert isinstance(self.reference, FrozenModel)
@@ -302,6 +303,7 @@ class GRPO(LearningModule):
         checkpoint["generated_tokens"] = self.generated_tokens
         checkpoint["coefficients"] = self.steering.state_dict()
         machine.save(self, checkpoint)
+        checkpoint["lowered"] = self.lowered
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint was taken.
@@ -314,6 +316,7 @@ class GRPO(LearningModule):
         self.generated_tokens = checkpoint["generated_tokens"]
         self.objective = self.steering.load_state_dict(checkpoint["coefficients"], self.objective)
         machine.restore(self, checkpoint)
+        self.lower(checkpoint["lowered"])
 
     def _changing(self) -> dict[str, Tensor]:
         """{name: tensor} of the weights that training changes."""

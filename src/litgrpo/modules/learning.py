@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from litgrpo.device import free_memory, is_out_of_memory
 from litgrpo.modules.answering import AnsweringModule
 from litgrpo.modules.batching import (
     check_centered,
@@ -17,21 +19,32 @@ from litgrpo.modules.batching import (
     rows_that_teach,
     scored,
 )
+from litgrpo.modules.guarding import drop_gradient, halved, offending
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
 from litgrpo.objectives.objective import Objective, Whole
 from litgrpo.policies.loading import Precision
+from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.types import Experience, LossOutput, RewardTable, Rollout, TokenLogprobs
+from litgrpo.types import (
+    Experience,
+    LossOutput,
+    ReportsSteps,
+    RewardTable,
+    Rollout,
+    Skipped,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from litgrpo.policies.reference import Reference
 
 # The sampler's log-probabilities are the learning step's only where both compute in full precision.
 EXACT_DTYPES = ("float32", "float64")
+Result = TypeVar("Result")
 
 
-class LearningModule(AnsweringModule):
+class LearningModule(AnsweringModule, ReportsSteps):
     """Turns rewarded completions into optimizer steps.
 
     Args:
@@ -63,6 +76,9 @@ class LearningModule(AnsweringModule):
         self.precision = precision
         self.reference: Reference | None = None
         self.grad_norm = torch.zeros(())
+        self.steps: list[Skipped | None] = []
+        self._finite = torch.ones((), dtype=torch.bool)  # every loss of the step at hand
+        self._at_once = 0  # rows of the newest pass through the model
 
     def collect(self, rollout: Rollout, rewards: RewardTable) -> Experience:
         """Everything that the optimizer steps of this iteration need.
@@ -93,10 +109,12 @@ class LearningModule(AnsweringModule):
             weights=weights,
             support=rollout.support,
         )
-        return replace(
-            experience,
-            old_logprobs=self._old_logprobs(experience),
-            ref_logprobs=self._ref_logprobs(experience),
+        return self._within_memory(
+            lambda: replace(
+                experience,
+                old_logprobs=self._old_logprobs(experience),
+                ref_logprobs=self._ref_logprobs(experience),
+            )
         )
 
     def update(self, experience: Experience) -> Totals:
@@ -110,32 +128,87 @@ class LearningModule(AnsweringModule):
         """
         assert self.policy is not None
         self.policy.train()
+        self.steps = []
         totals = Totals()
         steps = mini_batches(len(experience), self.group_size, self.learning.num_mini_batches)
         for _ in range(self.learning.inner_epochs):
             for rows in steps:
-                self._optimizer_step(experience.select(rows), totals)
+                reasons = self._optimizer_step(experience.select(rows), totals)
+                if reasons is not None:
+                    reasons = {int(rows[row]): reason for row, reason in reasons.items()}
+                self.steps.append(None if reasons is None else Skipped(reasons))
         return totals
 
-    def _optimizer_step(self, experience: Experience, totals: Totals) -> None:
-        """One step on the exact gradient of these rows, micro-batch by micro-batch."""
+    def _optimizer_step(self, experience: Experience, totals: Totals) -> dict[int, str] | None:
+        """One step on the exact gradient of these rows; none if a number in it is not finite.
+
+        Args:
+            experience: M rows.
+            totals: gets what was learned from, and the size of the gradient.
+
+        Returns:
+            None, or what was wrong with which row.
+        """
         optimizer: Any = self.optimizers()
-        loss = torch.zeros((), device=self.device)
-        for output, is_last in self.losses(experience, self.learning):
-            with optimizer.toggle_model(sync_grad=is_last):
-                # Gradients are averaged over processes, but the weights count all of them.
-                self.manual_backward(output.loss * self.trainer.world_size)
-            totals.add(output.stats)
-            loss += output.loss.detach()
+        learned = self._within_memory(lambda: self._add_up_gradients(experience, optimizer))
         learning_rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
             scheduler.step()
-        totals.add_value("policy/loss", loss * self.trainer.world_size)  # here is a share of it
-        totals.add_value("optim/grad_norm", self.grad_norm)
         totals.add_value("optim/lr", torch.as_tensor(learning_rate, device=self.device))
+        if not self._finite:
+            return offending(self, experience)
+        totals.add(learned.sums)
+        totals.add_value("optim/grad_norm", self.grad_norm)
+        return None
+
+    def _add_up_gradients(self, experience: Experience, optimizer: Any) -> Totals:
+        """The gradient of these rows, micro-batch by micro-batch."""
+        optimizer.zero_grad()
+        learned = Totals()
+        known = experience.sampler_logprobs.isfinite() & experience.advantages.isfinite()
+        self._finite = known.all()
+        loss = torch.zeros((), device=self.device)
+        for output, is_last in self.losses(experience, self.learning):
+            with optimizer.toggle_model(sync_grad=is_last):
+                # Gradients are averaged over processes, but the weights count all of them.
+                self.manual_backward(output.loss * self.trainer.world_size)
+            learned.add(output.stats)
+            loss += output.loss.detach()
+        self._finite = self._finite & loss.isfinite()
+        learned.add_value("policy/loss", loss * self.trainer.world_size)  # here is a share of it
+        return learned
+
+    def _within_memory(self, attempt: Callable[[], Result]) -> Result:
+        """The result of an attempt, repeated with half the rows at once while memory is short.
+
+        The gradient stays the same, up to rounding. Processes cannot repeat a step alone: the
+        others wait in the middle of theirs.
+        """
+        while True:
+            try:
+                return attempt()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self.trainer.world_size > 1:
+                    raise
+                instead = "shorten completions, or set model.precision.gradient_checkpointing"
+                rows = halved(self._at_once, error, "learning", instead)
+            self.lower({"micro_batch_size": rows})
+            free_memory()
+            rank_zero_warn(
+                f"out of memory in learning: micro_batch_size is {rows} from now on "
+                "(the gradient is the same)"
+            )
+
+    def lower(self, limits: dict[str, int]) -> None:
+        """Take on lower limits on rows at once; a resumed run needs them, too: they round sums."""
+        self.lowered |= limits
+        if "micro_batch_size" in limits:
+            self.learning = replace(self.learning, micro_batch_size=limits["micro_batch_size"])
+        if "max_rows" in limits and isinstance(self.engine, EagerEngine):
+            self.engine = replace(self.engine, max_rows=limits["max_rows"])
 
     def losses(
         self, experience: Experience, learning: Learning
@@ -164,6 +237,9 @@ class LearningModule(AnsweringModule):
         limit = self.learning.max_grad_norm
         limit = float("inf") if limit is None else limit
         self.grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        self._finite = self._sum((~(self._finite & self.grad_norm.isfinite())).float()) == 0
+        if not self._finite:
+            drop_gradient(trained)
 
     # --- parts of an iteration ---
 
@@ -174,6 +250,7 @@ class LearningModule(AnsweringModule):
     def _logprobs(self, rows: Experience) -> TokenLogprobs:
         """The policy's view of these rows, with gradient."""
         assert self.policy is not None
+        self._at_once = len(rows)
         return self.policy.logprobs(
             *rows.tokens,
             support=rows.support,
@@ -199,6 +276,7 @@ class LearningModule(AnsweringModule):
         temperature = self.sampling.policy_temperature
 
         def logprobs_of(rows: Experience) -> TokenLogprobs:
+            self._at_once = len(rows)
             return reference.logprobs(*rows.tokens, support=rows.support, temperature=temperature)
 
         return scored(

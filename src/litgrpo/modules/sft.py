@@ -12,8 +12,10 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.modules import machine
+from litgrpo.modules.guarding import all_finite, drop_gradient
 from litgrpo.policies.scratch import Scratch
 from litgrpo.tensors import head_chunk, token_logprobs
+from litgrpo.types import ReportsSteps, Skipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from litgrpo.policies.loading import LoRA, Precision
 
 
-class SFT(LightningModule):
+class SFT(LightningModule, ReportsSteps):
     """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
 
     Args:
@@ -74,6 +76,7 @@ class SFT(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: CausalPolicy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.steps = []
         self.mean_loss = MeanMetric()
         self.mean_accuracy = MeanMetric()
 
@@ -181,7 +184,11 @@ class SFT(LightningModule):
         """Clip here: gradients are unscaled and reduced over processes by now."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        self.log("optim/grad_norm", torch.nn.utils.clip_grad_norm_(trained, limit))
+        grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        self.log("optim/grad_norm", grad_norm)
+        self.steps = [None if all_finite(grad_norm) else Skipped({})]
+        if self.steps != [None]:
+            drop_gradient(trained)
 
     def on_fit_start(self) -> None:
         """Let all processes compute alike."""

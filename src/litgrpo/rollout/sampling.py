@@ -161,12 +161,14 @@ def _first_beyond(probs: Tensor, uniforms: Tensor) -> Tensor:
     within = (uniforms * cumulative[:, -1:] - before) / (cumulative.gather(1, block) - before)
     entries = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
     entry = _beyond(entries.cumsum(-1, dtype=torch.float64), within.clamp(0, BELOW_1))
-    return block * BLOCK + entry
+    return (block * BLOCK + entry).clamp(max=size - 1)
 
 
 def _beyond(cumulative: Tensor, share: Tensor) -> Tensor:
     """[n, 1] the first entry of [n, K] float64 that exceeds a share [n, 1] of the last."""
-    return torch.searchsorted(cumulative, share * cumulative[:, -1:], right=True)
+    found = torch.searchsorted(cumulative, share * cumulative[:, -1:], right=True)
+    # Sums that are no numbers have no answer; the log-probability of any token, NaN, tells of it.
+    return found.clamp(max=cumulative.shape[1] - 1)
 
 
 def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -193,7 +195,7 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
             keep = probs.cumsum(-1) - probs < sampling.top_p  # more likely tokens do not suffice
         if sampling.min_p:
             keep = keep & (top >= top[:, :1] + math.log(sampling.min_p))
-        width = int(keep.sum(-1).max())
+        width = max(1, int(keep.sum(-1).max()))  # none is kept where no score is a number
         if sampling.top_k or width < most or most >= size:
             return top.masked_fill(~keep, -torch.inf)[:, :width], ids[:, :width]
         most = 8 * most if 64 * most < size else size

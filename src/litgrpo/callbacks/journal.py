@@ -1,0 +1,134 @@
+"""Loggers: a resumed run goes on in the same files, and a logger that fails stops no training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.run_folder import may_write, run_folder
+
+KEY = "loggers"
+EVENTS = "events.out.tfevents.*"
+CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
+_warned: set[str] = set()
+
+
+@contextmanager
+def tolerated(what: str) -> Iterator[None]:
+    """Go on when something that is not the training fails; warn once for each.
+
+    Args:
+        what: fails, for the warning.
+    """
+    try:
+        yield
+    except Exception as error:  # other people's code, a full disk, a lost connection
+        if what not in _warned:
+            _warned.add(what)
+            said = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"{what} failed ({said}); training goes on without, said once")
+
+
+def never_failing(logger: Logger) -> Logger:
+    """The same logger, whose calls warn instead of raising."""
+
+    def guarded(name: str) -> Callable[..., None]:
+        call = getattr(logger, name)
+
+        @wraps(call)
+        def tolerant(*args: Any, **kwargs: Any) -> None:
+            with tolerated(f"logger {type(logger).__name__}"):
+                call(*args, **kwargs)
+
+        return tolerant
+
+    for name in CALLS:
+        setattr(logger, name, guarded(name))
+    return logger
+
+
+class Journal(Callback):
+    """Keeps in the checkpoint how far the loggers were, and takes them back there on resume.
+
+    What a killed run logged after its last checkpoint is cut off, so that the resumed run logs it
+    again: no iteration is there twice. Lightning logs an iteration after it is saved, so the
+    checkpoint holds its numbers too: none is missing.
+
+    Args:
+        folder: the run folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Look which event files are there; TensorBoard opens a new one for every process."""
+        self.earlier = sorted(Path(folder).glob(EVENTS))
+        self.pending: dict[str, float] = {}
+        self.stood: dict[str, Any] | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Remember what Lightning logs when all callbacks have seen the iteration."""
+        # No public name: `trainer.logged_metrics` adds what was logged long ago.
+        logged = trainer._logger_connector.metrics["log"] if trainer.loggers else {}
+        self.pending = {name: float(value) for name, value in logged.items()}
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """By now it is logged."""
+        self.pending = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """By now it is logged."""
+        self.pending = {}
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Measure the files, after everything is in them."""
+        rows, sizes = 0, {}
+        if may_write(trainer):
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    with tolerated("logger TensorBoardLogger"):
+                        logger.experiment.flush()
+                elif isinstance(logger, MetricsCSV):
+                    rows = logger.num_rows
+            files = run_folder(trainer).glob(EVENTS)
+            sizes = {path.name: path.stat().st_size for path in files}
+        checkpoint[KEY] = {"rows": rows, "sizes": sizes, "pending": self.pending}
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Hold it until the training starts."""
+        self.stood = checkpoint[KEY]
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Take the loggers back to the checkpoint, and log what was pending there."""
+        stood, self.stood = self.stood, None
+        if stood is None or not may_write(trainer):
+            return
+        for path in self.earlier:
+            cut(path, stood["sizes"].get(path.name, 0))
+        numbers = dict(stood["pending"])
+        step = int(numbers.pop("step", pl_module.iteration))
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCSV):
+                logger.rewind(stood["rows"])
+            if numbers:
+                logger.log_metrics(numbers, step)
+                logger.save()
+
+
+def cut(path: Path, size: int) -> None:
+    """Shorten a file to a size that it had before; one that was not there yet goes away."""
+    if size == 0:
+        path.unlink()
+    elif path.stat().st_size > size:
+        with path.open("r+b") as file:
+            file.truncate(size)

@@ -1,0 +1,199 @@
+"""Real `cli.py fit` processes on a small recipe, and what is compared of two runs."""
+
+import csv
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.faults.launching import Preparation, in_a_fork, in_a_new_process
+
+ITERATIONS, EVERY = 6, 2
+# What depends on the clock.
+TIMED = ("time/", "perf/", "checkpoint/")
+# The quickstart in small: two epochs of three and a half iterations, two validations.
+RECIPE: dict[str, Any] = {
+    "model": {
+        "init_args": {
+            "rewards": {
+                "correct": {"function": "litgrpo.rewards.math.correctness", "weight": 0.8},
+                "format": {"function": "litgrpo.rewards.format.reasoning_answer", "weight": 0.2},
+                "words": {"function": "tests.faults.killer.reward", "weight": 0.01},
+            },
+            "group_size": 4,
+            "max_completion_len": 32,
+            "max_iterations": ITERATIONS,
+            "check_invariants": False,
+        }
+    },
+    "data": {
+        "init_args": {
+            "train": "python:litgrpo.data.problems.train?size=28",
+            "val": {"path": "python:litgrpo.data.problems.held_out", "limit": 16},
+            "batch_size": 8,
+            "eval_batch_size": 8,
+        }
+    },
+    "trainer": {"val_check_interval": 3},
+    "checkpoint": {"every_n_iterations": EVERY},
+    "completions": {"every_n_iterations": 1},
+}
+SUPERVISED: dict[str, Any] = {
+    "model": {"init_args": {"max_iterations": ITERATIONS, "precision": {"dropout": True}}},
+    "data": {
+        "init_args": {
+            "train": "python:litgrpo.data.problems.supervised?size=200",
+            "val": {"path": "python:litgrpo.data.problems.held_out", "limit": 16},
+            "batch_size": 64,
+            "num_workers": 0,
+        }
+    },
+    "trainer": {"val_check_interval": 3},
+    "checkpoint": {"every_n_iterations": EVERY},
+}
+
+
+def merged(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings, the later over the earlier; lists add up."""
+    result = dict(first)
+    for other in others:
+        for name, value in other.items():
+            mine = result.get(name)
+            if isinstance(mine, dict) and isinstance(value, dict):
+                result[name] = merged(mine, value)
+            elif isinstance(mine, list) and isinstance(value, list):
+                result[name] = mine + value
+            else:
+                result[name] = value
+    return result
+
+
+def calls(name: str, **arguments: Any) -> dict[str, Any]:
+    """A recipe that adds a callback of `tests.faults.killer`."""
+    callback = {"class_path": f"tests.faults.killer.{name}", "init_args": arguments}
+    return {"trainer": {"callbacks": [callback]}}
+
+
+@dataclass
+class Run:
+    """A run folder and the command that fills it.
+
+    Args:
+        folder: everything of it; the run is in `folder / "run"`.
+        recipe: over the quickstart.
+        base: the recipe below.
+        new_process: start Python anew instead of forking; several devices need it.
+    """
+
+    folder: Path
+    recipe: dict[str, Any]
+    base: str = "configs/quickstart.yaml"
+    new_process: bool = False
+    said: str = ""
+    seconds: float = 0.0
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    @property
+    def marker(self) -> Path:
+        return self.folder / "struck"
+
+    def go(self, *words: str, timeout_s: float = 300, prepare: Preparation = None) -> int:
+        """`cli.py fit` to its end; the exit code as a shell sees it."""
+        started = time.monotonic()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(self.recipe))
+        command = ["fit", "-c", self.base, "-c", str(path), "--run_dir", str(self.run), *words]
+        launch = in_a_new_process if self.new_process else in_a_fork
+        code, self.said = launch(command, timeout_s, prepare)
+        self.seconds = time.monotonic() - started
+        return code if code >= 0 else 128 - code
+
+    def resume(self) -> int:
+        """The same command again."""
+        return self.go("--auto_resume", "true")
+
+    def asked(self) -> dict[int, set[str]]:
+        """The prompts of each iteration, from `samples/`, which the first process writes."""
+        found: dict[int, set[str]] = {}
+        for path in sorted((self.run / "samples").glob("*.jsonl")):
+            for row in map(json.loads, path.read_text().splitlines()):
+                found.setdefault(row["iteration"], set()).add(row["prompt"])
+        return found
+
+    def resumed_after(self) -> int:
+        """The iteration that the resumed run went on from; 0 when it started anew."""
+        lines = [line for line in self.said.splitlines() if line.startswith("Going on after")]
+        return int(lines[0].split()[4].rstrip(",")) if lines else 0
+
+
+def weights_of(run: Run) -> str:
+    """Sha256 of the exported weights."""
+    return hashlib.sha256((run.run / "final_model/model.safetensors").read_bytes()).hexdigest()
+
+
+def state_of(run: Run) -> dict[str, str]:
+    """Digests of what the last checkpoint holds of the training, from its manifest."""
+    checkpoint = torch.load(run.checkpoints / "last.ckpt", weights_only=True)
+    parts = checkpoint["manifest"]["parts"]
+    kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state")
+    scores = checkpoint["callbacks"]["IterationCheckpoint"]["scores"]
+    return {name: parts[name] for name in kept} | {"scores": str(scores)}
+
+
+def metrics_of(run: Run) -> list[dict[str, str]]:
+    """The lines of metrics.csv, without what depends on the clock."""
+    with (run.run / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        {name: value for name, value in row.items() if value and not name.startswith(TIMED)}
+        for row in rows
+    ]
+
+
+def curves_of(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Every curve of TensorBoard; nothing is purged from it here."""
+    events = EventAccumulator(str(run.run), purge_orphaned_data=False)
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+        if not tag.startswith(TIMED)
+    }
+
+
+def differences(run: Run, whole: Run) -> list[str]:
+    """What differs between a run that was stopped and resumed, and one that was not."""
+    found = []
+    if weights_of(run) != weights_of(whole):
+        found.append("weights")
+    mine, theirs = state_of(run), state_of(whole)
+    found += [name for name in theirs if mine[name] != theirs[name]]
+    if metrics_of(run) != metrics_of(whole):
+        found.append("metrics.csv")
+    if curves_of(run) != curves_of(whole):
+        found.append("TensorBoard")
+    best = [(each.checkpoints / "best.ckpt").readlink().name for each in (run, whole)]
+    if best[0] != best[1]:
+        found.append("best.ckpt")
+    samples = [
+        {path.name: path.read_bytes() for path in (each.run / "samples").glob("*.jsonl")}
+        for each in (run, whole)
+    ]
+    if samples[0] != samples[1]:
+        found.append("samples")
+    unfinished = [path.name for path in run.checkpoints.glob(".*")]
+    return found + [f"left {name}" for name in unfinished]
