@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -277,6 +278,21 @@ def test_what_a_function_started_ends_with_it(guard, tmp_path) -> None:
     table, _ = score(guard, faulty.starts_a_program, columns={"path": [str(path)] * len(TEXTS)})
     assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
     wait_until_gone(list(map(int, path.read_text().split())))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_of_several_functions_at_once_stay_with_their_samples(seed) -> None:
+    rng = random.Random(seed)
+    faults = ["sleeps", "segfaults", "exits_at_once", "raises", "leaves", "floods", "async_crashes"]
+    faults += ["catastrophic_regex", "async_blocks", "pure_hangs", "wrong_length_for_the_bad"]
+    guard = ProcessGuard(timeout_s=6.0, workers=3, max_failed_frac=1.0)
+    parts = {name: Reward(vars(faulty)[name]) for name in rng.sample(faults, 3)}
+    texts = [rng.choice(["a", "bb", "ccc", "bad"]) for _ in range(16)]
+    table = Composite(parts, guard=guard)(["p"] * 16, texts, {}, 4)
+    guard.close()
+    assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
+    sums = [3.0 * len(text) for text in texts if text != "bad"]
+    assert table.total[table.valid].tolist() == sums
 
 
 PARENT = """

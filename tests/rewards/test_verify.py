@@ -3,6 +3,8 @@ import threading
 import pytest
 
 from litgrpo.rewards import Composite, ProcessGuard, Reward
+from litgrpo.rewards.calls import Call
+from litgrpo.rewards.process_guard import is_trusted
 from litgrpo.rewards.verify import math_verify
 
 library = pytest.importorskip("math_verify", reason="math-verify is not installed")
@@ -31,11 +33,12 @@ def test_it_works_outside_of_the_main_thread() -> None:
     assert found == [1.0]
 
 
-def test_what_hangs_is_ended_by_the_guard() -> None:
-    guard = ProcessGuard(timeout_s=6.0, workers=2)
+def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> None:
+    guard = ProcessGuard(timeout_s=30.0, workers=2)
     composite = Composite({"same": Reward(math_verify)}, guard=guard)
     texts = ["<answer>1+x</answer>", r"<answer>9^{9^{9^{9^{9}}}}</answer>"] * 2
     columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}
+    assert not is_trusted(Call("same", math_verify, {}, {}, 4))
     table = composite(["?"] * 4, texts, columns, 2)
     assert table.valid[:, 0].all()
     assert (table.total[:, 0] == 1.0).all()

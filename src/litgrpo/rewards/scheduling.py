@@ -88,6 +88,7 @@ class Task:
         stream: each result at once, so that it is known which row hangs.
         share: seconds at most; for a stream, for each row.
         last: the rows' last chance.
+        first: of a call that may be asked row by row later, and must leave half of its time for it.
     """
 
     parts: list[tuple[int, list[int]]]
@@ -95,6 +96,7 @@ class Task:
     share: float
     stream: bool = False
     last: bool = False
+    first: bool = False
     until: float = 0.0
     asked_at: float = 0.0
     answered: set[int] = field(default_factory=set)
@@ -135,14 +137,16 @@ class Round:
         waiting = [n for n, s in self.states.items() if is_coroutine(s.call.function) and s.missing]
         half = self.guard.timeout_s / 2
         if waiting:
-            self.queue.append(Task([(n, self.states[n].missing) for n in waiting], False, half))
+            parts = [(n, self.states[n].missing) for n in waiting]
+            self.queue.append(Task(parts, False, half))
         for n, state in self.states.items():
             rows = state.missing
             if n in waiting or not rows:
                 continue
             if is_marked(state.call.function, "pure"):
                 self.queue.extend(
-                    Task([(n, stripe)], True, half) for stripe in stripes(rows, self.crew.size)
+                    Task([(n, stripe)], True, half, first=True)
+                    for stripe in stripes(rows, self.crew.size)
                 )
             else:
                 share = half if state.retriable else self.guard.timeout_s
@@ -152,7 +156,7 @@ class Round:
         """Hand out work without waiting for answers."""
         while self.queue:
             task = self.queue[0]
-            task.parts = [(n, rows) for n, rows in task.parts if self._in_time(n, rows)]
+            task.parts = [(n, rows) for n, rows in task.parts if self._in_time(n, rows, task)]
             if not task.parts:
                 self.queue.popleft()
                 continue
@@ -188,13 +192,19 @@ class Round:
         """{number: scores} of every call."""
         return {n: state.result() for n, state in self.states.items()}
 
-    def _in_time(self, n: int, rows: list[int]) -> bool:
-        """Whether a call has time left; if not, its rows fail."""
-        state = self.states[n]
-        if state.ends_at is None or time.monotonic() < state.ends_at:
+    def _in_time(self, n: int, rows: list[int], task: Task) -> bool:
+        """Whether a call has time left; if not, its rows fail, or are asked one by one."""
+        state, now = self.states[n], time.monotonic()
+        if state.ends_at is None or now < self._limit(state.ends_at, task):
             return True
-        self._fail(n, rows, TIMEOUT)
+        if task.first and now < state.ends_at:
+            self._again(n, rows, TIMEOUT)
+        else:
+            self._fail(n, rows, TIMEOUT)
         return False
+
+    def _limit(self, ends_at: float, task: Task) -> float:
+        return ends_at - self.guard.timeout_s / 2 if task.first else ends_at
 
     def _send(self, worker: Worker, task: Task) -> None:
         now = task.asked_at = time.monotonic()
@@ -203,7 +213,7 @@ class Round:
             state = self.states[n]
             if state.ends_at is None:
                 state.ends_at = now + self.guard.timeout_s
-            limits.append(state.ends_at)
+            limits.append(self._limit(state.ends_at, task))
         task.until = min(now + task.share, *limits)
         gathers = is_coroutine(self.states[task.parts[0][0]].call.function)
         limit_s = max(0.0, task.until - now)
@@ -330,13 +340,20 @@ class Round:
             else:
                 self._fail(n, left[:1], reason)
             if left[1:]:
-                self.queue.append(Task([(n, left[1:])], True, task.share, True, task.last))
+                self.queue.appendleft(Task([(n, left[1:])], True, task.share, True, task.last))
 
     def _last_chances(self) -> None:
-        """Rows that were set aside get what time is left, once all others have had their turn."""
-        busy = {n for task in [*self.queue, *self.at_work.values()] for n, _ in task.parts}
+        """Rows that were set aside get what time is left, once all others have had their turn.
+
+        Those of other functions too: a last chance takes long and would keep them waiting.
+        """
+        first_chances = (
+            task for task in [*self.queue, *self.at_work.values()] if task.stream and not task.last
+        )
+        if any(first_chances):
+            return
         for n, state in self.states.items():
-            if not state.set_aside or n in busy:
+            if not state.set_aside:
                 continue
             rows, state.set_aside = state.set_aside, []
             left = max(0.0, (state.ends_at or 0.0) - time.monotonic())
