@@ -17,6 +17,7 @@ from litgrpo.objectives.advantages import Normalized
 from litgrpo.objectives.objective import Objective
 from litgrpo.objectives.weighting import PerSequence, PerTokenOfMicroBatch
 from litgrpo.policies import attention, causal
+from litgrpo.policies.fused import FusedDecoder
 from litgrpo.policies.loading import LoRA, Precision, as_policy
 from litgrpo.policies.prompt_tree import PromptTree
 from litgrpo.policies.reference import AdapterOff, FrozenModel, Reference
@@ -406,7 +407,27 @@ def test_there_are_twelve_seeded_bugs_and_all_seven_invariants_find_one():
     assert numbers == set("1234567") == {name[0] for name in invariants.LIKELY}
 
 
+def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):
+    """Its own first try is too short to see it."""
+    right = FusedDecoder._layer
+
+    def layer(*args):
+        return replace(right(*args), window=None)
+
+    monkeypatch.setattr(FusedDecoder, "_layer", layer)
+    grpo = module("gemma2")
+    with pytest.raises(ValueError, match="cached decoding equals the full forward"):
+        fit(grpo)
+    assert grpo.policy.can_fuse
+    fit(module("gemma2", engine=eager_engine.EagerEngine(fused=False)))
+
+
 # --- no false alarms ---
+
+
+def test_no_false_alarm_when_the_engine_is_of_lower_precision(architecture):
+    engine = eager_engine.EagerEngine(dtype="bfloat16")
+    assert fit(module(architecture, engine=engine)).lightning_module.iteration == 1
 
 
 def with_adapters(**settings):
