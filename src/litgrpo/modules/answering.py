@@ -13,8 +13,8 @@ from torchmetrics import Metric
 
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.modules.settings import Evaluation
-from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.loading import load_tokenizer
+from litgrpo.policies.policy import Policy
 from litgrpo.rewards.composite import Composite
 from litgrpo.rewards.models import load_judges
 from litgrpo.rollout.engine import RolloutEngine
@@ -62,7 +62,7 @@ class AnsweringModule(LightningModule):
         self.iteration = 0
         self.evaluation_report: dict[str, float] = {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: CausalPolicy | None = None
+        self.policy: Policy | None = None
         names = list(rewards.parts)
         self.success = names[0] if evaluation.success is None else evaluation.success
         if self.success not in names:

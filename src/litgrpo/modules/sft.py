@@ -13,14 +13,14 @@ from torchmetrics import MeanMetric
 
 from litgrpo.modules import machine
 from litgrpo.policies.scratch import Scratch
-from litgrpo.tensors import predicting, token_logprobs
+from litgrpo.tensors import token_logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from litgrpo.data.pairs import PairBatch
-    from litgrpo.policies.causal import CausalPolicy
     from litgrpo.policies.loading import LoRA, Precision
+    from litgrpo.policies.policy import Policy
 
 
 class SFT(LightningModule):
@@ -72,7 +72,7 @@ class SFT(LightningModule):
         self.max_iterations = max_iterations
         self.seed = seed
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: CausalPolicy | None = None
+        self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
         self.mean_loss = MeanMetric()
         self.mean_accuracy = MeanMetric()
@@ -99,7 +99,6 @@ class SFT(LightningModule):
 
     def configure_model(self) -> None:
         """Load or make the policy, once."""
-        from litgrpo.policies.causal import CausalPolicy
         from litgrpo.policies.loading import as_policy, load_policy
 
         if self.policy is not None:
@@ -120,7 +119,6 @@ class SFT(LightningModule):
         else:
             model = self.scratch.build_model(self.tokenizer, seed=self.seed)
             policy = as_policy(model, self.tokenizer, precision=self.precision)
-        assert isinstance(policy, CausalPolicy)
         self.policy = policy.train()
 
     def configure_optimizers(self) -> Any:
@@ -149,9 +147,9 @@ class SFT(LightningModule):
             predictions.append(logits.argmax(-1))
             return logits
 
-        hidden = policy.hidden(batch.input_ids, batch.attention_mask)
+        hidden = policy.predictors(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
-        logprobs, _ = token_logprobs(predicting(hidden, batch.loss_mask), targets, head)
+        logprobs, _ = token_logprobs(hidden, targets, head)
         return logprobs, torch.cat(predictions) == targets
 
     def training_step(self, batch: PairBatch, batch_idx: int) -> Tensor:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from litgrpo.device import threads
 from litgrpo.policies import linears
@@ -29,9 +29,6 @@ WORTH_THREADS = 2**23
 class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
-    head_chunk = 1024
-    share_prompts = True
-    kernels = linears.Kernels()
     _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
 
     @property
@@ -42,11 +39,6 @@ class CausalPolicy(Policy):
     @cached_property
     def _can_share(self) -> bool:
         return can_share(self.bare_model)
-
-    def use_kernels(self, kernels: linears.Kernels) -> None:
-        """Compute the linear layers with these kernels from now on."""
-        self.kernels = kernels
-        linears.use(self.model, kernels)
 
     @contextmanager
     def decoding(
@@ -95,16 +87,6 @@ class CausalPolicy(Policy):
         pack = self.kernels.decode == "onednn"
         return FusedDecoder(self.bare_model, self._finished, dtype=dtype, pack=pack)
 
-    @property
-    def bare_model(self) -> PreTrainedModel:
-        """The library's model, with adapter layers in place but without the adapter wrapper."""
-        return self.model.get_base_model() if self.has_adapter else self.model  # type: ignore[operator]
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether LoRA layers are trained instead of the weights."""
-        return not isinstance(self.model, PreTrainedModel)
-
     @cached_property
     def _logit_rules(self) -> tuple[float | None, float | None, float | None]:
         """What the config does to logits; read once, because `head` runs for every token."""
@@ -144,6 +126,10 @@ class CausalPolicy(Policy):
             use_cache=False,
         )
         return output.last_hidden_state
+
+    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Hidden states of the tokens before the marked ones; see `Policy.predictors`."""
+        return predicting(self.hidden(ids, mask), target_mask)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
