@@ -72,6 +72,7 @@ class AnsweringModule(LightningModule):
         self.sampled_accuracy = SampledAccuracy(evaluation.samples, evaluation.pass_at)
         self.greedy_accuracy = GreedyAccuracy()
         self.reward_means = RewardMeans(names)
+        self.corpus_scores = evaluation.corpus
 
     def setup(self, stage: str) -> None:
         """Refuse a precision plugin that would convert prompts instead of weights; load judges.
@@ -193,9 +194,13 @@ class AnsweringModule(LightningModule):
         index = prompts.index
         self.sampled_accuracy.update(index, self._successes(rewards))
         self.reward_means.update(index, rewards)
+        replies = rollout.completions[:: settings.samples]
         if settings.greedy:
             greedy = self.generate(prompts, purpose, 1, Sampling(temperature=0.0))
             self.greedy_accuracy.update(index, self._successes(self.reward(greedy)).squeeze(1))
+            replies = greedy.completions
+        if self.corpus_scores is not None:
+            self.corpus_scores.update(index, replies, prompts.columns)
         return {"rollout": rollout, "rewards": rewards}
 
     def _successes(self, rewards: RewardTable) -> Tensor:
@@ -215,6 +220,8 @@ class AnsweringModule(LightningModule):
         metrics: list[Metric] = [self.sampled_accuracy, self.reward_means]
         if self.evaluation.greedy:
             metrics.append(self.greedy_accuracy)
+        if self.corpus_scores is not None:
+            metrics.append(self.corpus_scores)
         report: dict[str, float] = {}
         for metric in metrics:
             report |= {f"{stage}/{name}": float(value) for name, value in metric.compute().items()}
