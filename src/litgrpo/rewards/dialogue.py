@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from litgrpo.rewards.calls import pure, whole_batch
+from litgrpo.rewards.calls import whole_batch
 from litgrpo.text import Message, bleu_counts, distinct_n, rouge_f, text_of, token_f1
 from litgrpo.text import bleu as bleu_of
 
@@ -17,7 +17,6 @@ Completions = Sequence[str | Sequence[Message]]
 Answers = Sequence[str | Sequence[str]]
 
 
-@pure
 def f1(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
     """Harmonic mean of precision and recall over whitespace tokens, nothing normalized.
 
@@ -35,7 +34,6 @@ def f1(prompts: Sequence[object], completions: Completions, answers: Answers) ->
     ]
 
 
-@pure
 def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
     """F-measure of the longest common subsequence of words (ROUGE-L, package rouge-score).
 
@@ -52,7 +50,6 @@ def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answer
     return [rouge_f(text, references) for text, references in _pairs(completions, answers)]
 
 
-@pure
 def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
     """BLEU of each reply alone over 100 (package sacrebleu, effective order).
 
@@ -72,7 +69,6 @@ def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) 
     ]
 
 
-@pure
 def distinct(prompts: Sequence[object], completions: Completions, *, n: int = 2) -> list[float]:
     """Share of different n-grams in each reply; a reply too short for one gets 0.
 
