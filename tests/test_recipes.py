@@ -17,6 +17,8 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from litgrpo.cli import TRAINER_DEFAULTS
 from litgrpo.commands import main
+from litgrpo.data.rendering import Template
+from litgrpo.data.sources import Row
 from litgrpo.policies.loading import export as write
 from litgrpo.policies.loading import load_policy
 from tests.conftest import tiny_policy
@@ -199,6 +201,16 @@ def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, d
     if "test" in recipe["data"]["init_args"]:
         assert program("test", *words, "--run_dir", folder, "--ckpt_path", "last") == 0
         assert json.loads((folder / "test.json").read_text()).keys() == summary["after"].keys()
+
+
+def test_retrieved_stories_stand_behind_the_question():
+    template = read("convai2_flan_t5_small.yaml")["data"]["init_args"]["template"]
+    row = {"prompt": "persona: i swim. context:  Q: hi ?"}
+    stories = [{"title": "Ben", "text": "Ben was one."}, {"title": "Sea", "text": "It is blue."}]
+    told = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
+    for passages, behind in (({}, ""), ({"passages": stories}, told)):
+        text = Template("prompt", template).text(Row(row | passages, "here", 0))
+        assert text == row["prompt"] + behind
 
 
 def samples_of(folder: Path) -> list[dict]:
