@@ -8,7 +8,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerFast,
+)
 
 from litgrpo.policies.loading import as_policy
 from litgrpo.policies.policy import Policy
@@ -32,6 +37,20 @@ ARCHITECTURES = {
     "qwen2": dict(**SIZES, intermediate_size=48, initializer_range=0.3),
     "llama": dict(**SIZES, intermediate_size=48, initializer_range=0.3),
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, initializer_range=0.3),
+    "t5": dict(
+        d_model=32,
+        d_kv=8,
+        d_ff=40,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=12,
+        initializer_factor=1.7,
+    ),
+}
+SPECIAL = {
+    "gpt2": dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "t5": dict(dropout_rate=0, decoder_start_token_id=0),
 }
 
 
@@ -52,13 +71,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(architecture: str, *, seed: int = 0, **sizes):
     """A random two-layer model of the given architecture over the byte vocabulary."""
     special = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    dropout = {} if architecture != "gpt2" else dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    settings = special | dropout | ARCHITECTURES[architecture] | sizes
+    settings = special | SPECIAL.get(architecture, {}) | ARCHITECTURES[architecture] | sizes
     config = AutoConfig.for_model(architecture, **settings)
     eager = architecture == "gemma2"
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
+        model = kind.from_config(
             config, attn_implementation="eager" if eager else "sdpa", dtype=torch.float32
         )
     return model.eval()
@@ -77,7 +96,7 @@ def prompt_batch(*texts: str, length: int = 0) -> PromptBatch:
 
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request) -> str:
-    """Each of the four architectures in turn."""
+    """Each of the five architectures in turn."""
     return request.param
 
 

@@ -17,6 +17,8 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from litgrpo.cli import TRAINER_DEFAULTS
 from litgrpo.commands import main
+from litgrpo.data.rendering import Template
+from litgrpo.data.sources import Row
 from litgrpo.policies.loading import export as write
 from litgrpo.policies.loading import load_policy
 from tests.conftest import tiny_policy
@@ -26,7 +28,12 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 OVERLAYS = sorted(path.name for path in CONFIGS.glob("hardware/*.yaml"))
 TINY = "builtin:tiny-gemma2"
-FAMILIES = {"google/gemma-2": "gemma2", "Qwen/Qwen2.5": "qwen2"}
+FAMILIES = {
+    "google/gemma-2": "gemma2",
+    "Qwen/Qwen2.5": "qwen2",
+    "google/flan-t5": "t5",
+    "runs/convai2": "t5",
+}
 FEW = 2
 SMALL_SIZES = {
     "hidden_size": 16,
@@ -35,6 +42,11 @@ SMALL_SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 8,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
 }
 SMALL_MODULE = {"group_size": FEW, "max_completion_len": 4, "evaluation": {"samples": 4}}
 SMALL_DATA = {"eval_batch_size": FEW, "max_tokens": 256}
@@ -74,10 +86,27 @@ def questions(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def dialogues(tmp_path_factory) -> dict[str, str]:
+    """Persona dialogues as LAPDOG's files have them, one with a retrieved story."""
+    path = tmp_path_factory.mktemp("dialogues") / "train.jsonl"
+    rows = [
+        {
+            "question": f"persona: i am {n}. i have {n} dogs. context:  Q: how old are you ?",
+            "answers": [f"i am {n} , my dogs are not ."],
+        }
+        for n in range(100)
+    ]
+    rows[0]["passages"] = [{"title": "Ben", "text": "Ben was one."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"train": str(path)}
+
+
+@pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     """Small models of the architectures that recipes name, with a chat format, and a judge."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*FAMILIES.values(), "judge")}
-    for architecture in FAMILIES.values():
+    architectures = {*FAMILIES.values()}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*architectures, "judge")}
+    for architecture in architectures:
         policy = tiny_policy(architecture)
         policy.tokenizer.chat_template = CHAT
         write(policy, folders[architecture])
@@ -149,9 +178,10 @@ def read(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, models):
+def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, dialogues, models):
     recipe, overlay, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
     rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
+    rows = dialogues if name.startswith("convai2") else rows
     overlay.write_text(yaml.safe_dump(small(recipe, models, rows)))
     words = ["-c", CONFIGS / name, "-c", overlay, "--trainer.accelerator", "cpu"]
 
@@ -165,10 +195,22 @@ def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, m
     for sample in samples:
         if rows is gsm8k:
             assert sample["columns"]["answer"].isdigit()
+        if rows is dialogues:
+            assert sample["columns"]["answers"][0].endswith("dogs are not .")
         assert sample["prompt"].strip()
     if "test" in recipe["data"]["init_args"]:
         assert program("test", *words, "--run_dir", folder, "--ckpt_path", "last") == 0
         assert json.loads((folder / "test.json").read_text()).keys() == summary["after"].keys()
+
+
+def test_retrieved_stories_stand_behind_the_question():
+    template = read("convai2_flan_t5_small.yaml")["data"]["init_args"]["template"]
+    row = {"prompt": "persona: i swim. context:  Q: hi ?"}
+    stories = [{"title": "Ben", "text": "Ben was one."}, {"title": "Sea", "text": "It is blue."}]
+    told = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
+    for passages, behind in (({}, ""), ({"passages": stories}, told)):
+        text = Template("prompt", template).text(Row(row | passages, "here", 0))
+        assert text == row["prompt"] + behind
 
 
 def samples_of(folder: Path) -> list[dict]:

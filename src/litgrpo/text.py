@@ -7,10 +7,13 @@ BLEU come from libraries.
 from __future__ import annotations
 
 import re
+import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import islice, pairwise
+from typing import Any
 
 Message = Mapping[str, object]
 
@@ -29,6 +32,7 @@ UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])\^?[23](?![0-9])")  # the 2 of "72 m2"
 LATEX_COMMAND = re.compile(r"\\([A-Za-z]+) ?")
 WORD = re.compile(r"[A-Za-z]+")
 SPACES = re.compile(r"\s+")
+PUNCTUATION = set(string.punctuation)
 
 # Commands that say how a number looks, not which it is. Any other command left in the text makes it
 # unreadable.
@@ -256,6 +260,73 @@ def token_f1(prediction: str, reference: str) -> float:
     said, wanted = prediction.split(), reference.split()
     shared = (Counter(said) & Counter(wanted)).total()
     return 2 * shared / (len(said) + len(wanted)) if shared else 0.0
+
+
+def without_articles(text: str) -> str:
+    """Lower case, without punctuation and articles, single spaces: what SQuAD compares.
+
+    Example:
+        >>> without_articles("The cat, a dog!")
+        'cat dog'
+
+    Source: SQuAD's evaluation script, version 1.1.
+    """
+    bare = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
+    return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
+
+
+def rouge_f(prediction: str, references: Sequence[str], kind: str = "rougeL") -> float:
+    """ROUGE F-measure against the reference that it is highest for, from 0 to 1.
+
+    Args:
+        prediction: a text.
+        references: at least one text.
+        kind: rouge1, rouge2 or rougeL, as the package rouge-score names them.
+    """
+    scores = _rouge(kind).score_multi(references, prediction)
+    return float(scores[kind].fmeasure)
+
+
+@cache
+def _rouge(kind: str) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([kind])
+
+
+def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
+    """What the BLEU of one text, or summed over texts that of a corpus, is computed from.
+
+    Args:
+        prediction: a text.
+        references: at least one text.
+
+    Returns:
+        Length, reference length, and for n = 1 to 4 first the matched and then all n-grams.
+    """
+    score = _sentence_bleu().sentence_score(prediction, list(references))
+    return [score.sys_len, score.ref_len, *score.counts, *score.totals]
+
+
+def bleu(counts: Sequence[float], *, effective_order: bool) -> float:
+    """BLEU from 0 to 100, as the package sacrebleu computes it from its counts.
+
+    Args:
+        counts: of one text or summed over a corpus; see `bleu_counts`.
+        effective_order: leave out n-grams that are longer than the text: for single texts.
+    """
+    lengths, grams = [int(n) for n in counts[:2]], [int(n) for n in counts[2:]]
+    score = _sentence_bleu().compute_bleu(
+        grams[:4], grams[4:], *lengths, smooth_method="exp", effective_order=effective_order
+    )
+    return float(score.score)
+
+
+@cache
+def _sentence_bleu() -> Any:
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(effective_order=True)
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:

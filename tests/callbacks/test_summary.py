@@ -88,7 +88,7 @@ def test_columns_line_up():
         "held-out data",
         "          before  after",
         "-----------------------",
-        "loss      12      1.500",
+        "loss      12.5    1.500",
         "accuracy  0.500   0.750",
     ]
 

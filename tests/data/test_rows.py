@@ -61,6 +61,18 @@ def test_the_split_is_a_hash_of_the_prompt():
     assert is_held_out(row, first + 1e-9)
 
 
+def test_rows_that_agree_in_another_column_stay_together():
+    rows = [{"prompt": f"{who} {n}", "persona": who} for who in "abcdefghij" for n in range(5)]
+    together = Table({}, {}, 0.4, "drop", split_by="persona")
+    train, val = together.train_and_val(rows, None)
+    assert len(train) + len(val) == 50
+    sides = [{row.values["persona"] for row in part} for part in (train, val)]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+    with pytest.raises(ValueError, match="row 1: no field 'persona', which split_by names"):
+        together.train_and_val([{"prompt": "a"}], None)
+
+
 def test_the_split_does_not_move():
     train, val = table(val_fraction=0.25).train_and_val(SUMS, None)
     assert 60 < len(val) < 140

@@ -108,12 +108,13 @@ def test_the_gradient_is_that_of_the_papers_formula(architecture):
     ],
 )
 @pytest.mark.parametrize("objective", [Objective(), Objective(kl_coef=0.1)], ids=["plain", "kl"])
-def test_the_gradient_does_not_depend_on_the_micro_batch_split(limits, objective):
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+def test_the_gradient_does_not_depend_on_the_micro_batch_split(limits, objective, kind):
     batch = prompt_batch("a", "hello there", "xyz")
     gradients = []
     for learning in (Learning(micro_batch_tokens=None), Learning(**limits)):
-        grpo = module(objective=objective, learning=learning, reference="another")
-        grpo.reference = FrozenModel(tiny_policy("qwen2", seed=5)) if objective.kl_coef else None
+        grpo = module(kind, objective=objective, learning=learning, reference="another")
+        grpo.reference = FrozenModel(tiny_policy(kind, seed=5)) if objective.kl_coef else None
         gradients.append(step_gradient(grpo, batch))
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-5
 
@@ -205,9 +206,10 @@ def test_mini_batches_take_one_optimizer_step_each():
     assert (grpo.iteration, runner.global_step) == (3, 12)
 
 
-def test_it_learns_to_say_vowels():
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_it_learns_to_say_vowels(kind):
     grpo = module(
-        "llama",
+        kind,
         reward=vowels,
         max_iterations=30,
         group_size=8,
@@ -220,12 +222,13 @@ def test_it_learns_to_say_vowels():
     assert end > 0.6
 
 
-def test_a_checkpoint_holds_what_is_trained_and_a_resumed_run_ends_the_same(tmp_path):
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+def test_a_checkpoint_holds_what_is_trained_and_a_resumed_run_ends_the_same(kind, tmp_path):
     objective = Objective(kl_coef=0.01)
 
     def fresh(iterations):
-        grpo = module(max_iterations=iterations, objective=objective)
-        grpo.reference = FrozenModel(tiny_policy("qwen2"))
+        grpo = module(kind, max_iterations=iterations, objective=objective)
+        grpo.reference = FrozenModel(tiny_policy(kind))
         return grpo
 
     whole = fresh(4)
@@ -296,9 +299,10 @@ def test_pass_at_more_than_the_samples_is_refused():
         Evaluation(pass_at=[8])
 
 
-def test_lora_trains_adapters_only_and_is_kept_near_the_model_without_them(tmp_path):
-    grpo = module(objective=Objective(kl_coef=0.1), lora=LoRA(rank=2), max_iterations=2)
-    grpo.policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=grpo.lora)
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+def test_lora_trains_adapters_only_and_is_kept_near_the_model_without_them(kind, tmp_path):
+    grpo = module(kind, objective=Objective(kl_coef=0.1), lora=LoRA(rank=2), max_iterations=2)
+    grpo.policy = as_policy(tiny_model(kind), byte_tokenizer(), lora=grpo.lora)
     before = {name: weight.clone() for name, weight in grpo.policy.state_dict().items()}
     runner = train(grpo, batches("a", "hello"))
     assert isinstance(grpo.reference, AdapterOff)

@@ -16,7 +16,7 @@ from litgrpo.modules.settings import Learning
 from litgrpo.objectives.advantages import Normalized
 from litgrpo.objectives.objective import Objective
 from litgrpo.objectives.weighting import PerSequence, PerTokenOfMicroBatch
-from litgrpo.policies import attention, causal
+from litgrpo.policies import attention, causal, seq2seq
 from litgrpo.policies.fused import FusedDecoder
 from litgrpo.policies.loading import LoRA, Precision, as_policy
 from litgrpo.policies.prompt_tree import PromptTree
@@ -92,6 +92,11 @@ def report(caplog):
 def head_without_soft_cap(patch):
     patch(causal.CausalPolicy, "head", lambda self, h: self.bare_model.get_output_embeddings()(h))
     return module("gemma2")
+
+
+def head_without_scale(patch):
+    patch(seq2seq.Seq2SeqPolicy, "head", lambda self, h: self.bare_model.get_output_embeddings()(h))
+    return module("t5")
 
 
 def half_the_soft_cap(patch):
@@ -170,6 +175,49 @@ def pads_attended_in_decoding(patch):
 
     patch(attention.SharedPrefixCache, "_arrange", arrange)
     return module("llama")
+
+
+def pads_read_by_the_encoder(patch):
+    def encoded(self, prompt_ids, prompt_mask):
+        return self.encoder(input_ids=prompt_ids).last_hidden_state
+
+    patch(seq2seq.Seq2SeqPolicy, "encoded", encoded)
+    return module("t5")
+
+
+def pads_attended_by_the_decoder(patch):
+    right = seq2seq.SideBySide.__init__
+
+    def arranged(self, prompt_mask, prompt_of):
+        right(self, prompt_mask, prompt_of)
+        self.real = None
+
+    patch(seq2seq.SideBySide, "__init__", arranged)
+    return module("t5")
+
+
+def prompts_of_other_rows_attended(patch):
+    right = seq2seq.SideBySide.__init__
+    patch(
+        seq2seq.SideBySide,
+        "__init__",
+        lambda self, mask, prompt_of: right(self, mask, (prompt_of + 1) % len(mask)),
+    )
+    return module("t5")
+
+
+def start_token_left_out(patch):
+    patch(seq2seq.Seq2SeqPolicy, "_start", lambda self, ids: ids.new_full((len(ids), 1), 77))
+    right = seq2seq.Seq2SeqPolicy.dense_logits
+
+    def dense_logits(self, prompt_ids, prompt_mask, completion_ids):
+        with pytest.MonkeyPatch.context() as undone:
+            start = lambda self, ids: ids.new_full((len(ids), 1), self.start_id)  # noqa: E731
+            undone.setattr(seq2seq.Seq2SeqPolicy, "_start", start)
+            return right(self, prompt_ids, prompt_mask, completion_ids)
+
+    patch(seq2seq.Seq2SeqPolicy, "dense_logits", dense_logits)
+    return module("t5")
 
 
 def no_position_ids(patch):
@@ -327,7 +375,11 @@ def mean_over_micro_batches(patch):
 
 
 SEEDED = {
-    "wrong soft-cap": [(head_without_soft_cap, "2 "), (half_the_soft_cap, "2 ")],
+    "wrong soft-cap": [
+        (head_without_soft_cap, "2 "),
+        (half_the_soft_cap, "2 "),
+        (head_without_scale, "2 "),
+    ],
     "missing temperature": [
         (temperature_missing_in_learning, "2 "),
         (temperature_missing_in_sampling, "1 "),
@@ -335,11 +387,15 @@ SEEDED = {
     "shift by one": [
         (shifted_by_one, "2 "),
         (shifted_by_one_in_the_tree, "2 "),
+        (start_token_left_out, "2 "),
     ],
     "pads attended": [
         (pads_attended_in_learning, "4 "),
         (pads_attended_in_decoding, "4 "),
         (branches_of_another_prompt, "4 "),
+        (pads_read_by_the_encoder, "4 "),
+        (pads_attended_by_the_decoder, "4 "),
+        (prompts_of_other_rows_attended, "4 "),
     ],
     "no position ids": [(no_position_ids, "4 ")],
     "top-k support ignored": [
@@ -430,9 +486,9 @@ def test_no_false_alarm_when_the_engine_is_of_lower_precision(architecture):
     assert fit(module(architecture, engine=engine)).lightning_module.iteration == 1
 
 
-def with_adapters(**settings):
+def with_adapters(architecture="qwen2", **settings):
     pytest.importorskip("peft")
-    model = tiny_model("qwen2")
+    model = tiny_model(architecture)
     grpo = module(
         policy=as_policy(model, byte_tokenizer(), lora=LoRA(rank=2)), objective=KL, **settings
     )
@@ -478,8 +534,9 @@ def test_no_false_alarm_for_other_settings(settings):
     fit(module(**settings))
 
 
-def test_no_false_alarm_with_adapters(report):
-    fit(with_adapters())
+@pytest.mark.parametrize("architecture", ["qwen2", "t5"])
+def test_no_false_alarm_with_adapters(architecture, report):
+    fit(with_adapters(architecture))
     assert len(report()) == 9
     assert all(error <= tolerance for error, tolerance in report().values())
 
@@ -608,14 +665,15 @@ def experience_of(grpo, batch):
     return replace(experience, old_logprobs=experience.sampler_logprobs + noise)
 
 
-unpadded_logprobs = causal.CausalPolicy.logprobs
-
-
-def padded_logprobs(self, prompt_ids, prompt_mask, *rest, **how):
+def with_more_padding(logprobs):
     """The same with more padding on the left."""
-    ids = torch.nn.functional.pad(prompt_ids, (4, 0), value=7)
-    mask = torch.nn.functional.pad(prompt_mask, (4, 0))
-    return unpadded_logprobs(self, ids, mask, *rest, **how)
+
+    def padded(prompt_ids, prompt_mask, *rest, **how):
+        ids = torch.nn.functional.pad(prompt_ids, (4, 0), value=7)
+        mask = torch.nn.functional.pad(prompt_mask, (4, 0))
+        return logprobs(ids, mask, *rest, **how)
+
+    return padded
 
 
 def split_into(rows):
@@ -634,15 +692,23 @@ VARIATIONS = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["gpt2"])
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "limit"),
+    [
+        ("gpt2", "float32", 1e-5),
+        ("gpt2", "float64", 1e-10),
+        ("t5", "float32", 1e-5),
+        ("t5", "float64", 1e-7),  # the library's T5 normalizes in float32 whatever the weights are
+    ],
+)
 def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
+    usual = dict(initializer_factor=1.2) if architecture == "t5" else {}  # nearer to T5's own
     table = [f"{dtype}, {architecture}: norm of the difference of gradients over their norm"]
     table.append(f"{'':<20}" + "".join(f"{name:>11}" for name in VARIATIONS))
     for name, objective in PUBLISHED.items():
         if name == "bnpo":
             continue  # defined by the split
-        policy = tiny_policy(architecture).to(getattr(torch, dtype))
+        policy = tiny_policy(architecture, **usual).to(getattr(torch, dtype))
         grpo = module(policy=policy, objective=objective, max_completion_len=8)
         grpo.trainer = runner()
         grpo.reference = FrozenModel(tiny_policy(architecture, seed=1).to(getattr(torch, dtype)))
@@ -653,13 +719,13 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
         for variation, (limits, changed) in VARIATIONS.items():
             with monkeypatch.context() as patch:
                 if variation == "chunk 7":
-                    patch.setattr(causal.CausalPolicy, "head_chunk", 7)
+                    patch.setattr(policy, "head_chunk", 7)
                 if variation == "padding":
-                    patch.setattr(causal.CausalPolicy, "logprobs", padded_logprobs)
+                    patch.setattr(policy, "logprobs", with_more_padding(policy.logprobs))
                 rows = experience if changed is None else changed(experience)
                 got = invariants.gradient(grpo, rows, limits(whole))
             off = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
             errors.append(float((off / sum(a.square().sum() for a in expected)).sqrt()))
         table.append(f"{name:<20}" + "".join(f"{error:>11.1e}" for error in errors))
-        assert max(errors) < limit
+        assert max(errors) < limit, table[-1]
     print("", *table, sep="\n")

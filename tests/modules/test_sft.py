@@ -103,6 +103,25 @@ def test_one_step_of_gradient_descent_is_that_of_transformers(folder):
         torch.testing.assert_close(new, old - 0.1 * old.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_a_step_of_an_encoder_decoder_model_is_that_of_transformers(tmp_path):
+    tiny_model("t5").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    sft = SFT(str(tmp_path), optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)
+    metrics = logged(sft, batch_of(SHORT, LONG))
+
+    model = tiny_model("t5")
+    asked = {"input_ids": torch.tensor([[1, 70, 71], [1, 72, 0]])}
+    asked["attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    answers = torch.tensor([[80, 2, *[-100] * 4], [81, 82, 83, 84, 85, 2]])
+    loss = model(**asked, labels=answers).loss
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()
+    for (name, old), new in zip(
+        model.named_parameters(), sft.policy.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(new, old - 0.1 * old.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_gradients_are_scaled_down_to_max_grad_norm(folder):
     sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.01)
     metrics = logged(sft, batch_of(SHORT, LONG))

@@ -12,10 +12,23 @@ from litgrpo.policies.prompt_tree import (
     sharing_pays,
 )
 from litgrpo.policies.reference import AdapterOff
-from tests.conftest import SIZES, byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.conftest import (
+    ARCHITECTURES,
+    SIZES,
+    byte_tokenizer,
+    prompt_batch,
+    tiny_model,
+    tiny_policy,
+)
 
 TEXTS = ("a", "what is 3+4?", "hello", "nobody asks this")
 SPECIAL = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+@pytest.fixture(params=[name for name in ARCHITECTURES if name != "t5"])
+def architecture(request) -> str:
+    """The decoder-only architectures: an encoder has its own way to share a prompt."""
+    return request.param
 
 
 def rows(lengths=(9, 1, 4, 30, 2, 17, 22, 3), prompt_of=(1, 1, 1, 1, 0, 2, 0, 2)):
@@ -231,7 +244,7 @@ def test_rows_without_padding_equal_padded_rows(architecture, fused):
         grads, said = [], []
         for policy.share_prompts in (True, False):
             policy.zero_grad()
-            hidden = policy.hidden_before(ids, mask, targets)
+            hidden = policy.predictors(ids, mask, targets)
             (hidden**2).sum().backward()
             said.append(hidden)
             learned = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]

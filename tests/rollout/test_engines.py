@@ -57,7 +57,7 @@ def test_greedy_completions_equal_those_of_generate(architecture):
         max_new_tokens=LENGTH,
         do_sample=False,
         pad_token_id=0,
-    )[:, prompts.prompt_ids.shape[1] :]
+    )[:, -rollout.completion_ids.shape[1] :]
     assert torch.equal(rollout.completion_ids, expected)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BOUNDS = ("_low", "_high")
-FIXED_POINT_BELOW = 10
+PLACES_BELOW = {10: 3, 100: 1}
 
 
 def plain_names(report: dict[str, float]) -> dict[str, float]:
@@ -32,10 +32,11 @@ def entries(report: dict[str, float]) -> dict[str, str]:
 
 
 def digits(value: float) -> str:
-    """Three decimals below ten, none above.
+    """Three decimals below ten, one below a hundred, none above.
 
     Example:
-        >>> digits(0.51234), digits(15234.4)
-        ('0.512', '15234')
+        >>> digits(0.51234), digits(13.896), digits(15234.4)
+        ('0.512', '13.9', '15234')
     """
-    return f"{value:.3f}" if abs(value) < FIXED_POINT_BELOW else f"{value:.0f}"
+    places = next((n for limit, n in PLACES_BELOW.items() if abs(value) < limit), 0)
+    return f"{value:.{places}f}"

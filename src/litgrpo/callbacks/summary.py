@@ -185,6 +185,7 @@ def _measures(evaluation: Evaluation | None) -> dict[str, Any] | None:
         "greedy": report.get("greedy"),
         "n": evaluation["n"],
         "rewards": {k: report[k] for k in evaluation["reward_names"] if k in report},
+        **{k: report[k] for k in report if k.startswith("corpus_")},
     }
 
 

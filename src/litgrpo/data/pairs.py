@@ -130,6 +130,8 @@ class PairData(LightningDataModule):
         overlong: what to do with longer pairs: drop, truncate (keeps the start) or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never moves and is the same in reinforcement learning.
+        split_by: another column to take the hash of, such as a dialogue's persona: rows that agree
+            in it are all held out or none is.
         overlap: training prompts that are also in `val`: drop, error or keep.
         seed: of the order of batches and of pairs among those of about equal length.
         num_workers: processes that build batches ahead; the pairs are tokenized before, so 0 is
@@ -154,6 +156,7 @@ class PairData(LightningDataModule):
         max_len: int = 1024,
         overlong: Overlong = "drop",
         val_fraction: float = 0.0,
+        split_by: str = "prompt",
         overlap: Overlap = "drop",
         seed: int = 0,
         num_workers: int = 0,
@@ -170,7 +173,7 @@ class PairData(LightningDataModule):
         if batch_size is None and max_tokens is None:
             raise ValueError("batch_size and max_tokens are both null; set one of them")
         self.train, self.val = train, val
-        self.table = Table(columns or {}, extract or {}, val_fraction, overlap)
+        self.table = Table(columns or {}, extract or {}, val_fraction, overlap, split_by)
         self.style = PromptStyle(Template("prompt", template), as_chat(chat))
         self.completion = Template("completion", completion_template)
         self.style.template.check()

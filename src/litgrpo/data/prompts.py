@@ -103,6 +103,8 @@ class PromptData(LightningDataModule):
         overlong: what to do with longer prompts: drop, truncate (keeps the end) or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never moves and is the same in supervised training.
+        split_by: another column to take the hash of, such as a dialogue's persona: rows that agree
+            in it are all held out or none is.
         overlap: training prompts that are also in `val`: drop, error or keep.
         shuffle: put the training prompts into another random order in every epoch.
         seed: of that order.
@@ -129,6 +131,7 @@ class PromptData(LightningDataModule):
         max_prompt_len: int = 512,
         overlong: Overlong = "drop",
         val_fraction: float = 0.0,
+        split_by: str = "prompt",
         overlap: Overlap = "drop",
         shuffle: bool = True,
         seed: int = 0,
@@ -145,7 +148,7 @@ class PromptData(LightningDataModule):
             raise ValueError("val and val_fraction are both set; leave out one of them")
         self.sources = {"train": train, "val": val, "test": test}
         self.sources["predict"] = predict if prompts is None else prompts
-        self.table = Table(columns or {}, extract or {}, val_fraction, overlap)
+        self.table = Table(columns or {}, extract or {}, val_fraction, overlap, split_by)
         self.style = PromptStyle(Template("prompt", template), as_chat(chat))
         self.style.template.check()
         self.limit = LengthLimit("max_prompt_len", max_prompt_len, overlong)

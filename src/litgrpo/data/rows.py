@@ -30,12 +30,14 @@ class Table:
         extract: {our name: regular expression}; the column becomes the expression's only group.
         val_fraction: share of the training rows to hold out, chosen by a hash of their prompts.
         overlap: what to do with training rows whose prompt is also in the validation set.
+        split_by: the column whose hash is taken; rows that agree in it stay together.
     """
 
     columns: dict[str, str]
     extract: dict[str, str]
     val_fraction: float
     overlap: Overlap
+    split_by: str = "prompt"
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""
@@ -95,7 +97,7 @@ class Table:
         """
         rows = self.read(train, required)
         if val is None:
-            held_out = [is_held_out(row, self.val_fraction) for row in rows]
+            held_out = [is_held_out(row, self.val_fraction, self.split_by) for row in rows]
             kept = [row for row, out in zip(rows, held_out, strict=True) if not out]
             held = [row for row, out in zip(rows, held_out, strict=True) if out]
         else:
@@ -123,16 +125,18 @@ class Table:
         return [row for row in train if identity(row) not in places or self.overlap == "keep"]
 
 
-def identity(row: Row) -> str:
+def identity(row: Row, name: str = "prompt") -> str:
     """What makes two rows the same problem: the prompt before any template, less white space."""
-    prompt = row.values.get("prompt", row.values)
+    prompt = row.values.get(name, row.values)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     return " ".join(text.split())
 
 
-def is_held_out(row: Row, fraction: float) -> bool:
-    """Whether a row belongs to the held-out share; depends on its prompt alone."""
-    digest = hashlib.sha256(identity(row).encode()).digest()
+def is_held_out(row: Row, fraction: float, split_by: str = "prompt") -> bool:
+    """Whether a row belongs to the held-out share; depends on its `split_by` alone."""
+    if split_by != "prompt" and split_by not in row.values:
+        raise ValueError(f"{row.place}: no field {split_by!r}, which split_by names")
+    digest = hashlib.sha256(identity(row, split_by).encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 

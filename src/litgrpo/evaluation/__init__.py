@@ -1,6 +1,7 @@
 """How good the policy is, and how sure that is."""
 
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy, pass_at_k
+from litgrpo.evaluation.dialogue import CorpusScores, DialogueScores
 from litgrpo.evaluation.intervals import (
     PairedDifference,
     clustered_mean,
@@ -10,6 +11,8 @@ from litgrpo.evaluation.intervals import (
 )
 
 __all__ = [
+    "CorpusScores",
+    "DialogueScores",
     "GreedyAccuracy",
     "PairedDifference",
     "RewardMeans",

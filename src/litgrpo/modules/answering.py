@@ -14,8 +14,8 @@ from torchmetrics import Metric
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.modules.guarding import rollout_within_memory
 from litgrpo.modules.settings import Evaluation
-from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.loading import load_tokenizer
+from litgrpo.policies.policy import Policy
 from litgrpo.rewards.composite import Composite
 from litgrpo.rewards.models import load_judges
 from litgrpo.rollout.engine import RolloutEngine
@@ -64,7 +64,7 @@ class AnsweringModule(LightningModule):
         self.evaluation_report: dict[str, float] = {}
         self.lowered: dict[str, int] = {}  # limits on rows at once, where memory was short
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: CausalPolicy | None = None
+        self.policy: Policy | None = None
         names = list(rewards.parts)
         self.success = names[0] if evaluation.success is None else evaluation.success
         if self.success not in names:
@@ -74,6 +74,7 @@ class AnsweringModule(LightningModule):
         self.sampled_accuracy = SampledAccuracy(evaluation.samples, evaluation.pass_at)
         self.greedy_accuracy = GreedyAccuracy()
         self.reward_means = RewardMeans(names)
+        self.corpus_scores = evaluation.corpus
 
     def setup(self, stage: str) -> None:
         """Refuse a precision plugin that would convert prompts instead of weights; load judges.
@@ -197,9 +198,13 @@ class AnsweringModule(LightningModule):
         index = prompts.index
         self.sampled_accuracy.update(index, self._successes(rewards))
         self.reward_means.update(index, rewards)
+        replies = rollout.completions[:: settings.samples]
         if settings.greedy:
             greedy = self.generate(prompts, purpose, 1, Sampling(temperature=0.0))
             self.greedy_accuracy.update(index, self._successes(self.reward(greedy)).squeeze(1))
+            replies = greedy.completions
+        if self.corpus_scores is not None:
+            self.corpus_scores.update(index, replies, prompts.columns)
         return {"rollout": rollout, "rewards": rewards}
 
     def _successes(self, rewards: RewardTable) -> Tensor:
@@ -219,6 +224,8 @@ class AnsweringModule(LightningModule):
         metrics: list[Metric] = [self.sampled_accuracy, self.reward_means]
         if self.evaluation.greedy:
             metrics.append(self.greedy_accuracy)
+        if self.corpus_scores is not None:
+            metrics.append(self.corpus_scores)
         report: dict[str, float] = {}
         for metric in metrics:
             report |= {f"{stage}/{name}": float(value) for name, value in metric.compute().items()}

@@ -35,7 +35,7 @@ from litgrpo.modules.rehearsal import (
 )
 from litgrpo.modules.settings import Learning
 from litgrpo.objectives.weighting import PerTokenOfMicroBatch
-from litgrpo.policies.causal import CausalPolicy
+from litgrpo.policies.policy import Policy
 from litgrpo.policies.reference import Reference
 from litgrpo.rewards.composite import Composite, Reward
 from litgrpo.rewards.guard import InProcessGuard
@@ -226,7 +226,7 @@ def learning_errors(small: GRPO, rollout: Rollout) -> dict[str, float]:
 
 @torch.no_grad()
 def learner_error(
-    policy: CausalPolicy, rollout: Rollout, truth: Truth, sampling: Sampling, padding: int = 0
+    policy: Policy, rollout: Rollout, truth: Truth, sampling: Sampling, padding: int = 0
 ) -> float:
     """Distance of the learning step's log-probabilities from the true ones.
 
@@ -249,16 +249,14 @@ def learner_error(
     return float(row_gaps(new - true, mask).max())
 
 
-def padding_error(
-    policy: CausalPolicy, rollout: Rollout, truth: Truth, sampling: Sampling
-) -> float:
+def padding_error(policy: Policy, rollout: Rollout, truth: Truth, sampling: Sampling) -> float:
     """What padding and company change, in sampling and in learning."""
     learner = learner_error(policy, rollout, truth, sampling, EXTRA_PADDING)
     return max(truth.sampler_error(rollout), learner)
 
 
 def strangers(
-    policy: CausalPolicy, rollout: Rollout, truth: Truth, sampling: Sampling, limit: float
+    policy: Policy, rollout: Rollout, truth: Truth, sampling: Sampling, limit: float
 ) -> float:
     """Number of rows that continue another prompt than their own."""
     num_prompts = len(rollout.prompts)

@@ -9,8 +9,8 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.linears import Kernels
+from litgrpo.policies.policy import Policy
 
 KEY = "machine"
 
@@ -23,7 +23,7 @@ def agree(module: LightningModule) -> None:
     """
     chosen = module.trainer.strategy.broadcast(asdict(_policy(module).kernels))
     for part in module.modules():
-        if isinstance(part, CausalPolicy):
+        if isinstance(part, Policy):
             part.use_kernels(Kernels(**chosen))
     if module.device.type == "cpu":
         kernels = ", ".join(f"{kernel} to {phase}" for phase, kernel in chosen.items())
@@ -51,7 +51,7 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def _policy(module: LightningModule) -> CausalPolicy:
+def _policy(module: LightningModule) -> Policy:
     policy = module.policy
-    assert isinstance(policy, CausalPolicy)
+    assert isinstance(policy, Policy)
     return policy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from litgrpo.policies.causal import CausalPolicy
+from litgrpo.policies.policy import Policy
 from litgrpo.types import Experience, PromptBatch, Rollout
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def in_small(module: GRPO) -> GRPO:
     return small
 
 
-def some_ends(policy: CausalPolicy, rollout: Rollout) -> tuple[int, ...]:
+def some_ends(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
     """End tokens, among them two that were said, so that completions of this kind end early."""
     thirds = (rollout.lengths[0] // 3, rollout.lengths[-1] // 2)
     said = [int(rollout.completion_ids[row, t]) for row, t in zip((0, -1), thirds, strict=True)]

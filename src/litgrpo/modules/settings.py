@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from litgrpo.evaluation.dialogue import CorpusScores
+
 
 def _at_least(name: str, value: float | None, least: float) -> None:
     if value is not None and value < least:
@@ -55,6 +57,8 @@ class Evaluation:
         success: the reward that counts; None takes the first.
         threshold: a completion succeeds if that reward is at least this.
         predict_temperature: of the completions of `predict`; 0 takes the most likely tokens.
+        corpus: what to compute from one reply to every prompt, such as `DialogueScores`: the most
+            likely reply, or without `greedy` the first sample.
     """
 
     samples: int = 4
@@ -64,6 +68,7 @@ class Evaluation:
     success: str | None = None
     threshold: float = 1.0
     predict_temperature: float = 0.0
+    corpus: CorpusScores | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from litgrpo.data.pairs import PairBatch
-    from litgrpo.policies.causal import CausalPolicy
     from litgrpo.policies.loading import LoRA, Precision
+    from litgrpo.policies.policy import Policy
 
 
 class SFT(LightningModule, ReportsSteps):
@@ -74,7 +74,7 @@ class SFT(LightningModule, ReportsSteps):
         self.max_iterations = max_iterations
         self.seed = seed
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: CausalPolicy | None = None
+        self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
         self.steps = []
         self.mean_loss = MeanMetric()
@@ -102,7 +102,6 @@ class SFT(LightningModule, ReportsSteps):
 
     def configure_model(self) -> None:
         """Load or make the policy, once."""
-        from litgrpo.policies.causal import CausalPolicy
         from litgrpo.policies.loading import as_policy, load_policy
 
         if self.policy is not None:
@@ -123,7 +122,6 @@ class SFT(LightningModule, ReportsSteps):
         else:
             model = self.scratch.build_model(self.tokenizer, seed=self.seed)
             policy = as_policy(model, self.tokenizer, precision=self.precision)
-        assert isinstance(policy, CausalPolicy)
         self.policy = policy.train()
 
     def configure_optimizers(self) -> Any:
@@ -152,7 +150,7 @@ class SFT(LightningModule, ReportsSteps):
             predictions.append(logits.argmax(-1))
             return logits
 
-        hidden = policy.hidden_before(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        hidden = policy.predictors(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
         chunk_size = head_chunk(len(hidden), policy.vocab_size)
         logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)

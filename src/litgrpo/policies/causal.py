@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from litgrpo.device import threads
 from litgrpo.policies import linears
@@ -29,9 +29,6 @@ WORTH_THREADS = 2**23
 class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
-    head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
-    share_prompts = True
-    kernels = linears.Kernels()
     _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
 
     @property
@@ -42,11 +39,6 @@ class CausalPolicy(Policy):
     @cached_property
     def _can_share(self) -> bool:
         return can_share(self.bare_model)
-
-    def use_kernels(self, kernels: linears.Kernels) -> None:
-        """Compute the linear layers with these kernels from now on."""
-        self.kernels = kernels
-        linears.use(self.model, kernels)
 
     @contextmanager
     def decoding(
@@ -94,16 +86,6 @@ class CausalPolicy(Policy):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         pack = self.kernels.decode == "onednn"
         return FusedDecoder(self.bare_model, self._finished, dtype=dtype, pack=pack)
-
-    @property
-    def bare_model(self) -> PreTrainedModel:
-        """The library's model, with adapter layers in place but without the adapter wrapper."""
-        return self.model.get_base_model() if self.has_adapter else self.model  # type: ignore[operator]
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether LoRA layers are trained instead of the weights."""
-        return not isinstance(self.model, PreTrainedModel)
 
     @cached_property
     def _logit_rules(self) -> tuple[float | None, float | None, float | None]:
@@ -247,17 +229,11 @@ class CausalPolicy(Policy):
             )
         return output.last_hidden_state[0].index_select(0, tree.predicting)
 
-    def hidden_before(self, ids: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
-        """Hidden states that predict the marked tokens of rows; padding is not computed.
+    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Hidden states of the tokens before the marked ones; see `Policy.predictors`.
 
-        Args:
-            ids: [M, T] token ids.
-            mask: [M, T] True marks a real token.
-            targets: [M, T] True marks the K tokens to predict; never the first of a row.
-
-        Returns:
-            [K, E] in row order.
+        Padding is not computed where there is much of it.
         """
         if self.shares_prompts and mask.numel() >= WORTH * int(mask.sum()):
-            return self._hidden_of_tree(PromptTree.of_rows(ids, mask, targets))
-        return predicting(self.hidden(ids, mask), targets)
+            return self._hidden_of_tree(PromptTree.of_rows(ids, mask, target_mask))
+        return predicting(self.hidden(ids, mask), target_mask)

@@ -19,6 +19,7 @@ from litgrpo.policies.attention import same_attention_again
 from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.policy import Policy
 from litgrpo.policies.reference import AdapterOff, FrozenModel, Reference
+from litgrpo.policies.seq2seq import Seq2SeqPolicy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -141,8 +142,8 @@ def load_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
     precision: Precision | None = None,
     lora: LoRA | None = None,
-) -> CausalPolicy:
-    """Load a model and its tokenizer as a policy.
+) -> Policy:
+    """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
 
     Args:
         pretrained: hub id, folder, or `builtin:<name>`.
@@ -153,7 +154,7 @@ def load_policy(
     Raises:
         ValueError: nothing can be loaded from there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     precision = precision or Precision()
     folder = resolve(pretrained)
@@ -162,7 +163,8 @@ def load_policy(
         config = AutoConfig.from_pretrained(folder)
         own_dropout = {} if precision.dropout else _switch_dropout_off(config)
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
+            kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            model = kind.from_pretrained(
                 folder,
                 config=config,
                 dtype=getattr(torch, precision.dtype),
@@ -180,7 +182,7 @@ def as_policy(
     precision: Precision | None = None,
     lora: LoRA | None = None,
     own_dropout: dict[str, float] | None = None,
-) -> CausalPolicy:
+) -> Policy:
     """A policy around a model at hand; see `load_policy`."""
     precision = precision or Precision()
     if precision.gradient_checkpointing:
@@ -189,7 +191,8 @@ def as_policy(
     if lora is not None:
         model = _with_adapters(model, lora)
     linears.install(model)
-    policy = CausalPolicy(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
+    policy = kind(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
     policy.share_prompts = precision.share_prompts
     policy.use_kernels(linears.choose(model, precision.kernels))
     return policy
@@ -209,7 +212,6 @@ def load_reference(
     Raises:
         ValueError: its vocabulary differs from the policy's.
     """
-    assert isinstance(policy, CausalPolicy)
     if path is None and policy.has_adapter:
         return AdapterOff(policy)
     reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, precision=precision)
@@ -254,7 +256,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
         lora_alpha=lora.alpha,
         target_modules=lora.target_modules,
         lora_dropout=lora.dropout,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     adapted: Any = get_peft_model(model, config)
     return adapted
@@ -305,13 +307,16 @@ def export(policy: Policy, folder: str | Path) -> None:
         policy: the policy.
         folder: where to write config, weights (safetensors) and tokenizer.
     """
-    assert isinstance(policy, CausalPolicy)
     model: Any = policy.model
     if policy.has_adapter:
         model = copy.deepcopy(model).merge_and_unload()
     config = copy.deepcopy(model.config)
     for name, value in policy.own_dropout.items():
         setattr(config, name, value)
+    if config.is_encoder_decoder:
+        # Transformers 5 calls T5's head tied in any case; older versions believe it.
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        config.tie_word_embeddings = tied
     original, model.config = model.config, config
     try:
         with _no_progress_bars():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from litgrpo.policies import linears
 from litgrpo.types import TokenLogprobs
 
 
@@ -57,6 +58,10 @@ class Policy(nn.Module, ABC):
             writes them back.
     """
 
+    head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
+    share_prompts = True  # what the recipe allows; `shares_prompts` is what is done
+    kernels = linears.Kernels()
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -73,6 +78,33 @@ class Policy(nn.Module, ABC):
         self.pad_id = int(tokenizer.pad_token_id)
 
     @property
+    def bare_model(self) -> PreTrainedModel:
+        """The library's model, with adapter layers in place but without the adapter wrapper."""
+        return self.model.get_base_model() if self.has_adapter else self.model  # type: ignore[operator]
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether LoRA layers are trained instead of the weights."""
+        return not isinstance(self.model, PreTrainedModel)
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., E] -> logits [..., V], with all that the model does to logits."""
+
+    @abstractmethod
+    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Hidden states that predict marked tokens, for supervised training.
+
+        Args:
+            ids: [M, T] a prompt and its completion one after the other, padded on the right.
+            mask: [M, T] True marks a real token.
+            target_mask: [M, T] True marks the K tokens to predict: those of the completion.
+
+        Returns:
+            [K, E] in row order, with gradient.
+        """
+
+    @property
     def shares_prompts(self) -> bool:
         """Whether `logprobs` reads a prompt once for all of its completions."""
         return False
@@ -81,6 +113,11 @@ class Policy(nn.Module, ABC):
     def vocab_size(self) -> int:
         """Number of logits, V; a model may have more than its tokenizer has tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
+
+    def use_kernels(self, kernels: linears.Kernels) -> None:
+        """Compute the linear layers with these kernels from now on."""
+        self.kernels = kernels
+        linears.use(self.model, kernels)
 
     def decoding(
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True

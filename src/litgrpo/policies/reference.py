@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from litgrpo.policies.causal import CausalPolicy
 from litgrpo.policies.policy import Policy
 from litgrpo.types import TokenLogprobs
 
@@ -87,7 +86,7 @@ class AdapterOff(Reference):
         policy: the policy with adapters.
     """
 
-    def __init__(self, policy: CausalPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         """Remember the policy without owning it."""
         super().__init__()
         # In a tuple, so that the policy's weights are not registered a second time.

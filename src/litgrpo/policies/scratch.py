@@ -26,12 +26,13 @@ class Scratch:
     stand alone, and decoding gives any text back exactly.
 
     Args:
-        architecture: `model_type` as transformers names it (gemma2, qwen2, llama, gpt2, ...) and
-            the sizes that differ from its defaults. Vocabulary size and special tokens come from
-            the tokenizer.
+        architecture: `model_type` as transformers names it (gemma2, qwen2, llama, gpt2, t5, ...)
+            and the sizes that differ from its defaults. Vocabulary size and special tokens come
+            from the tokenizer.
         vocab_size: number of tokens, special ones and tags included; fewer where the texts do not
             have as many words.
         tags: one token each, and visible in decoded text.
+        sentinels: one token each, left out of decoded text, such as T5's `<extra_id_0>`.
         add_bos: put the begin token before every encoded text.
     """
 
@@ -40,6 +41,7 @@ class Scratch:
     tags: list[str] = field(
         default_factory=lambda: ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
     )
+    sentinels: list[str] = field(default_factory=list)
     add_bos: bool = True
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Scratch:
                 raise ValueError(
                     f"scratch.architecture sets {name}; it comes from the tokenizer, leave it out"
                 )
-        least = 256 + len(self.tags) + len((PAD, BOS, EOS))
+        least = 256 + len(self.tags) + len(self.sentinels) + len((PAD, BOS, EOS))
         if self.vocab_size < least:
             raise ValueError(
                 f"scratch.vocab_size is {self.vocab_size}; bytes, tags and special tokens alone "
@@ -81,7 +83,7 @@ class Scratch:
 
         pieces = [
             # Tags never become a part of another token.
-            *(pre_tokenizers.Split(tag, "isolated") for tag in self.tags),
+            *(pre_tokenizers.Split(tag, "isolated") for tag in self.tags + self.sentinels),
             pre_tokenizers.Split(Regex(PIECES), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -89,7 +91,7 @@ class Scratch:
         fast.pre_tokenizer = pre_tokenizers.Sequence(pieces)
         fast.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=self.vocab_size - len(self.tags),
+            vocab_size=self.vocab_size - len(self.tags) - len(self.sentinels),
             special_tokens=[PAD, BOS, EOS],
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
@@ -97,6 +99,7 @@ class Scratch:
         fast.train_from_iterator(texts, trainer)
         # Not special, so that text decoded with skip_special_tokens shows them to the rewards.
         fast.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in self.tags])
+        fast.add_special_tokens([AddedToken(tag, normalized=False) for tag in self.sentinels])
         if self.add_bos:
             fast.post_processor = processors.TemplateProcessing(
                 single=f"{BOS} $A",
@@ -113,7 +116,9 @@ class Scratch:
         )
 
     def build_model(self, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedModel:
-        """A causal language model with random float32 weights.
+        """A language model with random float32 weights.
+
+        An encoder-decoder model's decoder is fed the pad token first, as T5's is.
 
         Args:
             tokenizer: gives the vocabulary size and the special tokens.
@@ -122,7 +127,7 @@ class Scratch:
         Raises:
             ValueError: a model_type or a size that transformers does not know.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         self._check_architecture()
         ids = {
@@ -131,20 +136,26 @@ class Scratch:
             "eos_token_id": tokenizer.eos_token_id,
         }
         config = AutoConfig.for_model(**self.architecture, vocab_size=len(tokenizer), **ids)
+        kind: Any = AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            kind, config.decoder_start_token_id = AutoModelForSeq2SeqLM, ids["pad_token_id"]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return kind.from_config(config, dtype=torch.float32)
 
     def _check_architecture(self) -> None:
         """Configs take any keyword silently, so a misspelled size would be ignored."""
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+        from litgrpo.policies.seq2seq import SUPPORTED
+
         model_type = self.architecture["model_type"]
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        models = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SUPPORTED]
+        if model_type not in models:
             raise ValueError(
-                f"scratch.architecture.model_type is {model_type!r}, and transformers has no such "
-                "causal language model" + _suggestion(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+                f"scratch.architecture.model_type is {model_type!r}, and there is no such "
+                "language model" + _suggestion(model_type, models)
             )
         config = AutoConfig.for_model(model_type)
         known = {*config.to_dict(), *config.attribute_map}

@@ -17,6 +17,7 @@ SHIPPED = [
         "length",
         "reasoning",
         "quality",
+        "dialogue",
         "diversity",
         "safety",
         "verify",

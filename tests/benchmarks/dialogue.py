@@ -1,0 +1,189 @@
+"""Train the small dialogue model in five ways, three seeds each, and compare held-out replies.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.dialogue --data PATH/dialogues.jsonl
+
+It starts from runs/convai2_small_sft/final_model, which configs/convai2_small_sft.yaml makes. Runs
+that are there already are not repeated. Intervals are over personas, because the prompts of one
+persona share its dialogue: each persona counts once, with the mean over its prompts and over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from litgrpo.data.prompts import PromptData
+from litgrpo.evaluation.dialogue import BLEU_COUNTS, ROUGES, reply_counts
+from litgrpo.evaluation.intervals import clustered_mean, paired_difference
+from litgrpo.policies.loading import load_policy
+from litgrpo.rewards.dialogue import lapdog
+from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.text import bleu, distinct_n
+from tests.benchmarks.lapdog_released import OVERLAY as RELEASED
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "configs/convai2_small.yaml"
+SAMPLES, LENGTH = 4, 32
+VARIANTS: dict[str, list[str | dict[str, Any]]] = {
+    "LAPDOG's released objective": [RELEASED],
+    "REINFORCE": ["configs/algorithms/reinforce.yaml"],
+    "REINFORCE, average baseline": ["configs/algorithms/reinforce_baseline.yaml"],
+    "GRPO": [],
+}
+MEANS = {"reward": "reward", "f1": "F1", "rougeL": "ROUGE-L"}
+
+
+def train(name: str, seed: int, start: str, folder: Path, further: list[str]) -> Path:
+    """Fit one variant in a process of its own, unless its final model is there already."""
+    final = folder / "final_model"
+    if not final.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ["-c", RECIPE]
+        for overlay in VARIANTS[name]:
+            path = overlay
+            if isinstance(overlay, dict):
+                path = folder.with_suffix(".yaml")
+                path.write_text(yaml.safe_dump(overlay))
+            words += ["-c", str(path)]
+        words += ["--model.pretrained", start, "--seed_everything", str(seed)]
+        words += ["--model.seed", str(seed), "--data.seed", str(seed)]
+        words += ["--trainer.limit_val_batches", "0", "--trainer.num_sanity_val_steps", "0"]
+        words += ["--run_dir", str(folder), "--overwrite", "true", *further]
+        subprocess.run(
+            [sys.executable, str(ROOT / "cli.py"), "fit", *words],
+            check=True,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+        )
+    return final
+
+
+def judged(model: str, data: str) -> dict[str, Any]:
+    """Held-out replies of a model, one greedy and four sampled of each prompt, and their scores.
+
+    Args:
+        model: its folder; the numbers are kept beside it.
+        data: the dialogues.
+
+    Returns:
+        Per prompt: persona, reward (mean of the samples), F1 and ROUGE-L times 100, counts of BLEU;
+        and the greedy replies.
+    """
+    kept = Path(model).parent / "judged.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    settings = yaml.safe_load((ROOT / RECIPE).read_text())["data"]["init_args"]
+    prompts = PromptData(**settings | {"train": data, "tokenizer": model})
+    prompts.setup("validate")
+    policy = load_policy(model).eval()
+    found: dict[str, Any] = defaultdict(list)
+    for batch in prompts.val_dataloader():
+        said = {}
+        for group_size, sampling in ((1, Sampling(temperature=0.0)), (SAMPLES, Sampling())):
+            uniforms = draw_uniforms(0, "test", 0, batch.index, group_size, LENGTH)
+            rollout = EagerEngine().generate(policy, batch, group_size, uniforms, sampling)
+            ids = [row[mask].tolist() for row, mask in zip(*_tokens(rollout), strict=True)]
+            said[group_size] = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        answers = [answer for answer in batch.columns["answers"] for _ in range(SAMPLES)]
+        rewards = lapdog(answers, said[SAMPLES], answers)
+        for row, (reply, answer) in enumerate(zip(said[1], batch.columns["answers"], strict=True)):
+            counts = reply_counts(reply, answer)
+            scores = dict(zip(("f1", *ROUGES), counts[BLEU_COUNTS:], strict=True))
+            found["reward"].append(statistics.mean(rewards[row * SAMPLES :][:SAMPLES]))
+            found["f1"].append(100 * scores["f1"])
+            found["rougeL"].append(100 * scores["rougeL"])
+            found["counts"].append(counts[:BLEU_COUNTS])
+            found["reply"].append(reply.strip())
+            found["persona"].append(batch.columns["persona"][row])
+    kept.write_text(json.dumps(found))
+    return found
+
+
+def _tokens(rollout: Any) -> tuple[Any, Any]:
+    return rollout.completion_ids, rollout.completion_mask
+
+
+def by_persona(runs: list[dict[str, Any]], name: str) -> list[float]:
+    """One number per persona: the mean over its prompts and over the runs."""
+    values = defaultdict(list)
+    for run in runs:
+        for persona, value in zip(run["persona"], run[name], strict=True):
+            values[persona].append(value)
+    return [statistics.mean(values[persona]) for persona in sorted(values)]
+
+
+def corpus_bleu(run: dict[str, Any]) -> float:
+    """BLEU of all replies together."""
+    return bleu([sum(column) for column in zip(*run["counts"], strict=True)], effective_order=False)
+
+
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A Markdown row per variant; the first is what the others are compared with."""
+    heads = ["", *MEANS.values(), "BLEU", "words", "distinct-2", "different replies"]
+    lines = [heads, ["---"] * len(heads)]
+    for name, found in runs.items():
+        cells = []
+        for measure in MEANS:
+            values = by_persona(found, measure)
+            low, high = clustered_mean(values)
+            cells.append(f"{statistics.mean(values):.3g} [{low:.3g}, {high:.3g}]")
+        bleus = [corpus_bleu(run) for run in found]
+        spread = f" ({', '.join(f'{score:.2f}' for score in bleus)})" if len(bleus) > 1 else ""
+        cells.append(f"{statistics.mean(bleus):.2f}{spread}")
+        replies = [reply for run in found for reply in run["reply"]]
+        cells.append(f"{statistics.mean(len(reply.split()) for reply in replies):.1f}")
+        cells.append(f"{statistics.mean(distinct_n(run['reply'], 2) for run in found):.2f}")
+        different = [len(set(run["reply"])) / len(run["reply"]) for run in found]
+        cells.append(f"{statistics.mean(different):.2f}")
+        lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def differences(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A Markdown row per trained variant: how far it moved from the first, with intervals."""
+    first, *others = runs
+    heads = ["minus " + first, *MEANS.values(), "BLEU, lowest seed"]
+    lines = [heads, ["---"] * len(heads)]
+    for name in others:
+        cells = []
+        for measure in MEANS:
+            pair = (by_persona(runs[first], measure), by_persona(runs[name], measure))
+            moved = paired_difference(*pair)
+            cells.append(f"{moved.mean:+.3g} [{moved.low:+.3g}, {moved.high:+.3g}]")
+        lowest = min(corpus_bleu(run) for run in runs[name]) - corpus_bleu(runs[first][0])
+        lines.append([name, *cells, f"{lowest:+.2f}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Train what is missing, judge, and print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True, help="the dialogues, a .jsonl file")
+    parser.add_argument("--start", default="runs/convai2_small_sft/final_model")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="variants to train")
+    parser.add_argument("--folder", type=Path, default=Path("runs/dialogue"))
+    options, further = parser.parse_known_args()
+    further += ["--data.train", options.data]
+    start = str(Path(options.start).absolute())
+    runs = {"supervised only": [judged(start, options.data)]}
+    for seed in options.seeds:
+        for name in options.only:
+            folder = options.folder.absolute() / name.replace(" ", "_") / f"seed_{seed}"
+            final = train(name, seed, start, folder, further)
+            runs.setdefault(name, []).append(judged(str(final), options.data))
+            print(name, seed, flush=True)
+    print(table(runs), differences(runs), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

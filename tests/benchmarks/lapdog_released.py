@@ -1,0 +1,59 @@
+"""A test subject: what LAPDOG's released code does when it learns by reinforcement.
+
+It is not a choice of the library. Four things are as released: the sign (it minimizes minus reward
+times cross-entropy, which makes rewarded replies less likely), greedy decoding, padding learned as
+if it were said, and neither a baseline nor a reference. `OVERLAY` sets what YAML can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from litgrpo.modules.grpo import GRPO
+from litgrpo.objectives.advantages import Advantages, Groups
+from litgrpo.types import Experience, RewardTable, Rollout
+
+OVERLAY: dict[str, Any] = {
+    "model": {
+        "class_path": "tests.benchmarks.lapdog_released.Released",
+        "init_args": {
+            "group_size": 1,
+            "sampling": {"temperature": 0.0},
+            "objective": {
+                "advantages": {"class_path": "tests.benchmarks.lapdog_released.WrongSign"},
+                "surrogate": {"class_path": "PolicyGradient"},
+                "weighting": {"class_path": "PerSequence"},
+                "kl_coef": 0.0,
+            },
+            "check_invariants": False,  # they refuse it: see tests/benchmarks/test_dialogue.py
+        },
+    },
+    "data": {"init_args": {"batch_size": 64}},  # as many replies as 8 groups of 8
+}
+
+
+@dataclass(frozen=True)
+class WrongSign(Advantages):
+    """Minus the reward, so that descending on -A log p descends on -R * CE = R log p."""
+
+    @property
+    def compares(self) -> bool:
+        """One completion is enough."""
+        return False
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] minus the rewards."""
+        return -groups.values
+
+
+class Released(GRPO):
+    """GRPO's walk, with the padding behind a reply learned too."""
+
+    def collect(self, rollout: Rollout, rewards: RewardTable) -> Experience:
+        """The mean of a reply is over every column of the batch."""
+        everything = torch.ones_like(rollout.completion_mask)
+        return super().collect(replace(rollout, completion_mask=everything), rewards)
