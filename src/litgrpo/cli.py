@@ -37,7 +37,6 @@ from litgrpo.callbacks.run_folder import (
     RunFolder,
     begin,
     checkpoint_file,
-    checkpoints_of,
     newest_checkpoint,
     refuse_if_taken,
     saved_config,
@@ -245,7 +244,7 @@ class LitGRPOCLI(LightningCLI):
         settings = self.settings
         in_earnest = self.config.subcommand == "fit" and not settings.trainer.fast_dev_run
         from_here = settings.ckpt_path is not None and (
-            Path(settings.ckpt_path).parent.resolve() == checkpoints_of(settings.run_dir).resolve()
+            Path(settings.run_dir).resolve() in Path(settings.ckpt_path).resolve().parents
         )
         return in_earnest and not from_here
 

@@ -218,6 +218,7 @@ def f6(bench: Bench) -> Found:
     found["full disk"] = _refused(full, code, "File too large")
     readonly = bench.copied("f6-readonly", bench.whole("short", _iterations(4)))
     readonly.recipe = RECIPE
+    readonly.new_process = True  # rights are given up for what a process starts
     found["read-only folder"] = _read_only(readonly)
     run = Run(bench.folder / "f6-kill", RECIPE)
     found["kill while saving"] = stopped_and_resumed(

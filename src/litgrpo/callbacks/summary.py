@@ -80,12 +80,12 @@ class Summary(Callback):
         evaluation = self._evaluation(trainer, pl_module)
         if trainer.state.fn != "fit":
             self._tell(trainer, pl_module, evaluation)
-        elif trainer.sanity_checking:
+        elif trainer.sanity_checking and self.before is None:  # else resumed before iteration 1
             self.before = evaluation
             # Lightning logs nothing while it checks; with this the curves begin before training.
             for logger in trainer.loggers:
                 logger.log_metrics({f"val/{k}": v for k, v in evaluation["report"].items()}, step=0)
-        else:
+        elif not trainer.sanity_checking:
             self.after, self.after_iteration = evaluation, pl_module.iteration
             self.trains_since = time.monotonic()
 
