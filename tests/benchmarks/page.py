@@ -238,8 +238,9 @@ def write(results: Results) -> None:
     """Put the tables between their marks on the page."""
     page = PAGE.read_text()
     for name, table in TABLES.items():
-        marks = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
-        page = re.sub(marks, lambda m, t=table: m[1] + t(results) + m[2], page, flags=re.DOTALL)
+        marks = rf"(<!-- {name} -->\n)(?:.*?\n)?(<!-- end -->)"
+        text = table(results).rstrip()
+        page = re.sub(marks, lambda m, t=text: f"{m[1]}{t}\n{m[2]}", page, flags=re.DOTALL)
     PAGE.write_text(page)
     if any(sweeps(results).values()):
         plot(results)

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from tests.benchmarks import page
+from tests.benchmarks.roofline import Machine, floor
+from tests.benchmarks.workload import SIZES, Size, Work
+
+MACHINE = Machine(1.0, 2.0, 1.0, 1.0, 1)  # GFLOP/s and GB/s
+
+
+def test_the_least_time_is_that_of_a_step_worked_out_by_hand():
+    # One layer of 2 x 2 weights for query, output, keys and values and 3 of 2 x 4: 40 weights.
+    size = Size(hidden=2, layers=1, heads=1, kv_heads=1, inner=4, vocab=8, prompts=1, prompt_len=3)
+    assert size.linear_weights == 4 * 4 + 3 * 8
+    work = Work(size, group=2, max_new=4, hazard=1.0)
+    least = floor(work, [2.0, 4.0], MACHINE)
+    # 3 prompt tokens and 2 fed ones through the body, 4 said ones through the head, and pairs of
+    # tokens in attention: 9 / 2 in the prompt, 2 x 3 to it, 2 x 4 / 2 among the completions' own.
+    forward = 2 * 40 * 5 + 2 * 4 * 2 * 8 + 4 * 1 * 2 * (4.5 + 6 + 4)
+    moved = 4 * (40 + 16) * 7
+    assert least["rollout_s"] == pytest.approx(max(forward, 4 * 56 * 4) / 1e9)
+    assert least["learn_s"] == pytest.approx((3 * forward + moved) / 1e9)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_have_the_sizes_that_the_page_states(name):
+    millions = {"tiny": 1.05, "30m": 29.4, "100m": 100.0}[name]
+    size = SIZES[name]
+    assert size.linear_weights + size.hidden * size.vocab == pytest.approx(millions * 1e6, rel=0.02)
+
+
+def test_tables_show_what_was_measured(tmp_path, monkeypatch):
+    side = {"step_s": 2.0, "cpu_s": 3.0, "peak_rss_mib": 100.0}
+    ours = side | {
+        "floor": {"rollout_s": 0.2, "learn_s": 0.6},
+        "machine": {"float32_gflops": 110.0, "bfloat16_gflops": 220.0, "read_gb_s": 9.0},
+        "roofline_frac": 0.4,
+        "largest_loss": "learn_s",
+        "mean_completion_len": 46.0,
+        **dict.fromkeys(("rollout_s", "learn_s"), 1.0),
+        **dict.fromkeys(("rollout_tok_per_s", "learn_tok_per_s"), 50.0),
+    }
+    found = {
+        "size": "tiny",
+        "hazard": 0.02,
+        "bf16": False,
+        "ours": ours,
+        "peer": side | {"step_s": 9.0, "peak_rss_mib": 400.0},
+        "memory_frac": 0.25,
+        **{f"ratio_{name}": 4.5 for name in ("wall", "cpu", "rollout", "learn")},
+    }
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    page.PAGE.write_text("<!-- steps -->\nold\n<!-- end -->\n<!-- phases -->\n<!-- end -->\n")
+    page.write(json.loads(json.dumps({f"step {page.STEPS[0]}": found})))
+    text = page.PAGE.read_text()
+    assert "| tiny | 0.02 | float32 | 2.00 | 9.00 | **4.5** |" in text
+    assert "100 of 400 MiB (25%)" in text
+    assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
+    assert "old" not in text
