@@ -211,7 +211,8 @@ def plot(results: Results) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(14, 2.8), constrained_layout=True)
+    settings = dict(figsize=(14, 2.8), sharey=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(1, len(SWEEPS), **settings)
     for axis, (name, points) in zip(axes, sweeps(results).items(), strict=True):
         values = [value for value, *_ in points]
         for column, label in ((1, "rollout"), (2, "learning")):
