@@ -129,6 +129,7 @@ def test_weights_are_those_of_now():
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
 def test_adapters_are_added_to_the_weights(targets):
     lora = LoRA(rank=4, target_modules=targets)
+    torch.manual_seed(0)  # of the adapters' first half
     policy = as_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
     plain = decoded(policy, fused=True)
     generator = torch.Generator().manual_seed(0)
@@ -138,7 +139,8 @@ def test_adapters_are_added_to_the_weights(targets):
     assert policy.can_fuse
     adapted = decoded(policy, fused=True)
     assert not torch.equal(plain.completion_ids, adapted.completion_ids)
-    assert_same(adapted, decoded(policy, fused=False))
+    # Adapters as large as the weights, and these are rounded once more when both are added.
+    assert_same(adapted, decoded(policy, fused=False), atol=1e-4)
 
 
 def test_low_precision_weights_give_the_librarys_logprobs_to_their_precision():
