@@ -143,6 +143,41 @@ def in_a_process_of_one_thread(function, folder, *words):
     subprocess.run(command, check=True, env=environment, cwd=ROOT)
 
 
+def redraw(num_processes, folder):
+    """Two iterations in which only some prompts teach; leaves what was counted."""
+    grpo = GRPO(
+        "",
+        {"letters": Reward(letters_after_long_prompts)},
+        group_size=4,
+        max_completion_len=6,
+        max_iterations=2,
+        max_redraws=6,
+        check_invariants=False,
+        guard=InProcessGuard(),
+    )
+    grpo.policy = tiny_policy("qwen2")
+    runner = trainer(num_processes)
+    runner.fit(grpo, PromptData(TEXTS, batch_size=4))
+    report = {name: float(value) for name, value in runner.callback_metrics.items()}
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+def letters_after_long_prompts(prompts, completions):
+    return [
+        score if len(prompt) > 4 else 0.0
+        for prompt, score in zip(prompts, letters(prompts, completions), strict=True)
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_processes_redraw_together_until_each_has_what_it_needs(tmp_path):
+    in_a_process_of_one_thread(redraw, tmp_path)
+    for num in (1, 2):
+        report = json.loads((tmp_path / f"{num}.json").read_text())
+        assert report["dynamic/filled_frac"] == 1
+        assert report["dynamic/redraws"] >= 1
+
+
 @pytest.mark.timeout(120)
 def test_gradients_of_all_algorithms_are_those_of_one_process(tmp_path):
     in_a_process_of_one_thread(take_gradients, tmp_path)
