@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -172,8 +173,13 @@ def test_slow_failing_and_constant_rewards_are_named() -> None:
     assert any("'crashes_on_empty' fails on completions of the audit (IndexE" in x
                for x in found.faults)  # fmt: skip
     assert any("'constant' gives 1 to everything" in x for x in found.remarks)
-    slow = report({"correct": Reward(correctness)} | planted("whole_form"), PROBLEMS[:1])
-    assert any(x.startswith("slow: 'whole_form' needs") for x in slow.faults)
+    slow = report({"correct": Reward(correctness), "endless": Reward(endless)}, PROBLEMS[:1])
+    assert any(x.startswith("slow: 'endless' needs") for x in slow.faults)
+
+
+def endless(prompts, completions):
+    """A regular expression that doubles its time with each letter, on any machine."""
+    return [1.0 if re.match(r"(a|a)+$", text + "!") else 0.0 for text in completions]
 
 
 def test_parts_in_conflict_are_named() -> None:
