@@ -272,13 +272,14 @@ def plot(rows: list[Row], metrics: Sequence[str], path: Path) -> None:
     for place, row in enumerate(rows):
         color = f"C{place % 10}"
         tokens, rewards = mean_curve(row.runs)
-        axes[0].plot(tokens, smooth(rewards), color=color, linewidth=1, label=row.name)
+        thousands = [count / 1000 for count in tokens]
+        axes[0].plot(thousands, smooth(rewards), color=color, linewidth=1, label=row.name)
         for metric, marker, shift in zip(metrics, "os", (-0.1, 0.1), strict=True):
             low, high = bounds(row.values(metric))
             mean = fmean(row.values(metric))
             reach = [[mean - low], [high - mean]]
             axes[1].errorbar(mean, place + shift, xerr=reach, fmt=marker, color=color, capsize=3)
-    axes[0].set(xlabel="tokens sampled in training", ylabel="mean reward of 9 iterations")
+    axes[0].set(xlabel="thousand tokens sampled in training", ylabel="mean reward of 9 iterations")
     axes[0].legend(fontsize="small")
     axes[1].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[1].invert_yaxis()
