@@ -113,8 +113,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     Raises:
         ValueError: there is no end token, no pad token or no token for text.
     """
-    # What transformers makes of a folder without tokenizer files.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
+    # What transformers makes of a folder without tokenizer files: at most a word boundary besides.
+    special = set(tokenizer.all_special_tokens)
+    if not any(any(map(str.isalnum, token)) for token in tokenizer.get_vocab().keys() - special):
         raise ValueError(
             f"The tokenizer of {name!r} has special tokens only: its files are missing. Save the "
             "tokenizer into the model's folder, too."
