@@ -60,7 +60,11 @@ def in_a_fork(words: list[str], timeout_s: float, prepare: Preparation) -> tuple
 
 
 def preload() -> None:
-    """Import what a run needs."""
+    """Import what a run needs, on the one thread of a new process: several round differently."""
+    os.environ.update(ENVIRONMENT)
+    import torch
+
+    torch.set_num_threads(1)
     import transformers.models.gemma2.modeling_gemma2  # noqa: F401
 
     import litgrpo.cli  # noqa: F401
