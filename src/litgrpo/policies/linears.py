@@ -10,6 +10,7 @@ once, and without them every layer is the plain one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ KernelChoice = Literal["auto", "plain", "onednn"]
 # the same command computes the same digits twice.
 MARGIN = 1.15
 DECODE_ROWS, LEARN_ROWS = 8, 64
+# Smaller layers win too little for two starts of one command to differ by a measurement's luck.
+WORTH_TRYING = 2**18
 LARGEST_SIDE = 1024  # larger weights are measured by a piece
 
 
@@ -232,6 +235,8 @@ def choose(model: nn.Module, choice: KernelChoice) -> Kernels:
     if choice == "onednn":
         return Kernels(decode="onednn", learn="onednn")
     (shape, _) = shapes.most_common(1)[0]
+    if math.prod(shape) < WORTH_TRYING:
+        return Kernels()
     out, into = (min(side, LARGEST_SIDE) for side in shape)
     return measured(out, into, next(model.parameters()).dtype)
 
