@@ -108,15 +108,19 @@ def steps_table(results: Results) -> str:
             continue
         ours, peer = found["ours"], found["peer"]
         ratios = " | ".join(f"{found[f'ratio_{name}']:.1f}" for name in ("cpu", "rollout", "learn"))
-        hazard = "1/128" if found["hazard"] is None else found["hazard"]
-        precision = "bf16" if found["bf16"] else "float32"
         memory = f"{ours['peak_rss_mib']:.0f} of {peer['peak_rss_mib']:.0f} MiB"
         lines.append(
-            f"| {found['size']} | {hazard} | {precision} | {ours['step_s']:.2f} "
+            f"| {case(found)} | {ours['step_s']:.2f} "
             f"| {peer['step_s']:.2f} | **{found['ratio_wall']:.1f}** | {ratios} "
             f"| {memory} ({found['memory_frac']:.0%}) | {ours['roofline_frac']:.0%} |"
         )
     return "\n".join(lines)
+
+
+def case(found: Results) -> str:
+    """Size, hazard and precision of a comparison, as both tables of steps name it."""
+    hazard = "1/128" if found["hazard"] is None else found["hazard"]
+    return f"{found['size']} | {hazard} | {'bf16' if found['bf16'] else 'float32'}"
 
 
 def phases_table(results: Results) -> str:
@@ -133,10 +137,9 @@ def phases_table(results: Results) -> str:
             continue
         ours = found["ours"]
         machine, least = ours["machine"], ours["floor"]
-        precision = "bf16" if found["bf16"] else "float32"
         peak = machine["bfloat16_gflops" if found["bf16"] else "float32_gflops"]
         lines.append(
-            f"| {found['size']} | {found['hazard'] or '1/128'} | {precision} "
+            f"| {case(found)} "
             f"| {ours['mean_completion_len']:.0f} "
             f"| {ours['rollout_s']:.2f} ({least['rollout_s']:.2f}) "
             f"| {ours['learn_s']:.2f} ({least['learn_s']:.2f}) "
@@ -239,9 +242,11 @@ def write(results: Results) -> None:
     """Put the tables between their marks on the page."""
     page = PAGE.read_text()
     for name, table in TABLES.items():
-        marks = rf"(<!-- {name} -->\n)(?:.*?\n)?(<!-- end -->)"
+        marks = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text = table(results).rstrip()
-        page = re.sub(marks, lambda m, t=text: f"{m[1]}{t}\n{m[2]}", page, flags=re.DOTALL)
+        page, places = re.subn(marks, lambda m, t=text: f"{m[1]}{t}\n{m[2]}", page, flags=re.DOTALL)
+        if places != 1:
+            raise SystemExit(f"{PAGE.name} has {places} places for the table {name!r}, not one")
     PAGE.write_text(page)
     if any(sweeps(results).values()):
         plot(results)

@@ -51,10 +51,25 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
         **{f"ratio_{name}": 4.5 for name in ("wall", "cpu", "rollout", "learn")},
     }
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text("<!-- steps -->\nold\n<!-- end -->\n<!-- phases -->\n<!-- end -->\n")
+    page.PAGE.write_text("".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in page.TABLES))
     page.write(json.loads(json.dumps({f"step {page.STEPS[0]}": found})))
     text = page.PAGE.read_text()
     assert "| tiny | 0.02 | float32 | 2.00 | 9.00 | **4.5** |" in text
     assert "100 of 400 MiB (25%)" in text
     assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
     assert "old" not in text
+
+
+def test_the_page_has_one_place_for_each_table():
+    text = page.PAGE.read_text()
+    assert {name: text.count(f"<!-- {name} -->") for name in page.TABLES} == dict.fromkeys(
+        page.TABLES, 1
+    )
+    assert text.count("<!-- end -->") == len(page.TABLES)
+
+
+def test_a_table_without_a_place_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    page.PAGE.write_text("<!-- steps -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="0 places for the table 'phases'"):
+        page.write({})
