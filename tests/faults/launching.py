@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "PYTHONPATH": f"src{os.pathsep}.",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -60,11 +60,11 @@ def in_a_fork(words: list[str], timeout_s: float, prepare: Preparation) -> tuple
 
 
 def preload() -> None:
-    """Import what a run needs, on the one thread of a new process: several round differently."""
+    """Import what a run needs, on as many threads as a new process has: others round otherwise."""
     os.environ.update(ENVIRONMENT)
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(ENVIRONMENT["OMP_NUM_THREADS"]))
     import transformers.models.gemma2.modeling_gemma2  # noqa: F401
 
     import litgrpo.cli  # noqa: F401

@@ -293,8 +293,8 @@ def _grid_attention(
         of_row = _within(step, step.T, window).expand(len(prompt), -1, -1)
         said = _attend(
             own,
-            torch.cat([trunk_keys[bucket.prompts], own_keys], 2),
-            torch.cat([trunk_values[bucket.prompts], own_values], 2),
+            torch.cat([trunk_keys.index_select(0, bucket.prompts), own_keys], 2),
+            torch.cat([trunk_values.index_select(0, bucket.prompts), own_values], 2),
             torch.cat([of_prompt, of_row], 2)[:, None],
             scaling,
             softcap,

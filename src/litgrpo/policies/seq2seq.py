@@ -54,7 +54,7 @@ class SideBySide:
     ) -> Tensor:
         """Attention of rows [n, H, q, D] to the keys and values [B, H, P, D] of their prompts."""
         heads, length, size = query.shape[1:]
-        cells = query if self.in_place else query[self.row_of_cell]
+        cells = query if self.in_place else query.index_select(0, self.row_of_cell)
         grid = cells.view(-1, self.width, heads, length, size).transpose(1, 2)
         output = torch.nn.functional.scaled_dot_product_attention(
             grid.reshape(-1, heads, self.width * length, size),
@@ -64,7 +64,7 @@ class SideBySide:
         )
         cells = output.view(-1, heads, self.width, length, size).transpose(1, 2)
         cells = cells.reshape(-1, heads, length, size)
-        return cells if self.in_place else cells[self.cell]
+        return cells if self.in_place else cells.index_select(0, self.cell)
 
 
 class SharedEncoderCache(Cache, DecodeState):
