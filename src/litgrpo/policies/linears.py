@@ -31,7 +31,7 @@ KernelChoice = Literal["auto", "plain", "onednn"]
 # A kernel must be this much faster to be taken, so that noise does not choose between equals and
 # the same command computes the same digits twice.
 MARGIN = 1.15
-DECODE_ROWS, LEARN_ROWS = 8, 64
+DECODE_ROWS, LEARN_ROWS = 8, 512
 # Smaller layers win too little for two starts of one command to differ by a measurement's luck.
 WORTH_TRYING = 2**18
 LARGEST_SIDE = 1024  # larger weights are measured by a piece
