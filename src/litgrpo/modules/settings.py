@@ -30,7 +30,7 @@ class Learning:
     inner_epochs: int = 1
     num_mini_batches: int = 1
     micro_batch_size: int | None = None
-    micro_batch_tokens: int | None = 8192
+    micro_batch_tokens: int | None = 2048
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
