@@ -53,7 +53,9 @@ class WrongSign(Advantages):
 class Released(GRPO):
     """GRPO's walk, with the padding behind a reply learned too."""
 
-    def collect(self, rollout: Rollout, rewards: RewardTable) -> Experience:
+    def collect(
+        self, rollout: Rollout, rewards: RewardTable, unjudged: Experience | None = None
+    ) -> Experience:
         """The mean of a reply is over every column of the batch."""
         everything = torch.ones_like(rollout.completion_mask)
         return super().collect(replace(rollout, completion_mask=everything), rewards)

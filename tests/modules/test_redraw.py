@@ -132,7 +132,7 @@ def test_a_batch_is_filled_with_prompts_that_teach_and_the_cap_holds():
     seen = []
     grpo = learner(max_iterations=4)
     collect = grpo.collect
-    grpo.collect = lambda rollout, rewards: seen.append(rollout) or collect(rollout, rewards)
+    grpo.collect = lambda rollout, *rest: seen.append(rollout) or collect(rollout, *rest)
     runner = train(grpo, PromptData(TEXTS, batch_size=4))
     seen = seen[1:]  # the first was that of the check at the start
     assert len(seen) == 4

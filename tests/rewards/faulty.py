@@ -17,6 +17,21 @@ def lengths(completions):
     return [float(len(text)) for text in completions]
 
 
+def letters(completions):
+    return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
+
+
+def waiting_for(path):
+    """A function that does not answer before the file is there."""
+
+    def waits(completions):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return lengths(completions)
+
+    return waits
+
+
 def sleeps(completions):
     if "bad" in completions:
         time.sleep(3600)

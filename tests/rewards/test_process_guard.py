@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from litgrpo.rewards import Composite, InProcessGuard, ProcessGuard, Reward, Rew
 from litgrpo.rewards.calls import Call
 from litgrpo.rewards.math import correctness
 from litgrpo.rewards.process_guard import is_trusted
+from litgrpo.rewards.processes import Launcher
 from tests.rewards import faulty
 
 TEXTS = ["a", "bb", "bad", "dddd", "e", "ff", "ggg", "hhhh"]
@@ -117,6 +119,40 @@ def test_several_hanging_samples_leave_the_others_their_turn(guard) -> None:
     table, composite = score(guard, faulty.sleeps, texts)
     assert composite.failures == {"r": {"TimeoutError": 12}}
     assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
+
+
+def innocent(table, texts) -> list[bool]:
+    """Whether each row is valid that ought to be."""
+    valid = table.valid.flatten().tolist()
+    return [fine for fine, text in zip(valid, texts, strict=True) if text != "bad"]
+
+
+@pytest.mark.parametrize("function", [faulty.sleeps, faulty.loops_in_c, faulty.pure_hangs])
+def test_every_row_has_its_turn_however_many_hang(guard, function) -> None:
+    guard.timeout_s = 2.0
+    texts = (["bad"] * 20 + [f"a{n}" for n in range(20)]) * 2  # in each half they come first
+    table, composite = score(guard, function, texts)
+    assert all(innocent(table, texts))
+    assert sum(composite.failures["r"].values()) == 40
+
+
+def test_a_row_is_not_charged_before_its_worker_begins(guard, monkeypatch) -> None:
+    def launched(launcher):
+        worker = start(launcher)
+        os.kill(worker.pid, signal.SIGSTOP)  # as if others had the processor
+        threading.Timer(0.3, resumed, [worker.pid]).start()
+        return worker
+
+    def resumed(pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    start = Launcher.launch
+    monkeypatch.setattr(Launcher, "launch", launched)
+    guard.timeout_s = 2.0
+    texts = ["bad"] + [f"a{n}" for n in range(15)]
+    table, _ = score(guard, faulty.sleeps, texts)
+    assert all(innocent(table, texts))
 
 
 def test_a_function_that_compares_is_masked_whole_in_its_time(guard) -> None:

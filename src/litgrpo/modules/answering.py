@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,17 @@ class AnsweringModule(LightningModule):
         Returns:
             [B, G] rewards.
         """
+        return self.start_reward(rollout)()
+
+    def start_reward(self, rollout: Rollout) -> Callable[[], RewardTable]:
+        """Begin to ask; the functions' processes work until somebody waits for the rewards.
+
+        Args:
+            rollout: N completions with texts.
+
+        Returns:
+            What waits for the [B, G] rewards.
+        """
         prompts, group_size = rollout.prompts, rollout.group_size
         columns = {
             name: [value for value in values for _ in range(group_size)]
@@ -170,7 +181,7 @@ class AnsweringModule(LightningModule):
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=self.iteration, max_steps=self.max_iterations)
         context = {"trainer_state": state}
-        return self.rewards(
+        return self.rewards.start(
             texts, rollout.completions, columns, group_size, context, self.iteration
         )
 
@@ -194,15 +205,17 @@ class AnsweringModule(LightningModule):
         settings = self.evaluation
         sampling = Sampling(temperature=settings.temperature)
         rollout = self.generate(prompts, purpose, settings.samples, sampling)
-        rewards = self.reward(rollout)
-        index = prompts.index
-        self.sampled_accuracy.update(index, self._successes(rewards))
-        self.reward_means.update(index, rewards)
+        gather = self.start_reward(rollout)  # the greedy completions are sampled meanwhile
         replies = rollout.completions[:: settings.samples]
         if settings.greedy:
             greedy = self.generate(prompts, purpose, 1, Sampling(temperature=0.0))
-            self.greedy_accuracy.update(index, self._successes(self.reward(greedy)).squeeze(1))
             replies = greedy.completions
+        rewards = gather()
+        index = prompts.index
+        self.sampled_accuracy.update(index, self._successes(rewards))
+        self.reward_means.update(index, rewards)
+        if settings.greedy:
+            self.greedy_accuracy.update(index, self._successes(self.reward(greedy)).squeeze(1))
         if self.corpus_scores is not None:
             self.corpus_scores.update(index, replies, prompts.columns)
         return {"rollout": rollout, "rewards": rewards}

@@ -161,14 +161,21 @@ class GRPO(LearningModule):
             The rollout, its rewards and the [B, G] advantages, for callbacks to show.
         """
         clock = Clock(self.device)
-        rollout, rewards = self.ask(prompts, clock)  # who said what, and how good it was
+        rollout = self.sample(prompts, clock)  # who said what
+        gather = self.start_reward(rollout)  # how good it was, told by other processes ...
+        clock.stop("time/reward_s")
+        # ... and meanwhile the models are asked; all for nothing if groups are replaced.
+        unjudged = None if self.max_redraws else self.unjudged(rollout)
+        clock.stop("time/reference_s")
+        rewards = gather()
+        clock.stop("time/reward_s")
         seen = rewards.stats() | rollout.stats()
         if self.max_redraws:
             rollout, rewards, redraws = self.redraw(rollout, rewards, clock)
             seen |= redraws
         if self.controllers.entropy is not None:
             seen |= self.steer(rollout)
-        experience = self.collect(rollout, rewards)  # what to learn from it
+        experience = self.collect(rollout, rewards, unjudged)  # what to learn from it
         advantages = experience.advantages[:, 0].view(len(prompts), -1)
         seen["policy/advantage_mean"] = advantages.mean()
         seen["policy/advantage_std"] = advantages.std(correction=0)
@@ -182,10 +189,8 @@ class GRPO(LearningModule):
         self._stop_when_done()
         return {"rollout": rollout, "rewards": rewards, "advantages": advantages.cpu()}
 
-    def ask(
-        self, prompts: PromptBatch, clock: Clock, attempt: int = 0
-    ) -> tuple[Rollout, RewardTable]:
-        """Sample completions of prompts and reward them.
+    def sample(self, prompts: PromptBatch, clock: Clock, attempt: int = 0) -> Rollout:
+        """Sample completions of prompts.
 
         Args:
             prompts: B prompts.
@@ -195,6 +200,13 @@ class GRPO(LearningModule):
         rollout = self.generate(prompts, "train", self.group_size, self.sampling, attempt)
         clock.tokens += int(rollout.lengths.sum())
         clock.stop("time/rollout_s")
+        return rollout
+
+    def ask(
+        self, prompts: PromptBatch, clock: Clock, attempt: int = 0
+    ) -> tuple[Rollout, RewardTable]:
+        """Sample completions of prompts and reward them; see `sample`."""
+        rollout = self.sample(prompts, clock, attempt)
         rewards = self.reward(rollout)
         clock.stop("time/reward_s")
         return rollout, rewards

@@ -80,16 +80,20 @@ class LearningModule(AnsweringModule, ReportsSteps):
         self._finite = torch.ones((), dtype=torch.bool)  # every loss of the step at hand
         self._at_once = 0  # rows of the newest pass through the model
 
-    def collect(self, rollout: Rollout, rewards: RewardTable) -> Experience:
+    def collect(
+        self, rollout: Rollout, rewards: RewardTable, unjudged: Experience | None = None
+    ) -> Experience:
         """Everything that the optimizer steps of this iteration need.
 
         Args:
             rollout: N completions.
             rewards: [B, G] their rewards.
+            unjudged: see there, if it is known already.
 
         Returns:
             Experience of all N rows.
         """
+        unjudged = self.unjudged(rollout) if unjudged is None else unjudged
         mask = rollout.completion_mask
         weights = torch.zeros_like(rollout.sampler_logprobs)
         for rows in mini_batches(len(mask), self.group_size, self.learning.num_mini_batches):
@@ -98,6 +102,20 @@ class LearningModule(AnsweringModule, ReportsSteps):
             )
         advantages = self.objective.token_advantages(rewards, mask, self._sum)
         check_centered(advantages[:, 0].view(rewards.total.shape), self.objective)
+        return replace(unjudged, advantages=advantages, weights=weights)
+
+    def unjudged(self, rollout: Rollout) -> Experience:
+        """What of an experience does not depend on rewards; advantages and weights are 0.
+
+        That includes the log-probabilities of the reference and of the policy before the update.
+
+        Args:
+            rollout: N completions.
+
+        Returns:
+            Experience of all N rows.
+        """
+        mask, zero = rollout.completion_mask, torch.zeros_like(rollout.sampler_logprobs)
         experience = Experience(
             prompt_ids=rollout.prompts.prompt_ids,
             prompt_mask=rollout.prompts.prompt_mask,
@@ -105,8 +123,8 @@ class LearningModule(AnsweringModule, ReportsSteps):
             completion_ids=rollout.completion_ids,
             completion_mask=mask,
             sampler_logprobs=rollout.sampler_logprobs,
-            advantages=advantages,
-            weights=weights,
+            advantages=zero,
+            weights=zero,
             support=rollout.support,
         )
         return self._within_memory(

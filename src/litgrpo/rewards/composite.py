@@ -98,7 +98,23 @@ class Composite:
         context: Mapping[str, Any] | None = None,
         iteration: int = 0,
     ) -> RewardTable:
-        """Judge N completions.
+        """Judge N completions; see `start`.
+
+        Returns:
+            Table of [B, G] rewards.
+        """
+        return self.start(prompts, completions, columns, group_size, context, iteration)()
+
+    def start(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, list[Any]],
+        group_size: int,
+        context: Mapping[str, Any] | None = None,
+        iteration: int = 0,
+    ) -> Callable[[], RewardTable]:
+        """Begin to judge N completions, in other processes where the guard has some.
 
         Args:
             prompts: N prompts, each repeated for its group.
@@ -110,7 +126,7 @@ class Composite:
             iteration: finished iterations, for schedules.
 
         Returns:
-            Table of [B, G] rewards.
+            What waits for the table of [B, G] rewards.
         """
         if group_size < 1 or not completions or len(completions) % group_size:
             raise ValueError(
@@ -128,8 +144,10 @@ class Composite:
             rows["completions"] = [_messages("assistant", text) for text in completions]
         context = {"group_size": group_size, **(context or {})}
         calls = [self._call(name, rows, context) for name in self.parts]
-        scores = dict(zip(self.parts, self.guard(calls), strict=True))
-        return self._table(scores, group_size, iteration)
+        gather = self.guard.start(calls)
+        return lambda: self._table(
+            dict(zip(self.parts, gather(), strict=True)), group_size, iteration
+        )
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""

@@ -14,7 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MAX_SLOW = 20  # entries of the list of slow samples
 CAUGHT = (Exception, SystemExit)
+
+Gather = Callable[[], list[Scores]]  # waits for the answers to what was asked
 
 
 class RewardFailure(RuntimeError):
@@ -101,6 +103,24 @@ class Guard(ABC):
     def run(self, calls: Sequence[Call]) -> list[Scores]:
         """Run every call and read its result; raises for nothing that a reward function does."""
 
+    def begin(self, calls: Sequence[Call]) -> Gather:
+        """Like `run`, but where other processes do the work, there is time before it is gathered.
+
+        Args:
+            calls: what to ask; one set at a time, a new one ends an old one that was not gathered.
+        """
+        results = self.run(calls)
+        return lambda: results
+
+    def start(self, calls: Sequence[Call]) -> Gather:
+        """Ask now; what is returned waits for the scores, and counts and shows failures as a call.
+
+        Args:
+            calls: see `begin`.
+        """
+        gather = self.begin(calls)
+        return lambda: self._settled(calls, gather())
+
     def __call__(self, calls: Sequence[Call]) -> list[Scores]:
         """The scores of every call, after counting and showing failures.
 
@@ -109,7 +129,10 @@ class Guard(ABC):
                 for all rows nor for any alone: a mistake in its code.
             RewardFailure: more than `max_failed_frac` of a function's rows failed.
         """
-        results = self.run(calls)
+        return self.start(calls)()
+
+    def _settled(self, calls: Sequence[Call], results: list[Scores]) -> list[Scores]:
+        """The same results, counted and shown."""
         for call, scores in zip(calls, results, strict=True):
             worked = len(scores.failures) < call.num_rows
             if isinstance(scores.error, MalformedResult) and not worked:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from litgrpo.rewards.calls import Call, Scores, is_marked
-from litgrpo.rewards.guard import Guard, InProcessGuard
+from litgrpo.rewards.guard import Gather, Guard, InProcessGuard
 from litgrpo.rewards.processes import Crew
 from litgrpo.rewards.scheduling import Round
 
@@ -55,30 +55,51 @@ class ProcessGuard(Guard):
         self.crew = Crew(workers)
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size
+        self.round: Round | None = None  # what is being asked
 
     def run(self, calls: Sequence[Call]) -> list[Scores]:
         """See Guard."""
+        return self.begin(calls)()
+
+    def begin(self, calls: Sequence[Call]) -> Gather:
+        """See Guard. The workers begin now; what runs in this process does when it is gathered."""
+        self._abandon()
         there = [n for n, call in enumerate(calls) if not is_trusted(call)]
         if there:
             there = self._sendable(calls, there)
         keys = {n: self._keys(calls[n]) for n in there if is_marked(calls[n].function, "pure")}
         known = {n: self._remembered(keys[n]) for n in keys}
-        round_ = Round(self, self.crew, {n: calls[n] for n in there}, known)
+        round_ = self.round = Round(self, self.crew, {n: calls[n] for n in there}, known)
+
+        def gather() -> list[Scores]:
+            try:
+                here = [n for n in range(len(calls)) if n not in there]
+                ran_here = InProcessGuard.run(self._in_process(), [calls[n] for n in here])
+                round_.finish()
+            finally:
+                self._abandon()
+            results = dict(zip(here, ran_here, strict=True)) | round_.results()
+            for n, row_keys in keys.items():
+                self._remember(row_keys, results[n])
+            return [results[n] for n in range(len(calls))]
+
         try:
             round_.start()
-            here = [n for n in range(len(calls)) if n not in there]
-            ran_here = InProcessGuard.run(self._in_process(), [calls[n] for n in here])
-            round_.finish()
-        finally:
-            round_.abandon()
-        results = dict(zip(here, ran_here, strict=True)) | round_.results()
-        for n, row_keys in keys.items():
-            self._remember(row_keys, results[n])
-        return [results[n] for n in range(len(calls))]
+        except BaseException:
+            self._abandon()
+            raise
+        return gather
 
     def close(self) -> None:
         """End all processes; they start again when needed."""
+        self._abandon()
         self.crew.close()
+
+    def _abandon(self) -> None:
+        """End what still runs of the newest questions: nothing, unless something went wrong."""
+        if self.round is not None:
+            self.round.abandon()
+            self.round = None
 
     def _sendable(self, calls: Sequence[Call], there: list[int]) -> list[int]:
         """Those calls whose functions can be run in a worker; the user is told of the others."""

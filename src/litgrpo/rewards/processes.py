@@ -20,7 +20,7 @@ from typing import IO, Any
 import cloudpickle
 
 from litgrpo.rewards.calls import MAX_PRINTED, MAX_SHOWN, Call
-from litgrpo.rewards.worker import COMMAND, FORK, REAP, REPLY
+from litgrpo.rewards.worker import BURY, COMMAND, FORK, REAP, REPLY
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +78,14 @@ class Worker:
         self.printed, self.shown = 0, bytearray()
         return text + (f"\n... and {more} more bytes\n" if more > 0 else "")
 
-    def end(self) -> str:
-        """Kill it and all that it started, and say what it died of."""
+    def end(self, *, wait: bool = True) -> str:
+        """Kill it and all that it started, and say what it died of, or do not wait for that."""
         for kill in (os.killpg, os.kill):  # one that was just forked has no group of its own yet
             try:
                 kill(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 log.debug("worker %d is gone already", self.pid)
-        code = self.launcher.reap(self)
+        code = self.launcher.reap(self) if wait else self.launcher.bury(self)
         self.drain()
         self.connection.close()
         self.output.close()
@@ -182,6 +182,16 @@ class Launcher:
             self.close()
             return -signal.SIGKILL
 
+    def bury(self, worker: Worker) -> int:
+        """Leave a worker that was killed to the launcher: on a busy machine dying takes time."""
+        if worker.pid == self.process.pid:
+            return self.reap(worker)
+        try:
+            self.control.sendall(COMMAND.pack(BURY, worker.pid))
+        except OSError:  # the launcher is gone, too
+            self.close()
+        return -signal.SIGKILL
+
 
 def _shut(
     owner: int, process: subprocess.Popen[bytes], control: socket.socket, lifeline: int
@@ -248,14 +258,16 @@ class Crew:
 
     def take(self) -> Worker | None:
         """A worker that waits, or a new one, or None if all are at work."""
-        if self.idle:
-            worker = self.idle.pop()
-        elif len(self.busy) >= self.size:
+        if len(self.busy) >= self.size:
             return None
-        else:
-            worker = self._new()
+        worker = self.idle.pop() if self.idle else self._new()
         self.busy.append(worker)
         return worker
+
+    def stock(self) -> None:
+        """Keep one more worker than are needed, where that is a matter of milliseconds."""
+        if not self.idle and not any(launcher.used_up for launcher in self.launchers):
+            self.idle.append(self._new())
 
     def _new(self) -> Worker:
         for launcher in self.launchers:
@@ -273,10 +285,10 @@ class Crew:
         self.busy.remove(worker)
         self.idle.append(worker)
 
-    def dismiss(self, worker: Worker) -> str:
-        """End a worker; says what it died of."""
+    def dismiss(self, worker: Worker, *, wait: bool = True) -> str:
+        """End a worker; says what it died of, if that is waited for."""
         self.busy.remove(worker)
-        return worker.end()
+        return worker.end(wait=wait)
 
     def close(self) -> None:
         """End everything."""

@@ -3,6 +3,9 @@
 Each call is asked for all its rows at once first. If that raises, hangs, crashes or floods the
 terminal, its rows are asked one by one: those that hang are set aside after a short while, so that
 the others get their turn, and are given the rest of the time at the end.
+
+A function's clock runs only while a worker computes its rows: not while they wait for a worker that
+is at another function, nor while nobody looks, nor (for half a second) while one is being started.
 """
 
 from __future__ import annotations
@@ -11,8 +14,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from math import ceil
 from multiprocessing.connection import wait
 from typing import Any
@@ -22,84 +24,25 @@ from litgrpo.rewards.calls import (
     Call,
     MalformedResult,
     Scores,
-    failed,
     is_coroutine,
     is_marked,
-    joined,
 )
 from litgrpo.rewards.guard import Guard
 from litgrpo.rewards.processes import Crew, Worker
+from litgrpo.rewards.progress import Progress, Task, stripes
 from litgrpo.rewards.worker import Answer, Job
 
 log = logging.getLogger(__name__)
 
 TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
-SHORT_SHARE, SHORTEST_S = 32, 0.05  # a row's first chance: this share of what is left
+NO_TURN = "no time was left for it"  # other rows of the function used it up
+# A row's first chance: this share of what is left by then, so that something always is.
+SHORT_SHARE, SHORTEST_S = 32, 0.02
 GRACE_S = 0.25  # for coroutines to be stopped from within
 
 
 class WorkerError(Exception):
     """An exception of a reward function in a worker; its text is the traceback there."""
-
-
-@dataclass
-class Progress:
-    """What is known of one call so far.
-
-    Args:
-        call: the call.
-        retriable: rows can be asked one by one.
-        rows: {row: its scores}.
-        ends_at: when its time is over; counted from the first question on.
-        set_aside: rows that took long the first time.
-        error: the first exception.
-        whole: the answer to the question for all rows.
-    """
-
-    call: Call
-    retriable: bool
-    rows: dict[int, Scores] = field(default_factory=dict)
-    ends_at: float | None = None
-    set_aside: list[int] = field(default_factory=list)
-    error: Exception | None = None
-    whole: Scores | None = None
-
-    @property
-    def missing(self) -> list[int]:
-        """Rows without an answer."""
-        if self.whole is not None:
-            return []
-        return [row for row in range(self.call.num_rows) if row not in self.rows]
-
-    def result(self) -> Scores:
-        """Everything joined."""
-        if self.whole is not None:
-            return self.whole
-        return joined((self.rows[row] for row in range(self.call.num_rows)), self.error)
-
-
-@dataclass
-class Task:
-    """One message to a worker: rows of one call, or of several coroutine functions.
-
-    Args:
-        parts: (number of the call, its rows).
-        split: rows one by one.
-        stream: each result at once, so that it is known which row hangs.
-        share: seconds at most; for a stream, for each row.
-        last: the rows' last chance.
-        first: of a call that may be asked row by row later, and must leave half of its time for it.
-    """
-
-    parts: list[tuple[int, list[int]]]
-    split: bool
-    share: float
-    stream: bool = False
-    last: bool = False
-    first: bool = False
-    until: float = 0.0
-    asked_at: float = 0.0
-    answered: set[int] = field(default_factory=set)
 
 
 class Round:
@@ -131,6 +74,8 @@ class Round:
         }
         self.queue: deque[Task] = deque()
         self.at_work: dict[Worker, Task] = {}
+        self.counted_at = time.monotonic()
+        self.attended = False
         self._plan()
 
     def _plan(self) -> None:
@@ -154,6 +99,7 @@ class Round:
 
     def start(self) -> None:
         """Hand out work without waiting for answers."""
+        self._count()
         while self.queue:
             task = self.queue[0]
             task.parts = [(n, rows) for n, rows in task.parts if self._in_time(n, rows, task)]
@@ -167,20 +113,40 @@ class Round:
 
     def finish(self) -> None:
         """Wait until every row has an answer or its time is over."""
+        self._hear(0.0)
+        self._count()
+        self.attended = True
         while self.at_work or self.queue:
             self.start()
-            sources: dict[Any, Worker] = {}
-            for worker in self.at_work:
-                sources |= {worker.output: worker, worker.connection: worker}
-            now = time.monotonic()
-            patience = min((task.until for task in self.at_work.values()), default=now) - now
-            for source in wait(sources, max(0.0, patience)):
-                worker = sources[source]
+            if any(task.stream for task in self.at_work.values()):
+                self.crew.stock()  # some of them will be ended
+            untils = [task.until for task in self.at_work.values()]
+            self._hear(max(0.0, min(untils) - time.monotonic()) if untils else 0.0)
+            self._end_overdue()
+            self._last_chances()
+
+    def _hear(self, patience: float) -> None:
+        """Read what workers say and print; wait for it, but not too long."""
+        sources: dict[Any, Worker] = {}
+        for worker in self.at_work:
+            sources |= {worker.output: worker, worker.connection: worker}
+        for source in wait(sources, patience):
+            worker = sources[source]
+            if worker in self.at_work:
                 worker.drain()
                 if source is worker.connection:
                     self._read(worker)
-            self._end_overdue()
-            self._last_chances()
+
+    def _count(self) -> None:
+        """Let the clocks run on, those of the functions that were computed since the last look."""
+        since, now = self.counted_at, time.monotonic()
+        self.counted_at = now
+        tasks, all_busy = self.at_work.values(), len(self.at_work) >= self.crew.size
+        for n, state in self.states.items():
+            computed = max((task.computed(n, since, now) for task in tasks), default=0.0)
+            at_it = any(n == number for task in tasks for number, _ in task.parts)
+            waits = not self.attended or (all_busy and not at_it)
+            state.count(now - since, computed, waits=waits)
 
     def abandon(self) -> None:
         """End what still runs, after an exception here."""
@@ -195,35 +161,44 @@ class Round:
     def _in_time(self, n: int, rows: list[int], task: Task) -> bool:
         """Whether a call has time left; if not, its rows fail, or are asked one by one."""
         state, now = self.states[n], time.monotonic()
-        if state.ends_at is None or now < self._limit(state.ends_at, task):
+        if state.ends_at is None or now < self._limit(n, task):
             return True
         if task.first and now < state.ends_at:
             self._again(n, rows, TIMEOUT)
         else:
-            self._fail(n, rows, TIMEOUT)
+            state.fail(rows, _over(state, task))
         return False
 
-    def _limit(self, ends_at: float, task: Task) -> float:
+    def _limit(self, n: int, task: Task) -> float:
+        """When a task of a call that was asked must be over."""
+        ends_at = self.states[n].ends_at
+        assert ends_at is not None
         return ends_at - self.guard.timeout_s / 2 if task.first else ends_at
 
     def _send(self, worker: Worker, task: Task) -> None:
+        self._count()
         now = task.asked_at = time.monotonic()
         limits = []
         for n, _ in task.parts:
             state = self.states[n]
             if state.ends_at is None:
                 state.ends_at = now + self.guard.timeout_s
-            limits.append(self._limit(state.ends_at, task))
-        task.until = min(now + task.share, *limits)
-        gathers = is_coroutine(self.states[task.parts[0][0]].call.function)
-        limit_s = max(0.0, task.until - now)
-        task.until += GRACE_S if gathers else 0.0
+            limits.append(self._limit(n, task))
+        limit_s = max(0.0, min(now + task.share, *limits) - now)
+        task.until = min(limits) + min(self.states[n].pauses_s for n, _ in task.parts)
         jobs = [self._job(n, rows, task, limit_s) for n, rows in task.parts]
         self.at_work[worker] = task
         try:
             worker.connection.send(jobs)
         except OSError as error:  # it died while it was idle; the answer will be its end
             log.debug("worker %d: %s", worker.pid, error)
+
+    def _begin(self, task: Task, now: float) -> None:
+        """The worker took the message up; from now on it counts."""
+        task.began_at = task.asked_at = now
+        task.until = min(now + task.share, *(self._limit(n, task) for n, _ in task.parts))
+        if is_coroutine(self.states[task.parts[0][0]].call.function):
+            task.until += GRACE_S
 
     def _job(self, n: int, rows: list[int], task: Task, limit_s: float) -> Job:
         call = self.states[n].call
@@ -237,17 +212,21 @@ class Round:
             return
         worker.drain()
         try:
-            answers: list[Answer] | None = worker.connection.recv()
+            message: list[Answer] | float | None = worker.connection.recv()
         except (EOFError, OSError):
             self._lost(worker, task, None)
             return
-        for answer in answers or []:
+        if isinstance(message, float):
+            self._begin(task, message)
+            return
+        self._count()
+        for answer in message or []:
             self._take(task, answer)
         if task.stream:
             now = time.monotonic()
-            ends = [self.states[n].ends_at or now for n, _ in task.parts]
-            task.asked_at, task.until = now, min(now + task.share, *ends)
-        if answers is None:
+            task.asked_at = now
+            task.until = min(now + task.share, *(self._limit(n, task) for n, _ in task.parts))
+        if message is None:
             sys.stdout.write(worker.take_prints())
             del self.at_work[worker]
             self.crew.rest(worker)
@@ -266,46 +245,29 @@ class Round:
         if task.split:
             state.rows[asked[0]] = answer.scores
         elif error is None:
-            self._spread(state, rows, answer.scores)
+            state.spread(rows, answer.scores)
         else:
             reason = next(iter(answer.scores.failures.values()))
             self._again(n, rows, reason, together=is_coroutine(state.call.function))
         if not task.split:
             task.answered.add(n)
 
-    def _spread(self, state: Progress, rows: Sequence[int], scores: Scores) -> None:
-        if len(rows) == state.call.num_rows:
-            state.whole = scores
-            return
-        for place, row in enumerate(rows):
-            reason = {0: scores.failures[place]} if place in scores.failures else {}
-            state.rows[row] = Scores([scores.values[place]], reason, scores.precision)
-
     def _again(self, n: int, rows: list[int], reason: str, *, together: bool = False) -> None:
         """Ask row by row what could not be answered as one; coroutines may still run together."""
         state = self.states[n]
         if not state.retriable:
-            self._fail(n, rows, reason)
+            state.fail(rows, reason)
             return
-        now = time.monotonic()
-        left = max(0.0, (state.ends_at or now + self.guard.timeout_s) - now)
+        left = state.left(time.monotonic(), self.guard.timeout_s)
         if together:
             self.queue.append(Task([(n, rows)], True, left))
             return
-        share = max(SHORTEST_S, left / SHORT_SHARE)
         for stripe in stripes(rows, self.crew.size):
-            self.queue.append(Task([(n, stripe)], True, share, stream=True))
-
-    def _fail(self, n: int, rows: Sequence[int], reason: str) -> None:
-        state = self.states[n]
-        if not state.retriable:
-            state.whole = failed(state.call.num_rows, reason, state.error)
-            return
-        for row in rows:
-            state.rows.setdefault(row, failed(1, reason))
+            self.queue.append(Task([(n, stripe)], True, _short(left), stream=True))
 
     def _end_overdue(self) -> None:
         """End workers that take too long or print too much."""
+        self._count()
         now = time.monotonic()
         for worker, task in list(self.at_work.items()):
             if worker.printed > MAX_PRINTED:
@@ -318,8 +280,9 @@ class Round:
 
     def _lost(self, worker: Worker, task: Task, reason: str | None) -> None:
         """A worker is gone, or must go; find out which row did it."""
+        self._count()
         del self.at_work[worker]
-        died_of = self.crew.dismiss(worker)
+        died_of = self.crew.dismiss(worker, wait=reason is None)
         story = f"the worker {died_of}" if reason is None else f"the worker was ended: {reason}"
         story = f"{story}. {worker.take_prints()}".strip()
         reason = reason or died_of
@@ -329,18 +292,28 @@ class Round:
             left = [row for row in rows if row not in state.rows]
             if n in task.answered or not left:
                 continue
+            if task.began_at is None and reason == TIMEOUT:  # and so is the call's time over
+                state.fail(left, _over(state, task))
+                continue
             state.error = state.error or WorkerError(story)
             if not task.stream:
                 self.guard.note_time(state.call, seconds, left)
                 self._again(n, left, reason)
                 continue
             self.guard.note_time(state.call, seconds, left[:1])
-            if reason == TIMEOUT and not task.last:
-                state.set_aside.append(left[0])
-            else:
-                self._fail(n, left[:1], reason)
-            if left[1:]:
-                self.queue.appendleft(Task([(n, left[1:])], True, task.share, True, task.last))
+            self._without(n, left, task, reason)
+
+    def _without(self, n: int, rows: list[int], task: Task, reason: str) -> None:
+        """Go on behind the row of a stream that cost a worker."""
+        state = self.states[n]
+        if reason == TIMEOUT and not task.last:
+            state.set_aside.append(rows[0])
+        else:
+            state.fail(rows[:1], reason)
+        share = _short(state.left(time.monotonic(), self.guard.timeout_s))
+        idle = max(1, self.crew.size - len(self.at_work) - len(self.queue))
+        for stripe in reversed(stripes(rows[1:], idle)):
+            self.queue.appendleft(Task([(n, stripe)], True, share, stream=True))
 
     def _last_chances(self) -> None:
         """Rows that were set aside get what time is left, once all others have had their turn.
@@ -352,23 +325,23 @@ class Round:
         )
         if any(first_chances):
             return
+        self._count()
         for n, state in self.states.items():
             if not state.set_aside:
                 continue
             rows, state.set_aside = state.set_aside, []
-            left = max(0.0, (state.ends_at or 0.0) - time.monotonic())
+            left = state.left(time.monotonic(), self.guard.timeout_s)
             share = left / ceil(len(rows) / self.crew.size)
             self.queue.extend(
                 Task([(n, [row])], True, share, stream=True, last=True) for row in rows
             )
 
 
-def stripes(rows: Sequence[int], count: int) -> list[list[int]]:
-    """The rows in at most `count` equal pieces.
+def _short(left: float) -> float:
+    """Seconds of a row's first chance where a function has so many left."""
+    return max(SHORTEST_S, left / SHORT_SHARE)
 
-    Example:
-        >>> stripes([3, 4, 5], 2)
-        [[3, 4], [5]]
-    """
-    size = max(1, ceil(len(rows) / count))
-    return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+def _over(state: Progress, task: Task) -> str:
+    """Why rows fail that wait when their function's time is over: their own doing, or not."""
+    return TIMEOUT if task.last or not state.retriable else NO_TURN

@@ -38,7 +38,7 @@ from litgrpo.rewards.calls import (
 )
 
 COMMAND, REPLY = struct.Struct("!cq"), struct.Struct("!q")
-FORK, REAP = b"F", b"R"
+FORK, REAP, BURY = b"F", b"R", b"B"
 FLUSH_S = 0.005  # results are sent together for so long, because a message costs more than a row
 STACK_SHARE = 0.9  # of the time, after which a hanging worker shows its stack
 MAX_TRACEBACK = 20_000  # characters
@@ -139,11 +139,16 @@ def main(control_fd: int, lifeline_fd: int, payload_fd: int) -> None:
     text = pickle.dumps(troubles)
     control.sendall(REPLY.pack(len(text)) + text)
     _flush_prints()
+    dying: list[int] = []
     while True:
         message, fds, _, _ = socket.recv_fds(control, COMMAND.size, 2)
         if len(message) < COMMAND.size:
             os._exit(0)  # the launcher is gone; workers follow
         command, number = COMMAND.unpack(message)
+        if command == BURY:
+            dying.append(number)
+            continue
+        dying = [pid for pid in dying if not os.waitpid(pid, os.WNOHANG)[0]]
         if command == REAP:
             _, status = os.waitpid(number, 0)
             control.sendall(REPLY.pack(os.waitstatus_to_exitcode(status)))
@@ -176,6 +181,7 @@ def _serve(fds: list[int], functions: Loaded) -> None:
     try:
         while True:
             jobs: list[Job] = connection.recv()
+            connection.send(time.monotonic())  # now it begins; the clock is the machine's
             outbox = Outbox(connection, jobs[0].stream)
             _work(jobs, functions, outbox)
             outbox.flush()
