@@ -1,6 +1,6 @@
 """Measure everything that docs/benchmarks.md reports, and write its tables and its plot.
 
-    python -m tests.benchmarks.page --measure steps sweeps head sft kernels \
+    python -m tests.benchmarks.page --measure steps profile sweeps head sft kernels \
         --peer-python PATH/bin/python --peer-script PATH/trl_bench.py --data PATH/train.jsonl
     python -m tests.benchmarks.page
 
@@ -44,6 +44,7 @@ SWEEPS: dict[str, tuple[list[int], str]] = {
 }
 HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
 SFT = ["--size 30m", "--size 30m --bf16"]
+PROFILES = [f"--size {size} --hazard 0.02" for size in ("tiny", "30m", "100m")]
 
 
 def swept(name: str, value: int) -> str:
@@ -65,6 +66,11 @@ def commands(part: str, args: argparse.Namespace) -> list[tuple[str, list[str]]]
         return [("roofline --kernels", ["--kernels", "--threads", "1"])]
     if part == "head":
         return [(f"head {HEAD}", HEAD.split())]
+    if part == "profile":
+        return [
+            (f"profile {line}", [*line.split(), "--threads", str(args.threads)])
+            for line in PROFILES
+        ]
     return [
         (f"sft {line}", [*line.split(), "--threads", str(args.threads), "--data", str(args.data)])
         for line in SFT
@@ -146,6 +152,23 @@ def phases_table(results: Results) -> str:
             f"| {ours['rollout_tok_per_s']:.0f} | {ours['learn_tok_per_s']:.0f} | {peak:.0f} "
             f"| {machine['read_gb_s']:.0f} | {ours['largest_loss'].removesuffix('_s')} |"
         )
+    return "\n".join(lines)
+
+
+def profile_table(results: Results) -> str:
+    """Which kinds of operators take the time of a phase."""
+    lines: list[str] = []
+    for line in PROFILES:
+        found = results.get(f"profile {line}", {})
+        for phase in ("rollout", "learning") if found else ():
+            parts = {name: share for name, share in found[phase].items() if name != "seconds"}
+            if not lines:
+                lines += [
+                    f"| size | phase | {' | '.join(parts)} |",
+                    "|---" * (len(parts) + 2) + "|",
+                ]
+            cells = " | ".join(f"{share:.0%}" for share in parts.values())
+            lines.append(f"| {line.split()[1]} | {phase} | {cells} |")
     return "\n".join(lines)
 
 
@@ -231,6 +254,7 @@ def plot(results: Results) -> None:
 TABLES = {
     "steps": steps_table,
     "phases": phases_table,
+    "profile": profile_table,
     "head": head_table,
     "sft": sft_table,
     "kernels": kernels_table,
@@ -257,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ["steps", "sweeps", "head", "sft", "kernels"]
+    parts = ["steps", "profile", "sweeps", "head", "sft", "kernels"]
     parser.add_argument("--measure", nargs="*", default=[], choices=parts)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--against", default="trl")

@@ -1,0 +1,110 @@
+"""Where the time of a rollout and of a learning step goes, by kind of operator.
+
+    python -m tests.benchmarks.profile --size 30m --hazard 0.02 --threads 2
+
+The work of `step`, in this process, under torch's profiler: once unseen to warm up, then measured.
+What an operator's own time does not cover is Python and the calls themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from litgrpo.policies import linears
+from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.tensors import family_buckets
+from litgrpo.types import Rollout
+from tests.benchmarks.workload import SIZES, Work
+
+KINDS = {
+    "products": ("aten::mm", "aten::addmm", "aten::linear", "mkldnn::"),
+    "attention": ("aten::_scaled_dot", "aten::bmm", "aten::baddbmm"),
+    "moving": ("aten::copy_", "aten::index", "aten::cat", "aten::fill_", "aten::gather"),
+}
+MICRO_BATCH_TOKENS = 2048  # as a recipe that says nothing
+
+
+def shares(run: Callable[[], object]) -> dict[str, float]:
+    """Seconds of a run, and which share of them operators of each kind took."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        started = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - started
+    found: Counter[str] = Counter()
+    for event in seen.key_averages():
+        kinds = [kind for kind, names in KINDS.items() if event.key.startswith(names)]
+        found[kinds[0] if kinds else "element by element"] += event.self_cpu_time_total / 1e6
+    parts = {kind: found[kind] / seconds for kind in (*KINDS, "element by element")}
+    return {"seconds": seconds, **parts, "Python": max(0.0, 1 - sum(parts.values()))}
+
+
+def profiled(work: Work) -> dict[str, dict[str, float]]:
+    """The shares of both phases of a step."""
+    torch.set_num_threads(work.threads)
+    policy = work.policy().eval()
+    kernels = linears.choose(policy.model, "auto")
+    policy.use_kernels(kernels)
+    (prompts,) = work.batches(1)
+    numbers = draw_uniforms(0, "train", 0, prompts.index, work.group, work.max_new)
+    rollouts: list[Rollout] = []
+
+    def sample() -> None:
+        rollouts.append(EagerEngine().generate(policy, prompts, work.group, numbers, Sampling()))
+
+    found = {"rollout": shares(sample)}
+    rollout = rollouts[-1]
+    of_prompts = prompts.prompt_mask.sum(1)
+    prompt_of = torch.arange(len(rollout.lengths)) // work.group
+    limits = {"max_tokens": MICRO_BATCH_TOKENS}
+
+    def learn() -> None:
+        for rows in family_buckets(rollout.lengths, of_prompts, prompt_of, **limits):
+            used = int(rollout.lengths[rows].max())
+            asked, own = prompt_of[rows].unique(return_inverse=True)
+            out = policy.logprobs(
+                prompts.prompt_ids[asked],
+                prompts.prompt_mask[asked],
+                own,
+                rollout.completion_ids[rows, :used],
+                rollout.completion_mask[rows, :used],
+            )
+            out.logprobs.mean().backward()
+
+    return found | {"learning": shares(learn), "kernels": asdict(kernels)}
+
+
+def main() -> None:
+    """Print the shares."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--hazard", type=float)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = profiled(
+        Work(SIZES[args.size], hazard=args.hazard, group=8, max_new=128, threads=args.threads)
+    )
+    if args.json:
+        print(json.dumps(found))
+        return
+    for phase in ("rollout", "learning"):
+        parts = dict(found[phase])
+        print(f"{phase}: {parts.pop('seconds'):.2f} s under the profiler")
+        print("  " + ", ".join(f"{kind} {share:.0%}" for kind, share in parts.items()))
+
+
+if __name__ == "__main__":
+    main()
