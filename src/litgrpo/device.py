@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
+MAX_GRAPHS = 64
 
 
 def synchronize(device: torch.device) -> None:
@@ -19,6 +24,41 @@ def synchronize(device: torch.device) -> None:
         import torch_xla
 
         torch_xla.sync(wait=True)
+
+
+def mark_step(device: torch.device) -> None:
+    """Begin what was asked for so far, where a device only notes it down; do not wait for it."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync(wait=False)
+
+
+def compile_step(function: Function, device: torch.device) -> Function:
+    """The same function as one graph for each set of shapes, where a device wants graphs.
+
+    Nothing is compiled for a CPU. Elsewhere the first call of each set of shapes compiles, which
+    takes seconds to minutes; later ones do not, whatever the tensors hold. Weights of modules
+    among the arguments are inputs of the graph: they may change in place.
+
+    Args:
+        function: of tensors, modules and constants, defined at the top of a module, so that the
+            next call with it gives the same compiled function; shapes must not depend on values.
+        device: to run it on.
+
+    Returns:
+        The function, to be called with the same arguments.
+    """
+    return function if device.type == "cpu" else _compiled(function, device.type)
+
+
+@cache
+def _compiled(function: Function, kind: str) -> Function:
+    # Beyond its limit, 8, the compiler would fail.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    if kind == "xla":
+        return torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
+    return torch.compile(function, mode="reduce-overhead", dynamic=False, fullgraph=True)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -29,6 +29,32 @@ class RolloutEngine(ABC):
         """
         return None
 
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether it is for devices that compile a program for each shape.
+
+        Then `padded` gives prompts of few widths, and its rollouts are always [N, C], with unused
+        columns, and on the host.
+        """
+        return False
+
+    def padded(self, prompts: PromptBatch) -> PromptBatch:
+        """The prompts as wide as this engine wants them, padded further on the left.
+
+        Call it on the host, before the batch moves to the device; `generate` of a padded batch
+        gives the same completions.
+
+        Args:
+            prompts: B prompts [B, P].
+
+        Returns:
+            The same prompts [B, bucket], with bucket >= P.
+
+        Raises:
+            ValueError: the longest prompt is longer than the engine allows.
+        """
+        return prompts
+
     @abstractmethod
     def generate(
         self,
