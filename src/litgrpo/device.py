@@ -6,10 +6,13 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
@@ -61,6 +64,120 @@ def _compiled(function: Function, kind: str) -> Function:
     return torch.compile(function, mode="reduce-overhead", dynamic=False, fullgraph=True)
 
 
+def make_ready(device: torch.device) -> None:
+    """Fill in what torch's own functions expect of a device and its backend does not bring."""
+    if device.type == "xla" and "torch.xla" not in sys.modules:
+        # torch.utils.checkpoint asks for a module of this name before it does anything.
+        torch._register_device_module("xla", ModuleType("torch.xla"))
+    if device.type == "xla":
+        import torch_xla.backends
+
+        # Torch's word for it; torch-xla would compute float32 products in bfloat16 on some chips.
+        words = {"highest": "highest", "high": "high", "medium": "default"}
+        torch_xla.backends.set_mat_mul_precision(words[torch.get_float32_matmul_precision()])
+
+
+def fixed_shapes(device: torch.device) -> bool:
+    """Whether the device compiles a program for each shape, so that shapes should not change."""
+    return device.type == "xla"
+
+
+def to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in the host's memory, by one wait for the device."""
+    if tensors and tensors[0].device.type == "xla":
+        import torch_xla
+
+        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+    return [tensor.detach().cpu() for tensor in tensors]
+
+
+def kept_apart(hidden: Tensor) -> Tensor:
+    """The same values, as something new to a compiler that would merge equal computations.
+
+    Without it what is computed a second time to save memory would be kept from the first.
+    """
+    if hidden.device.type != "xla":
+        return hidden
+    import torch_xla.core.xla_model as xm
+
+    hidden = hidden.detach().clone().requires_grad_(hidden.requires_grad)
+    xm.optimization_barrier_([hidden])
+    return hidden
+
+
+@dataclass
+class Chips:
+    """The chips that one process drives, and how it divides rows among them.
+
+    Args:
+        number: of chips.
+        spread: marks a tensor of rows on the device as divided; None: there is nothing to divide.
+    """
+
+    number: int = 1
+    spread: Callable[[Tensor], None] | None = None
+
+
+CHIPS = Chips()
+
+
+def use_chips(number: int, spread: Callable[[Tensor], None]) -> None:
+    """Divide rows among so many chips from now on; for strategies."""
+    CHIPS.number, CHIPS.spread = number, spread
+
+
+def rows_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of rows on the device, its rows divided among the chips if there are several."""
+    moved = tensor.to(device)
+    if CHIPS.spread is not None and device.type != "cpu":
+        CHIPS.spread(moved)
+    return moved
+
+
+_shapes: dict[str, set[str]] = {}
+_new_shapes: list[str] = []
+
+
+def seen(program: str, **tensors: Tensor) -> None:
+    """Note the shapes that a program is given; new ones are what it is compiled anew for."""
+    if len(_new_shapes) > MAX_GRAPHS:
+        return
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    known = _shapes.setdefault(program, set())
+    if shapes not in known:
+        known.add(shapes)
+        _new_shapes.append(f"{program}: {shapes}")
+
+
+def new_shapes() -> list[str]:
+    """Shapes that were given to a program for the first time since the last call of this."""
+    found, _new_shapes[:] = list(_new_shapes), []
+    return found
+
+
+def counters(device: torch.device) -> dict[str, int]:
+    """What a compiling device has done so far, in this process; empty for others.
+
+    `compilations`: programs compiled. `host_reads`: times that the host waited for values of the
+    device. `cpu_fallbacks`: calls of operators that the device does not have.
+    """
+    if device.type != "xla":
+        return {}
+    import torch_xla.debug.metrics as met
+
+    def calls(metric: str) -> int:
+        data = met.metric_data(metric)
+        return 0 if data is None else int(data[0])
+
+    missing = [name for name in met.counter_names() if name.startswith("aten::")]
+    missing = [name for name in missing if name != "aten::_local_scalar_dense"]  # a read
+    return {
+        "compilations": calls("CompileTime"),
+        "host_reads": calls("TransferFromDeviceTime"),
+        "cpu_fallbacks": sum(int(met.counter_value(name) or 0) for name in missing),
+    }
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory in use so far: of the device where it says, else of this process."""
     if device.type == "cuda":
@@ -79,6 +196,14 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Start the device's own random numbers, where `torch.manual_seed` does not reach them."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.manual_seed(number)
 
 
 def random_state() -> dict[str, Any]:

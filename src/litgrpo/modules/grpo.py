@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from litgrpo.data.sampler import BatchLoader
-from litgrpo.device import peak_memory_gib
+from litgrpo.device import peak_memory_gib, seed
 from litgrpo.modules import invariants, machine
 from litgrpo.modules.controllers import Controllers, Steering
 from litgrpo.modules.learning import LearningModule
@@ -140,6 +140,7 @@ class GRPO(LearningModule):
             )
         if self.controllers.reference is not None and self.reference is not None:
             self.reference.check_follows(self.policy)
+        self.use_shapes_of_engine()
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
@@ -213,7 +214,7 @@ class GRPO(LearningModule):
         return redrawn(
             rollout,
             rewards,
-            more=lambda count: loader.more(count).to(self.device),
+            more=lambda count: self.placed(loader.more(count)),
             ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
             most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
             max_redraws=self.max_redraws,
@@ -254,7 +255,7 @@ class GRPO(LearningModule):
         """Log one iteration; its number is the loggers' x-axis."""
         totals = Totals()
         for name, value in seen.items():
-            totals.add_value(name, value.to(self.device))
+            totals.add_value(name, value.to(self.counts_on))
         totals.sums |= learned.sums
         stats = totals.averages(self._sum)
         stats["perf/tokens_per_s"] *= self.trainer.world_size
@@ -271,6 +272,7 @@ class GRPO(LearningModule):
     def on_fit_start(self) -> None:
         """Before anything is believed, measure whether it may be."""
         machine.agree(self)
+        seed(self.device, self.seed)
         if self.check_invariants:
             invariants.check(self)
 

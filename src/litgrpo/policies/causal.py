@@ -15,9 +15,17 @@ from litgrpo.device import threads
 from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
 from litgrpo.policies.fused import FusedDecoder, is_known
+from litgrpo.policies.masks import causal_masks
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
 from litgrpo.policies.prompt_tree import PROMPT_TREE, WORTH, PromptTree, can_share, sharing_pays
-from litgrpo.tensors import head_chunk, positions, predicting, token_logprobs, widened
+from litgrpo.tensors import (
+    head_chunk,
+    positions,
+    predicting,
+    predicting_last,
+    token_logprobs,
+    widened,
+)
 from litgrpo.types import TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -34,7 +42,7 @@ class CausalPolicy(Policy):
     @property
     def shares_prompts(self) -> bool:
         """Whether `logprobs` reads a prompt once for all of its completions."""
-        return self.share_prompts and self._can_share
+        return self.share_prompts and not self.fixed_shapes and self._can_share
 
     @cached_property
     def _can_share(self) -> bool:
@@ -194,6 +202,15 @@ class CausalPolicy(Policy):
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
         rows = prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+        if self.fixed_shapes:
+            return self.logprobs_of_places(
+                self._hidden_of_places(*rows),
+                completion_ids,
+                completion_mask,
+                support=support,
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+            )
         if self.shares_prompts and sharing_pays(*rows):
             hidden = self._hidden_of_tree(PromptTree.grow(*rows))
         else:
@@ -216,6 +233,30 @@ class CausalPolicy(Policy):
             padded.masked_scatter(completion_mask, logprobs),
             padded.masked_scatter(completion_mask, entropy),
         )
+
+    def _hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        """[M, C, E] hidden states that predict every completion place, padding too."""
+        ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
+        mask = torch.cat([prompt_mask[prompt_of], completion_mask], 1)
+        hidden = self.hidden_of_rows(ids, mask)
+        return predicting_last(hidden, completion_ids.shape[1])
+
+    def hidden_of_rows(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """[M, T, E] like `hidden`, without a look at the mask's values."""
+        output = self.bare_model.base_model(
+            input_ids=ids,
+            attention_mask=causal_masks(self.bare_model, mask),
+            position_ids=positions(mask),
+            use_cache=False,
+        )
+        return output.last_hidden_state
 
     def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
         """[K, E] hidden states that predict the completion tokens, each prompt read once."""

@@ -59,6 +59,9 @@ class Precision:
         kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
             `plain` torch's own, `onednn` the other.
         share_prompts: in the update, read each prompt once for its whole group, without padding.
+        compute: compute matrix products in this lower precision, in sampling and in learning, with
+            weights, moments, log-probabilities and losses as they are; null leaves that to
+            `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
     """
 
     dtype: Dtype = "float32"
@@ -66,6 +69,7 @@ class Precision:
     dropout: bool = False
     kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
+    compute: Literal["bfloat16", "float16"] | None = None
 
 
 def resolve(pretrained: str) -> str:
@@ -195,6 +199,7 @@ def as_policy(
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
     policy = kind(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
     policy.share_prompts = precision.share_prompts
+    policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
     policy.use_kernels(linears.choose(model, precision.kernels))
     return policy
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.policies import linears
+from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs
 
 
@@ -61,6 +62,9 @@ class Policy(nn.Module, ABC):
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     share_prompts = True  # what the recipe allows; `shares_prompts` is what is done
     kernels = linears.Kernels()
+    # Compute every position of every row, padding too: no shape then depends on what is said.
+    fixed_shapes = False
+    compute_dtype: torch.dtype | None = None  # lower than the weights'; see `arithmetic`
 
     def __init__(
         self,
@@ -113,6 +117,10 @@ class Policy(nn.Module, ABC):
     def vocab_size(self) -> int:
         """Number of logits, V; a model may have more than its tokenizer has tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """What to sample and to learn within: matrix products in the recipe's lower precision."""
+        return lower_precision(self.model.device, self.compute_dtype)
 
     def use_kernels(self, kernels: linears.Kernels) -> None:
         """Compute the linear layers with these kernels from now on."""
@@ -203,3 +211,36 @@ class Policy(nn.Module, ABC):
         Returns:
             [M, C] log-probabilities and entropies; 0 on padding.
         """
+
+    def logprobs_of_places(
+        self,
+        hidden: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        support: Tensor | None,
+        temperature: float,
+        entropy_grad: bool,
+    ) -> TokenLogprobs:
+        """Log-probabilities from hidden states, computed for padding, too, and masked afterwards.
+
+        Args:
+            hidden: [M, C, E] hidden states that predict each completion token.
+            completion_ids: [M, C]; and the others: as for `logprobs`.
+            completion_mask: see there.
+            support: see there.
+            temperature: see there.
+            entropy_grad: see there.
+        """
+        found = token_logprobs(
+            hidden.flatten(0, 1),
+            completion_ids.flatten(),
+            self.head,
+            support=None if support is None else support.flatten(0, 1),
+            temperature=temperature,
+            chunk_size=self.head_chunk or head_chunk(completion_ids.numel(), self.vocab_size),
+            entropy_grad=entropy_grad,
+        )
+        return TokenLogprobs(
+            *(torch.where(completion_mask, each.view_as(completion_mask), 0.0) for each in found)
+        )

@@ -67,6 +67,26 @@ class SideBySide:
         return cells if self.in_place else cells[self.cell]
 
 
+class RowByRow:
+    """Every row has its own prompt: nothing is shared, and no shape depends on which row has which.
+
+    Args:
+        prompt_mask: [M, P] True marks a real token.
+    """
+
+    def __init__(self, prompt_mask: Tensor) -> None:
+        """Keep the mask as attention takes it."""
+        self.real = prompt_mask[:, None, None]
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
+    ) -> Tensor:
+        """Attention of rows [M, H, q, D] to the keys and values [M, H, P, D] of their prompts."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, self.real, dropout_p=dropout, scale=scaling
+        )
+
+
 class SharedEncoderCache(Cache, DecodeState):
     """Cross-attention keys and values of each prompt once, and the own ones of each live row.
 
@@ -145,7 +165,7 @@ def shared_encoder_attention(
     scaling: float,
     position_bias: Tensor,
     dropout: float = 0.0,
-    beside: SideBySide | None = None,
+    beside: SideBySide | RowByRow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a decoder to its own tokens, or to prompts that several rows share.
@@ -211,8 +231,8 @@ class Seq2SeqPolicy(Policy):
 
     @property
     def shares_prompts(self) -> bool:
-        """The encoder always reads a prompt once for all of its completions."""
-        return True
+        """The encoder reads a prompt once for all of its completions, where shapes may change."""
+        return not self.fixed_shapes
 
     @contextmanager
     def decoding(
@@ -264,6 +284,27 @@ class Seq2SeqPolicy(Policy):
             encoder_hidden_states=self.encoded(prompt_ids, prompt_mask),
             use_cache=False,
             beside=SideBySide(prompt_mask, prompt_of),
+        )
+        return output.last_hidden_state
+
+    def hidden_of_rows(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
+    ) -> Tensor:
+        """Like `hidden` with a prompt for each row, without a look at the masks' values.
+
+        Args:
+            prompt_ids: [M, P] padded on either side.
+            prompt_mask: [M, P] True marks a real token.
+            completion_ids: [M, C].
+        """
+        # Four dimensions are taken as they are; padding may see the prompt, nobody sees it.
+        mask = prompt_mask[:, None, None].expand(-1, 1, prompt_mask.shape[1], -1)
+        encoded = self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        output = self.decoder(
+            input_ids=torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1),
+            encoder_hidden_states=encoded,
+            use_cache=False,
+            beside=RowByRow(prompt_mask),
         )
         return output.last_hidden_state
 
@@ -325,6 +366,15 @@ class Seq2SeqPolicy(Policy):
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
+        if self.fixed_shapes:
+            return self.logprobs_of_places(
+                self.hidden_of_rows(prompt_ids[prompt_of], prompt_mask[prompt_of], completion_ids),
+                completion_ids,
+                completion_mask,
+                support=support,
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+            )
         hidden = self.hidden(prompt_ids, prompt_mask, prompt_of, completion_ids)
         logprobs, entropy = token_logprobs(
             hidden[completion_mask],
