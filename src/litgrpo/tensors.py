@@ -20,6 +20,23 @@ def widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def written(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part written at a place that is not known beforehand.
+
+    In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
+
+    Args:
+        whole: [...] n entries along `dim`.
+        dim: along which to write.
+        place: [k] int64 below n.
+        part: like `whole`, with k entries along `dim`; of any type.
+    """
+    part = part.to(whole.dtype)
+    if torch.compiler.is_compiling():
+        return whole.index_copy(dim, place, part)
+    return whole.index_copy_(dim, place, part)
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of the values that the mask marks; 0 where it marks none.
 
