@@ -197,6 +197,7 @@ class CausalPolicy(Policy):
                 "the longest row, so that this model cannot decode in fixed shapes. Use "
                 "litgrpo.rollout.eager_engine.EagerEngine on a CPU or GPU."
             )
+        _ = self._logit_rules  # read now: a compiler cannot
         with attention(model, STATIC), torch.no_grad():
             yield
 
