@@ -40,11 +40,6 @@ class StaticState(NamedTuple):
     own: tuple[Tensor, ...]
     fed: Tensor
 
-    @property
-    def group_size(self) -> int:
-        """Rows of each prompt, G."""
-        return len(self.own[0]) // len(self.prompt_mask)
-
 
 def per_row(of_prompts: Tensor, group_size: int) -> Tensor:
     """[B, ...] -> [N, ...], each prompt's entry once for each of its rows."""
@@ -120,19 +115,21 @@ class StaticRows:
     def __init__(self, state: StaticState) -> None:
         """Nothing has been fed."""
         self.before = state
+        self.group_size = state.own[0].shape[0] // state.prompt_mask.shape[0]
         self.own = list(state.own)
         self.masks: dict[int | None, Tensor] = {}
 
     @property
     def after(self) -> StaticState:
         """The state with the token that was fed."""
-        return self.before._replace(own=tuple(self.own), fed=self.before.fed + 1)
+        state = self.before  # not `_replace`: compilers do not know it
+        return StaticState(state.prompt_mask, state.prompts, tuple(self.own), state.fed + 1)
 
     @property
     def positions(self) -> Tensor:
         """[N, 1] of the tokens that are fed, counted from the beginning of the prompt."""
         lengths = self.before.prompt_mask.sum(1, keepdim=True)
-        return per_row(lengths, self.before.group_size) + self.before.fed
+        return per_row(lengths, self.group_size) + self.before.fed
 
     def get_seq_length(self, layer: int = 0) -> Any:
         """[1] tokens fed so far."""
@@ -186,18 +183,18 @@ class StaticRows:
             back = slots + fed - torch.arange(slots + columns, device=fed.device)
             unseen = (back < 0) if window is None else (back < 0) | (back >= window)
             padding = torch.nn.functional.pad(~prompt_mask, (0, columns))
-            hidden = per_row(padding, self.before.group_size) | unseen
+            hidden = per_row(padding, self.group_size) | unseen
             self.masks[window] = hidden[:, None]
         return self.masks[window]
 
     def _to_cells(self, rows: Tensor, groups: int) -> Tensor:
         """[N * H, r, X] -> [B, H, G * r, X]: rows of one prompt become one matrix."""
-        cells = rows.view(-1, self.before.group_size, groups, *rows.shape[1:]).transpose(1, 2)
+        cells = rows.view(-1, self.group_size, groups, *rows.shape[1:]).transpose(1, 2)
         return cells.flatten(2, 3)
 
     def _to_rows(self, cells: Tensor, groups: int) -> Tensor:
         """The inverse of `_to_cells`, for any last size."""
-        rows = cells.unflatten(2, (self.before.group_size, -1)).transpose(1, 2)
+        rows = cells.unflatten(2, (self.group_size, -1)).transpose(1, 2)
         return rows.reshape(-1, *rows.shape[3:])
 
 
@@ -241,7 +238,7 @@ class StaticAnswers(EncoderDecoderCache):
             scores = query @ keys.mT + position_bias
             hidden = torch.arange(keys.shape[2], device=keys.device) > state.fed
         else:
-            rows = query.unflatten(0, (-1, state.group_size)).squeeze(3)  # [B, G, H, D]
+            rows = query.unflatten(0, (-1, self.rows.group_size)).squeeze(3)  # [B, G, H, D]
             query, hidden = rows.transpose(1, 2), ~state.prompt_mask[:, None, None]
             scores = query @ keys.mT  # [B, H, G, P]
         weights = widened(scores).masked_fill(hidden, -torch.inf).softmax(-1)

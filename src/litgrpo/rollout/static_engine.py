@@ -117,7 +117,7 @@ class Draw(NamedTuple):
     is_end: Tensor
     sampling: Sampling
 
-    def __call__(self, logits: Tensor, column: Tensor) -> Drawn:
+    def drawn(self, logits: Tensor, column: Tensor) -> Drawn:
         """The tokens of a column [1] from their logits [N, V]."""
         uniforms = self.uniforms.index_select(1, column).squeeze(1)
         return sample(logits, uniforms, self.sampling, fixed_shapes=True)
@@ -212,10 +212,10 @@ def _begin(
     logits, state = policy.static_prefill(prompt_ids, prompt_mask, group_size, capacity)
     width = min(draw.sampling.top_k or logits.shape[1], logits.shape[1])
     said = Said.empty(draw.uniforms, policy.pad_id, width if draw.sampling.truncated else 0)
-    return said.heard(draw(logits, said.column), policy.pad_id, draw.is_end), state
+    return said.heard(draw.drawn(logits, said.column), policy.pad_id, draw.is_end), state
 
 
 def _go_on(policy: Policy, said: Said, state: StaticState, draw: Draw) -> tuple[Said, StaticState]:
     """Feed the last token of each row and draw the next one."""
     logits, state = policy.static_step(said.tokens, state)
-    return said.heard(draw(logits, said.column), policy.pad_id, draw.is_end), state
+    return said.heard(draw.drawn(logits, said.column), policy.pad_id, draw.is_end), state
