@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = Callable[..., Any]
 # Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
 MAX_GRAPHS = 64
 
@@ -37,31 +37,35 @@ def mark_step(device: torch.device) -> None:
         torch_xla.sync(wait=False)
 
 
+def compiles_shapes(device: torch.device) -> bool:
+    """Whether the device compiles a program for each set of shapes, which takes it seconds."""
+    return device.type == "xla"
+
+
 def compile_step(function: Function, device: torch.device) -> Function:
     """The same function as one graph for each set of shapes, where a device wants graphs.
 
-    Nothing is compiled for a CPU. Elsewhere the first call of each set of shapes compiles, which
-    takes seconds to minutes; later ones do not, whatever the tensors hold. Weights of modules
-    among the arguments are inputs of the graph: they may change in place.
+    The first call of each set of shapes compiles; later ones do not, whatever the tensors hold.
+    Weights of modules among the arguments are inputs of the graph: they may change in place.
+    Elsewhere this is the function as it is.
 
     Args:
-        function: of tensors, modules and constants, defined at the top of a module, so that the
-            next call with it gives the same compiled function; shapes must not depend on values.
+        function: of tensors, modules and constants, defined at the top of a file, so that the
+            next call gives the same compiled function; shapes must not depend on values.
         device: to run it on.
 
     Returns:
         The function, to be called with the same arguments.
     """
-    return function if device.type == "cpu" else _compiled(function, device.type)
+    return _compiled(function) if compiles_shapes(device) else function
 
 
 @cache
-def _compiled(function: Function, kind: str) -> Function:
-    # Beyond its limit, 8, the compiler would fail.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
-    if kind == "xla":
-        return torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
-    return torch.compile(function, mode="reduce-overhead", dynamic=False, fullgraph=True)
+def _compiled(function: Function) -> Function:
+    # Beyond its limit, 8, the compiler would refuse.
+    limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    torch._dynamo.config.recompile_limit = limit
+    return torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
 
 
 def make_ready(device: torch.device) -> None:
@@ -75,11 +79,6 @@ def make_ready(device: torch.device) -> None:
         # Torch's word for it; torch-xla would compute float32 products in bfloat16 on some chips.
         words = {"highest": "highest", "high": "high", "medium": "default"}
         torch_xla.backends.set_mat_mul_precision(words[torch.get_float32_matmul_precision()])
-
-
-def fixed_shapes(device: torch.device) -> bool:
-    """Whether the device compiles a program for each shape, so that shapes should not change."""
-    return device.type == "xla"
 
 
 def to_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from litgrpo.device import fixed_shapes, kept_apart
+from litgrpo.device import compiles_shapes, kept_apart
 
 Head = Callable[[Tensor], Tensor]
 # Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
@@ -21,6 +21,23 @@ FEW_LOGITS = 2**26
 def widened(values: Tensor) -> Tensor:
     """The same values in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def written(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part written at a place that is not known beforehand.
+
+    In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
+
+    Args:
+        whole: [...] n entries along `dim`.
+        dim: along which to write.
+        place: [k] int64 below n.
+        part: like `whole`, with k entries along `dim`; of any type.
+    """
+    part = part.to(whole.dtype)
+    if torch.compiler.is_compiling():
+        return whole.index_copy(dim, place, part)
+    return whole.index_copy_(dim, place, part)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -178,7 +195,7 @@ def token_logprobs(
         return chosen - log_z, entropy
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
-        again = {"context_fn": _noted} if fixed_shapes(hidden.device) else {}
+        again = {"context_fn": _noted} if compiles_shapes(hidden.device) else {}
         tensors = (hidden, targets) if support is None else (hidden, targets, support)
         for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
             if torch.is_grad_enabled() and len(hidden) > chunk_size:

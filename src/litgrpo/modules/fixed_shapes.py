@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from litgrpo.device import CHIPS, fixed_shapes, mark_step, rows_to, seen, to_host
+from litgrpo.device import CHIPS, compiles_shapes, mark_step, rows_to, seen, to_host
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
 from litgrpo.rollout.engine import RolloutEngine
@@ -26,7 +26,7 @@ def check_engine(engine: RolloutEngine, device: torch.device) -> None:
     Raises:
         ValueError: it does.
     """
-    if fixed_shapes(device) and not engine.fixed_shapes:
+    if compiles_shapes(device) and not engine.fixed_shapes:
         raise ValueError(
             f"engine is {type(engine).__name__}, whose shapes follow the completions, but this "
             "device compiles a program for each shape. Give engine: {class_path: StaticEngine}, "

@@ -110,7 +110,7 @@ class LearningModule(AnsweringModule, ReportsSteps):
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
             weights=weights,
-            support=self._wide(rollout.support),
+            support=rollout.support,
         )
         return self._within_memory(
             lambda: replace(
@@ -269,13 +269,6 @@ class LearningModule(AnsweringModule, ReportsSteps):
     def _rows(self, experience: Experience, rows: Tensor) -> Experience:
         """Some of the rows: without useless columns, unless shapes are fixed."""
         return experience.select(rows) if self.fixed_on is None else whole_rows(experience, rows)
-
-    def _wide(self, support: Tensor | None) -> Tensor | None:
-        """[N, C, S] what could be drawn, S always the most that is remembered in fixed shapes."""
-        if support is None or self.fixed_on is None:
-            return support
-        missing = self.sampling.top_k - support.shape[-1]
-        return torch.nn.functional.pad(support, (0, max(0, missing)), value=-1)
 
     @property
     def _shared(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,17 @@ from litgrpo.device import threads
 from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
 from litgrpo.policies.fused import FusedDecoder, is_known
-from litgrpo.policies.masks import causal_masks
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
-from litgrpo.policies.prompt_tree import PROMPT_TREE, WORTH, PromptTree, can_share, sharing_pays
+from litgrpo.policies.prompt_tree import (
+    KNOWN,
+    PROMPT_TREE,
+    WORTH,
+    PromptTree,
+    can_share,
+    has_known_layers,
+    sharing_pays,
+)
+from litgrpo.policies.static import STATIC, StaticPrompts, StaticRows, StaticState, per_row
 from litgrpo.tensors import (
     head_chunk,
     positions,
@@ -32,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # A product of fewer multiplications than this is done before several threads have met.
 WORTH_THREADS = 2**23
+# Turns of positions that depend on how long the longest row is.
+LENGTHENING = {"dynamic", "longrope"}
 
 
 class CausalPolicy(Policy):
@@ -174,6 +185,58 @@ class CausalPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
+    @contextmanager
+    def static_decoding(self) -> Iterator[None]:
+        """Attend in fixed shapes; see `Policy.static_decoding`."""
+        model = self.bare_model
+        config = model.config.to_dict()
+        if not has_known_layers(model):
+            raise ValueError(
+                f"model type {config['model_type']!r} with layers of type "
+                f"{sorted(set(config.get('layer_types') or ['unknown']))} cannot decode in fixed "
+                f"shapes; known are {', '.join(sorted(KNOWN))}, with full or sliding attention. "
+                "Use litgrpo.rollout.eager_engine.EagerEngine on a CPU or GPU."
+            )
+        kinds = rope_types(config.get("rope_parameters"))
+        if kinds & LENGTHENING:
+            raise ValueError(
+                f"rope_parameters of type {sorted(kinds & LENGTHENING)} depend on the length of "
+                "the longest row, so that this model cannot decode in fixed shapes. Use "
+                "litgrpo.rollout.eager_engine.EagerEngine on a CPU or GPU."
+            )
+        _ = self._logit_rules  # read now: a compiler cannot
+        with attention(model, STATIC), torch.no_grad():
+            yield
+
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Read the prompts, each once; see `Policy.static_prefill`."""
+        prompts = StaticPrompts(prompt_mask)
+        output = self.bare_model.base_model(
+            input_ids=prompt_ids,
+            attention_mask=prompt_mask,  # `static` has it, but without one GPT-2 looks for padding
+            position_ids=positions(prompt_mask),
+            past_key_values=prompts,
+            use_cache=True,
+            static=prompts,
+        )
+        logits = self.head(output.last_hidden_state[:, -1])
+        return per_row(logits, group_size), prompts.state(group_size, capacity)
+
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `Policy.static_step`."""
+        rows = StaticRows(state)
+        output = self.bare_model.base_model(
+            input_ids=tokens[:, None],
+            attention_mask=torch.ones_like(tokens[:, None]),
+            position_ids=rows.positions,
+            past_key_values=rows,
+            use_cache=True,
+            static=rows,
+        )
+        return self.head(output.last_hidden_state[:, -1]), rows.after
+
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
@@ -250,12 +313,15 @@ class CausalPolicy(Policy):
 
     def hidden_of_rows(self, ids: Tensor, mask: Tensor) -> Tensor:
         """[M, T, E] like `hidden`, without a look at the mask's values."""
-        output = self.bare_model.base_model(
-            input_ids=ids,
-            attention_mask=causal_masks(self.bare_model, mask),
-            position_ids=positions(mask),
-            use_cache=False,
-        )
+        model = self.bare_model
+        with attention(model, STATIC):
+            output = model.base_model(
+                input_ids=ids,
+                attention_mask=mask,  # `static` has it, but without one GPT-2 looks for padding
+                position_ids=positions(mask),
+                use_cache=False,
+                static=StaticPrompts(mask),
+            )
         return output.last_hidden_state
 
     def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
@@ -278,3 +344,11 @@ class CausalPolicy(Policy):
         if self.shares_prompts and mask.numel() >= WORTH * int(mask.sum()):
             return self._hidden_of_tree(PromptTree.of_rows(ids, mask, target_mask))
         return predicting(self.hidden(ids, mask), target_mask)
+
+
+def rope_types(parameters: dict[str, Any] | None) -> set[str]:
+    """How positions are turned, in all kinds of layers; a config has one set or one for each."""
+    if not parameters:
+        return set()
+    sets = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return {each["rope_type"] for each in sets if each}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.policies import linears
+from litgrpo.policies.static import StaticState
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs
 
@@ -165,6 +166,42 @@ class Policy(nn.Module, ABC):
 
         Returns:
             [n, V] logits of the next token.
+        """
+
+    @abstractmethod
+    def static_decoding(self) -> AbstractContextManager[None]:
+        """What to call `static_prefill` and `static_step` within.
+
+        Raises:
+            ValueError: the model cannot decode in fixed shapes.
+        """
+
+    @abstractmethod
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Like `prefill`, for a compiler: shapes depend on shapes, and no value is looked at.
+
+        Args:
+            prompt_ids: [B, P] token ids, padded on the left.
+            prompt_mask: [B, P] True marks a real token.
+            group_size: G.
+            capacity: most tokens that a completion will be fed, C.
+
+        Returns:
+            [N, V] logits of the first completion token of each row, and the state of the rows.
+        """
+
+    @abstractmethod
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Like `step`, for a compiler: the same graph for every step.
+
+        Args:
+            tokens: [N] the tokens just sampled.
+            state: the state of these rows, which is used up.
+
+        Returns:
+            [N, V] logits of the next token, and the state one position further.
         """
 
     @abstractmethod

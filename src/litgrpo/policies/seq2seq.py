@@ -19,7 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from litgrpo.policies import linears
+from litgrpo.policies.attention import attention
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
+from litgrpo.policies.static import STATIC, StaticAnswers, StaticPrompts, StaticState
 from litgrpo.tensors import head_chunk, pack_left, token_logprobs
 from litgrpo.types import TokenLogprobs
 
@@ -340,6 +342,41 @@ class Seq2SeqPolicy(Policy):
         )
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
+
+    @contextmanager
+    def static_decoding(self) -> Iterator[None]:
+        """Attend in fixed shapes; see `Policy.static_decoding`."""
+        with attention(self.decoder, STATIC), torch.no_grad():
+            yield
+
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Encode the prompts, each once, and feed the start token; see `Policy.static_prefill`."""
+        mask = prompt_mask.long()
+        encoded = self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        prompts = StaticPrompts(prompt_mask)
+        for number, block in enumerate(self.decoder.block):
+            cross = block.layer[1].EncDecAttention
+            keys, values = (
+                part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2)
+                for part in (cross.k, cross.v)
+            )
+            prompts.update(keys, values, number)
+        start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.start_id)
+        return self.static_step(start, prompts.state(group_size, capacity))
+
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `Policy.static_step`."""
+        answers = StaticAnswers(state)
+        output = self.decoder(
+            input_ids=tokens[:, None],
+            encoder_hidden_states=state.prompts[0],  # read already: only its presence counts
+            past_key_values=answers,
+            use_cache=True,
+            static=answers,
+        )
+        return self.head(output.last_hidden_state[:, -1]), answers.rows.after
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor

@@ -33,8 +33,8 @@ class RolloutEngine(ABC):
     def fixed_shapes(self) -> bool:
         """Whether it is for devices that compile a program for each shape.
 
-        Then `padded` gives prompts of few widths, and its rollouts are always [N, C], with unused
-        columns, and on the host.
+        Then `padded` gives prompts of few widths; rollouts are always [N, C], unused columns
+        included, and lie on the host if the policy lies on such a device.
         """
         return False
 
