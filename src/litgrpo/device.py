@@ -74,11 +74,13 @@ def make_ready(device: torch.device) -> None:
         # torch.utils.checkpoint asks for a module of this name before it does anything.
         torch._register_device_module("xla", ModuleType("torch.xla"))
     if device.type == "xla":
-        import torch_xla.backends
+        from torch_xla import backends
 
         # Torch's word for it; torch-xla would compute float32 products in bfloat16 on some chips.
         words = {"highest": "highest", "high": "high", "medium": "default"}
-        torch_xla.backends.set_mat_mul_precision(words[torch.get_float32_matmul_precision()])
+        wanted = words[torch.get_float32_matmul_precision()]
+        if backends.get_mat_mul_precision() != wanted:
+            backends.set_mat_mul_precision(wanted)
 
 
 def to_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -96,6 +96,9 @@ class AnsweringModule(LightningModule):
         device = self.trainer.strategy.root_device
         make_ready(device)
         check_engine(self.engine, device)
+        if self.engine.fixed_shapes and device.type != "cpu":
+            # Overridden here alone, because Lightning warns of it.
+            self.transfer_batch_to_device = self.placed  # type: ignore[method-assign]
         if stage != "predict":
             functions = self.rewards.functions.values()
             load_judges(functions, device, self.pretrained)
@@ -133,19 +136,9 @@ class AnsweringModule(LightningModule):
             if isinstance(part, Policy):
                 part.fixed_shapes = self.engine.fixed_shapes
 
-    def placed(self, prompts: Any) -> Any:
-        """A batch where the engine wants it: on the device, or on the host in a fixed width."""
-        if self.fixed_on is None or not isinstance(prompts, PromptBatch):
-            return prompts.to(self.device)
-        return self.engine.padded(prompts)
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        """As in Lightning, but for prompts that stay on the host."""
-        if self.fixed_on is not None and isinstance(batch, PromptBatch):
-            return self.placed(batch)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+    def placed(self, prompts: Any, *_: Any) -> Any:
+        """A batch where it is needed: on the device, or on the host if shapes are fixed."""
+        return prompts.to(self.device) if self.fixed_on is None else prompts
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As in Lightning, but a plain number does not go to the device and back."""

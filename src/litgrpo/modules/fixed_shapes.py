@@ -17,7 +17,7 @@ from litgrpo.device import CHIPS, compiles_shapes, mark_step, rows_to, seen, to_
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
 from litgrpo.rollout.engine import RolloutEngine
-from litgrpo.types import Experience, LossOutput, TokenLogprobs
+from litgrpo.types import ROW_FIELDS, Experience, LossOutput, TokenLogprobs
 
 
 def check_engine(engine: RolloutEngine, device: torch.device) -> None:
@@ -42,12 +42,13 @@ def whole_rows(experience: Experience, rows: Tensor) -> Experience:
         rows: [m] row numbers; a row may come twice.
     """
     prompt_of = experience.prompt_of[rows]
-    tensors = {field.name: getattr(experience, field.name) for field in fields(experience)}
-    chosen = {name: None if value is None else value[rows] for name, value in tensors.items()}
-    chosen["prompt_ids"] = experience.prompt_ids[prompt_of]
-    chosen["prompt_mask"] = experience.prompt_mask[prompt_of]
-    chosen["prompt_of"] = torch.arange(len(rows))
-    return Experience(**chosen)
+    fields_of_rows = {name: getattr(experience, name) for name in ROW_FIELDS}
+    return Experience(
+        prompt_ids=experience.prompt_ids[prompt_of],
+        prompt_mask=experience.prompt_mask[prompt_of],
+        prompt_of=torch.arange(len(rows)),
+        **{name: None if each is None else each[rows] for name, each in fields_of_rows.items()},
+    )
 
 
 class Rows:

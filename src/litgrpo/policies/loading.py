@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from litgrpo.device import compiles_shapes, to_host
 from litgrpo.policies import linears
 from litgrpo.policies.attention import same_attention_again
 from litgrpo.policies.causal import CausalPolicy
@@ -326,11 +327,20 @@ def export(policy: Policy, folder: str | Path) -> None:
     original, model.config = model.config, config
     try:
         with _no_progress_bars():
-            model.save_pretrained(folder)
+            weights = _on_host(model) if compiles_shapes(model.device) else None
+            model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = original
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
+
+
+def _on_host(model: Any) -> dict[str, Tensor]:
+    """The state of a model in the host's memory; tied weights are one tensor again."""
+    state = model.state_dict(keep_vars=True)
+    once = {id(tensor): tensor for tensor in state.values()}
+    copies = dict(zip(once, to_host(list(once.values())), strict=True))
+    return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 
 def _name_tokenizer_class(folder: Path) -> None:
