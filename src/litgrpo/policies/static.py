@@ -11,7 +11,6 @@ state out. All of it is a pure function of tensors, which a compiler may trace.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -198,6 +197,19 @@ class StaticRows:
         return rows.reshape(-1, *rows.shape[3:])
 
 
+class CrossLayer(NamedTuple):
+    """Keys and values of the prompts [B, H, P, D], where the library's decoder looks for them."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class CrossAttention(NamedTuple):
+    """All layers of them."""
+
+    layers: list[CrossLayer]
+
+
 class StaticAnswers(EncoderDecoderCache):
     """Rows of an encoder-decoder model while they are fed one token each.
 
@@ -209,10 +221,10 @@ class StaticAnswers(EncoderDecoderCache):
         """The face that the library's decoder knows: own tokens here, prompts there."""
         self.rows = StaticRows(state)
         pairs = zip(state.prompts[::2], state.prompts[1::2], strict=True)
-        layers = [SimpleNamespace(keys=keys, values=values) for keys, values in pairs]
+        cross = CrossAttention([CrossLayer(keys, values) for keys, values in pairs])
         self.self_attention_cache: Any = self.rows
-        self.cross_attention_cache: Any = SimpleNamespace(layers=layers)
-        self.is_updated = dict.fromkeys(range(len(layers)), True)
+        self.cross_attention_cache: Any = cross
+        self.is_updated = dict.fromkeys(range(len(cross.layers)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """[1] tokens fed so far."""

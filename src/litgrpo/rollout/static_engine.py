@@ -77,7 +77,6 @@ class StaticEngine(RolloutEngine):
             )
         return min(fitting)
 
-    @torch.no_grad()
     def generate(
         self,
         policy: Policy,
@@ -90,18 +89,20 @@ class StaticEngine(RolloutEngine):
 
         Prompts may lie on the host, so that nothing of them need be fetched from the device.
         """
-        prompts, device = self.padded(prompts), policy.model.device
+        device = policy.model.device
         host = torch.device("cpu") if compiles_shapes(device) else device
-        draw = Draw(uniforms.to(device), _is_end(policy).to(device), sampling)
         begin, go_on = compile_step(_begin, device), compile_step(_go_on, device)
-        with policy.static_decoding():
-            ids, mask = prompts.prompt_ids.to(device), prompts.prompt_mask.to(device)
+        # Graphs are traced for plain tensors; validation runs in inference mode.
+        with torch.inference_mode(False), torch.no_grad(), policy.static_decoding():
+            prompts = self.padded(prompts)
+            ids, mask = _plain(prompts.prompt_ids, device), _plain(prompts.prompt_mask, device)
+            draw = Draw(_plain(uniforms, device), _is_end(policy).to(device), sampling)
             said, state = begin(policy, ids, mask, draw, group_size)
             for column in range(1, uniforms.shape[1]):
                 if column % self.look_every == 0 and bool(said.ended.all()):
                     break
                 said, state = go_on(policy, said, state, draw)
-        return said.rollout(prompts.to(host), group_size, host)
+            return said.rollout(prompts.to(host), group_size, host)
 
 
 class Draw(NamedTuple):
@@ -197,6 +198,12 @@ class Said(NamedTuple):
             truncated=ends[:, 1] == 0,
             support=support if support.shape[-1] else None,
         )
+
+
+def _plain(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on a device, as a tensor that was not made in inference mode."""
+    there = tensor.to(device)
+    return there.clone() if there.is_inference() else there
 
 
 def _is_end(policy: Policy) -> Tensor:
