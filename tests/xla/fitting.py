@@ -18,11 +18,7 @@ from litgrpo.device import to_host
 from litgrpo.types import Rollout
 from tests.faults.running import merged
 
-OVERLAYS = {
-    "cpu": "configs/hardware/cpu.yaml",
-    "xla": "configs/hardware/xla_cpu.yaml",
-    "spmd": "configs/hardware/xla_cpu.yaml",
-}
+OVERLAYS = {"cpu": "configs/hardware/cpu.yaml", "xla": "configs/hardware/xla_cpu.yaml"}
 # The quickstart in small: epochs of seven iterations, with prompts and completions of any length.
 SMALL: dict[str, Any] = {
     "model": {

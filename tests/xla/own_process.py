@@ -34,14 +34,14 @@ installed = importlib.util.find_spec("torch_xla") is not None
 def own_process(**environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test in a new process with this environment besides the usual one.
 
-    The test's arguments must be JSON; its output is shown when it fails.
+    Paths among the test's arguments become text; its output is shown when it fails.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def outside(**arguments: Any) -> None:
             command = [sys.executable, "-m", __name__, test.__module__, test.__name__]
             done = subprocess.run(
-                [*command, json.dumps(arguments)],
+                [*command, json.dumps(arguments, default=str)],
                 env=os.environ | ENVIRONMENT | environment,
                 cwd=ROOT,
                 capture_output=True,

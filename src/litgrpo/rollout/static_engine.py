@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from litgrpo.device import compile_step, compiles_shapes
+from litgrpo.device import compile_step, compiles_shapes, rows_to
 from litgrpo.policies.policy import Policy, StaticState
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
@@ -202,7 +202,7 @@ class Said(NamedTuple):
 
 def _plain(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on a device, as a tensor that was not made in inference mode."""
-    there = tensor.to(device)
+    there = rows_to(tensor, device)
     return there.clone() if there.is_inference() else there
 
 
