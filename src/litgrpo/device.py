@@ -57,7 +57,9 @@ def compile_step(function: Function, device: torch.device) -> Function:
     Returns:
         The function, to be called with the same arguments.
     """
-    return _compiled(function) if compiles_shapes(device) else function
+    if not compiles_shapes(device):
+        return function
+    return _compiled(function) if CHIPS.number == 1 else _noted(function, device)
 
 
 @cache
@@ -66,6 +68,18 @@ def _compiled(function: Function) -> Function:
     limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     torch._dynamo.config.recompile_limit = limit
     return torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
+
+
+@cache
+def _noted(function: Function, device: torch.device) -> Function:
+    """Noted down call by call: torch-xla 2.9 crashes where it compiles ahead for several chips."""
+
+    def call(*arguments: Any) -> Any:
+        found = function(*arguments)
+        mark_step(device)
+        return found
+
+    return call
 
 
 def make_ready(device: torch.device) -> None:
@@ -85,11 +99,28 @@ def make_ready(device: torch.device) -> None:
 
 def to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in the host's memory, by one wait for the device."""
-    if tensors and tensors[0].device.type == "xla":
-        import torch_xla
+    if not tensors or tensors[0].device.type != "xla":
+        return [tensor.detach().cpu() for tensor in tensors]
+    import torch_xla
 
-        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
-    return [tensor.detach().cpu() for tensor in tensors]
+    tensors = [tensor.detach() for tensor in tensors]
+    if CHIPS.number == 1:
+        return torch_xla._XLAC._xla_get_cpu_tensors(tensors)
+    # Torch-xla would compile a program for each tensor to put its pieces together.
+    torch_xla.sync(wait=True)
+    pieces = torch_xla._XLAC._get_local_shards(tensors)
+    places = torch_xla._XLAC._get_local_shard_replica_and_indices(tensors)
+    return list(map(_put_together, tensors, pieces, places))
+
+
+def _put_together(tensor: Tensor, pieces: list, places: list) -> Tensor:
+    """A tensor that is divided among chips, on the host."""
+    if pieces[0][0].shape == tensor.shape:
+        return pieces[0][0]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (piece, _), (_, place) in zip(pieces, places, strict=True):
+        whole[place] = piece
+    return whole
 
 
 def kept_apart(hidden: Tensor) -> Tensor:
@@ -129,10 +160,14 @@ def use_chips(number: int, spread: Callable[[Tensor], None]) -> None:
 
 def rows_to(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of rows on the device, its rows divided among the chips if there are several."""
-    moved = tensor.to(device)
-    if CHIPS.spread is not None and device.type != "cpu":
-        CHIPS.spread(moved)
-    return moved
+    return spread_rows(tensor.to(device))
+
+
+def spread_rows(tensor: Tensor) -> Tensor:
+    """The same tensor of rows, its rows divided among the chips if there are several."""
+    if CHIPS.spread is not None and compiles_shapes(tensor.device):
+        CHIPS.spread(tensor)
+    return tensor
 
 
 _shapes: dict[str, set[str]] = {}

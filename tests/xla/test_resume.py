@@ -14,6 +14,7 @@ FEWER = {
     "model": {"init_args": {"group_size": 2, "max_iterations": 4, "max_completion_len": 24}},
     "data": {"init_args": {"batch_size": 4, "train": "python:litgrpo.data.problems.train?size=14"}},
     "trainer": {"val_check_interval": 2},
+    "watchdog": {"timeout_s": 120},  # a hang shows its stacks
 }
 POINTS = {
     "backward": {"at": "backward", "count": 2},

@@ -1,5 +1,6 @@
 """One process on four virtual chips: everything large is divided, and the gradient is the same."""
 
+from pathlib import Path
 from typing import Any
 
 from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
@@ -32,7 +33,7 @@ def note_caches_and_batches(monkey) -> None:
 
         def call(*arguments: Any):
             said, state = compiled(*arguments)
-            KINDS["cache"] += [spec_of(each) for each in state.own]
+            KINDS["cache"] += [spec_of(each) for each in (*state.own, *state.prompts)]
             return said, state
 
         return call
@@ -55,17 +56,29 @@ def shards(trainer, module) -> dict[str, list[str]]:
 
 
 @own_process(CPU_NUM_DEVICES="4")
-def test_four_chips_share_everything_and_learn_what_one_does():
+def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
     import pytest
 
-    expected = fit("cpu", 1, SMALL)
-    Watcher.look = shards
+    Watcher.look, run = shards, Path(tmp_path) / "run"
     with pytest.MonkeyPatch.context() as monkey:
         note_caches_and_batches(monkey)
-        found = fit("xla", 6, SMALL, FOUR)
+        found = fit("xla", 7, SMALL, FOUR, folder=run)
     for kind, specs in (KINDS | found.at_end).items():
-        assert specs and all(map(is_cut, specs)), (kind, specs[:4])
+        assert specs, kind
+        assert all(map(is_cut, specs)), (kind, specs[:4])
+    compiled = found.column("perf/compilations")
+    assert sum(compiled[3:]) == 0, compiled
+
+    whole = found.weights
+    (run / "checkpoints/iteration=000007.ckpt").unlink()
+    resumed = fit(
+        "xla", 7, SMALL, FOUR, folder=run, words=("--ckpt_path", str(run / "checkpoints/iteration=000006.ckpt"))
+    )
+    assert all(map(is_cut, resumed.at_end["moments"])), resumed.at_end["moments"][:4]
+    assert distance(whole, resumed.weights) == 0
+
+    # Last, because torch-xla does not expect tensors of before in a process of several chips.
+    Watcher.look = None
+    expected = fit("cpu", 1, SMALL)
     assert same_tokens(expected.rollouts[0], found.rollouts[0]) >= 0.999
     assert distance(expected.gradients, found.gradients) < 1e-5
-    compiled = found.column("perf/compilations")
-    assert sum(compiled[2:]) == 0, compiled

@@ -13,7 +13,7 @@ from lightning import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from litgrpo.device import make_ready
+from litgrpo.device import make_ready, seed
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.modules.fixed_shapes import check_engine
 from litgrpo.modules.guarding import rollout_within_memory
@@ -152,6 +152,14 @@ class AnsweringModule(LightningModule):
     def on_test_epoch_start(self) -> None:
         """As for a validation."""
         self.on_validation_epoch_start()
+
+    def draw_anew(self) -> None:
+        """Let the device's random numbers depend on seed and iteration alone, whatever ran before.
+
+        A device that compiles goes on by one with each program, and how many there are before an
+        iteration depends on where the process began. Nothing but dropout draws from them.
+        """
+        seed(self.device, self.seed * 1_000_003 + self.iteration)
 
     def _metrics(self) -> list[Metric]:
         metrics: list[Metric] = [self.sampled_accuracy, self.reward_means]
@@ -292,6 +300,7 @@ class AnsweringModule(LightningModule):
             report |= {f"{stage}/{name}": float(value) for name, value in metric.compute().items()}
             metric.reset()
         self.evaluation_report = report
+        self.draw_anew()
         self.log("step", float(self.iteration))
         self.log_dict(report)
 

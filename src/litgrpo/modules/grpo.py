@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from litgrpo.data.sampler import BatchLoader
-from litgrpo.device import peak_memory_gib, seed
+from litgrpo.device import peak_memory_gib
 from litgrpo.modules import invariants, machine
 from litgrpo.modules.controllers import Controllers, Steering
 from litgrpo.modules.learning import LearningModule
@@ -161,6 +161,7 @@ class GRPO(LearningModule):
         Returns:
             The rollout, its rewards and the [B, G] advantages, for callbacks to show.
         """
+        self.draw_anew()
         clock = Clock(self.device)
         rollout, rewards = self.ask(prompts, clock)  # who said what, and how good it was
         seen = rewards.stats() | rollout.stats()
@@ -181,6 +182,7 @@ class GRPO(LearningModule):
         if self.objective.needs_reference:
             self.follow(logged)
         self._stop_when_done()
+        self.draw_anew()
         return {"rollout": rollout, "rewards": rewards, "advantages": advantages.cpu()}
 
     def ask(
@@ -272,7 +274,7 @@ class GRPO(LearningModule):
     def on_fit_start(self) -> None:
         """Before anything is believed, measure whether it may be."""
         machine.agree(self)
-        seed(self.device, self.seed)
+        self.draw_anew()
         if self.check_invariants:
             invariants.check(self)
 

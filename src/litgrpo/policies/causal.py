@@ -267,7 +267,7 @@ class CausalPolicy(Policy):
         rows = prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
         if self.fixed_shapes:
             return self.logprobs_of_places(
-                self._hidden_of_places(*rows),
+                self.hidden_of_places(*rows),
                 completion_ids,
                 completion_mask,
                 support=support,
@@ -297,7 +297,7 @@ class CausalPolicy(Policy):
             padded.masked_scatter(completion_mask, entropy),
         )
 
-    def _hidden_of_places(
+    def hidden_of_places(
         self,
         prompt_ids: Tensor,
         prompt_mask: Tensor,
@@ -305,24 +305,18 @@ class CausalPolicy(Policy):
         completion_ids: Tensor,
         completion_mask: Tensor,
     ) -> Tensor:
-        """[M, C, E] hidden states that predict every completion place, padding too."""
-        ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
+        """Hidden states of every completion place; see `Policy.hidden_of_places`."""
         mask = torch.cat([prompt_mask[prompt_of], completion_mask], 1)
-        hidden = self.hidden_of_rows(ids, mask)
-        return predicting_last(hidden, completion_ids.shape[1])
-
-    def hidden_of_rows(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """[M, T, E] like `hidden`, without a look at the mask's values."""
         model = self.bare_model
         with attention(model, STATIC):
             output = model.base_model(
-                input_ids=ids,
+                input_ids=torch.cat([prompt_ids[prompt_of], completion_ids], 1),
                 attention_mask=mask,  # `static` has it, but without one GPT-2 looks for padding
                 position_ids=positions(mask),
                 use_cache=False,
                 static=StaticPrompts(mask),
             )
-        return output.last_hidden_state
+        return predicting_last(output.last_hidden_state, completion_ids.shape[1])
 
     def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
         """[K, E] hidden states that predict the completion tokens, each prompt read once."""

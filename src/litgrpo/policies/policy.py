@@ -249,6 +249,30 @@ class Policy(nn.Module, ABC):
             [M, C] log-probabilities and entropies; 0 on padding.
         """
 
+    @abstractmethod
+    def hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        """Hidden states that predict every place of given completions, padding too.
+
+        No shape depends on values and none is looked at.
+
+        Args:
+            prompt_ids: [B, P]; and the others: as for `logprobs`.
+            prompt_mask: see there.
+            prompt_of: see there.
+            completion_ids: see there.
+            completion_mask: see there.
+
+        Returns:
+            [M, C, E], with gradient.
+        """
+
     def logprobs_of_places(
         self,
         hidden: Tensor,

@@ -289,24 +289,28 @@ class Seq2SeqPolicy(Policy):
         )
         return output.last_hidden_state
 
-    def hidden_of_rows(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
+    def hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
     ) -> Tensor:
-        """Like `hidden` with a prompt for each row, without a look at the masks' values.
+        """Hidden states of every completion place; see `Policy.hidden_of_places`.
 
-        Args:
-            prompt_ids: [M, P] padded on either side.
-            prompt_mask: [M, P] True marks a real token.
-            completion_ids: [M, C].
+        The encoder reads a prompt for each row.
         """
-        # Four dimensions are taken as they are; padding may see the prompt, nobody sees it.
-        mask = prompt_mask[:, None, None].expand(-1, 1, prompt_mask.shape[1], -1)
-        encoded = self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        mask = prompt_mask[prompt_of]
+        # Four dimensions are taken as they are; what padding sees, nobody sees.
+        seen = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
         output = self.decoder(
             input_ids=torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1),
-            encoder_hidden_states=encoded,
+            encoder_hidden_states=self.encoder(
+                input_ids=prompt_ids[prompt_of], attention_mask=seen
+            ).last_hidden_state,
             use_cache=False,
-            beside=RowByRow(prompt_mask),
+            beside=RowByRow(mask),
         )
         return output.last_hidden_state
 
@@ -405,7 +409,9 @@ class Seq2SeqPolicy(Policy):
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
         if self.fixed_shapes:
             return self.logprobs_of_places(
-                self.hidden_of_rows(prompt_ids[prompt_of], prompt_mask[prompt_of], completion_ids),
+                self.hidden_of_places(
+                    prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+                ),
                 completion_ids,
                 completion_mask,
                 support=support,

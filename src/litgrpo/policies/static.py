@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, EncoderDecoderCache
 
+from litgrpo.device import spread_rows
 from litgrpo.tensors import widened, written
 
 STATIC = "litgrpo_static"
@@ -101,7 +102,9 @@ class StaticPrompts:
         rows = len(self.mask) * group_size
         own = [each.new_zeros(rows, each.shape[1], capacity, each.shape[3]) for each in self.read]
         fed = torch.zeros(1, dtype=torch.long, device=self.mask.device)
-        return StaticState(self.mask, tuple(self.read), tuple(own), fed)
+        # Said, because zeros have no rows that a compiler would follow.
+        prompts, own = map(spread_rows, self.read), map(spread_rows, own)
+        return StaticState(self.mask, tuple(prompts), tuple(own), fed)
 
 
 class StaticRows:
@@ -122,7 +125,8 @@ class StaticRows:
     def after(self) -> StaticState:
         """The state with the token that was fed."""
         state = self.before  # not `_replace`: compilers do not know it
-        return StaticState(state.prompt_mask, state.prompts, tuple(self.own), state.fed + 1)
+        own = tuple(map(spread_rows, self.own))
+        return StaticState(state.prompt_mask, state.prompts, own, state.fed + 1)
 
     @property
     def positions(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from litgrpo.device import compile_step, compiles_shapes, rows_to
+from litgrpo.device import compile_step, compiles_shapes, rows_to, to_host
 from litgrpo.policies.policy import Policy, StaticState
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
@@ -186,7 +186,8 @@ class Said(NamedTuple):
             [self.ids[..., None].float(), self.logprobs[..., None], self.support.float()], -1
         )
         ends = torch.stack([self.lengths, self.ended], 1).float()
-        whole = torch.cat([columns.flatten(1), ends], 1).to(host)
+        whole = torch.cat([columns.flatten(1), ends], 1)
+        whole = whole if whole.device == host else to_host([whole])[0]
         columns, ends = whole[:, :-2].view(rows, length, -1), whole[:, -2:].long()
         support = columns[..., 2:].int()
         return Rollout(

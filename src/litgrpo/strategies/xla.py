@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, XLAStrategy
 from torch import Tensor
 
 from litgrpo import device
+from litgrpo.sharding import MIN_SHARD_SIZE, shard_dim
 
 AXIS = "fsdp"
 # Torch-xla looks for a TPU by asking the cloud's metadata server, without a time limit.
@@ -97,7 +98,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
 
     strategy_name = "xla_spmd"
 
-    def __init__(self, min_shard_size: int = 1024, **kwargs: Any) -> None:
+    def __init__(self, min_shard_size: int = MIN_SHARD_SIZE, **kwargs: Any) -> None:
         """Tell torch-xla before it makes its first tensor.
 
         Raises:
@@ -122,12 +123,9 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         device.use_chips(self.num_chips, self.spread_rows)
 
     def spec(self, tensor: Tensor) -> tuple[str | None, ...]:
-        """The dimension along which a parameter is cut: the longest that can be cut evenly."""
-        cut = [n for n, size in enumerate(tensor.shape) if size % self.num_chips == 0]
-        if tensor.numel() < self.min_shard_size or not cut:
-            return (None,) * tensor.ndim
-        longest = max(cut, key=lambda n: tensor.shape[n])
-        return tuple(AXIS if n == longest else None for n in range(tensor.ndim))
+        """How a parameter is cut: by `shard_dim`, or not at all."""
+        cut = shard_dim(tensor.shape, self.num_chips, self.min_shard_size)
+        return tuple(AXIS if dim == cut else None for dim in range(tensor.ndim))
 
     def _mark(self, tensor: Tensor, spec: tuple[str | None, ...]) -> None:
         import torch_xla.distributed.spmd as xs
