@@ -42,19 +42,16 @@ def lazily(function: Callable[..., Any], device: torch.device) -> Callable[..., 
     return run
 
 
-def decode_s(policy: Policy, rows: int, length: int, repeats: int) -> list[float]:
-    """Seconds of each rollout after the first, which compiles."""
+def rollout_s(policy: Policy, rows: int, length: int, iteration: int) -> tuple[float, float]:
+    """Wall and processor seconds of one rollout of `rows` prompts."""
     ids = torch.randint(3, 259, (rows, PROMPT_LEN), generator=torch.Generator().manual_seed(0))
     index = torch.arange(rows)
     prompts = PromptBatch(ids, torch.ones_like(ids).bool(), [""] * rows, {}, index)
     engine = StaticEngine(prompt_buckets=PROMPT_LEN, look_every=length)
-    seconds = []
-    for iteration in range(repeats + 1):
-        uniforms = draw_uniforms(0, "train", iteration, index, 1, length)
-        start = time.perf_counter()
-        engine.generate(policy, prompts, 1, uniforms, Sampling())
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    uniforms = draw_uniforms(0, "train", iteration, index, 1, length)
+    wall, cpu = time.perf_counter(), time.process_time()
+    engine.generate(policy, prompts, 1, uniforms, Sampling())
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def main() -> None:
@@ -62,20 +59,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     policy = tiny_policy("gemma2", **SIZES)
     policy.eos_ids = ()  # every row says all of its tokens
     policy.model.to(torch_xla.device())
-    compiled = static_engine.compile_step
+    modes = {"graphs": static_engine.compile_step, "lazy": lazily}
     for rows in args.rows:
-        medians = {}
-        for mode, compile_step in (("graphs", compiled), ("lazy", lazily)):
-            static_engine.compile_step = compile_step
-            medians[mode] = statistics.median(decode_s(policy, rows, args.length, args.repeats))
-        speeds = {mode: round(rows * args.length / s) for mode, s in medians.items()}
-        ratio = round(medians["lazy"] / medians["graphs"], 2)
-        print(json.dumps({"rows": rows, "tokens_per_s": speeds, "ratio": ratio}), flush=True)
+        runs: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
+        for repeat in range(args.repeats + 1):  # the first compiles; modes alternate
+            for mode, compile_step in modes.items():
+                static_engine.compile_step = compile_step
+                runs[mode].append(rollout_s(policy, rows, args.length, repeat))
+        walls, cpus = (
+            {mode: statistics.median(run[which] for run in each[1:]) for mode, each in runs.items()}
+            for which in (0, 1)
+        )
+        line = {
+            "rows": rows,
+            "tokens_per_s": {mode: round(rows * args.length / s) for mode, s in walls.items()},
+            "ratio": round(walls["lazy"] / walls["graphs"], 2),
+            "cpu_ratio": round(cpus["lazy"] / cpus["graphs"], 2),
+            "first_s": {mode: round(each[0][0], 1) for mode, each in runs.items()},
+        }
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -11,6 +12,7 @@ from litgrpo.policies.loading import LoRA, as_policy
 from litgrpo.policies.prompt_tree import KNOWN
 from litgrpo.rollout import static_engine
 from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.rollout.reference_engine import ReferenceEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.static_engine import StaticEngine
@@ -154,3 +156,27 @@ def test_what_cannot_be_decoded_in_fixed_shapes_is_refused():
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL))
     with pytest.raises(ValueError, match=r"'bloom'.* cannot decode in fixed shapes"):
         said(as_policy(bloom, byte_tokenizer()).eval(), ENGINE)
+
+
+def test_a_recipe_names_it_by_its_class_path():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(RolloutEngine, "engine")
+    name = "litgrpo.rollout.static_engine.StaticEngine"
+    for given, buckets in (([64, 128], (64, 128)), (32, 32)):
+        engine = {"class_path": name, "init_args": {"prompt_buckets": given}}
+        made = parser.instantiate(parser.parse_object({"engine": engine})).engine
+        assert made == StaticEngine(prompt_buckets=buckets)
+
+
+def test_under_autocast_it_is_near_to_the_policy(architecture):
+    policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = said(policy, ENGINE)
+    exact = policy.logprobs(
+        prompts.prompt_ids,
+        prompts.prompt_mask,
+        torch.arange(len(prompts)).repeat_interleave(GROUP),
+        rollout.completion_ids,
+        rollout.completion_mask,
+    ).logprobs
+    assert 1e-4 < (rollout.sampler_logprobs - exact).abs().mean() < 0.1

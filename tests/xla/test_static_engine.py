@@ -27,12 +27,10 @@ def pair(architecture: str) -> tuple[Policy, Policy]:
     return policies
 
 
-def rollouts(policies, sampling, texts=TEXTS, iteration=0):
-    """By the reference engine on the host, and by the static engine on the device."""
+def rollout(policy, engine, sampling, texts=TEXTS, iteration=0):
     prompts = prompt_batch(*texts)
     uniforms = draw_uniforms(7, "train", iteration, prompts.index, GROUP, LENGTH)
-    plain = ReferenceEngine().generate(policies[0], prompts, GROUP, uniforms, sampling)
-    return plain, ENGINE.generate(policies[1], prompts, GROUP, uniforms, sampling)
+    return engine.generate(policy, prompts, GROUP, uniforms, sampling)
 
 
 def assert_agree(plain, static):
@@ -65,10 +63,10 @@ def count(metric: str) -> int:
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2", "gpt2", "t5"])
 @own_process()
 def test_the_device_says_what_the_reference_engine_says_on_the_host(architecture):
-    policies = pair(architecture)
+    host, device = pair(architecture)
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=20, top_p=0.9)):
-        plain, static = rollouts(policies, sampling)
-        assert_agree(plain, static)
+        static = rollout(device, ENGINE, sampling)
+        assert_agree(rollout(host, ReferenceEngine(), sampling), static)
         for tensor in (static.completion_ids, static.sampler_logprobs, static.prompts.prompt_ids):
             assert tensor.device.type == "cpu"
 
@@ -80,7 +78,8 @@ def test_twenty_rollouts_compile_nothing_and_read_little(architecture):
     from torch_xla.debug import metrics
 
     policies = pair(architecture)
-    rollouts(policies, Sampling())
+    host, device = policies
+    rollout(device, ENGINE, Sampling())
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for number in range(20):
         texts = [("what is it? " * 2)[: (3 * number + 5 * row) % 15] for row in range(len(TEXTS))]
@@ -91,12 +90,13 @@ def test_twenty_rollouts_compile_nothing_and_read_little(architecture):
         torch_xla.sync()
         compilations, reads = count("CompileTime"), count("TransferFromDeviceTime")
         metrics.clear_counters()
-        plain, static = rollouts(policies, Sampling(), texts, iteration=number)
+        static = rollout(device, ENGINE, Sampling(), texts, number)
         assert count("CompileTime") == compilations
         assert count("TransferFromDeviceTime") - reads <= -(-LENGTH // LOOK_EVERY) + 2
         fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
         assert set(fallbacks) <= {"aten::_local_scalar_dense"}  # the looks
-        assert_agree(plain, static)
+        if number % 5 == 4:
+            assert_agree(rollout(host, ReferenceEngine(), Sampling(), texts, number), static)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
