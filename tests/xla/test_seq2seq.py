@@ -25,8 +25,9 @@ def test_a_t5_is_compiled_once_and_learns_what_it_does_on_the_cpu(tmp_path: str)
     tiny_model("t5").save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     recipe = {"model": {"init_args": {"pretrained": str(folder)}}}
+    wide = {"engine": {"init_args": {"prompt_buckets": 128}}}  # one width: tokens are bytes
     expected = fit("cpu", 1, SMALL, SETTINGS, recipe)
-    found = fit("xla", 8, SMALL, SETTINGS, recipe)
+    found = fit("xla", 8, SMALL, SETTINGS, recipe, {"model": {"init_args": wide}})
     assert same_tokens(expected.rollouts[0], found.rollouts[0]) >= 0.999
     assert distance(expected.gradients, found.gradients) < 1e-4
     compiled = found.column("perf/compilations")

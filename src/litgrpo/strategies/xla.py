@@ -45,12 +45,12 @@ class XLACPUAccelerator(XLAAccelerator):
         super().__init__()
 
     @staticmethod
-    def auto_device_count() -> int:
+    def auto_device_count() -> int:  # type: ignore[override]
         """Virtual chips of this process."""
         return int(os.environ.get("CPU_NUM_DEVICES", "1"))
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available() -> bool:  # type: ignore[override]
         """Whether torch-xla has its CPU client; `__init__` sees to it."""
         return os.environ.get("PJRT_DEVICE", "").upper() == "CPU"
 
