@@ -75,6 +75,7 @@ def _noted(function: Function, device: torch.device) -> Function:
     """Noted down call by call: torch-xla 2.9 crashes where it compiles ahead for several chips."""
 
     def call(*arguments: Any) -> Any:
+        mark_step(device)  # so that nothing else becomes a part of this program
         found = function(*arguments)
         mark_step(device)
         return found

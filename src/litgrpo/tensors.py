@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
-
-from litgrpo.device import compiles_shapes, kept_apart
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Head = Callable[[Tensor], Tensor]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 # Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
 FEW_LOGITS = 2**26
 
@@ -154,6 +153,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_grad: bool = False,
+    context_fn: Contexts = noop_context_fn,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, without keeping the logits.
 
@@ -169,6 +169,7 @@ def token_logprobs(
         temperature: divides the logits, as it did at sampling.
         chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.
+        context_fn: contexts of the first and second computation; see torch's checkpoint.
 
     Returns:
         [K] float32 log-probabilities (nats) and [K] float32 entropies (nats).
@@ -177,7 +178,7 @@ def token_logprobs(
     def chunk_logprobs(
         hidden: Tensor, targets: Tensor, support: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits = widened(head(kept_apart(hidden) if _again else hidden))
+        logits = widened(head(hidden))
         logits = logits if temperature == 1 else logits / temperature
         if support is None and not entropy_grad:
             apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
@@ -195,32 +196,15 @@ def token_logprobs(
         return chosen - log_z, entropy
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
-        again = {"context_fn": _noted} if compiles_shapes(hidden.device) else {}
         tensors = (hidden, targets) if support is None else (hidden, targets, support)
         for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
-                yield checkpoint(chunk_logprobs, *part, use_reentrant=False, **again)
+                yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=context_fn)
             else:
                 yield chunk_logprobs(*part)
 
     logprobs, entropies = zip(*chunks(), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-_again: list[bool] = []  # not empty while a chunk is computed a second time
-
-
-@contextmanager
-def _second_time() -> Iterator[None]:
-    _again.append(True)
-    try:
-        yield
-    finally:
-        _again.pop()
-
-
-def _noted() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _second_time()
 
 
 def head_chunk(num_tokens: int, vocab_size: int) -> int:

@@ -14,10 +14,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch_xla
 
 from litgrpo.device import mark_step
 from litgrpo.policies.policy import Policy
@@ -63,7 +63,8 @@ def main() -> None:
     args = parser.parse_args()
     policy = tiny_policy("gemma2", **SIZES)
     policy.eos_ids = ()  # every row says all of its tokens
-    policy.model.to(torch_xla.device())
+    import_module("torch_xla")  # torch knows the device from then on
+    policy.model.to("xla")
     modes = {"graphs": static_engine.compile_step, "lazy": lazily}
     for rows in args.rows:
         runs: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 # The second pair keeps torch_xla from asking the network for a TPU; the flags spare compile time.
 ENVIRONMENT = {
     "PJRT_DEVICE": "CPU",
+    "OMP_NUM_THREADS": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",

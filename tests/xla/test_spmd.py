@@ -71,14 +71,8 @@ def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
 
     whole = found.weights
     (run / "checkpoints/iteration=000007.ckpt").unlink()
-    resumed = fit(
-        "xla",
-        7,
-        SMALL,
-        FOUR,
-        folder=run,
-        words=("--ckpt_path", str(run / "checkpoints/iteration=000006.ckpt")),
-    )
+    before = str(run / "checkpoints/iteration=000006.ckpt")
+    resumed = fit("xla", 7, SMALL, FOUR, folder=run, words=("--ckpt_path", before))
     assert all(map(is_cut, resumed.at_end["moments"])), resumed.at_end["moments"][:4]
     assert distance(whole, resumed.weights) == 0
 

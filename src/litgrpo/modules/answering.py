@@ -98,7 +98,7 @@ class AnsweringModule(LightningModule):
         check_engine(self.engine, device)
         if self.engine.fixed_shapes and device.type != "cpu":
             # Overridden here alone, because Lightning warns of it.
-            self.transfer_batch_to_device = self.placed  # type: ignore[method-assign]
+            self.transfer_batch_to_device = self.placed  # type: ignore
         if stage != "predict":
             functions = self.rewards.functions.values()
             load_judges(functions, device, self.pretrained)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +43,15 @@ def whole_rows(experience: Experience, rows: Tensor) -> Experience:
         rows: [m] row numbers; a row may come twice.
     """
     prompt_of = experience.prompt_of[rows]
-    fields_of_rows = {name: getattr(experience, name) for name in ROW_FIELDS}
+    of_rows: dict[str, Any] = {}
+    for name in ROW_FIELDS:
+        value = getattr(experience, name)
+        of_rows[name] = None if value is None else value[rows]
     return Experience(
         prompt_ids=experience.prompt_ids[prompt_of],
         prompt_mask=experience.prompt_mask[prompt_of],
         prompt_of=torch.arange(len(rows)),
-        **{name: None if each is None else each[rows] for name, each in fields_of_rows.items()},
+        **of_rows,
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from litgrpo.device import kept_apart
 from litgrpo.policies import linears
 from litgrpo.policies.static import StaticState
-from litgrpo.tensors import head_chunk, token_logprobs
+from litgrpo.tensors import Head, head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs
 
 
@@ -20,6 +22,34 @@ def lower_precision(
 ) -> AbstractContextManager[None]:
     """Compute matrix products in `dtype`; None leaves things as they are."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+class SecondTime:
+    """A head that is computed twice to save memory, also where a compiler merges what is equal.
+
+    Args:
+        right: hidden states -> logits.
+    """
+
+    def __init__(self, right: Head) -> None:
+        """The first time."""
+        self.right, self.now = right, False
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The same logits, the second time from something that a compiler cannot merge."""
+        return self.right(kept_apart(hidden) if self.now else hidden)
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the first time and of the second."""
+        return nullcontext(), self._second()
+
+    @contextmanager
+    def _second(self) -> Iterator[None]:
+        self.now = True
+        try:
+            yield
+        finally:
+            self.now = False
 
 
 class DecodeState(ABC):
@@ -293,14 +323,16 @@ class Policy(nn.Module, ABC):
             temperature: see there.
             entropy_grad: see there.
         """
+        again = SecondTime(self.head)
         found = token_logprobs(
             hidden.flatten(0, 1),
             completion_ids.flatten(),
-            self.head,
+            again.head,
             support=None if support is None else support.flatten(0, 1),
             temperature=temperature,
             chunk_size=self.head_chunk or head_chunk(completion_ids.numel(), self.vocab_size),
             entropy_grad=entropy_grad,
+            context_fn=again.contexts,
         )
         return TokenLogprobs(
             *(torch.where(completion_mask, each.view_as(completion_mask), 0.0) for each in found)

@@ -103,8 +103,8 @@ class StaticPrompts:
         own = [each.new_zeros(rows, each.shape[1], capacity, each.shape[3]) for each in self.read]
         fed = torch.zeros(1, dtype=torch.long, device=self.mask.device)
         # Said, because zeros have no rows that a compiler would follow.
-        prompts, own = map(spread_rows, self.read), map(spread_rows, own)
-        return StaticState(self.mask, tuple(prompts), tuple(own), fed)
+        prompts = tuple(map(spread_rows, self.read))
+        return StaticState(self.mask, prompts, tuple(map(spread_rows, own)), fed)
 
 
 class StaticRows:

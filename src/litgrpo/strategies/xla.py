@@ -45,12 +45,12 @@ class XLACPUAccelerator(XLAAccelerator):
         super().__init__()
 
     @staticmethod
-    def auto_device_count() -> int:
+    def auto_device_count() -> int:  # type: ignore[override]
         """Virtual chips of this process."""
         return int(os.environ.get("CPU_NUM_DEVICES", "1"))
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available() -> bool:  # type: ignore[override]
         """Whether torch-xla has its CPU client; `__init__` sees to it."""
         return os.environ.get("PJRT_DEVICE", "").upper() == "CPU"
 
@@ -153,6 +153,25 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
                 for value in kept.values():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         self._mark(value, self.spec(parameter))
+
+    def teardown(self) -> None:
+        """Bring everything to the host by one wait; one by one, each tensor would be compiled."""
+        assert self.model is not None
+        parts = [value for kept in self._kept() for value in kept.values()]
+        held = [*self.model.parameters(), *self.model.buffers()]
+        held += [each for each in parts if isinstance(each, Tensor)]
+        far = [each.data for each in held if each.device.type == "xla"]
+        names = [id(each) for each in held if each.device.type == "xla"]
+        here = dict(zip(names, device.to_host(far), strict=True))
+        for kept in self._kept():
+            for name, value in kept.items():
+                kept[name] = here.get(id(value), value)
+        self.model._apply(lambda tensor: here.get(id(tensor), tensor))
+        super().teardown()
+
+    def _kept(self) -> list[dict[str, Any]]:
+        """What the optimizers keep of each parameter."""
+        return [kept for optimizer in self.optimizers for kept in optimizer.state.values()]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
