@@ -121,7 +121,7 @@ class Blueprint:
 
     Args:
         config: the library's configuration of it.
-        dtype: of the weights.
+        dtype: of the weights, and of what is computed with them.
         adapt: puts adapters around it, or leaves it as it is.
     """
 
@@ -311,6 +311,7 @@ def account(
     states: list[tuple[Tensor, Tensor]] | None,
     reference: Blueprint | None,
     checkpointing: bool,
+    computed: Blueprint | None = None,
 ) -> list[Item]:
     """Everything of weight that a chip holds.
 
@@ -321,6 +322,7 @@ def account(
         states: what the optimizer keeps.
         reference: the frozen model, if it is one of its own.
         checkpointing: whether activations are recomputed in the backward pass.
+        computed: the policy in the lower precision that is computed in; None: in its own.
     """
     trained = blueprint.trained
     adapted = len(trained) < len(blueprint.weights)
@@ -334,12 +336,16 @@ def account(
     if reference is not None:
         weights = reference.weights
         items.append(Item("reference", chips.share(weights), "always", _count_of(weights)))
-    largest = max(blueprint.weights, key=lambda weight: weight.numel())
+    if computed is not None:
+        how = "all weights once more, in the precision computed in"
+        items.append(Item("cast weights", chips.share(computed.weights), "learning", how))
+    at_work = blueprint if computed is None else computed
+    largest = max(at_work.weights, key=lambda weight: weight.numel())
     whole = largest.numel() * size(largest) if chips.number > 1 else 0
-    items += _rollout(blueprint, work, chips, whole)
+    items += _rollout(at_work, work, chips, whole)
     items.append(Item("gradients", chips.share(trained), "learning", _count_of(trained)))
     rows = chips.rows(work.micro_rows)
-    kept = blueprint.kept(rows, work.length).size(checkpointing)
+    kept = at_work.kept(rows, work.length).size(checkpointing)
     how = f"{rows} rows of {work.length} tokens" + (", checkpointed" * checkpointing)
     items.append(Item("activations", kept, "learning", how))
     vocabulary = blueprint.config.vocab_size

@@ -105,13 +105,13 @@ def fits(items: Sequence[Item], chip: str) -> bool:
     return peak(items) <= (1 - SPARE_FRAC) * CHIPS[chip] * 1e9
 
 
-def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+def remedies(recipe: Recipe, number: int) -> Iterator[tuple[str, Recipe]]:
     """What a user could change, one after another and each on top of those before."""
     if not recipe.checkpointing:
         recipe = replace(recipe, checkpointing=True)
         yield "--model.precision.gradient_checkpointing true", recipe
     for rows in (64, 32, 16, 8, 4, 2, 1):
-        if rows < recipe.work.micro_rows:
+        if number <= rows < recipe.work.micro_rows:
             recipe = replace(recipe, work=replace(recipe.work, micro_rows=rows))
             yield f"--model.learning.micro_batch_size {rows}", recipe
     if recipe.lora is None and recipe.work.rollouts:
@@ -158,7 +158,7 @@ def as_text(recipe: Recipe, items: Sequence[Item], chip: str, number: int) -> It
 def advice(recipe: Recipe, chip: str, number: int) -> Iterator[str]:
     """What would make it fit, in lines."""
     yield "What to change, each on top of those before:"
-    for words, changed in remedies(recipe):
+    for words, changed in remedies(recipe, number):
         found = changed.account(number)
         yield f"  {words:<48} {mark(found, chip)}"
         if fits(found, chip):

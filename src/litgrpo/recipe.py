@@ -31,6 +31,7 @@ class Recipe:
         optimizer: builds it from weights.
         optimizer_name: its class.
         dtype: of the weights.
+        compute: lower precision that is computed in, or None.
         lora: adapters, or None.
         checkpointing: activations are recomputed.
         work: sizes of an iteration; the rows of a micro-batch as far as the recipe limits them.
@@ -45,6 +46,7 @@ class Recipe:
     optimizer: Callable[..., torch.optim.Optimizer]
     optimizer_name: str
     dtype: str
+    compute: str | None
     lora: LoRA | None
     checkpointing: bool
     work: Work
@@ -56,8 +58,16 @@ class Recipe:
     @cached_property
     def blueprint(self) -> Blueprint:
         """The policy without numbers."""
+        return self._policy(self.dtype)
+
+    @cached_property
+    def computed_blueprint(self) -> Blueprint | None:
+        """The same in the lower precision that is computed in."""
+        return None if self.compute is None else self._policy(self.compute)
+
+    def _policy(self, dtype: str) -> Blueprint:
         adapt = None if self.lora is None else partial(with_adapters, lora=self.lora)
-        return Blueprint(self.config, getattr(torch, self.dtype), adapt)
+        return Blueprint(self.config, getattr(torch, dtype), adapt)
 
     @cached_property
     def reference_blueprint(self) -> Blueprint | None:
@@ -79,15 +89,11 @@ class Recipe:
         prompts, group = self.work.rollouts[0] if self.work.rollouts else (0, 0)
         if prompts * group % number:
             return f"{prompts * group} rows of a rollout (data.batch_size x group_size)"
-        if self.work.micro_rows < number:
-            return f"{self.work.micro_rows} rows of a micro-batch"
         return None
 
     def account(self, number: int) -> list[Item]:
         """Everything of weight that each of so many chips holds."""
-        rows = self.work.micro_rows
-        if rows > number:  # whole shares, as the strategy needs them
-            rows -= rows % number
+        rows = -(-self.work.micro_rows // number) * number  # filled up to whole shares
         return account(
             self.blueprint,
             replace(self.work, micro_rows=rows),
@@ -95,6 +101,7 @@ class Recipe:
             states=self.states,
             reference=self.reference_blueprint,
             checkpointing=self.checkpointing,
+            computed=self.computed_blueprint,
         )
 
 
@@ -126,6 +133,7 @@ def read(settings: Namespace) -> Recipe:
         optimizer=partial(_imported(optimizer.class_path), **vars(optimizer.init_args)),
         optimizer_name=optimizer.class_path.rpartition(".")[2],
         dtype=precision.dtype,
+        compute=precision.get("compute"),
         lora=lora,
         checkpointing=precision.gradient_checkpointing,
         work=work_of_grpo(model, data) if "objective" in model else work_of_sft(data),
@@ -194,7 +202,7 @@ def work_of_grpo(model: Namespace, data: Namespace) -> Work:
         (data.eval_batch_size or data.batch_size, model.evaluation.samples),
     )
     of_step = -(-data.batch_size // learning.num_mini_batches) * model.group_size
-    dtype = engine.get("dtype") or model.precision.dtype
+    dtype = engine.get("dtype") or model.precision.get("compute") or model.precision.dtype
     return Work(
         rollouts=rollouts,
         prompt_len=width,
