@@ -82,8 +82,12 @@ def plan() -> None:
     if chip not in CHIPS:
         raise ValueError(f"chip is {chip!r}; it can be {', '.join(CHIPS)}")
     recipe = read(settings)
-    number = settings.chips or (8 if recipe.sharded else 1)
-    if number < 1 or (number > 1 and not recipe.sharded):
+    number = settings.chips
+    if number is None:
+        number = 8 if recipe.sharded else 1
+    if number < 1:
+        raise ValueError(f"chips is {number}; it must be at least 1")
+    if number > 1 and not recipe.sharded:
         raise ValueError(
             f"chips is {number}, but trainer.strategy is {recipe.strategy!r}, under which every "
             "chip holds the whole model. Give -c configs/hardware/tpu_spmd.yaml, or --chips 1."

@@ -44,16 +44,16 @@ def check(trainer: Any, rows: int | None, pci: Path = PCI) -> None:
     device = os.environ.get("PJRT_DEVICE", "CPU" if on_cpu else "").upper()
     if not device:
         raise ValueError(
-            f"{wanted}, but PJRT_DEVICE is not set: export PJRT_DEVICE=TPU on a TPU machine; to try "
-            "it without one, give -c configs/hardware/xla_cpu.yaml and PJRT_DEVICE=CPU."
+            f"{wanted}, but PJRT_DEVICE is not set: export PJRT_DEVICE=TPU on a TPU machine; to "
+            "try it without one, give -c configs/hardware/xla_cpu.yaml and PJRT_DEVICE=CPU."
         )
     number = int(os.environ.get("CPU_NUM_DEVICES", "1")) if device == "CPU" else chips(pci)
     if device == "TPU":
         _check_chips(wanted, number)
     elif device == "CPU" and not on_cpu:
         raise ValueError(
-            f"{wanted}, but PJRT_DEVICE is CPU: export PJRT_DEVICE=TPU on a TPU machine, or give -c "
-            "configs/hardware/xla_cpu.yaml."
+            f"{wanted}, but PJRT_DEVICE is CPU: export PJRT_DEVICE=TPU on a TPU machine, or give "
+            "-c configs/hardware/xla_cpu.yaml."
         )
     if rows is not None and strategy == "XLASPMDStrategy" and rows % max(1, number):
         raise ValueError(
