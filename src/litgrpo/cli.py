@@ -33,6 +33,7 @@ from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
 from litgrpo.callbacks.progress import Progress
+from litgrpo.callbacks.recompilation import Recompilation
 from litgrpo.callbacks.run_folder import (
     RunFolder,
     begin,
@@ -55,6 +56,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "predictions": Predictions,
     "non_finite": NonFinite,
     "watchdog": Watchdog,
+    "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
     "checkpoint_folders": CheckpointFolders,
 }
@@ -85,6 +87,7 @@ HARMLESS_WARNINGS = (
     r".*does not have many workers",
     r".*in eval mode at the start of training",
     r".*sync_dist=True",  # our modules average over processes before they log
+    r".*You have overridden `transfer_batch_to_device`",
     r".*isinstance\(treespec, LeafSpec\)",
     # Lightning's calls of jsonargparse, not ours.
     r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from litgrpo.device import compiles_shapes, kept_apart
 
 Head = Callable[[Tensor], Tensor]
 # Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
@@ -18,6 +21,23 @@ FEW_LOGITS = 2**26
 def widened(values: Tensor) -> Tensor:
     """The same values in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def written(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part written at a place that is not known beforehand.
+
+    In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
+
+    Args:
+        whole: [...] n entries along `dim`.
+        dim: along which to write.
+        place: [k] int64 below n.
+        part: like `whole`, with k entries along `dim`; of any type.
+    """
+    part = part.to(whole.dtype)
+    if torch.compiler.is_compiling():
+        return whole.index_copy(dim, place, part)
+    return whole.index_copy_(dim, place, part)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -112,6 +132,19 @@ def predicting(hidden: Tensor, target_mask: Tensor) -> Tensor:
     return hidden[:, :-1][target_mask[:, 1:]]
 
 
+def predicting_last(hidden: Tensor, length: int) -> Tensor:
+    """The hidden states that predict the last tokens of each row, whether they are real or not.
+
+    Args:
+        hidden: [M, T, E] hidden states.
+        length: C, below T.
+
+    Returns:
+        [M, C, E].
+    """
+    return hidden[:, -length - 1 : -1]
+
+
 def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
@@ -144,7 +177,7 @@ def token_logprobs(
     def chunk_logprobs(
         hidden: Tensor, targets: Tensor, support: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits = widened(head(hidden))
+        logits = widened(head(kept_apart(hidden) if _again else hidden))
         logits = logits if temperature == 1 else logits / temperature
         if support is None and not entropy_grad:
             apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
@@ -162,15 +195,32 @@ def token_logprobs(
         return chosen - log_z, entropy
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
+        again = {"context_fn": _noted} if compiles_shapes(hidden.device) else {}
         tensors = (hidden, targets) if support is None else (hidden, targets, support)
         for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
-                yield checkpoint(chunk_logprobs, *part, use_reentrant=False)
+                yield checkpoint(chunk_logprobs, *part, use_reentrant=False, **again)
             else:
                 yield chunk_logprobs(*part)
 
     logprobs, entropies = zip(*chunks(), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+_again: list[bool] = []  # not empty while a chunk is computed a second time
+
+
+@contextmanager
+def _second_time() -> Iterator[None]:
+    _again.append(True)
+    try:
+        yield
+    finally:
+        _again.pop()
+
+
+def _noted() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _second_time()
 
 
 def head_chunk(num_tokens: int, vocab_size: int) -> int:

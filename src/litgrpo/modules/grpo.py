@@ -140,6 +140,7 @@ class GRPO(LearningModule):
             )
         if self.controllers.reference is not None and self.reference is not None:
             self.reference.check_follows(self.policy)
+        self.use_shapes_of_engine()
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
@@ -160,6 +161,7 @@ class GRPO(LearningModule):
         Returns:
             The rollout, its rewards and the [B, G] advantages, for callbacks to show.
         """
+        self.draw_anew()
         clock = Clock(self.device)
         rollout, rewards = self.ask(prompts, clock)  # who said what, and how good it was
         seen = rewards.stats() | rollout.stats()
@@ -180,6 +182,7 @@ class GRPO(LearningModule):
         if self.objective.needs_reference:
             self.follow(logged)
         self._stop_when_done()
+        self.draw_anew()
         return {"rollout": rollout, "rewards": rewards, "advantages": advantages.cpu()}
 
     def ask(
@@ -213,7 +216,7 @@ class GRPO(LearningModule):
         return redrawn(
             rollout,
             rewards,
-            more=lambda count: loader.more(count).to(self.device),
+            more=lambda count: self.placed(loader.more(count)),
             ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
             most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
             max_redraws=self.max_redraws,
@@ -254,7 +257,7 @@ class GRPO(LearningModule):
         """Log one iteration; its number is the loggers' x-axis."""
         totals = Totals()
         for name, value in seen.items():
-            totals.add_value(name, value.to(self.device))
+            totals.add_value(name, value.to(self.counts_on))
         totals.sums |= learned.sums
         stats = totals.averages(self._sum)
         stats["perf/tokens_per_s"] *= self.trainer.world_size
@@ -271,6 +274,7 @@ class GRPO(LearningModule):
     def on_fit_start(self) -> None:
         """Before anything is believed, measure whether it may be."""
         machine.agree(self)
+        self.draw_anew()
         if self.check_invariants:
             invariants.check(self)
 

@@ -19,7 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from litgrpo.policies import linears
+from litgrpo.policies.attention import attention
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
+from litgrpo.policies.static import STATIC, StaticAnswers, StaticPrompts, StaticState
 from litgrpo.tensors import head_chunk, pack_left, token_logprobs
 from litgrpo.types import TokenLogprobs
 
@@ -65,6 +67,26 @@ class SideBySide:
         cells = output.view(-1, heads, self.width, length, size).transpose(1, 2)
         cells = cells.reshape(-1, heads, length, size)
         return cells if self.in_place else cells[self.cell]
+
+
+class RowByRow:
+    """Every row has its own prompt: nothing is shared, and no shape depends on which row has which.
+
+    Args:
+        prompt_mask: [M, P] True marks a real token.
+    """
+
+    def __init__(self, prompt_mask: Tensor) -> None:
+        """Keep the mask as attention takes it."""
+        self.real = prompt_mask[:, None, None]
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
+    ) -> Tensor:
+        """Attention of rows [M, H, q, D] to the keys and values [M, H, P, D] of their prompts."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, self.real, dropout_p=dropout, scale=scaling
+        )
 
 
 class SharedEncoderCache(Cache, DecodeState):
@@ -145,7 +167,7 @@ def shared_encoder_attention(
     scaling: float,
     position_bias: Tensor,
     dropout: float = 0.0,
-    beside: SideBySide | None = None,
+    beside: SideBySide | RowByRow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a decoder to its own tokens, or to prompts that several rows share.
@@ -211,8 +233,8 @@ class Seq2SeqPolicy(Policy):
 
     @property
     def shares_prompts(self) -> bool:
-        """The encoder always reads a prompt once for all of its completions."""
-        return True
+        """The encoder reads a prompt once for all of its completions, where shapes may change."""
+        return not self.fixed_shapes
 
     @contextmanager
     def decoding(
@@ -267,6 +289,31 @@ class Seq2SeqPolicy(Policy):
         )
         return output.last_hidden_state
 
+    def hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        """Hidden states of every completion place; see `Policy.hidden_of_places`.
+
+        The encoder reads a prompt for each row.
+        """
+        mask = prompt_mask[prompt_of]
+        # Four dimensions are taken as they are; what padding sees, nobody sees.
+        seen = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
+        output = self.decoder(
+            input_ids=torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1),
+            encoder_hidden_states=self.encoder(
+                input_ids=prompt_ids[prompt_of], attention_mask=seen
+            ).last_hidden_state,
+            use_cache=False,
+            beside=RowByRow(mask),
+        )
+        return output.last_hidden_state
+
     def _start(self, completion_ids: Tensor) -> Tensor:
         """[M, 1] the token that the decoder is fed first."""
         return completion_ids.new_full((len(completion_ids), 1), self.start_id)
@@ -300,6 +347,41 @@ class Seq2SeqPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
+    @contextmanager
+    def static_decoding(self) -> Iterator[None]:
+        """Attend in fixed shapes; see `Policy.static_decoding`."""
+        with attention(self.decoder, STATIC), torch.no_grad():
+            yield
+
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Encode the prompts, each once, and feed the start token; see `Policy.static_prefill`."""
+        mask = prompt_mask.long()
+        encoded = self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        prompts = StaticPrompts(prompt_mask)
+        for number, block in enumerate(self.decoder.block):
+            cross = block.layer[1].EncDecAttention
+            keys, values = (
+                part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2)
+                for part in (cross.k, cross.v)
+            )
+            prompts.update(keys, values, number)
+        start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.start_id)
+        return self.static_step(start, prompts.state(group_size, capacity))
+
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `Policy.static_step`."""
+        answers = StaticAnswers(state)
+        output = self.decoder(
+            input_ids=tokens[:, None],
+            encoder_hidden_states=state.prompts[0],  # read already: only its presence counts
+            past_key_values=answers,
+            use_cache=True,
+            static=answers,
+        )
+        return self.head(output.last_hidden_state[:, -1]), answers.rows.after
+
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
@@ -325,6 +407,17 @@ class Seq2SeqPolicy(Policy):
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
+        if self.fixed_shapes:
+            return self.logprobs_of_places(
+                self.hidden_of_places(
+                    prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+                ),
+                completion_ids,
+                completion_mask,
+                support=support,
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+            )
         hidden = self.hidden(prompt_ids, prompt_mask, prompt_of, completion_ids)
         logprobs, entropy = token_logprobs(
             hidden[completion_mask],
