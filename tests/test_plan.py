@@ -31,19 +31,7 @@ CONFIGS = ROOT / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
 GEMMA = str(CONFIGS / "reasoning_gemma2_2b.yaml")
 DECODERS = ["gemma2", "qwen2", "llama", "gpt2"]
-SPMD = """
-trainer:
-  accelerator: tpu
-  devices: 1
-  strategy: {class_path: tests.spmd_standin.XLASPMDStrategy}
-"""
-
-
-@pytest.fixture
-def spmd(tmp_path) -> str:
-    path = tmp_path / "spmd.yaml"
-    path.write_text(SPMD)
-    return str(path)
+SPMD = str(CONFIGS / "hardware" / "tpu_spmd.yaml")
 
 
 # --- counts ---
@@ -211,13 +199,13 @@ def test_prompts_are_padded_to_a_bucket():
 # --- the verb ---
 
 
-def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, spmd, tmp_path):  # noqa: F811
-    code, out, err = cli("plan", "-c", GEMMA, "-c", spmd)
+def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, tmp_path):  # noqa: F811
+    code, out, err = cli("plan", "-c", GEMMA, "-c", SPMD)
     assert (code, err) == (1, "")
     assert "DOES NOT FIT" in out
     assert "--model.learning.micro_batch_size" in out
     report = str(tmp_path / "plan.json")
-    words = ["-c", GEMMA, "-c", spmd, "--model.learning.micro_batch_size", "8"]
+    words = ["-c", GEMMA, "-c", SPMD, "--model.learning.micro_batch_size", "8"]
     code, out, err = cli("plan", *words, "--report", report)
     assert (code, err) == (0, "")
     assert "2,614,341,888 numbers" in out
@@ -235,8 +223,8 @@ def test_without_division_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: 
     assert "-c configs/hardware/tpu_spmd.yaml" in out
 
 
-def test_lora_needs_no_reference_and_hardly_any_moments(cli, spmd):  # noqa: F811
-    words = ("-c", GEMMA, "-c", spmd, "--model.lora.rank", "16", "--chips", "4")
+def test_lora_needs_no_reference_and_hardly_any_moments(cli):  # noqa: F811
+    words = ("-c", GEMMA, "-c", SPMD, "--model.lora.rank", "16", "--chips", "4")
     code, out, _ = cli("plan", *words, "--model.learning.micro_batch_size", "4")
     assert code == 0
     assert "| adapters " in out
@@ -244,19 +232,20 @@ def test_lora_needs_no_reference_and_hardly_any_moments(cli, spmd):  # noqa: F81
     assert "| reference " not in out
 
 
-def test_rows_that_cannot_be_divided_do_not_fit(cli, spmd):  # noqa: F811
-    code, out, _ = cli("plan", "-c", QUICKSTART, "-c", spmd, "--data.batch_size", "3")
+def test_rows_that_cannot_be_divided_do_not_fit(cli):  # noqa: F811
+    code, out, _ = cli("plan", "-c", QUICKSTART, "-c", SPMD, "--data.batch_size", "3")
     assert code == 0
     code, out, _ = cli(
-        *("plan", "-c", QUICKSTART, "-c", spmd, "--data.batch_size", "3", "--chips", "16")
+        *("plan", "-c", QUICKSTART, "-c", SPMD, "--data.batch_size", "3", "--chips", "16")
     )
     assert code == 1
     assert "BUT 24 rows of a rollout (data.batch_size x group_size) cannot be divided" in out
 
 
 @pytest.mark.parametrize("name", ["gsm8k_small_sft.yaml", "reasoning_gemma2_2b_sft.yaml"])
-def test_supervised_recipes_have_no_rollout(cli, spmd, name):  # noqa: F811
-    _, out, err = cli("plan", "-c", str(CONFIGS / name), "-c", spmd)
+def test_supervised_recipes_have_no_rollout(cli, name):  # noqa: F811
+    strategy = "litgrpo.strategies.xla.XLASPMDStrategy"
+    _, out, err = cli("plan", "-c", str(CONFIGS / name), "--trainer.strategy", strategy)
     assert err == ""
     assert "| rollout " not in out
     assert "| gradients " in out
