@@ -46,6 +46,7 @@ from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.mistakes import explain
+from litgrpo.strategies import preflight
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
@@ -229,7 +230,12 @@ class LitGRPOCLI(LightningCLI):
         return self.config.subcommand == "fit" and self.settings.auto_resume
 
     def before_instantiate_classes(self) -> None:
-        """Hand the seed down, and stop before two runs mix."""
+        """See what the machine lacks, hand the seed down, and stop before two runs mix."""
+        settings = self.settings
+        prompts = settings.data.init_args.get("batch_size")
+        group = settings.model.init_args.get("group_size")
+        rows = prompts * group if self.subcommand == "fit" and prompts and group else None
+        preflight.check(settings.trainer, rows)
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
         if self._starts_anew():

@@ -195,7 +195,7 @@ def as_policy(
         again = partial(same_attention_again, model)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     if lora is not None:
-        model = _with_adapters(model, lora)
+        model = with_adapters(model, lora)
     linears.install(model)
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
     policy = kind(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
@@ -253,7 +253,16 @@ def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
     return own
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+    """The model with low-rank adapters around its linear layers; only they are trained.
+
+    Args:
+        model: its weights are frozen in place.
+        lora: the adapters.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
