@@ -180,20 +180,7 @@ def token_logprobs(
     ) -> tuple[Tensor, Tensor]:
         logits = widened(head(hidden))
         logits = logits if temperature == 1 else logits / temperature
-        if support is None and not entropy_grad:
-            apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
-            return apply(logits, targets)
-        chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-        if support is not None:
-            # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
-            least = torch.finfo(logits.dtype).min
-            within = logits.gather(-1, support.long().clamp(min=0))
-            logits = within.masked_fill(support < 0, least)
-        log_z = logits.logsumexp(-1)
-        # H = log Z - sum_v p_v z_v
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
-        return chosen - log_z, entropy
+        return _of_logits(logits, targets, support, entropy_grad)
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
         tensors = (hidden, targets) if support is None else (hidden, targets, support)
@@ -205,6 +192,26 @@ def token_logprobs(
 
     logprobs, entropies = zip(*chunks(), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _of_logits(
+    logits: Tensor, targets: Tensor, support: Tensor | None, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of targets [k] and entropies [k] from logits [k, V]."""
+    if support is None and not entropy_grad:
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
+        return apply(logits, targets)
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    if support is not None:
+        # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
+        least = torch.finfo(logits.dtype).min
+        within = logits.gather(-1, support.long().clamp(min=0))
+        logits = within.masked_fill(support < 0, least)
+    log_z = logits.logsumexp(-1)
+    # H = log Z - sum_v p_v z_v
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
+    return chosen - log_z, entropy
 
 
 def head_chunk(num_tokens: int, vocab_size: int) -> int:
