@@ -26,7 +26,7 @@ def test_the_quickstart_is_the_run_of_the_cpu_and_is_compiled_once():
     assert len({int(n) for rollout in found.rollouts for n in rollout.lengths}) > 3  # ragged
 
 
-def assert_steady(rows, warm_up=2, saves=()):
+def assert_steady(rows, warm_up=2):
     """Nothing is compiled after two iterations, and the host looks as rarely as it can.
 
     Two epochs have ended meanwhile, checkpoints were written and held-out prompts were answered.

@@ -92,7 +92,7 @@ class SFT(LightningModule, ReportsSteps):
             raise ValueError(
                 f"Supervised training does not run on {device.type!r} devices, which compile a "
                 "program for each shape of a batch. Train on a CPU or a GPU "
-                "(configs/hardware/cpu.yaml, cuda.yaml); GRPO from the export runs on either."
+                "(overlays in configs/hardware); GRPO from the export runs on either."
             )
 
     @property
