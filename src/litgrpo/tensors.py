@@ -164,8 +164,7 @@ def token_logprobs(
         hidden: [K, E] hidden states that predict the targets.
         targets: [K] token ids.
         head: hidden [k, E] -> logits [k, V], after logit scale and soft-cap.
-        support: [K, S] ids of the tokens that the distribution is over, filled up with -1; None:
-            all tokens.
+        support: [K, S] ids of the tokens that the distribution is over, and -1; None: all tokens.
         temperature: divides the logits, as it did at sampling.
         chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.

@@ -15,7 +15,6 @@ from torchmetrics import Metric
 
 from litgrpo.device import make_ready, seed
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
-from litgrpo.modules.fixed_shapes import check_engine
 from litgrpo.modules.guarding import rollout_within_memory
 from litgrpo.modules.measures import on_host
 from litgrpo.modules.settings import Evaluation
@@ -95,7 +94,6 @@ class AnsweringModule(LightningModule):
             )
         device = self.trainer.strategy.root_device
         make_ready(device)
-        check_engine(self.engine, device)
         if self.engine.fixed_shapes and device.type != "cpu":
             # Overridden here alone, because Lightning warns of it.
             self.transfer_batch_to_device = self.placed  # type: ignore

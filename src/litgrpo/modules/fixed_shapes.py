@@ -17,16 +17,23 @@ from torch import Tensor
 from litgrpo.device import CHIPS, compiles_shapes, mark_step, rows_to, seen, to_host
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
+from litgrpo.objectives.objective import Objective
+from litgrpo.objectives.weighting import PerTokenOfMicroBatch
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.types import ROW_FIELDS, Experience, LossOutput, TokenLogprobs
 
 
-def check_engine(engine: RolloutEngine, device: torch.device) -> None:
-    """Refuse an engine whose shapes change on a device that compiles for each of them.
+def check_fits(engine: RolloutEngine, objective: Objective, device: torch.device) -> None:
+    """Refuse what cannot be computed in fixed shapes, on a device that compiles for each shape.
 
     Raises:
-        ValueError: it does.
+        ValueError: the engine's shapes change, or the weighting counts the rows of a micro-batch.
     """
+    if engine.fixed_shapes and isinstance(objective.weighting, PerTokenOfMicroBatch):
+        raise ValueError(
+            "objective.weighting is PerTokenOfMicroBatch, whose gradient depends on the rows of a "
+            "micro-batch, which are filled up in fixed shapes. Take PerToken."
+        )
     if compiles_shapes(device) and not engine.fixed_shapes:
         raise ValueError(
             f"engine is {type(engine).__name__}, whose shapes follow the completions, but this "

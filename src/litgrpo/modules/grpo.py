@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from litgrpo.data.sampler import BatchLoader
-from litgrpo.device import peak_memory_gib
+from litgrpo.device import compiles_shapes, peak_memory_gib
 from litgrpo.modules import invariants, machine
 from litgrpo.modules.controllers import Controllers, Steering
 from litgrpo.modules.learning import LearningModule
@@ -58,7 +59,8 @@ class GRPO(LearningModule):
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of the weights.
         check_invariants: before training, measure on a few short prompts that sampling, learning
-            and reference agree, and refuse to train where they do not.
+            and reference agree, and refuse to train where they do not; skipped on devices that
+            compile a program for each shape.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
         guard: how reward functions are run: `ProcessGuard` (default) in processes that are ended
             when they hang, or `InProcessGuard`.
@@ -287,8 +289,13 @@ class GRPO(LearningModule):
         """Before anything is believed, measure whether it may be."""
         machine.agree(self)
         self.draw_anew()
-        if self.check_invariants:
+        if self.check_invariants and not compiles_shapes(self.device):
             invariants.check(self)
+        elif self.check_invariants:
+            rank_zero_info(
+                "Invariants are not measured here, because every row of theirs would be compiled; "
+                "a fit of the same recipe with configs/hardware/cpu.yaml measures them."
+            )
 
     def on_train_start(self) -> None:
         """A resumed run may be done already.

@@ -19,7 +19,7 @@ from litgrpo.modules.batching import (
     rows_that_teach,
     scored,
 )
-from litgrpo.modules.fixed_shapes import Rows, Unread, whole_rows
+from litgrpo.modules.fixed_shapes import Rows, Unread, check_fits, whole_rows
 from litgrpo.modules.guarding import drop_gradient, halved, offending
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
@@ -82,6 +82,15 @@ class LearningModule(AnsweringModule, ReportsSteps):
         self._at_once = 0  # rows of the newest pass through the model
         self._unread = Unread()
         self._learned = Totals()  # of the step at hand
+
+    def setup(self, stage: str) -> None:
+        """Refuse, too, what the device cannot compute in fixed shapes.
+
+        Raises:
+            ValueError: see `check_fits`.
+        """
+        check_fits(self.engine, self.objective, self.trainer.strategy.root_device)
+        super().setup(stage)
 
     def collect(
         self, rollout: Rollout, rewards: RewardTable, unjudged: Experience | None = None

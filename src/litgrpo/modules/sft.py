@@ -91,8 +91,8 @@ class SFT(LightningModule, ReportsSteps):
         if compiles_shapes(device):
             raise ValueError(
                 f"Supervised training does not run on {device.type!r} devices, which compile a "
-                "program for each shape of a batch. Train on a CPU or a GPU "
-                "(configs/hardware/cpu.yaml, cuda.yaml); GRPO from the export runs on either."
+                "program for each shape of a batch. Train on a CPU or a GPU (the overlays in "
+                "configs/hardware); GRPO from the export runs on either."
             )
 
     @property
