@@ -19,7 +19,7 @@ from litgrpo.modules.batching import (
     rows_that_teach,
     scored,
 )
-from litgrpo.modules.fixed_shapes import Rows, Unread, check_fits, whole_rows
+from litgrpo.modules.fixed_shapes import Rows, Unread, check_fits, check_repeats, whole_rows
 from litgrpo.modules.guarding import drop_gradient, halved, offending
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
@@ -87,8 +87,9 @@ class LearningModule(AnsweringModule, ReportsSteps):
         """Refuse, too, what the device cannot compute in fixed shapes.
 
         Raises:
-            ValueError: see `check_fits`.
+            ValueError: see `check_fits` and `check_repeats`.
         """
+        check_repeats(self.precision, self.trainer.strategy.root_device)
         check_fits(self.engine, self.objective, self.trainer.strategy.root_device)
         super().setup(stage)
 
