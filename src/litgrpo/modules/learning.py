@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.device import free_memory, is_out_of_memory, mark_step
+from litgrpo.device import free_memory, is_out_of_memory, mark_step, number_to
 from litgrpo.modules.answering import AnsweringModule
 from litgrpo.modules.batching import (
     check_centered,
@@ -340,8 +340,8 @@ class LearningModule(AnsweringModule, ReportsSteps):
             return whole
         threshold = whole.entropy_threshold
         return Whole(
-            whole.num_tokens.to(self.fixed_on),
-            None if threshold is None else threshold.to(self.fixed_on),
+            number_to(whole.num_tokens, self.fixed_on),
+            None if threshold is None else number_to(threshold, self.fixed_on),
         )
 
     def _sum(self, value: Tensor) -> Tensor:
