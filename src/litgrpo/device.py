@@ -164,6 +164,15 @@ def rows_to(tensor: Tensor, device: torch.device) -> Tensor:
     return spread_rows(tensor.to(device))
 
 
+def number_to(number: Tensor, device: torch.device) -> Tensor:
+    """A number [] on the device, as an input of its own of the program that it becomes a part of.
+
+    Torch-xla keeps numbers by their value: one that happens to equal another would share its
+    place, and the program would be a new one.
+    """
+    return number.view(1).to(device).view(())
+
+
 def spread_rows(tensor: Tensor) -> Tensor:
     """The same tensor of rows, its rows divided among the chips if there are several."""
     if CHIPS.spread is not None and compiles_shapes(tensor.device):

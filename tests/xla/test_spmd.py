@@ -7,7 +7,7 @@ from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
 from tests.xla.own_process import own_process
 
 FOUR = {"trainer": {"strategy": {"class_path": "litgrpo.strategies.xla.XLASPMDStrategy"}}}
-KINDS: dict[str, list[str]] = {"cache": [], "batch": []}
+KINDS: dict[str, list[str]] = {"cache": [], "batch": [], "gradients": []}
 
 
 def spec_of(tensor) -> str:
@@ -47,6 +47,27 @@ def note_caches_and_batches(monkey) -> None:
     monkey.setattr(fixed_shapes, "rows_to", moved)
 
 
+def note_gradients(monkey) -> None:
+    """Look at gradients where the program of a micro-batch has ended."""
+    from litgrpo.modules import learning
+    from litgrpo.strategies.xla import XLASPMDStrategy
+
+    mark_step, post_backward = learning.mark_step, XLASPMDStrategy.post_backward
+    models = []
+
+    def after_backward(self, loss):
+        models[:] = [self.model]
+        post_backward(self, loss)
+
+    def at_end(device):
+        mark_step(device)
+        large = [p for model in models for p in model.parameters() if p.numel() >= 1024]
+        KINDS["gradients"] += [spec_of(p.grad) for p in large if p.grad is not None]
+
+    monkey.setattr(XLASPMDStrategy, "post_backward", after_backward)
+    monkey.setattr(learning, "mark_step", at_end)
+
+
 def shards(trainer, module) -> dict[str, list[str]]:
     """How large parameters and what the optimizer keeps of them lie on the chips."""
     (optimizer,) = trainer.optimizers
@@ -62,6 +83,7 @@ def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
     Watcher.look, run = shards, Path(tmp_path) / "run"
     with pytest.MonkeyPatch.context() as monkey:
         note_caches_and_batches(monkey)
+        note_gradients(monkey)
         found = fit("xla", 7, SMALL, FOUR, folder=run)
     for kind, specs in (KINDS | found.at_end).items():
         assert specs, kind

@@ -133,6 +133,9 @@ class AnsweringModule(LightningModule):
         for part in self.modules():
             if isinstance(part, Policy):
                 part.fixed_shapes = self.engine.fixed_shapes
+                if part.fixed_shapes and part.bare_model.is_gradient_checkpointing:
+                    # A hook that compilers cannot trace; checkpoints without reentry need none.
+                    part.bare_model.disable_input_require_grads()
 
     def placed(self, prompts: Any, *_: Any) -> Any:
         """A batch where it is needed: on the device, or on the host if shapes are fixed."""

@@ -19,8 +19,22 @@ from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
 from litgrpo.objectives.objective import Objective
 from litgrpo.objectives.weighting import PerTokenOfMicroBatch
+from litgrpo.policies.loading import Precision
 from litgrpo.rollout.engine import RolloutEngine
 from litgrpo.types import ROW_FIELDS, Experience, LossOutput, TokenLogprobs
+
+
+def check_repeats(precision: Precision, device: torch.device) -> None:
+    """Refuse dropout that would be drawn anew where activations are computed a second time.
+
+    Raises:
+        ValueError: the device cannot repeat its random numbers in the middle of a program.
+    """
+    if compiles_shapes(device) and precision.gradient_checkpointing and precision.dropout:
+        raise ValueError(
+            "precision.dropout and precision.gradient_checkpointing are both on, but this device "
+            "cannot draw the same numbers a second time. Leave one of them off."
+        )
 
 
 def check_fits(engine: RolloutEngine, objective: Objective, device: torch.device) -> None:

@@ -234,6 +234,7 @@ class GRPO(LearningModule):
             ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
             most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
             max_redraws=self.max_redraws,
+            whole=self.fixed_on is not None,
         )
 
     def steer(self, rollout: Rollout) -> Stats:

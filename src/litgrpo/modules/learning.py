@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.device import free_memory, is_out_of_memory, mark_step
+from litgrpo.device import free_memory, is_out_of_memory, mark_step, number_to
 from litgrpo.modules.answering import AnsweringModule
 from litgrpo.modules.batching import (
     check_centered,
@@ -19,7 +19,7 @@ from litgrpo.modules.batching import (
     rows_that_teach,
     scored,
 )
-from litgrpo.modules.fixed_shapes import Rows, Unread, check_fits, whole_rows
+from litgrpo.modules.fixed_shapes import Rows, Unread, check_fits, check_repeats, whole_rows
 from litgrpo.modules.guarding import drop_gradient, halved, offending
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
@@ -87,8 +87,9 @@ class LearningModule(AnsweringModule, ReportsSteps):
         """Refuse, too, what the device cannot compute in fixed shapes.
 
         Raises:
-            ValueError: see `check_fits`.
+            ValueError: see `check_fits` and `check_repeats`.
         """
+        check_repeats(self.precision, self.trainer.strategy.root_device)
         check_fits(self.engine, self.objective, self.trainer.strategy.root_device)
         super().setup(stage)
 
@@ -357,8 +358,8 @@ class LearningModule(AnsweringModule, ReportsSteps):
             return whole
         threshold = whole.entropy_threshold
         return Whole(
-            whole.num_tokens.to(self.fixed_on),
-            None if threshold is None else threshold.to(self.fixed_on),
+            number_to(whole.num_tokens, self.fixed_on),
+            None if threshold is None else number_to(threshold, self.fixed_on),
         )
 
     def _sum(self, value: Tensor) -> Tensor:

@@ -145,6 +145,14 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         for parameter in self.model.parameters():
             self._mark(parameter, self.spec(parameter))
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Cut gradients as their parameters, before a program ends: else each chip holds all."""
+        super().post_backward(closure_loss)
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self._mark(parameter.grad, self.spec(parameter))
+
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Cut what the optimizers keep of each parameter as the parameter is."""
         super().load_optimizer_state_dict(checkpoint)
