@@ -87,7 +87,7 @@ def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
         found = fit("xla", 7, SMALL, FOUR, folder=run)
     for kind, specs in (KINDS | found.at_end).items():
         assert specs, kind
-        assert all(map(is_cut, specs)), (kind, specs[:4])
+        assert all(map(is_cut, specs)), (kind, [each for each in specs if not is_cut(each)][:4])
     compiled = found.column("perf/compilations")
     assert sum(compiled[3:]) == 0, compiled
 
