@@ -17,6 +17,15 @@ def spec_of(tensor) -> str:
     return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))
 
 
+def piece_of(tensor) -> str:
+    """What one chip holds of a tensor that was computed."""
+    import torch_xla
+
+    pieces = torch_xla._XLAC._get_local_shards([tensor])[0]
+    whole = pieces[0][0].shape == tensor.shape
+    return "replicated" if whole else f"devices={list(pieces[0][0].shape)}"
+
+
 def is_cut(spec: str) -> bool:
     return "devices=" in spec and "replicated" not in spec
 
@@ -49,6 +58,8 @@ def note_caches_and_batches(monkey) -> None:
 
 def note_gradients(monkey) -> None:
     """Look at gradients where the program of a micro-batch has ended."""
+    import torch_xla
+
     from litgrpo.modules import learning
     from litgrpo.strategies.xla import XLASPMDStrategy
 
@@ -61,8 +72,9 @@ def note_gradients(monkey) -> None:
 
     def at_end(device):
         mark_step(device)
+        torch_xla.sync(wait=True)
         large = [p for model in models for p in model.parameters() if p.numel() >= 1024]
-        KINDS["gradients"] += [spec_of(p.grad) for p in large if p.grad is not None]
+        KINDS["gradients"] += [piece_of(p.grad) for p in large if p.grad is not None]
 
     monkey.setattr(XLASPMDStrategy, "post_backward", after_backward)
     monkey.setattr(learning, "mark_step", at_end)

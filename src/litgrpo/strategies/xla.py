@@ -120,7 +120,6 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         self.num_chips = int(xr.global_runtime_device_count())
         self.min_shard_size = min_shard_size
         self.mesh = xs.Mesh(np.arange(self.num_chips), (self.num_chips,), (AXIS,))
-        self._earlier: list[Tensor | None] = []
         device.use_chips(self.num_chips, self.spread_rows)
 
     def spec(self, tensor: Tensor) -> tuple[str | None, ...]:
@@ -146,28 +145,13 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         for parameter in self.model.parameters():
             self._mark(parameter, self.spec(parameter))
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Lay gradients of earlier micro-batches aside."""
-        super().pre_backward(closure_loss)
-        assert self.model is not None
-        self._earlier = [parameter.grad for parameter in self.model.parameters()]
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Cut gradients as their parameters, before a program ends: else each chip holds all.
-
-        Sums are new tensors: one that is added to in place would not be cut.
-        """
+        """Cut gradients as their parameters, before a program ends: else each chip holds all."""
         super().post_backward(closure_loss)
         assert self.model is not None
-        for parameter, earlier in zip(self.model.parameters(), self._earlier, strict=True):
-            if earlier is not None:
-                own = parameter.grad
-                parameter.grad = earlier if own is None else earlier + own
+        for parameter in self.model.parameters():
             if parameter.grad is not None:
                 self._mark(parameter.grad, self.spec(parameter))
-        self._earlier = []
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Cut what the optimizers keep of each parameter as the parameter is."""
