@@ -15,13 +15,21 @@ SOURCE = ROOT / "src" / "litgrpo"
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = {"objectives", "rollout", "rewards", "data", "evaluation", "policies"}
 LAYER = (
-    dict.fromkeys(("types", "tensors", "text", "device"), 0)
+    dict.fromkeys(("types", "tensors", "text", "device", "sharding"), 0)
     | dict.fromkeys(ROOMS, 1)
-    | {"modules": 2, "callbacks": 3, "strategies": 3, "mistakes": 0, "convert": 0}
-    | {"cli": 4, "compare": 4, "audit": 4, "commands": 5}
+    | {
+        "memory": 2,
+        "recipe": 3,
+        "modules": 2,
+        "callbacks": 3,
+        "strategies": 3,
+        "mistakes": 0,
+        "convert": 0,
+    }
+    | {"cli": 4, "compare": 4, "audit": 4, "plan": 5, "commands": 6}
 )
 # These do not know Lightning.
-PURE = {"types", "tensors", "text", "objectives", "rollout", "rewards", "policies"}
+PURE = {"types", "tensors", "text", "sharding", "objectives", "rollout", "rewards", "policies"}
 DEVICE_WORDS = re.compile(r"\b(xla|cuda|torch_xla)\b", re.IGNORECASE)
 NAMELESS = {"utils", "common", "helpers", "base", "registry", "misc"}
 names = [str(path.relative_to(SOURCE)) for path in FILES]

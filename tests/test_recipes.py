@@ -228,7 +228,11 @@ def test_a_hardware_overlay_changes_what_it_says_and_nothing_else(name, program,
         shown.append(dict(leaves(yaml.safe_load(capsys.readouterr().out))))
     without, with_overlay = shown
     said = dict(leaves(read(f"hardware/{name}")))
-    assert with_overlay == without | said
+    # A class that it names brings its own arguments, at their defaults.
+    named = tuple(key.removesuffix("class_path") for key in said if key.endswith(".class_path"))
+    assert said.items() <= with_overlay.items()
+    changed = {key for key, _ in with_overlay.items() ^ without.items()}
+    assert {key for key in changed if not f"{key}.".startswith(named or "nothing")} <= said.keys()
 
 
 def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -243,6 +247,8 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, program, gsm8k):
     accelerator = read(f"hardware/{name}")["trainer"]["accelerator"]
+    if isinstance(accelerator, dict):
+        pytest.skip("tests/xla trains with it, in processes of their own")
     if not AcceleratorRegistry[accelerator]["accelerator"].is_available():
         pytest.skip(f"no {accelerator} here")
     recipe, overlay = "quickstart.yaml", tmp_path / "small.yaml"

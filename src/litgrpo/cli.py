@@ -33,6 +33,7 @@ from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
 from litgrpo.callbacks.progress import Progress
+from litgrpo.callbacks.recompilation import Recompilation
 from litgrpo.callbacks.run_folder import (
     RunFolder,
     begin,
@@ -45,6 +46,7 @@ from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.mistakes import explain
+from litgrpo.strategies import preflight
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
@@ -54,6 +56,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "predictions": Predictions,
     "non_finite": NonFinite,
     "watchdog": Watchdog,
+    "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
     "checkpoint_folders": CheckpointFolders,
 }
@@ -84,6 +87,7 @@ HARMLESS_WARNINGS = (
     r".*does not have many workers",
     r".*in eval mode at the start of training",
     r".*sync_dist=True",  # our modules average over processes before they log
+    r".*You have overridden `transfer_batch_to_device`",
     r".*isinstance\(treespec, LeafSpec\)",
     # Lightning's calls of jsonargparse, not ours.
     r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
@@ -226,7 +230,12 @@ class LitGRPOCLI(LightningCLI):
         return self.config.subcommand == "fit" and self.settings.auto_resume
 
     def before_instantiate_classes(self) -> None:
-        """Hand the seed down, and stop before two runs mix."""
+        """See what the machine lacks, hand the seed down, and stop before two runs mix."""
+        settings = self.settings
+        prompts = settings.data.init_args.get("batch_size")
+        group = settings.model.init_args.get("group_size")
+        rows = prompts * group if self.subcommand == "fit" and prompts and group else None
+        preflight.check(settings.trainer, rows)
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
         if self._starts_anew():

@@ -27,6 +27,7 @@ COMMANDS = {
         "litgrpo.audit",
         "test the rewards of a recipe: fair to right answers, hard to game?",
     ),
+    "plan": ("litgrpo.plan", "would a recipe fit into the memory of these TPU chips?"),
     "compare": ("litgrpo.compare", "train by several algorithms and seeds; which gains are real?"),
 }
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
@@ -115,6 +116,10 @@ def run(verb: str, words: list[str]) -> None:
         except SIGTERMException as stop:
             raise SystemExit(TERMINATED) from stop
         return
+    function = getattr(importlib.import_module(COMMANDS[verb][0]), verb)
+    if verb == "plan":  # reads the command line of fit by itself
+        function()
+        return
     from jsonargparse import auto_cli
 
     from litgrpo.cli import PlainParser
@@ -123,7 +128,6 @@ def run(verb: str, words: list[str]) -> None:
     if verb == "audit":  # a recipe is given to it as to fit
         words = ["--recipes+" if word in ("-c", "--config") else word for word in words]
     program = f"{program_name()} {verb}"
-    function = getattr(importlib.import_module(COMMANDS[verb][0]), verb)
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)
 
 

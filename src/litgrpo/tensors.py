@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Head = Callable[[Tensor], Tensor]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 # Logits that may exist at once: 256 MiB in float32, about three times that in the backward pass.
 FEW_LOGITS = 2**26
 
@@ -18,6 +20,23 @@ FEW_LOGITS = 2**26
 def widened(values: Tensor) -> Tensor:
     """The same values in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def written(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part written at a place that is not known beforehand.
+
+    In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
+
+    Args:
+        whole: [...] n entries along `dim`.
+        dim: along which to write.
+        place: [k] int64 below n.
+        part: like `whole`, with k entries along `dim`; of any type.
+    """
+    part = part.to(whole.dtype)
+    if torch.compiler.is_compiling():
+        return whole.index_copy(dim, place, part)
+    return whole.index_copy_(dim, place, part)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -112,6 +131,19 @@ def predicting(hidden: Tensor, target_mask: Tensor) -> Tensor:
     return hidden[:, :-1][target_mask[:, 1:]]
 
 
+def predicting_last(hidden: Tensor, length: int) -> Tensor:
+    """The hidden states that predict the last tokens of each row, whether they are real or not.
+
+    Args:
+        hidden: [M, T, E] hidden states.
+        length: C, below T.
+
+    Returns:
+        [M, C, E].
+    """
+    return hidden[:, -length - 1 : -1]
+
+
 def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
@@ -121,6 +153,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_grad: bool = False,
+    context_fn: Contexts = noop_context_fn,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, without keeping the logits.
 
@@ -131,11 +164,11 @@ def token_logprobs(
         hidden: [K, E] hidden states that predict the targets.
         targets: [K] token ids.
         head: hidden [k, E] -> logits [k, V], after logit scale and soft-cap.
-        support: [K, S] ids of the tokens that the distribution is over, filled up with -1; None:
-            all tokens.
+        support: [K, S] ids of the tokens that the distribution is over, and -1; None: all tokens.
         temperature: divides the logits, as it did at sampling.
         chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.
+        context_fn: contexts of the first and second computation; see torch's checkpoint.
 
     Returns:
         [K] float32 log-probabilities (nats) and [K] float32 entropies (nats).
@@ -146,31 +179,38 @@ def token_logprobs(
     ) -> tuple[Tensor, Tensor]:
         logits = widened(head(hidden))
         logits = logits if temperature == 1 else logits / temperature
-        if support is None and not entropy_grad:
-            apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
-            return apply(logits, targets)
-        chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-        if support is not None:
-            # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
-            least = torch.finfo(logits.dtype).min
-            within = logits.gather(-1, support.long().clamp(min=0))
-            logits = within.masked_fill(support < 0, least)
-        log_z = logits.logsumexp(-1)
-        # H = log Z - sum_v p_v z_v
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
-        return chosen - log_z, entropy
+        return _of_logits(logits, targets, support, entropy_grad)
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
         tensors = (hidden, targets) if support is None else (hidden, targets, support)
         for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
-                yield checkpoint(chunk_logprobs, *part, use_reentrant=False)
+                yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=context_fn)
             else:
                 yield chunk_logprobs(*part)
 
     logprobs, entropies = zip(*chunks(), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _of_logits(
+    logits: Tensor, targets: Tensor, support: Tensor | None, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of targets [k] and entropies [k] from logits [k, V]."""
+    if support is None and not entropy_grad:
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
+        return apply(logits, targets)
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    if support is not None:
+        # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
+        least = torch.finfo(logits.dtype).min
+        within = logits.gather(-1, support.long().clamp(min=0))
+        logits = within.masked_fill(support < 0, least)
+    log_z = logits.logsumexp(-1)
+    # H = log Z - sum_v p_v z_v
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = log_z - (torch.exp(logits - log_z[:, None]) * logits).sum(-1)
+    return chosen - log_z, entropy
 
 
 def head_chunk(num_tokens: int, vocab_size: int) -> int:

@@ -5,12 +5,15 @@
 It starts from runs/convai2_small_sft/final_model, which configs/convai2_small_sft.yaml makes. Runs
 that are there already are not repeated. Intervals are over personas, because the prompts of one
 persona share its dialogue: each persona counts once, with the mean over its prompts and over seeds.
+BLEU is no mean over prompts: its intervals are those of corpora of as many personas, drawn again
+and again from the held-out ones (percentiles of 2,000 bootstrap samples, the same for every row).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -33,6 +36,7 @@ from tests.benchmarks.lapdog_released import OVERLAY as RELEASED
 ROOT = Path(__file__).parents[2]
 RECIPE = "configs/convai2_small.yaml"
 SAMPLES, LENGTH = 4, 32
+RESAMPLES = 2000
 VARIANTS: dict[str, list[str | dict[str, Any]]] = {
     "LAPDOG's released objective": [RELEASED],
     "REINFORCE": ["configs/algorithms/reinforce.yaml"],
@@ -126,6 +130,28 @@ def corpus_bleu(run: dict[str, Any]) -> float:
     return bleu([sum(column) for column in zip(*run["counts"], strict=True)], effective_order=False)
 
 
+def resampled_bleu(runs: list[dict[str, Any]]) -> list[float]:
+    """BLEU, a mean over runs, of corpora whose personas are drawn with replacement."""
+    personas = sorted(set(runs[0]["persona"]))
+    counts = [dict.fromkeys(personas, [0.0] * BLEU_COUNTS) for _ in runs]
+    for found, run in zip(counts, runs, strict=True):
+        for persona, count in zip(run["persona"], run["counts"], strict=True):
+            found[persona] = [a + b for a, b in zip(found[persona], count, strict=True)]
+    rng, scores = random.Random(0), []
+    for _ in range(RESAMPLES):
+        drawn = rng.choices(personas, k=len(personas))
+        corpora = ([found[persona] for persona in drawn] for found in counts)
+        sums = [[sum(column) for column in zip(*corpus, strict=True)] for corpus in corpora]
+        scores.append(statistics.mean(bleu(total, effective_order=False) for total in sums))
+    return scores
+
+
+def middle(values: list[float], form: str = ".2f") -> str:
+    """Where 95 % of the values lie."""
+    low, *_, high = statistics.quantiles(values, n=40)
+    return f"[{low:{form}}, {high:{form}}]"
+
+
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     """A Markdown row per variant; the first is what the others are compared with."""
     heads = ["", *MEANS.values(), "BLEU", "words", "distinct-2", "different replies"]
@@ -138,7 +164,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
             cells.append(f"{statistics.mean(values):.3g} [{low:.3g}, {high:.3g}]")
         bleus = [corpus_bleu(run) for run in found]
         spread = f" ({', '.join(f'{score:.2f}' for score in bleus)})" if len(bleus) > 1 else ""
-        cells.append(f"{statistics.mean(bleus):.2f}{spread}")
+        cells.append(f"{statistics.mean(bleus):.2f} {middle(resampled_bleu(found))}{spread}")
         replies = [reply for run in found for reply in run["reply"]]
         cells.append(f"{statistics.mean(len(reply.split()) for reply in replies):.1f}")
         cells.append(f"{statistics.mean(distinct_n(run['reply'], 2) for run in found):.2f}")
@@ -151,15 +177,19 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
 def differences(runs: dict[str, list[dict[str, Any]]]) -> str:
     """A Markdown row per trained variant: how far it moved from the first, with intervals."""
     first, *others = runs
-    heads = ["minus " + first, *MEANS.values(), "BLEU, lowest seed"]
+    heads = ["minus " + first, *MEANS.values(), "BLEU", "BLEU, lowest seed"]
     lines = [heads, ["---"] * len(heads)]
+    level = resampled_bleu(runs[first])
     for name in others:
         cells = []
         for measure in MEANS:
             pair = (by_persona(runs[first], measure), by_persona(runs[name], measure))
             moved = paired_difference(*pair)
             cells.append(f"{moved.mean:+.3g} [{moved.low:+.3g}, {moved.high:+.3g}]")
-        lowest = min(corpus_bleu(run) for run in runs[name]) - corpus_bleu(runs[first][0])
+        bleus, before = [corpus_bleu(run) for run in runs[name]], corpus_bleu(runs[first][0])
+        gains = [a - b for a, b in zip(resampled_bleu(runs[name]), level, strict=True)]
+        cells.append(f"{statistics.mean(bleus) - before:+.2f} {middle(gains, '+.2f')}")
+        lowest = min(bleus) - before
         lines.append([name, *cells, f"{lowest:+.2f}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -9,7 +9,13 @@ from litgrpo.objectives.objective import Objective
 from litgrpo.objectives.surrogates import PolicyGradient
 from litgrpo.rewards.composite import Reward
 from litgrpo.rollout.sampling import Sampling
-from tests.benchmarks.dialogue import by_persona, corpus_bleu, differences, table
+from tests.benchmarks.dialogue import (
+    by_persona,
+    corpus_bleu,
+    differences,
+    resampled_bleu,
+    table,
+)
 from tests.benchmarks.lapdog_released import Released, WrongSign
 from tests.conftest import prompt_batch, tiny_policy
 
@@ -88,5 +94,19 @@ def test_the_tables_show_levels_and_paired_differences():
     runs = {"supervised only": [run([1.0, 3.0, 10.0])], "GRPO": [run([2.0, 4.0, 11.0])] * 2}
     levels = table(runs).splitlines()
     assert levels[2].startswith("| supervised only | 6 [")
-    assert f"| {corpus_bleu(runs['GRPO'][0]):.2f} (" in levels[3]
-    assert "+1 [+1, +1] | +1 [+1, +1] | +1 [+1, +1] | +0.00 |" in differences(runs)
+    assert f"| {corpus_bleu(runs['GRPO'][0]):.2f} [" in levels[3]
+    moved = "+1 [+1, +1] | +1 [+1, +1] | +1 [+1, +1] | +0.00 [+0.00, +0.00] | +0.00 |"
+    assert moved in differences(runs)
+
+
+def test_bleu_is_resampled_by_persona_with_the_same_draws_for_every_row():
+    one, other = run([1.0, 3.0, 10.0]), run([0.0, 0.0, 0.0])
+    assert resampled_bleu([one]) == resampled_bleu([other])
+    whole = {corpus_bleu(one), *(corpus_bleu(part(one, persona)) for persona in "pq")}
+    drawn = {round(score, 9) for score in resampled_bleu([one, one])}
+    assert drawn == {round(score, 9) for score in whole}  # both, or one of them twice
+
+
+def part(found, persona):
+    rows = [row for row, name in enumerate(found["persona"]) if name == persona]
+    return {"counts": [found["counts"][row] for row in rows]}

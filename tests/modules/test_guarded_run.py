@@ -21,7 +21,7 @@ def sometimes_hangs(prompts, completions):
         re.match("(a+)+$", "a" * 60 + "b")
     return [float(len(set(text))) for text in completions]
 
-guard = ProcessGuard(timeout_s=2.0, workers=1)
+guard = ProcessGuard(timeout_s=6.0, workers=1)
 module = GRPO("", {"letters": Reward(sometimes_hangs)}, group_size=4, max_completion_len=8,
               max_iterations=4, check_invariants=False, guard=guard)
 module.policy = tiny_policy("llama")

@@ -193,8 +193,8 @@ def test_adapters_learn_the_same_and_their_base_says_the_same(architecture):
     torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", sorted(KNOWN))
-def test_every_model_type_that_shares_prompts_equals_plain_rows(model_type, fused):
+def model_of_type(model_type):
+    """A random two-layer model of a known type, windows below the length where it has them."""
     own = {
         "gpt2": dict(n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         "gemma": dict(head_dim=8),
@@ -209,8 +209,12 @@ def test_every_model_type_that_shares_prompts_equals_plain_rows(model_type, fuse
     config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    policy = as_policy(model, byte_tokenizer())
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("model_type", sorted(KNOWN))
+def test_every_model_type_that_shares_prompts_equals_plain_rows(model_type, fused):
+    policy = as_policy(model_of_type(model_type), byte_tokenizer())
     assert policy.shares_prompts
     assert_same(*both(policy, rows()))
 

@@ -21,8 +21,8 @@ def test_a_clock_runs_while_a_worker_computes() -> None:
 
 def test_a_clock_stands_while_a_worker_is_started_but_not_for_long() -> None:
     state = progress(ends_at=10.0)
-    state.count(0.25, 0.0, waits=False)
-    assert (state.ends_at, state.pauses_s) == (10.25, PAUSES_S - 0.25)
+    state.count(0.125, 0.0, waits=False)
+    assert (state.ends_at, state.pauses_s) == (10.125, PAUSES_S - 0.125)
     state.count(5.0, 1.0, waits=False)
     assert (state.ends_at, state.pauses_s) == (10.0 + PAUSES_S, 0.0)
 

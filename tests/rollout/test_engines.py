@@ -1,4 +1,5 @@
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.reference_engine import ReferenceEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.static_engine import StaticEngine
 from litgrpo.types import PromptBatch
 from tests.conftest import prompt_batch, tiny_policy
 
@@ -20,6 +22,12 @@ SAMPLINGS = {
 }
 
 
+@pytest.fixture(params=[EagerEngine(), StaticEngine(prompt_buckets=8)], ids=["eager", "static"])
+def engine(request):
+    """What must say the same as the reference engine, whatever else it does."""
+    return request.param
+
+
 def ragged(policy):
     """Many end tokens, so that completions have different lengths."""
     policy.eos_ids = tuple(range(2, 40))
@@ -30,7 +38,17 @@ def uniforms_for(prompts, group_size=GROUP, length=LENGTH):
     return draw_uniforms(11, "train", 0, prompts.index, group_size, length)
 
 
+def used(rollout):
+    """The rollout without the columns that nobody used, which fixed shapes keep."""
+    columns = slice(0, int(rollout.lengths.max()))
+    names = ("completion_ids", "completion_mask", "sampler_logprobs")
+    parts = {name: getattr(rollout, name)[:, columns] for name in names}
+    support = None if rollout.support is None else rollout.support[:, columns]
+    return replace(rollout, **parts, support=support)
+
+
 def assert_same(one, other):
+    one, other = used(one), used(other)
     assert torch.equal(one.completion_ids, other.completion_ids)
     assert torch.equal(one.completion_mask, other.completion_mask)
     assert torch.equal(one.truncated, other.truncated)
@@ -38,19 +56,21 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_eager_engine_says_what_the_reference_engine_says(architecture, name):
+def test_an_engine_says_what_the_reference_engine_says(architecture, engine, name):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     arguments = (policy, prompts, GROUP, uniforms_for(prompts), SAMPLINGS[name])
-    fast, plain = EagerEngine().generate(*arguments), ReferenceEngine().generate(*arguments)
+    fast, plain = engine.generate(*arguments), ReferenceEngine().generate(*arguments)
     assert_same(fast, plain)
+    if plain.support is not None:
+        pairs = (used(each).support.flatten(0, 1).tolist() for each in (fast, plain))
+        assert all(set(one) | {-1} == set(other) | {-1} for one, other in zip(*pairs, strict=True))
     assert len(set(fast.lengths.tolist())) > 1
 
 
-def test_greedy_completions_equal_those_of_generate(architecture):
+def test_greedy_completions_equal_those_of_generate(architecture, engine):
     policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
-    rollout = EagerEngine().generate(
-        policy, prompts, 1, uniforms_for(prompts, 1), Sampling(temperature=0)
-    )
+    rollout = engine.generate(policy, prompts, 1, uniforms_for(prompts, 1), Sampling(temperature=0))
+    rollout = used(rollout)
     expected = policy.model.generate(
         input_ids=prompts.prompt_ids,
         attention_mask=prompts.prompt_mask.long(),
@@ -103,12 +123,12 @@ def steps_counted(policy):
     del policy.step
 
 
-def test_looking_for_finished_rows_less_often_changes_nothing(architecture):
+def test_looking_for_finished_rows_less_often_changes_nothing(architecture, engine):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     arguments = (policy, prompts, GROUP, uniforms_for(prompts), Sampling())
-    whole = EagerEngine().generate(*arguments)
+    whole = engine.generate(*arguments)
     for look_every in (3, 100):
-        assert_same(EagerEngine(look_every=look_every).generate(*arguments), whole)
+        assert_same(replace(engine, look_every=look_every).generate(*arguments), whole)
 
 
 def test_lower_precision_is_near_and_says_so(architecture):
@@ -138,31 +158,38 @@ def test_engine_settings_out_of_range_are_refused(setting):
         EagerEngine(**{setting: 0})
 
 
-def test_completions_do_not_depend_on_padding_or_on_when_rows_leave(architecture):
+def test_completions_do_not_depend_on_padding(architecture, engine):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     wide = prompt_batch(*TEXTS, length=20)
     uniforms = uniforms_for(prompts)
-    whole = EagerEngine().generate(policy, prompts, GROUP, uniforms, Sampling())
-    padded = EagerEngine().generate(policy, wide, GROUP, uniforms, Sampling())
+    whole = engine.generate(policy, prompts, GROUP, uniforms, Sampling())
+    padded = engine.generate(policy, wide, GROUP, uniforms, Sampling())
     assert_same(padded, whole)
+
+
+def test_completions_do_not_depend_on_when_rows_leave(architecture):
+    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    uniforms = uniforms_for(prompts)
+    whole = EagerEngine().generate(policy, prompts, GROUP, uniforms, Sampling())
     for drop_frac in (1e-9, 2.0):
         engine = EagerEngine(drop_frac=drop_frac)
         assert_same(engine.generate(policy, prompts, GROUP, uniforms, Sampling()), whole)
 
 
-def test_a_prompt_alone_says_the_same_as_in_company(architecture):
+def test_a_prompt_alone_says_the_same_as_in_company(architecture, engine):
     policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
-    whole = EagerEngine().generate(policy, prompts, 2, uniforms_for(prompts, 2), Sampling())
+    whole = engine.generate(policy, prompts, 2, uniforms_for(prompts, 2), Sampling())
     alone = prompt_batch(TEXTS[1])
     alone = PromptBatch(alone.prompt_ids, alone.prompt_mask, alone.prompts, {}, torch.tensor([1]))
-    single = EagerEngine().generate(policy, alone, 2, uniforms_for(alone, 2), Sampling())
-    assert torch.equal(single.completion_ids, whole.completion_ids[2:4, : single.lengths.max()])
+    single = engine.generate(policy, alone, 2, uniforms_for(alone, 2), Sampling())
+    single = used(single).completion_ids
+    assert torch.equal(single, whole.completion_ids[2:4, : single.shape[1]])
 
 
-def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture):
+def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture, engine):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     sampling = Sampling(temperature=0.7)
-    rollout = EagerEngine().generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
+    rollout = engine.generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
     learned = policy.logprobs(
         prompts.prompt_ids,
         prompts.prompt_mask,
@@ -174,10 +201,12 @@ def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture):
     torch.testing.assert_close(learned.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(architecture):
+def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(
+    architecture, engine
+):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     sampling = Sampling(temperature=0.7, top_k=6, top_p=0.8)
-    rollout = EagerEngine().generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
+    rollout = engine.generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
     mask = rollout.completion_mask
     among = (rollout.support == rollout.completion_ids[..., None]).sum(-1)
     assert torch.equal(among == 1, mask)
@@ -198,9 +227,9 @@ def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(a
     assert bool((learned.entropy <= sizes.clamp(min=1).log() + 1e-5).all())
 
 
-def test_the_mask_ends_with_the_end_token_once():
+def test_the_mask_ends_with_the_end_token_once(engine):
     policy, prompts = ragged(tiny_policy("qwen2")), prompt_batch(*TEXTS)
-    rollout = EagerEngine().generate(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    rollout = engine.generate(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     ends = torch.isin(rollout.completion_ids, torch.tensor(policy.eos_ids))
     ends &= rollout.completion_mask
     assert torch.equal(ends.sum(1), (~rollout.truncated).long())

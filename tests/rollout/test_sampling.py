@@ -50,6 +50,10 @@ def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
     assert sorted(support.squeeze(0).tolist()) == kept
 
 
+fixed_or_not = pytest.mark.parametrize("fixed_shapes", [False, True], ids=["free", "fixed"])
+
+
+@fixed_or_not
 @pytest.mark.parametrize("size", [50, 700, 5000])
 @pytest.mark.parametrize(
     "sampling",
@@ -62,7 +66,7 @@ def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
         Sampling(temperature=2.0),
     ],
 )
-def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size):
+def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, fixed_shapes):
     logits = torch.randn(20, size, generator=torch.Generator().manual_seed(size)) * 2
     logits[0] = torch.linspace(-61, -60, size)  # but for one token, which is sure
     logits[0, size // 2] = 60.0
@@ -70,7 +74,7 @@ def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size):
     plain = filtered(logits, sampling).double()
     cumulative = plain.softmax(-1).cumsum(-1)
     expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)
-    tokens, logprobs, support = sample(logits, uniforms, sampling)
+    tokens, logprobs, support = sample(logits, uniforms, sampling, fixed_shapes=fixed_shapes)
     assert torch.equal(tokens, expected)
     exact = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=1e-6)
@@ -125,19 +129,25 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
     assert chi_square(number[classes[tokens]], rest) < 24.3  # 99.9 % with 7 degrees of freedom
 
 
+@fixed_or_not
 @pytest.mark.parametrize("size", [LARGE, 50_257, 256_000])
-def test_large_vocabularies_keep_their_tails(size):
+def test_large_vocabularies_keep_their_tails(size, fixed_shapes):
     logits = torch.zeros(4, size)
     middle = [0, size // 3, size - 2, size - 1]
     uniforms = torch.tensor([(token + 0.5) / size for token in middle], dtype=torch.float64)
-    assert sample(logits, uniforms, Sampling()).tokens.tolist() == middle
+    assert sample(logits, uniforms, Sampling(), fixed_shapes=fixed_shapes).tokens.tolist() == middle
     rare = torch.full((3, size), -1e4)
     rare[:, [3, size // 2, size - 1]] = torch.tensor([0.0, 2.0, -14.0])
     total = rare[0].double().logsumexp(-1)
     edges = torch.tensor([0.0, 1 / total.exp() + 1e-9, 1 - 1e-9], dtype=torch.float64)
-    tokens = sample(rare, edges, Sampling()).tokens
+    tokens = sample(rare, edges, Sampling(), fixed_shapes=fixed_shapes).tokens
     assert tokens.tolist() == [3, size // 2, size - 1]
-    assert sample(rare, torch.ones(3, dtype=torch.float64), Sampling()).tokens[0] == size - 1
+    assert (
+        sample(
+            rare, torch.ones(3, dtype=torch.float64), Sampling(), fixed_shapes=fixed_shapes
+        ).tokens[0]
+        == size - 1
+    )
 
 
 def test_a_stream_depends_on_its_key_alone():
@@ -169,9 +179,11 @@ def test_settings_out_of_range_are_refused(wrong):
         Sampling(**wrong)
 
 
+@fixed_or_not
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(top_k=2)])
-def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling):
+def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling, fixed_shapes):
     logits = torch.tensor([[0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [0.0, 1.0, 0.0]])
-    drawn = sample(logits, torch.tensor([0.0, 0.5, 0.99]), sampling)
+    uniforms = torch.tensor([0.0, 0.5, 0.99])
+    drawn = sample(logits, uniforms, sampling, fixed_shapes=fixed_shapes)
     assert bool(((drawn.tokens >= 0) & (drawn.tokens < 3)).all())
     assert drawn.logprobs.isfinite().tolist() == [False, False, True]

@@ -21,7 +21,6 @@ from litgrpo.callbacks.manifest import (
     manifest_of,
     on_host,
     read,
-    rebuilt,
 )
 from litgrpo.callbacks.run_folder import by_age
 
@@ -116,7 +115,7 @@ class CheckedIO(_WrappingCheckpointIO):
         """
         started = time.perf_counter()
         self.wait()
-        copied = rebuilt(checkpoint, on_host)
+        copied = on_host(checkpoint)
         waited = time.perf_counter() - started
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

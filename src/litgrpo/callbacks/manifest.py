@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.callbacks.summary import versions
+from litgrpo.device import compiles_shapes, to_host
 
 MANIFEST, OWN = "manifest", "sha256"
 # Without these a training cannot go on where it stopped.
@@ -85,9 +86,29 @@ def rebuilt(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory that nothing else writes to."""
-    return tensor.detach().to("cpu", copy=True)
+def on_host(value: Any) -> Any:
+    """The same nested value with copies of its tensors in the host's memory.
+
+    Args:
+        value: as for `digest`. Nothing else writes to the copies. What lies on a device that
+            compiles is fetched by one wait.
+    """
+    far: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        if compiles_shapes(tensor.device):
+            far.append(tensor)
+        return tensor
+
+    rebuilt(value, noted)
+    fetched = iter(to_host(far))
+
+    def copied(tensor: Tensor) -> Tensor:
+        if compiles_shapes(tensor.device):
+            return next(fetched)
+        return tensor.detach().to("cpu", copy=True)
+
+    return rebuilt(value, copied)
 
 
 def manifest_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,10 +102,13 @@ class Summary(Callback):
         self._tell(trainer, pl_module, self._evaluation(trainer, pl_module))
 
     def _evaluation(self, trainer: Trainer, pl_module: Any) -> Evaluation:
-        count = torch.tensor(self.num_prompts, device=pl_module.device)
+        count = self.num_prompts
+        if trainer.world_size > 1:
+            mine = torch.tensor(count, device=pl_module.device)
+            count = int(trainer.strategy.reduce(mine, reduce_op="sum"))
         return {
             "report": plain_names(pl_module.evaluation_report),
-            "n": int(trainer.strategy.reduce(count, reduce_op="sum")),
+            "n": count,
             "reward_names": self.reward_names,
             "samples": self.samples,
         }

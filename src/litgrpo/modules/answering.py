@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from litgrpo.device import make_ready, seed
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.modules.guarding import rollout_within_memory
+from litgrpo.modules.measures import on_host
 from litgrpo.modules.settings import Evaluation
 from litgrpo.policies.loading import load_tokenizer
 from litgrpo.policies.policy import Policy
@@ -88,9 +92,14 @@ class AnsweringModule(LightningModule):
                 f"trainer.precision is {precision!r}; the weights' type is model.precision.dtype. "
                 "Give trainer.precision 32-true or bf16-mixed."
             )
+        device = self.trainer.strategy.root_device
+        make_ready(device)
+        if self.engine.fixed_shapes and device.type != "cpu":
+            # Overridden here alone, because Lightning warns of it.
+            self.transfer_batch_to_device = self.placed  # type: ignore
         if stage != "predict":
             functions = self.rewards.functions.values()
-            load_judges(functions, self.trainer.strategy.root_device, self.pretrained)
+            load_judges(functions, device, self.pretrained)
 
     def teardown(self, stage: str) -> None:
         """Let the reward functions' processes go."""
@@ -103,6 +112,70 @@ class AnsweringModule(LightningModule):
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.pretrained)
         return self.tokenizer
+
+    # --- where things are ---
+
+    @property
+    def fixed_on(self) -> torch.device | None:
+        """The device that computes in fixed shapes; None where shapes may follow the content.
+
+        Prompts, rollouts, rewards and numbers to log then stay on the host.
+        """
+        return self.device if self.engine.fixed_shapes else None
+
+    @property
+    def counts_on(self) -> torch.device:
+        """Where numbers to log are added up."""
+        return self.device if self.fixed_on is None else torch.device("cpu")
+
+    def use_shapes_of_engine(self) -> None:
+        """Let policies compute in fixed shapes if the engine does."""
+        for part in self.modules():
+            if isinstance(part, Policy):
+                part.fixed_shapes = self.engine.fixed_shapes
+                if part.fixed_shapes and part.bare_model.is_gradient_checkpointing:
+                    # A hook that compilers cannot trace; checkpoints without reentry need none.
+                    part.bare_model.disable_input_require_grads()
+
+    def placed(self, prompts: Any, *_: Any) -> Any:
+        """A batch where it is needed: on the device, or on the host if shapes are fixed."""
+        return prompts.to(self.device) if self.fixed_on is None else prompts
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Lightning, but a plain number does not go to the device and back."""
+        super().log(name, on_host(value), *args, **kwargs)
+
+    def on_validation_epoch_start(self) -> None:
+        """Count on the host where the device wants fixed shapes."""
+        for metric in self._metrics():
+            metric.to(self.counts_on)
+
+    def on_test_epoch_start(self) -> None:
+        """As for a validation."""
+        self.on_validation_epoch_start()
+
+    def draw_anew(self) -> None:
+        """Let the device's random numbers depend on seed and iteration alone, whatever ran before.
+
+        A device that compiles goes on by one with each program, and how many there are before an
+        iteration depends on where the process began. Nothing but dropout draws from them.
+        """
+        seed(self.device, self.seed * 1_000_003 + self.iteration)
+
+    def _metrics(self) -> list[Metric]:
+        metrics: list[Metric] = [self.sampled_accuracy, self.reward_means]
+        if self.evaluation.greedy:
+            metrics.append(self.greedy_accuracy)
+        if self.corpus_scores is not None:
+            metrics.append(self.corpus_scores)
+        return metrics
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        """What the recipe computes in, if that is lower than the weights."""
+        assert self.policy is not None
+        return self.policy.arithmetic()
+
+    # --- answering ---
 
     def generate(
         self,
@@ -141,9 +214,10 @@ class AnsweringModule(LightningModule):
             attempt=attempt,
         )
         self.policy.eval()
-        self.engine, rollout = rollout_within_memory(
-            self.engine, self.policy, prompts, group_size, uniforms, sampling, self.lowered
-        )
+        with self._arithmetic():
+            self.engine, rollout = rollout_within_memory(
+                self.engine, self.policy, prompts, group_size, uniforms, sampling, self.lowered
+            )
         texts = self.policy.tokenizer.batch_decode(_real_tokens(rollout), skip_special_tokens=True)
         return replace(rollout, completions=texts)
 
@@ -223,7 +297,8 @@ class AnsweringModule(LightningModule):
     def _successes(self, rewards: RewardTable) -> Tensor:
         """[B, G] True where the reward that counts reached its threshold."""
         part = rewards.parts[self.success]
-        return ((part >= self.evaluation.threshold) & rewards.valid).to(self.device)
+        successes = (part >= self.evaluation.threshold) & rewards.valid
+        return successes.to(self.sampled_accuracy.device)
 
     def on_validation_epoch_end(self) -> None:
         """Report accuracies with intervals, and mean rewards."""
@@ -234,16 +309,12 @@ class AnsweringModule(LightningModule):
         self._report("test")
 
     def _report(self, stage: Purpose) -> None:
-        metrics: list[Metric] = [self.sampled_accuracy, self.reward_means]
-        if self.evaluation.greedy:
-            metrics.append(self.greedy_accuracy)
-        if self.corpus_scores is not None:
-            metrics.append(self.corpus_scores)
         report: dict[str, float] = {}
-        for metric in metrics:
+        for metric in self._metrics():
             report |= {f"{stage}/{name}": float(value) for name, value in metric.compute().items()}
             metric.reset()
         self.evaluation_report = report
+        self.draw_anew()
         self.log("step", float(self.iteration))
         self.log_dict(report)
 

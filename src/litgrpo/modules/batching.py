@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from litgrpo.modules.fixed_shapes import Rows
 from litgrpo.modules.settings import Learning
 from litgrpo.objectives.advantages import DecoupledNormalized, Normalized
 from litgrpo.objectives.objective import Objective
@@ -99,6 +100,7 @@ def scored(
     logprobs_of: Callable[[Experience], TokenLogprobs],
     *,
     shared: bool = False,
+    device: torch.device | None = None,
 ) -> TokenLogprobs:
     """Log-probabilities of all rows without gradient, a micro-batch at a time.
 
@@ -107,12 +109,16 @@ def scored(
         learning: the limits of a micro-batch.
         logprobs_of: what to ask about a micro-batch.
         shared: see `micro_batches`.
+        device: where micro-batches of one shape go; None: they are where the experience is, and
+            as small as can be.
 
     Returns:
         [M, C] log-probabilities and entropies.
     """
     logprobs = torch.zeros_like(experience.sampler_logprobs)
     entropy = torch.zeros_like(logprobs)
+    if device is not None:
+        return Rows(experience, learning, device).scored(logprobs_of)
     for rows in micro_batches(experience, learning, shared=shared):
         part = logprobs_of(experience.select(rows))
         used = part.logprobs.shape[1]

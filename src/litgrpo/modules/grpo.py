@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from litgrpo.data.sampler import BatchLoader
-from litgrpo.device import peak_memory_gib
+from litgrpo.device import compiles_shapes, peak_memory_gib
 from litgrpo.modules import invariants, machine
 from litgrpo.modules.controllers import Controllers, Steering
 from litgrpo.modules.learning import LearningModule
@@ -58,7 +59,8 @@ class GRPO(LearningModule):
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of the weights.
         check_invariants: before training, measure on a few short prompts that sampling, learning
-            and reference agree, and refuse to train where they do not.
+            and reference agree, and refuse to train where they do not; skipped on devices that
+            compile a program for each shape.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
         guard: how reward functions are run: `ProcessGuard` (default) in processes that are ended
             when they hang, or `InProcessGuard`.
@@ -140,6 +142,7 @@ class GRPO(LearningModule):
             )
         if self.controllers.reference is not None and self.reference is not None:
             self.reference.check_follows(self.policy)
+        self.use_shapes_of_engine()
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
@@ -160,6 +163,7 @@ class GRPO(LearningModule):
         Returns:
             The rollout, its rewards and the [B, G] advantages, for callbacks to show.
         """
+        self.draw_anew()
         clock = Clock(self.device)
         rollout = self.sample(prompts, clock)  # who said what
         gather = self.start_reward(rollout)  # how good it was, told by other processes ...
@@ -187,6 +191,7 @@ class GRPO(LearningModule):
         if self.objective.needs_reference:
             self.follow(logged)
         self._stop_when_done()
+        self.draw_anew()
         return {"rollout": rollout, "rewards": rewards, "advantages": advantages.cpu()}
 
     def sample(self, prompts: PromptBatch, clock: Clock, attempt: int = 0) -> Rollout:
@@ -225,10 +230,11 @@ class GRPO(LearningModule):
         return redrawn(
             rollout,
             rewards,
-            more=lambda count: loader.more(count).to(self.device),
+            more=lambda count: self.placed(loader.more(count)),
             ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
             most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
             max_redraws=self.max_redraws,
+            whole=self.fixed_on is not None,
         )
 
     def steer(self, rollout: Rollout) -> Stats:
@@ -266,7 +272,7 @@ class GRPO(LearningModule):
         """Log one iteration; its number is the loggers' x-axis."""
         totals = Totals()
         for name, value in seen.items():
-            totals.add_value(name, value.to(self.device))
+            totals.add_value(name, value.to(self.counts_on))
         totals.sums |= learned.sums
         stats = totals.averages(self._sum)
         stats["perf/tokens_per_s"] *= self.trainer.world_size
@@ -283,8 +289,14 @@ class GRPO(LearningModule):
     def on_fit_start(self) -> None:
         """Before anything is believed, measure whether it may be."""
         machine.agree(self)
-        if self.check_invariants:
+        self.draw_anew()
+        if self.check_invariants and not compiles_shapes(self.device):
             invariants.check(self)
+        elif self.check_invariants:
+            rank_zero_info(
+                "Invariants are not measured here, because every row of theirs would be compiled; "
+                "a fit of the same recipe with configs/hardware/cpu.yaml measures them."
+            )
 
     def on_train_start(self) -> None:
         """A resumed run may be done already.

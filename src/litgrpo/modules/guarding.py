@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from litgrpo.device import free_memory, is_out_of_memory
+from litgrpo.modules.fixed_shapes import Rows
 from litgrpo.policies.policy import Policy
 from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.engine import RolloutEngine
@@ -39,13 +40,16 @@ def offending(module: LearningModule, experience: Experience) -> dict[int, str]:
         module: attached to its trainer.
         experience: M rows that shared the step.
     """
-    whole = module._whole(experience)
+    whole, device = module._whole(experience), module.fixed_on
+    micro_of = experience.select
+    if device is not None:
+        micro_of = Rows(experience, module.learning, device).micro
     trained = [p for p in module.parameters() if p.requires_grad]
     found = {}
     for row in range(len(experience)):
-        alone = experience.select(torch.tensor([row], device=experience.weights.device))
-        if not bool((alone.weights != 0).any()):
+        if not bool((experience.weights[row] != 0).any()):
             continue
+        alone = micro_of(torch.tensor([row], device=experience.weights.device))
         new = module._logprobs(alone)
         loss = module.objective.loss(new, alone, whole).loss
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)

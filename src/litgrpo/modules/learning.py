@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.device import free_memory, is_out_of_memory
+from litgrpo.device import free_memory, is_out_of_memory, mark_step, number_to
 from litgrpo.modules.answering import AnsweringModule
 from litgrpo.modules.batching import (
     check_centered,
@@ -19,6 +19,7 @@ from litgrpo.modules.batching import (
     rows_that_teach,
     scored,
 )
+from litgrpo.modules.fixed_shapes import Rows, Unread, check_fits, check_repeats, whole_rows
 from litgrpo.modules.guarding import drop_gradient, halved, offending
 from litgrpo.modules.measures import Totals
 from litgrpo.modules.settings import Learning
@@ -79,6 +80,18 @@ class LearningModule(AnsweringModule, ReportsSteps):
         self.steps: list[Skipped | None] = []
         self._finite = torch.ones((), dtype=torch.bool)  # every loss of the step at hand
         self._at_once = 0  # rows of the newest pass through the model
+        self._unread = Unread()
+        self._learned = Totals()  # of the step at hand
+
+    def setup(self, stage: str) -> None:
+        """Refuse, too, what the device cannot compute in fixed shapes.
+
+        Raises:
+            ValueError: see `check_fits` and `check_repeats`.
+        """
+        check_repeats(self.precision, self.trainer.strategy.root_device)
+        check_fits(self.engine, self.objective, self.trainer.strategy.root_device)
+        super().setup(stage)
 
     def collect(
         self, rollout: Rollout, rewards: RewardTable, unjudged: Experience | None = None
@@ -151,7 +164,7 @@ class LearningModule(AnsweringModule, ReportsSteps):
         steps = mini_batches(len(experience), self.group_size, self.learning.num_mini_batches)
         for _ in range(self.learning.inner_epochs):
             for rows in steps:
-                reasons = self._optimizer_step(experience.select(rows), totals)
+                reasons = self._optimizer_step(self._rows(experience, rows), totals)
                 if reasons is not None:
                     reasons = {int(rows[row]): reason for row, reason in reasons.items()}
                 self.steps.append(None if reasons is None else Skipped(reasons))
@@ -168,36 +181,44 @@ class LearningModule(AnsweringModule, ReportsSteps):
             None, or what was wrong with which row.
         """
         optimizer: Any = self.optimizers()
-        learned = self._within_memory(lambda: self._add_up_gradients(experience, optimizer))
+        self._within_memory(lambda: self._add_up_gradients(experience, optimizer))
         learning_rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
             scheduler.step()
-        totals.add_value("optim/lr", torch.as_tensor(learning_rate, device=self.device))
+        totals.add_value("optim/lr", torch.as_tensor(learning_rate, device=self.counts_on))
         if not self._finite:
             return offending(self, experience)
-        totals.add(learned.sums)
+        totals.add(self._learned.sums)
         totals.add_value("optim/grad_norm", self.grad_norm)
         return None
 
-    def _add_up_gradients(self, experience: Experience, optimizer: Any) -> Totals:
+    def _add_up_gradients(self, experience: Experience, optimizer: Any) -> None:
         """The gradient of these rows, micro-batch by micro-batch."""
         optimizer.zero_grad()
-        learned = Totals()
+        self._learned, self._unread = Totals(), Unread()
         known = experience.sampler_logprobs.isfinite() & experience.advantages.isfinite()
         self._finite = known.all()
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), device=self.counts_on)
         for output, is_last in self.losses(experience, self.learning):
             with optimizer.toggle_model(sync_grad=is_last):
                 # Gradients are averaged over processes, but the weights count all of them.
                 self.manual_backward(output.loss * self.trainer.world_size)
-            learned.add(output.stats)
+            if self.fixed_on is not None:
+                self._unread.add(output)
+                mark_step(self.fixed_on)
+                continue
+            self._learned.add(output.stats)
             loss += output.loss.detach()
+        if self.fixed_on is None:
+            self._count(loss)
+
+    def _count(self, loss: Tensor) -> None:
+        """Take down the loss of the step at hand, which is this process's share of it."""
         self._finite = self._finite & loss.isfinite()
-        learned.add_value("policy/loss", loss * self.trainer.world_size)  # here is a share of it
-        return learned
+        self._learned.add_value("policy/loss", loss * self.trainer.world_size)
 
     def _within_memory(self, attempt: Callable[[], Result]) -> Result:
         """The result of an attempt, repeated with half the rows at once while memory is short.
@@ -238,11 +259,19 @@ class LearningModule(AnsweringModule, ReportsSteps):
             learning: the limits of a micro-batch.
         """
         whole = self._whole(experience)
-        if not self.objective.needs_all_rows:
-            experience = experience.select(rows_that_teach(experience))
-        buckets = micro_batches(experience, learning, shared=self._shared)
-        for number, rows in enumerate(buckets, start=1):
-            micro = experience.select(rows)
+        if self.fixed_on is not None:
+            rows = Rows(experience, learning, self.fixed_on)
+            everything = self.objective.needs_all_rows
+            teaching = torch.arange(len(experience)) if everything else rows_that_teach(experience)
+            buckets = rows.split(teaching)
+            micro_of: Callable[[Tensor], Experience] = rows.micro
+        else:
+            if not self.objective.needs_all_rows:
+                experience = experience.select(rows_that_teach(experience))
+            buckets = micro_batches(experience, learning, shared=self._shared)
+            micro_of = experience.select
+        for number, chosen in enumerate(buckets, start=1):
+            micro = micro_of(chosen)
             new = self._logprobs(micro)
             output = self.objective.loss(new, micro, whole)
             if self.engine.lower_precision is not None:
@@ -255,11 +284,19 @@ class LearningModule(AnsweringModule, ReportsSteps):
         limit = self.learning.max_grad_norm
         limit = float("inf") if limit is None else limit
         self.grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        if self.fixed_on is not None:
+            mark_step(self.fixed_on)
+            loss, (self.grad_norm,) = self._unread.read(self._learned, self.grad_norm)
+            self._count(loss)
         self._finite = self._sum((~(self._finite & self.grad_norm.isfinite())).float()) == 0
         if not self._finite:
             drop_gradient(trained)
 
     # --- parts of an iteration ---
+
+    def _rows(self, experience: Experience, rows: Tensor) -> Experience:
+        """Some of the rows: without useless columns, unless shapes are fixed."""
+        return experience.select(rows) if self.fixed_on is None else whole_rows(experience, rows)
 
     @property
     def _shared(self) -> bool:
@@ -269,22 +306,29 @@ class LearningModule(AnsweringModule, ReportsSteps):
         """The policy's view of these rows, with gradient."""
         assert self.policy is not None
         self._at_once = len(rows)
-        return self.policy.logprobs(
-            *rows.tokens,
-            support=rows.support,
-            temperature=self.sampling.policy_temperature,
-            entropy_grad=self.objective.entropy_coef != 0,
-        )
+        with self._arithmetic():
+            return self.policy.logprobs(
+                *rows.tokens,
+                support=rows.support,
+                temperature=self.sampling.policy_temperature,
+                entropy_grad=self.objective.entropy_coef != 0,
+            )
 
     def _old_logprobs(self, experience: Experience) -> Tensor | None:
         """Log-probabilities before the update: none on-policy, the sampler's if exact."""
         if self.learning.num_steps == 1:
             return None
         full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
-        full = full and self.engine.lower_precision is None
+        full = full and self.engine.lower_precision is None and self.precision.compute is None
         if full and not self.sampling.greedy:
             return experience.sampler_logprobs
-        return scored(experience, self.learning, self._logprobs, shared=self._shared).logprobs
+        return self._scored(experience).logprobs
+
+    def _scored(self, experience: Experience) -> TokenLogprobs:
+        """The policy's view of all rows, without gradient."""
+        return scored(
+            experience, self.learning, self._logprobs, shared=self._shared, device=self.fixed_on
+        )
 
     def _ref_logprobs(self, experience: Experience) -> Tensor | None:
         """Log-probabilities under the reference, if there is one."""
@@ -295,21 +339,33 @@ class LearningModule(AnsweringModule, ReportsSteps):
 
         def logprobs_of(rows: Experience) -> TokenLogprobs:
             self._at_once = len(rows)
-            return reference.logprobs(*rows.tokens, support=rows.support, temperature=temperature)
+            with self._arithmetic():
+                return reference.logprobs(
+                    *rows.tokens, support=rows.support, temperature=temperature
+                )
 
-        return scored(
-            experience, self.learning, logprobs_of, shared=reference.shares_prompts
-        ).logprobs
+        shared = reference.shares_prompts
+        found = scored(experience, self.learning, logprobs_of, shared=shared, device=self.fixed_on)
+        return found.logprobs
 
     def _whole(self, experience: Experience) -> Whole:
         """What all micro-batches of one optimizer step must agree on."""
         entropy = experience.sampler_logprobs  # looked at only if the objective needs it
         if self.objective.needs_entropy:
-            entropy = scored(experience, self.learning, self._logprobs, shared=self._shared).entropy
-        return self.objective.whole(experience.weights, entropy, self._sum, self._gathered)
+            entropy = self._scored(experience).entropy
+        whole = self.objective.whole(experience.weights, entropy, self._sum, self._gathered)
+        if self.fixed_on is None:
+            return whole
+        threshold = whole.entropy_threshold
+        return Whole(
+            number_to(whole.num_tokens, self.fixed_on),
+            None if threshold is None else number_to(threshold, self.fixed_on),
+        )
 
     def _sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
+        if self.trainer.world_size == 1:
+            return value
         return self.trainer.strategy.reduce(value.to(self.device), reduce_op="sum").to(value.device)
 
     def _gathered(self, values: Tensor) -> Tensor:

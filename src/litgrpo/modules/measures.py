@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class Totals:
         sums, counts = reduce(torch.stack(list(self.sums.values()))).unbind(-1)
         means = sums / counts.clamp(min=1)
         return dict(zip(self.sums, means.float(), strict=True))
+
+
+def on_host(value: Any) -> Any:
+    """A plain number as a tensor on the host, anything else as it is: a value to log."""
+    return torch.tensor(float(value)) if isinstance(value, int | float) else value
 
 
 class Clock:

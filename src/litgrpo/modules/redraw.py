@@ -32,6 +32,7 @@ def redrawn(
     ask: Ask,
     most: Callable[[int], int],
     max_redraws: int,
+    whole: bool = False,
 ) -> tuple[Rollout, RewardTable, Stats]:
     """The same number of groups, with those of equal rewards replaced as far as others are found.
 
@@ -46,6 +47,7 @@ def redrawn(
         ask: prompts, number of the redraw -> their completions and rewards.
         most: the largest of a number over all processes, which redraw together.
         max_redraws: redraws at most.
+        whole: ask B prompts each time, where another number would have to be compiled.
 
     Returns:
         Rollout and rewards of B groups, and how it went.
@@ -59,7 +61,8 @@ def redrawn(
     while redraws < max_redraws and (missing := most(len(useful) - int(useful.sum()))):
         redraws += 1
         share = found / asked
-        count = most(min(len(useful), math.ceil(missing / max(share, 1 / len(useful)))))
+        needed = math.ceil(missing / max(share, 1 / len(useful)))
+        count = most(len(useful) if whole else min(len(useful), needed))
         fresh, fresh_rewards = ask(more(count), redraws)
         donors = informative(fresh_rewards).nonzero().squeeze(1)
         asked, found = asked + count, found + len(donors)

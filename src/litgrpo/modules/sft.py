@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from litgrpo.device import compiles_shapes
 from litgrpo.modules import machine
 from litgrpo.modules.guarding import all_finite, drop_gradient
 from litgrpo.policies.scratch import Scratch
@@ -79,6 +80,20 @@ class SFT(LightningModule, ReportsSteps):
         self.steps = []
         self.mean_loss = MeanMetric()
         self.mean_accuracy = MeanMetric()
+
+    def setup(self, stage: str) -> None:
+        """Refuse a device that would compile a program for every batch.
+
+        Raises:
+            ValueError: it would; GRPO alone learns in fixed shapes.
+        """
+        device = self.trainer.strategy.root_device
+        if compiles_shapes(device):
+            raise ValueError(
+                f"Supervised training does not run on {device.type!r} devices, which compile a "
+                "program for each shape of a batch. Train on a CPU or a GPU (the overlays in "
+                "configs/hardware); GRPO from the export runs on either."
+            )
 
     @property
     def iteration(self) -> int:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,32 @@ from litgrpo.policies import linears
 from litgrpo.policies.attention import SHARED_PREFIX, SharedPrefixCache, attention
 from litgrpo.policies.fused import FusedDecoder, is_known
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
-from litgrpo.policies.prompt_tree import PROMPT_TREE, WORTH, PromptTree, can_share, sharing_pays
-from litgrpo.tensors import head_chunk, positions, predicting, token_logprobs, widened
+from litgrpo.policies.prompt_tree import (
+    KNOWN,
+    PROMPT_TREE,
+    WORTH,
+    PromptTree,
+    can_share,
+    has_known_layers,
+    sharing_pays,
+)
+from litgrpo.policies.static import STATIC, StaticPrompts, StaticRows, StaticState, per_row
+from litgrpo.tensors import (
+    head_chunk,
+    positions,
+    predicting,
+    predicting_last,
+    token_logprobs,
+    widened,
+)
 from litgrpo.types import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 # A product of fewer multiplications than this is done before several threads have met.
 WORTH_THREADS = 2**23
+# Turns of positions that depend on how long the longest row is.
+LENGTHENING = {"dynamic", "longrope"}
 
 
 class CausalPolicy(Policy):
@@ -34,7 +53,7 @@ class CausalPolicy(Policy):
     @property
     def shares_prompts(self) -> bool:
         """Whether `logprobs` reads a prompt once for all of its completions."""
-        return self.share_prompts and self._can_share
+        return self.share_prompts and not self.fixed_shapes and self._can_share
 
     @cached_property
     def _can_share(self) -> bool:
@@ -166,6 +185,58 @@ class CausalPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
+    @contextmanager
+    def static_decoding(self) -> Iterator[None]:
+        """Attend in fixed shapes; see `Policy.static_decoding`."""
+        model = self.bare_model
+        config = model.config.to_dict()
+        if not has_known_layers(model):
+            raise ValueError(
+                f"model type {config['model_type']!r} with layers of type "
+                f"{sorted(set(config.get('layer_types') or ['unknown']))} cannot decode in fixed "
+                f"shapes; known are {', '.join(sorted(KNOWN))}, with full or sliding attention. "
+                "Use litgrpo.rollout.eager_engine.EagerEngine on a CPU or GPU."
+            )
+        kinds = rope_types(config.get("rope_parameters"))
+        if kinds & LENGTHENING:
+            raise ValueError(
+                f"rope_parameters of type {sorted(kinds & LENGTHENING)} depend on the length of "
+                "the longest row, so that this model cannot decode in fixed shapes. Use "
+                "litgrpo.rollout.eager_engine.EagerEngine on a CPU or GPU."
+            )
+        _ = self._logit_rules  # read now: a compiler cannot
+        with attention(model, STATIC), torch.no_grad():
+            yield
+
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Read the prompts, each once; see `Policy.static_prefill`."""
+        prompts = StaticPrompts(prompt_mask)
+        output = self.bare_model.base_model(
+            input_ids=prompt_ids,
+            attention_mask=prompt_mask,  # `static` has it, but without one GPT-2 looks for padding
+            position_ids=positions(prompt_mask),
+            past_key_values=prompts,
+            use_cache=True,
+            static=prompts,
+        )
+        logits = self.head(output.last_hidden_state[:, -1])
+        return per_row(logits, group_size), prompts.state(group_size, capacity)
+
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `Policy.static_step`."""
+        rows = StaticRows(state)
+        output = self.bare_model.base_model(
+            input_ids=tokens[:, None],
+            attention_mask=torch.ones_like(tokens[:, None]),
+            position_ids=rows.positions,
+            past_key_values=rows,
+            use_cache=True,
+            static=rows,
+        )
+        return self.head(output.last_hidden_state[:, -1]), rows.after
+
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
@@ -194,6 +265,15 @@ class CausalPolicy(Policy):
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
         rows = prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+        if self.fixed_shapes:
+            return self.logprobs_of_places(
+                self.hidden_of_places(*rows),
+                completion_ids,
+                completion_mask,
+                support=support,
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+            )
         if self.shares_prompts and sharing_pays(*rows):
             hidden = self._hidden_of_tree(PromptTree.grow(*rows))
         else:
@@ -217,6 +297,27 @@ class CausalPolicy(Policy):
             padded.masked_scatter(completion_mask, entropy),
         )
 
+    def hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        """Hidden states of every completion place; see `Policy.hidden_of_places`."""
+        mask = torch.cat([prompt_mask[prompt_of], completion_mask], 1)
+        model = self.bare_model
+        with attention(model, STATIC):
+            output = model.base_model(
+                input_ids=torch.cat([prompt_ids[prompt_of], completion_ids], 1),
+                attention_mask=mask,  # `static` has it, but without one GPT-2 looks for padding
+                position_ids=positions(mask),
+                use_cache=False,
+                static=StaticPrompts(mask),
+            )
+        return predicting_last(output.last_hidden_state, completion_ids.shape[1])
+
     def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
         """[K, E] hidden states that predict the completion tokens, each prompt read once."""
         model = self.bare_model
@@ -237,3 +338,11 @@ class CausalPolicy(Policy):
         if self.shares_prompts and mask.numel() >= WORTH * int(mask.sum()):
             return self._hidden_of_tree(PromptTree.of_rows(ids, mask, target_mask))
         return predicting(self.hidden(ids, mask), target_mask)
+
+
+def rope_types(parameters: dict[str, Any] | None) -> set[str]:
+    """How positions are turned, in all kinds of layers; a config has one set or one for each."""
+    if not parameters:
+        return set()
+    sets = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return {each["rope_type"] for each in sets if each}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from litgrpo.device import compiles_shapes, to_host
 from litgrpo.policies import linears
 from litgrpo.policies.attention import same_attention_again
 from litgrpo.policies.causal import CausalPolicy
@@ -59,6 +60,9 @@ class Precision:
         kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
             `plain` torch's own, `onednn` the other.
         share_prompts: in the update, read each prompt once for its whole group, without padding.
+        compute: compute matrix products in this lower precision, in sampling and in learning, with
+            weights, moments, log-probabilities and losses as they are; null leaves that to
+            `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
     """
 
     dtype: Dtype = "float32"
@@ -66,6 +70,7 @@ class Precision:
     dropout: bool = False
     kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
+    compute: Literal["bfloat16", "float16"] | None = None
 
 
 def resolve(pretrained: str) -> str:
@@ -190,11 +195,12 @@ def as_policy(
         again = partial(same_attention_again, model)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     if lora is not None:
-        model = _with_adapters(model, lora)
+        model = with_adapters(model, lora)
     linears.install(model)
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
     policy = kind(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
     policy.share_prompts = precision.share_prompts
+    policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
     policy.use_kernels(linears.choose(model, precision.kernels))
     return policy
 
@@ -247,7 +253,16 @@ def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
     return own
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+    """The model with low-rank adapters around its linear layers; only they are trained.
+
+    Args:
+        model: its weights are frozen in place.
+        lora: the adapters.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -321,11 +336,20 @@ def export(policy: Policy, folder: str | Path) -> None:
     original, model.config = model.config, config
     try:
         with _no_progress_bars():
-            model.save_pretrained(folder)
+            weights = _on_host(model) if compiles_shapes(model.device) else None
+            model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = original
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
+
+
+def _on_host(model: Any) -> dict[str, Tensor]:
+    """The state of a model in the host's memory; tied weights are one tensor again."""
+    state = model.state_dict(keep_vars=True)
+    once = {id(tensor): tensor for tensor in state.values()}
+    copies = dict(zip(once, to_host(list(once.values())), strict=True))
+    return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 
 def _name_tokenizer_class(folder: Path) -> None:

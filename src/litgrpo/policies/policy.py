@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from litgrpo.device import kept_apart
 from litgrpo.policies import linears
+from litgrpo.policies.static import StaticState
+from litgrpo.tensors import Head, head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs
 
 
@@ -18,6 +22,34 @@ def lower_precision(
 ) -> AbstractContextManager[None]:
     """Compute matrix products in `dtype`; None leaves things as they are."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+class SecondTime:
+    """A head that is computed twice to save memory, also where a compiler merges what is equal.
+
+    Args:
+        right: hidden states -> logits.
+    """
+
+    def __init__(self, right: Head) -> None:
+        """The first time."""
+        self.right, self.now = right, False
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The same logits, the second time from something that a compiler cannot merge."""
+        return self.right(kept_apart(hidden) if self.now else hidden)
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the first time and of the second."""
+        return nullcontext(), self._second()
+
+    @contextmanager
+    def _second(self) -> Iterator[None]:
+        self.now = True
+        try:
+            yield
+        finally:
+            self.now = False
 
 
 class DecodeState(ABC):
@@ -61,6 +93,9 @@ class Policy(nn.Module, ABC):
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     share_prompts = True  # what the recipe allows; `shares_prompts` is what is done
     kernels = linears.Kernels()
+    # Compute every position of every row, padding too: no shape then depends on what is said.
+    fixed_shapes = False
+    compute_dtype: torch.dtype | None = None  # lower than the weights'; see `arithmetic`
 
     def __init__(
         self,
@@ -114,6 +149,10 @@ class Policy(nn.Module, ABC):
         """Number of logits, V; a model may have more than its tokenizer has tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
 
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """What to sample and to learn within: matrix products in the recipe's lower precision."""
+        return lower_precision(self.model.device, self.compute_dtype)
+
     def use_kernels(self, kernels: linears.Kernels) -> None:
         """Compute the linear layers with these kernels from now on."""
         self.kernels = kernels
@@ -160,6 +199,42 @@ class Policy(nn.Module, ABC):
         """
 
     @abstractmethod
+    def static_decoding(self) -> AbstractContextManager[None]:
+        """What to call `static_prefill` and `static_step` within.
+
+        Raises:
+            ValueError: the model cannot decode in fixed shapes.
+        """
+
+    @abstractmethod
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Like `prefill`, for a compiler: shapes depend on shapes, and no value is looked at.
+
+        Args:
+            prompt_ids: [B, P] token ids, padded on the left.
+            prompt_mask: [B, P] True marks a real token.
+            group_size: G.
+            capacity: most tokens that a completion will be fed, C.
+
+        Returns:
+            [N, V] logits of the first completion token of each row, and the state of the rows.
+        """
+
+    @abstractmethod
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Like `step`, for a compiler: the same graph for every step.
+
+        Args:
+            tokens: [N] the tokens just sampled.
+            state: the state of these rows, which is used up.
+
+        Returns:
+            [N, V] logits of the next token, and the state one position further.
+        """
+
+    @abstractmethod
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
@@ -203,3 +278,62 @@ class Policy(nn.Module, ABC):
         Returns:
             [M, C] log-probabilities and entropies; 0 on padding.
         """
+
+    @abstractmethod
+    def hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        """Hidden states that predict every place of given completions, padding too.
+
+        No shape depends on values and none is looked at.
+
+        Args:
+            prompt_ids: [B, P]; and the others: as for `logprobs`.
+            prompt_mask: see there.
+            prompt_of: see there.
+            completion_ids: see there.
+            completion_mask: see there.
+
+        Returns:
+            [M, C, E], with gradient.
+        """
+
+    def logprobs_of_places(
+        self,
+        hidden: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        support: Tensor | None,
+        temperature: float,
+        entropy_grad: bool,
+    ) -> TokenLogprobs:
+        """Log-probabilities from hidden states, computed for padding, too, and masked afterwards.
+
+        Args:
+            hidden: [M, C, E] hidden states that predict each completion token.
+            completion_ids: [M, C]; and the others: as for `logprobs`.
+            completion_mask: see there.
+            support: see there.
+            temperature: see there.
+            entropy_grad: see there.
+        """
+        again = SecondTime(self.head)
+        found = token_logprobs(
+            hidden.flatten(0, 1),
+            completion_ids.flatten(),
+            again.head,
+            support=None if support is None else support.flatten(0, 1),
+            temperature=temperature,
+            chunk_size=self.head_chunk or head_chunk(completion_ids.numel(), self.vocab_size),
+            entropy_grad=entropy_grad,
+            context_fn=again.contexts,
+        )
+        return TokenLogprobs(
+            *(torch.where(completion_mask, each.view_as(completion_mask), 0.0) for each in found)
+        )

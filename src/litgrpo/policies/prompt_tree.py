@@ -171,11 +171,15 @@ def can_share(model: PreTrainedModel) -> bool:
         for name, rate in config.items()
         if not name.startswith(("summary_", "classifier_"))  # heads that we do not have
     )
+    return has_known_layers(model) and not drops
+
+
+def has_known_layers(model: PreTrainedModel) -> bool:
+    """Whether this is a model of the library whose tokens meet in its attention functions only."""
     return (
         type(model).__module__.startswith("transformers.")
         and model.config.model_type in KNOWN
-        and set(config.get("layer_types") or ()) <= LAYERS
-        and not drops
+        and set(model.config.to_dict().get("layer_types") or ()) <= LAYERS
     )
 
 

@@ -19,52 +19,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from litgrpo.policies import linears
+from litgrpo.policies.attention import attention
+from litgrpo.policies.beside import RowByRow, SideBySide
 from litgrpo.policies.policy import DecodeState, Policy, lower_precision
+from litgrpo.policies.static import STATIC, StaticAnswers, StaticPrompts, StaticState
 from litgrpo.tensors import head_chunk, pack_left, token_logprobs
 from litgrpo.types import TokenLogprobs
 
 SHARED_ENCODER = "litgrpo_shared_encoder"
 SUPPORTED = ("t5", "mt5")
-
-
-class SideBySide:
-    """Which rows answer the same prompt: they become rows of one matrix product.
-
-    Args:
-        prompt_mask: [B, P] True marks a real token.
-        prompt_of: [n] prompt of each row, in any order.
-    """
-
-    def __init__(self, prompt_mask: Tensor, prompt_of: Tensor) -> None:
-        """Place the rows of each prompt side by side in a grid [B, width]."""
-        members = torch.bincount(prompt_of, minlength=len(prompt_mask))
-        self.width = int(members.max())
-        numbers = torch.arange(len(prompt_of), device=prompt_of.device)
-        order = prompt_of.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = numbers - (members.cumsum(0) - members)[prompt_of[order]]
-        self.cell = prompt_of * self.width + place
-        self.row_of_cell = order.new_zeros(len(members) * self.width)  # empty: any row
-        self.row_of_cell[self.cell] = numbers
-        self.in_place = bool(torch.equal(self.cell, torch.arange(len(self.row_of_cell)).to(order)))
-        self.real = None if bool(prompt_mask.all()) else prompt_mask[:, None, None]
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
-    ) -> Tensor:
-        """Attention of rows [n, H, q, D] to the keys and values [B, H, P, D] of their prompts."""
-        heads, length, size = query.shape[1:]
-        cells = query if self.in_place else query.index_select(0, self.row_of_cell)
-        grid = cells.view(-1, self.width, heads, length, size).transpose(1, 2)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            grid.reshape(-1, heads, self.width * length, size),
-            *(keys, values, self.real),
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        cells = output.view(-1, heads, self.width, length, size).transpose(1, 2)
-        cells = cells.reshape(-1, heads, length, size)
-        return cells if self.in_place else cells.index_select(0, self.cell)
 
 
 class SharedEncoderCache(Cache, DecodeState):
@@ -145,7 +108,7 @@ def shared_encoder_attention(
     scaling: float,
     position_bias: Tensor,
     dropout: float = 0.0,
-    beside: SideBySide | None = None,
+    beside: SideBySide | RowByRow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a decoder to its own tokens, or to prompts that several rows share.
@@ -211,8 +174,8 @@ class Seq2SeqPolicy(Policy):
 
     @property
     def shares_prompts(self) -> bool:
-        """The encoder always reads a prompt once for all of its completions."""
-        return True
+        """The encoder reads a prompt once for all of its completions, where shapes may change."""
+        return not self.fixed_shapes
 
     @contextmanager
     def decoding(
@@ -267,6 +230,31 @@ class Seq2SeqPolicy(Policy):
         )
         return output.last_hidden_state
 
+    def hidden_of_places(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        prompt_of: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        """Hidden states of every completion place; see `Policy.hidden_of_places`.
+
+        The encoder reads a prompt for each row.
+        """
+        mask = prompt_mask[prompt_of]
+        # Four dimensions are taken as they are; what padding sees, nobody sees.
+        seen = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
+        output = self.decoder(
+            input_ids=torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1),
+            encoder_hidden_states=self.encoder(
+                input_ids=prompt_ids[prompt_of], attention_mask=seen
+            ).last_hidden_state,
+            use_cache=False,
+            beside=RowByRow(mask),
+        )
+        return output.last_hidden_state
+
     def _start(self, completion_ids: Tensor) -> Tensor:
         """[M, 1] the token that the decoder is fed first."""
         return completion_ids.new_full((len(completion_ids), 1), self.start_id)
@@ -300,6 +288,41 @@ class Seq2SeqPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
+    @contextmanager
+    def static_decoding(self) -> Iterator[None]:
+        """Attend in fixed shapes; see `Policy.static_decoding`."""
+        with attention(self.decoder, STATIC), torch.no_grad():
+            yield
+
+    def static_prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Encode the prompts, each once, and feed the start token; see `Policy.static_prefill`."""
+        mask = prompt_mask.long()
+        encoded = self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        prompts = StaticPrompts(prompt_mask)
+        for number, block in enumerate(self.decoder.block):
+            cross = block.layer[1].EncDecAttention
+            keys, values = (
+                part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2)
+                for part in (cross.k, cross.v)
+            )
+            prompts.update(keys, values, number)
+        start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.start_id)
+        return self.static_step(start, prompts.state(group_size, capacity))
+
+    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `Policy.static_step`."""
+        answers = StaticAnswers(state)
+        output = self.decoder(
+            input_ids=tokens[:, None],
+            encoder_hidden_states=state.prompts[0],  # read already: only its presence counts
+            past_key_values=answers,
+            use_cache=True,
+            static=answers,
+        )
+        return self.head(output.last_hidden_state[:, -1]), answers.rows.after
+
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
@@ -325,6 +348,17 @@ class Seq2SeqPolicy(Policy):
         entropy_grad: bool = False,
     ) -> TokenLogprobs:
         """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
+        if self.fixed_shapes:
+            return self.logprobs_of_places(
+                self.hidden_of_places(
+                    prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
+                ),
+                completion_ids,
+                completion_mask,
+                support=support,
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+            )
         hidden = self.hidden(prompt_ids, prompt_mask, prompt_of, completion_ids)
         logprobs, entropy = token_logprobs(
             hidden[completion_mask],

@@ -8,7 +8,7 @@ from math import ceil
 
 from litgrpo.rewards.calls import Call, Scores, failed, joined
 
-PAUSES_S = 0.5  # that a clock stands still while workers are started, in all
+PAUSES_S = 0.25  # that a clock stands still while workers are started, in all
 
 
 @dataclass

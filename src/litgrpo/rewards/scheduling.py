@@ -5,7 +5,7 @@ terminal, its rows are asked one by one: those that hang are set aside after a s
 the others get their turn, and are given the rest of the time at the end.
 
 A function's clock runs only while a worker computes its rows: not while they wait for a worker that
-is at another function, nor while nobody looks, nor (for half a second) while one is being started.
+is at another function, nor while nobody looks, nor (up to a limit) while one is being started.
 """
 
 from __future__ import annotations

@@ -29,6 +29,32 @@ class RolloutEngine(ABC):
         """
         return None
 
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether it is for devices that compile a program for each shape.
+
+        Then `padded` gives prompts of few widths; rollouts are always [N, C], unused columns
+        included, and lie on the host if the policy lies on such a device.
+        """
+        return False
+
+    def padded(self, prompts: PromptBatch) -> PromptBatch:
+        """The prompts as wide as this engine wants them, padded further on the left.
+
+        Call it on the host, before the batch moves to the device; `generate` of a padded batch
+        gives the same completions.
+
+        Args:
+            prompts: B prompts [B, P].
+
+        Returns:
+            The same prompts [B, bucket], with bucket >= P.
+
+        Raises:
+            ValueError: the longest prompt is longer than the engine allows.
+        """
+        return prompts
+
     @abstractmethod
     def generate(
         self,

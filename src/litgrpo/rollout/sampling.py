@@ -102,7 +102,9 @@ class Drawn(NamedTuple):
     support: Tensor | None = None
 
 
-def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
+def sample(
+    logits: Tensor, uniforms: Tensor, sampling: Sampling, *, fixed_shapes: bool = False
+) -> Drawn:
     """Draw one token per row: the first, in vocabulary order, whose cumulative sum exceeds u.
 
     One random number per row instead of one per vocabulary entry; cumulative sums are float64, so
@@ -112,6 +114,8 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
         logits: [n, V].
         uniforms: [n] float64 in [0, 1); greedy sampling ignores them.
         sampling: temperature and filters.
+        fixed_shapes: no shape depends on values and none is looked at, for compilers; the tokens
+            are the same. The support is then always as wide as filters may leave it.
 
     Returns:
         Tokens, their log-probabilities, and what else could have been drawn.
@@ -130,21 +134,21 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
         if sampling.greedy:
             tokens = scores.argmax(-1, keepdim=True)
         else:
-            tokens = _first_beyond(probs, uniforms)
+            tokens = _first_beyond(probs, uniforms, fixed_shapes)
         return Drawn(tokens.squeeze(1), probs.gather(1, tokens).log_().squeeze(1))
-    scores, ids = candidates(scores, sampling)
+    scores, ids = candidates(scores, sampling, fixed_shapes)
     probs = scores.softmax(-1)
     if sampling.greedy:
         places = scores.argmax(-1, keepdim=True)
     else:
         order = ids.argsort(-1)  # a token is the first in vocabulary order
-        places = order.gather(1, _first_beyond(probs.gather(1, order), uniforms))
+        places = order.gather(1, _first_beyond(probs.gather(1, order), uniforms, fixed_shapes))
     support = ids.masked_fill(scores == -torch.inf, -1).int()
     tokens, logprobs = ids.gather(1, places), probs.gather(1, places).log_()
     return Drawn(tokens.squeeze(1), logprobs.squeeze(1), support)
 
 
-def _first_beyond(probs: Tensor, uniforms: Tensor) -> Tensor:
+def _first_beyond(probs: Tensor, uniforms: Tensor, fixed_shapes: bool) -> Tensor:
     """[n, 1] the first entry of [n, V] probabilities whose cumulative sum exceeds u [n, 1].
 
     Large vocabularies are summed in two levels: first the sums of blocks (float32 within a block,
@@ -152,26 +156,35 @@ def _first_beyond(probs: Tensor, uniforms: Tensor) -> Tensor:
     """
     rows, size = probs.shape
     if size < LARGE:
-        return _beyond(probs.cumsum(-1, dtype=torch.float64), uniforms)
+        return _beyond(probs.cumsum(-1, dtype=torch.float64), uniforms, fixed_shapes)
     blocks = torch.nn.functional.pad(probs, (0, -size % BLOCK)).view(rows, -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    block = _beyond(cumulative, uniforms)
+    block = _beyond(cumulative, uniforms, fixed_shapes)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
     # Where u is within its block, as a share of it; below 1, whatever the sums' rounding.
     within = (uniforms * cumulative[:, -1:] - before) / (cumulative.gather(1, block) - before)
     entries = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
-    entry = _beyond(entries.cumsum(-1, dtype=torch.float64), within.clamp(0, BELOW_1))
+    entry = _beyond(entries.cumsum(-1, dtype=torch.float64), within.clamp(0, BELOW_1), fixed_shapes)
     return (block * BLOCK + entry).clamp(max=size - 1)
 
 
-def _beyond(cumulative: Tensor, share: Tensor) -> Tensor:
-    """[n, 1] the first entry of [n, K] float64 that exceeds a share [n, 1] of the last."""
-    found = torch.searchsorted(cumulative, share * cumulative[:, -1:], right=True)
+def _beyond(cumulative: Tensor, share: Tensor, count: bool) -> Tensor:
+    """[n, 1] the first entry of [n, K] float64 that exceeds a share [n, 1] of the last.
+
+    By search, or by counting those that do not exceed it, where a device cannot search.
+    """
+    limit = share * cumulative[:, -1:]
+    if count:
+        found = (cumulative <= limit).sum(-1, keepdim=True)
+    else:
+        found = torch.searchsorted(cumulative, limit, right=True)
     # Sums that are no numbers have no answer; the log-probability of any token, NaN, tells of it.
     return found.clamp(max=cumulative.shape[1] - 1)
 
 
-def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def candidates(
+    scores: Tensor, sampling: Sampling, fixed_shapes: bool = False
+) -> tuple[Tensor, Tensor]:
     """The tokens that filters leave.
 
     Without top_k the most likely 64 tokens are looked at, and more only if they are not enough:
@@ -180,13 +193,14 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     Args:
         scores: [n, V] float32 logits after temperature.
         sampling: the filters.
+        fixed_shapes: S is top_k, or V without it: then the whole vocabulary is sorted.
 
     Returns:
         [n, S] scores, -inf where fewer than S are left, and [n, S] their ids; most likely first.
     """
     size = scores.shape[1]
     total = None if sampling.top_k else scores.logsumexp(-1, keepdim=True)
-    most = sampling.top_k or 64
+    most = sampling.top_k or (size if fixed_shapes else 64)
     while True:
         top, ids = scores.topk(min(most, size))
         keep = torch.ones_like(top, dtype=torch.bool)
@@ -195,6 +209,8 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
             keep = probs.cumsum(-1) - probs < sampling.top_p  # more likely tokens do not suffice
         if sampling.min_p:
             keep = keep & (top >= top[:, :1] + math.log(sampling.min_p))
+        if fixed_shapes:
+            return top.masked_fill(~keep, -torch.inf), ids
         width = max(1, int(keep.sum(-1).max()))  # none is kept where no score is a number
         if sampling.top_k or width < most or most >= size:
             return top.masked_fill(~keep, -torch.inf)[:, :width], ids[:, :width]

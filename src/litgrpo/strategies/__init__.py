@@ -1,0 +1,1 @@
+"""What Lightning's support for XLA devices lacks."""

@@ -1,0 +1,39 @@
+"""Processes that train through XLA and are ended: the same bits when the command is given again."""
+
+import signal
+from pathlib import Path
+
+import yaml
+
+from tests.faults.cases import stopped_and_resumed
+from tests.faults.running import EVERY, RECIPE, Run, merged
+from tests.xla.own_process import ROOT, own_process
+
+OVERLAY = yaml.safe_load((ROOT / "configs/hardware/xla_cpu.yaml").read_text())
+FEWER = {
+    "model": {"init_args": {"group_size": 2, "max_iterations": 4, "max_completion_len": 24}},
+    "data": {"init_args": {"batch_size": 4, "train": "python:litgrpo.data.problems.train?size=14"}},
+    "trainer": {"val_check_interval": 2},
+    "watchdog": {"timeout_s": 120},  # a hang shows its stacks
+}
+POINTS = {
+    "backward": {"at": "backward", "count": 2},
+    "step": {"at": "step", "count": EVERY + 1},
+    "generate": {"at": "generate", "count": 4, "delay_s": 0.05, "signum": int(signal.SIGTERM)},
+    "end": {"at": "end", "count": 3},
+    "checkpoint": {"at": "checkpoint", "count": 1, "size": 1000},
+}
+
+
+@own_process()
+def test_a_run_that_was_killed_at_five_points_ends_with_the_same_bits(tmp_path: str):
+    import torch_xla  # noqa: F401 (once for all forks; each opens the device itself)
+
+    recipe = merged(RECIPE, OVERLAY, FEWER)
+    whole = Run(Path(tmp_path) / "whole", recipe)
+    assert whole.go() == 0, whole.said
+    wrong = {
+        name: stopped_and_resumed(Run(Path(tmp_path) / name, recipe), whole, **point)
+        for name, point in POINTS.items()
+    }
+    assert not any(wrong.values()), wrong

@@ -1,0 +1,117 @@
+"""One process on four virtual chips: everything large is divided, and the gradient is the same."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
+from tests.xla.own_process import own_process
+
+FOUR = {"trainer": {"strategy": {"class_path": "litgrpo.strategies.xla.XLASPMDStrategy"}}}
+KINDS: dict[str, list[str]] = {"cache": [], "batch": [], "gradients": []}
+
+
+def spec_of(tensor) -> str:
+    """How a tensor lies on the chips; empty where nothing is said."""
+    import torch_xla
+
+    return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))
+
+
+def piece_of(tensor) -> str:
+    """What one chip holds of a tensor that was computed."""
+    import torch_xla
+
+    pieces = torch_xla._XLAC._get_local_shards([tensor])[0]
+    whole = pieces[0][0].shape == tensor.shape
+    return "replicated" if whole else f"devices={list(pieces[0][0].shape)}"
+
+
+def is_cut(spec: str) -> bool:
+    return "devices=" in spec and "replicated" not in spec
+
+
+def note_caches_and_batches(monkey) -> None:
+    """Look at the cache after each token, and at every tensor of a micro-batch."""
+    from litgrpo.modules import fixed_shapes
+    from litgrpo.rollout import static_engine
+
+    compile_step, rows_to = static_engine.compile_step, fixed_shapes.rows_to
+
+    def watched(function, device):
+        compiled = compile_step(function, device)
+
+        def call(*arguments: Any):
+            said, state = compiled(*arguments)
+            KINDS["cache"] += [spec_of(each) for each in (*state.own, *state.prompts)]
+            return said, state
+
+        return call
+
+    def moved(tensor, device):
+        found = rows_to(tensor, device)
+        KINDS["batch"].append(spec_of(found))
+        return found
+
+    monkey.setattr(static_engine, "compile_step", watched)
+    monkey.setattr(fixed_shapes, "rows_to", moved)
+
+
+def note_gradients(monkey) -> None:
+    """Look at gradients where the program of a micro-batch has ended."""
+    import torch_xla
+
+    from litgrpo.modules import learning
+    from litgrpo.strategies.xla import XLASPMDStrategy
+
+    mark_step, post_backward = learning.mark_step, XLASPMDStrategy.post_backward
+    models = []
+
+    def after_backward(self, loss):
+        models[:] = [self.model]
+        post_backward(self, loss)
+
+    def at_end(device):
+        mark_step(device)
+        torch_xla.sync(wait=True)
+        large = [p for model in models for p in model.parameters() if p.numel() >= 1024]
+        KINDS["gradients"] += [piece_of(p.grad) for p in large if p.grad is not None]
+
+    monkey.setattr(XLASPMDStrategy, "post_backward", after_backward)
+    monkey.setattr(learning, "mark_step", at_end)
+
+
+def shards(trainer, module) -> dict[str, list[str]]:
+    """How large parameters and what the optimizer keeps of them lie on the chips."""
+    (optimizer,) = trainer.optimizers
+    large = [p for p in module.policy.parameters() if p.numel() >= 1024]
+    kept = [optimizer.state[p][name] for p in large for name in ("exp_avg", "exp_avg_sq")]
+    return {"weights": list(map(spec_of, large)), "moments": list(map(spec_of, kept))}
+
+
+@own_process(CPU_NUM_DEVICES="4")
+def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
+    import pytest
+
+    Watcher.look, run = shards, Path(tmp_path) / "run"
+    with pytest.MonkeyPatch.context() as monkey:
+        note_caches_and_batches(monkey)
+        note_gradients(monkey)
+        found = fit("xla", 7, SMALL, FOUR, folder=run)
+    for kind, specs in (KINDS | found.at_end).items():
+        assert specs, kind
+        assert all(map(is_cut, specs)), (kind, [each for each in specs if not is_cut(each)][:4])
+    compiled = found.column("perf/compilations")
+    assert sum(compiled[3:]) == 0, compiled
+
+    whole = found.weights
+    (run / "checkpoints/iteration=000007.ckpt").unlink()
+    before = str(run / "checkpoints/iteration=000006.ckpt")
+    resumed = fit("xla", 7, SMALL, FOUR, folder=run, words=("--ckpt_path", before))
+    assert all(map(is_cut, resumed.at_end["moments"])), resumed.at_end["moments"][:4]
+    assert distance(whole, resumed.weights) == 0
+
+    # Last, because torch-xla does not expect tensors of before in a process of several chips.
+    Watcher.look = None
+    expected = fit("cpu", 1, SMALL)
+    assert same_tokens(expected.rollouts[0], found.rollouts[0]) >= 0.999
+    assert distance(expected.gradients, found.gradients) < 1e-5
