@@ -138,6 +138,22 @@ def _keys(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield action.dest
 
 
+# How every verb that takes a recipe reads it.
+READING: dict[str, Any] = {
+    "model_class": LightningModule,
+    "datamodule_class": LightningDataModule,
+    "subclass_mode_model": True,
+    "subclass_mode_data": True,
+    # The module builds its optimizer from its own arguments.
+    "auto_configure_optimizers": False,
+    # RunFolder writes the configuration, also into checkpoints.
+    "save_config_callback": None,
+    "seed_everything_default": 0,
+    "trainer_defaults": TRAINER_DEFAULTS,
+    "parser_class": RecipeParser,
+}
+
+
 class LitGRPOCLI(LightningCLI):
     """Reads recipes, prepares the run folder, and calls the trainer's verb."""
 
@@ -147,17 +163,7 @@ class LitGRPOCLI(LightningCLI):
         verb = sys.argv[1]
         usage = f"cli.py {verb} [-c RECIPE.yaml ...] [--KEY VALUE ...]"
         super().__init__(
-            model_class=LightningModule,
-            datamodule_class=LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            # The module builds its optimizer from its own arguments.
-            auto_configure_optimizers=False,
-            # RunFolder writes the configuration, also into checkpoints.
-            save_config_callback=None,
-            seed_everything_default=0,
-            trainer_defaults=TRAINER_DEFAULTS,
-            parser_class=RecipeParser,
+            **READING,
             parser_kwargs={verb: {"usage": usage}},
         )
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from litgrpo.cli import TRAINER_DEFAULTS, LitGRPOCLI, RecipeParser
+from litgrpo.cli import READING, LitGRPOCLI
 from litgrpo.memory import Item, peak
 from litgrpo.policies.loading import LoRA
 from litgrpo.recipe import Recipe, read
@@ -32,15 +31,7 @@ class PlanCLI(LightningCLI):
         """Parse the words after the verb."""
         self.words = list(words)
         super().__init__(
-            model_class=LightningModule,
-            datamodule_class=LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_callback=None,
-            trainer_defaults=TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            parser_class=RecipeParser,
+            **READING,
             parser_kwargs={"usage": "cli.py plan [-c RECIPE.yaml ...] [--chip v5e] [--chips 8]"},
             run=False,
             load_from_checkpoint_support=False,
