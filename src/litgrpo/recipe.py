@@ -15,6 +15,7 @@ import yaml
 from jsonargparse import Namespace
 
 from litgrpo.memory import Blueprint, Chips, Item, Work, account, optimizer_states
+from litgrpo.modules.settings import Learning
 from litgrpo.policies.loading import ASSETS, LoRA, resolve, with_adapters
 from litgrpo.sharding import MIN_SHARD_SIZE
 
@@ -193,7 +194,8 @@ def work_of_grpo(model: Namespace, data: Namespace) -> Work:
         model: settings of GRPO.
         data: settings of PromptData.
     """
-    learning, engine = model.learning, model.engine.get("init_args", Namespace())
+    learning = Learning(**vars(model.learning))
+    engine = model.engine.get("init_args", Namespace())
     width = -(-data.max_prompt_len // data.pad_to_multiple) * data.pad_to_multiple
     width = bucket(engine.get("prompt_buckets") or 1, width)
     length = width + model.max_completion_len
@@ -207,7 +209,7 @@ def work_of_grpo(model: Namespace, data: Namespace) -> Work:
         rollouts=rollouts,
         prompt_len=width,
         completion_len=model.max_completion_len,
-        micro_rows=_rows(of_step, learning.micro_batch_size, learning.micro_batch_tokens, length),
+        micro_rows=_rows(of_step, learning.micro_batch_size, learning.max_tokens, length),
         length=length,
         cache_bytes=getattr(torch, dtype).itemsize,
     )

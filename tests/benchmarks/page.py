@@ -24,7 +24,7 @@ RESULTS, PAGE = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.m
 PLOT = ROOT / "docs" / "benchmarks.png"
 Results = dict[str, Any]
 
-ONCE = "--turns 2 --steps 4 --warmup 1 --peer-steps 1"
+ONCE = "--turns 2 --steps 4 --warmup 1"
 STEPS = [
     "--size tiny --hazard 0.02",
     "--size tiny",
@@ -104,9 +104,9 @@ def load() -> Results:
 def steps_table(results: Results) -> str:
     """A row for each comparison of whole steps."""
     lines = [
-        "| size | hazard | precision | ours, s | peer, s | ratio, wall | CPU | rollout "
-        "| learning | memory | roofline |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| size | hazard | precision | tokens, ours and peer's | ours, s | peer, s | ratio, wall "
+        "| CPU | rollout | learning | memory | roofline |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in STEPS:
         found = results.get(f"step {line}")
@@ -114,9 +114,10 @@ def steps_table(results: Results) -> str:
             continue
         ours, peer = found["ours"], found["peer"]
         ratios = " | ".join(f"{found[f'ratio_{name}']:.1f}" for name in ("cpu", "rollout", "learn"))
+        said = ", ".join(f"{side['mean_completion_len']:.0f}" for side in (ours, peer))
         memory = f"{ours['peak_rss_mib']:.0f} of {peer['peak_rss_mib']:.0f} MiB"
         lines.append(
-            f"| {case(found)} | {ours['step_s']:.2f} "
+            f"| {case(found)} | {said} | {ours['step_s']:.2f} "
             f"| {peer['step_s']:.2f} | **{found['ratio_wall']:.1f}** | {ratios} "
             f"| {memory} ({found['memory_frac']:.0%}) | {ours['roofline_frac']:.0%} |"
         )

@@ -66,7 +66,7 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
     rollout = rollouts[-1]
     of_prompts = prompts.prompt_mask.sum(1)
     prompt_of = torch.arange(len(rollout.lengths)) // work.group
-    limits = {"max_tokens": Learning().micro_batch_tokens}  # as a recipe that says nothing
+    limits = {"max_tokens": Learning().fitted(policy.linear_outputs).max_tokens}
 
     def learn() -> None:
         for rows in family_buckets(rollout.lengths, of_prompts, prompt_of, **limits):

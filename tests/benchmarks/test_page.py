@@ -31,7 +31,7 @@ def test_models_have_the_sizes_that_the_page_states(name):
 
 
 def test_tables_show_what_was_measured(tmp_path, monkeypatch):
-    side = {"step_s": 2.0, "cpu_s": 3.0, "peak_rss_mib": 100.0}
+    side = {"step_s": 2.0, "cpu_s": 3.0, "peak_rss_mib": 100.0, "mean_completion_len": 45.0}
     ours = side | {
         "floor": {"rollout_s": 0.2, "learn_s": 0.6},
         "machine": {"float32_gflops": 110.0, "bfloat16_gflops": 220.0, "read_gb_s": 9.0},
@@ -54,7 +54,7 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     page.PAGE.write_text("".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in page.TABLES))
     page.write(json.loads(json.dumps({f"step {page.STEPS[0]}": found})))
     text = page.PAGE.read_text()
-    assert "| tiny | 0.02 | float32 | 2.00 | 9.00 | **4.5** |" in text
+    assert "| tiny | 0.02 | float32 | 46, 45 | 2.00 | 9.00 | **4.5** |" in text
     assert "100 of 400 MiB (25%)" in text
     assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
     assert "old" not in text

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from litgrpo.modules.batching import check_centered, micro_batches, mini_batches, rows_that_teach
-from litgrpo.modules.settings import Learning
+from litgrpo.modules.settings import KEPT_BYTES, Learning
 from litgrpo.objectives.advantages import Normalized, TopShare
 from litgrpo.objectives.objective import Objective
 from litgrpo.types import Experience
+from tests.conftest import tiny_policy
 
 
 def experience(advantages, weights=None):
@@ -45,6 +46,38 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch():
     assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
     parts = micro_batches(rows, Learning(micro_batch_tokens=8), shared=True)
     assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
+
+
+def kept_of_token(model) -> float:
+    """Bytes that autograd keeps of a token for the backward pass of the body."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros(1, 256, dtype=torch.long), use_cache=False)
+    sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
+    return sum(size for key, size in sizes.items() if key not in weights) / 256
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
+def test_a_small_model_takes_more_tokens_at_once_within_the_same_memory(architecture):
+    policy = tiny_policy(architecture)
+    learning = Learning().fitted(policy.linear_outputs)
+    assert learning.max_tokens > 50_000
+    # The most for GPT-2, whose activation function is made of many operations.
+    assert 0.7 < learning.max_tokens * kept_of_token(policy.model) / KEPT_BYTES < 1.6
+
+
+def test_a_large_model_takes_the_least_and_a_given_number_stays():
+    assert Learning().fitted(10**6).micro_batch_tokens == Learning().max_tokens == 2048
+    assert Learning(micro_batch_tokens=40).fitted(1).max_tokens == 40
+    assert Learning(micro_batch_tokens=None).fitted(1).max_tokens is None
+    with pytest.raises(ValueError, match=r"learning.micro_batch_tokens is 0; it must be at least"):
+        Learning(micro_batch_tokens=0)
 
 
 def test_rows_without_advantage_or_weight_are_left_out_but_never_all():

@@ -43,7 +43,7 @@ def micro_batches(experience: Experience, learning: Learning, *, shared: bool) -
     Returns:
         Lists of row numbers, together every row once.
     """
-    limits = {"max_rows": learning.micro_batch_size, "max_tokens": learning.micro_batch_tokens}
+    limits = {"max_rows": learning.micro_batch_size, "max_tokens": learning.max_tokens}
     if shared:
         prompts = experience.prompt_mask.sum(1)
         return family_buckets(experience.lengths, prompts, experience.prompt_of, **limits)

@@ -92,8 +92,8 @@ class Rows:
         limits = [len(experience)]
         if learning.micro_batch_size is not None:
             limits.append(learning.micro_batch_size)
-        if learning.micro_batch_tokens is not None:
-            limits.append(learning.micro_batch_tokens // width)
+        if learning.max_tokens is not None:
+            limits.append(learning.max_tokens // width)
         self.at_once = -(-max(1, min(limits)) // CHIPS.number) * CHIPS.number
 
     def split(self, rows: Tensor) -> list[Tensor]:

@@ -143,6 +143,8 @@ class GRPO(LearningModule):
         if self.controllers.reference is not None and self.reference is not None:
             self.reference.check_follows(self.policy)
         self.use_shapes_of_engine()
+        if self.fixed_on is None:
+            self.learning = self.learning.fitted(self.policy.linear_outputs)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""

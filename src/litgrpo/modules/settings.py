@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from litgrpo.evaluation.dialogue import CorpusScores
+
+# More tokens at once are not faster, unless the model is so small that calling it costs more than
+# its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
+# of a token was measured as 8.5 bytes for each output of the linear layers (float32).
+LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
 
 
 def _at_least(name: str, value: float | None, least: float) -> None:
@@ -23,21 +29,39 @@ class Learning:
         micro_batch_size: completions that go through the model at once; only memory and speed
             depend on it, the gradient does not. None sets no limit.
         micro_batch_tokens: tokens that go through the model at once, likewise; a prompt that its
-            completions share counts once, otherwise padding counts too.
+            completions share counts once, otherwise padding counts too. "auto": 2,048, or with
+            a small model as many as keep about 512 MiB. None sets no limit.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
     """
 
     inner_epochs: int = 1
     num_mini_batches: int = 1
     micro_batch_size: int | None = None
-    micro_batch_tokens: int | None = 2048
+    micro_batch_tokens: int | Literal["auto"] | None = "auto"
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("inner_epochs", "num_mini_batches", "micro_batch_size", "micro_batch_tokens"):
+        for name in ("inner_epochs", "num_mini_batches", "micro_batch_size"):
             _at_least(f"learning.{name}", getattr(self, name), 1)
+        _at_least("learning.micro_batch_tokens", self.max_tokens, 1)
         _at_least("learning.max_grad_norm", self.max_grad_norm, 0)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """`micro_batch_tokens` as a number; "auto" is the least that it stands for."""
+        return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    def fitted(self, linear_outputs: int) -> Learning:
+        """These settings with the number that "auto" stands for with a model.
+
+        Args:
+            linear_outputs: numbers that the model's linear layers compute for each token.
+        """
+        if self.micro_batch_tokens != "auto":
+            return self
+        kept = BYTES_PER_OUTPUT * linear_outputs
+        return replace(self, micro_batch_tokens=max(LEAST_TOKENS, int(KEPT_BYTES / kept)))
 
     @property
     def num_steps(self) -> int:

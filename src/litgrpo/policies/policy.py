@@ -149,6 +149,13 @@ class Policy(nn.Module, ABC):
         """Number of logits, V; a model may have more than its tokenizer has tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
 
+    @property
+    def linear_outputs(self) -> int:
+        """Numbers that the linear layers compute for each token, the head not counted."""
+        head = self.model.get_output_embeddings()
+        layers = [layer for layer in linears.fast_linears(self.model) if layer is not head]
+        return max(1, sum(len(layer.matrix) for layer in layers))
+
     def arithmetic(self) -> AbstractContextManager[None]:
         """What to sample and to learn within: matrix products in the recipe's lower precision."""
         return lower_precision(self.model.device, self.compute_dtype)
