@@ -40,7 +40,7 @@ from litgrpo.types import TokenLogprobs
 log = logging.getLogger(__name__)
 
 # A product of fewer multiplications than this is done before several threads have met.
-WORTH_THREADS = 2**23
+WORTH_THREADS = 2**20
 # Turns of positions that depend on how long the longest row is.
 LENGTHENING = {"dynamic", "longrope"}
 
