@@ -32,7 +32,7 @@ STEPS = [
     "--size 30m --hazard 0.02 --turns 2",
     f"--size 30m {ONCE}",
     "--size 30m --hazard 0.02 --bf16 --turns 2",
-    f"--size 100m --hazard 0.02 {ONCE}",
+    f"--size 100m --hazard 0.02 {ONCE} --peer-steps 1",
 ]
 SWEPT = "--size tiny --hazard 0.02 --turns 1 --steps 3 --warmup 1"
 SWEEPS: dict[str, tuple[list[int], str]] = {
