@@ -246,7 +246,8 @@ def plot(results: Results) -> None:
             axis.loglog(values, [point[column] for point in points], marker="o", label=label)
         axis.set(xlabel=name, xticks=values, xticklabels=values)
         axis.minorticks_off()
-    axes[0].set_ylabel("seconds of a step")
+    seconds = [0.2, 0.5, 1, 2]
+    axes[0].set(ylabel="seconds of a step", yticks=seconds, yticklabels=seconds)
     axes[0].legend(fontsize="small")
     figure.savefig(PLOT, dpi=110)
     pyplot.close(figure)
