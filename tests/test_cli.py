@@ -98,6 +98,16 @@ def test_the_help_of_a_verb_takes_little_longer_than_lightning_itself():
         assert key in page
 
 
+def test_null_on_the_command_line_takes_a_limit_off_wherever_it_stands(cli):
+    words = ("--model.learning.max_grad_norm", "null", "--model.engine.max_rows", "null")
+    words = ("--model.max_generated_tokens", "null", *words)
+    code, out, _ = cli("fit", "-c", "grpo.yaml", *words, "--print_config")
+    model = yaml.safe_load(out)["model"]["init_args"]
+    assert code == 0
+    assert model["learning"]["max_grad_norm"] is None
+    assert model["engine"]["init_args"]["max_rows"] is model["max_generated_tokens"] is None
+
+
 # --- mistakes ---
 
 

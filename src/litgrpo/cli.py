@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -118,6 +119,12 @@ class PlainParser(ArgumentParser):
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         """Leave file names alone; with sub-configs `prompts.txt` is replaced by its content."""
         return super().add_class_arguments(*args, **kwargs | {"sub_configs": False})
+
+    def parse_args(self, args: Any = None, *others: Any, **kwargs: Any) -> Any:
+        """An inner parser is handed a word of the command line read already: null as `None`."""
+        if not self.exit_on_error and args is not None:
+            args = [re.sub("=None$", "=null", word) for word in args]
+        return super().parse_args(args, *others, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the line and exit; inner parsers hand their message to the outer one."""
