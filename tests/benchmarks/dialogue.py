@@ -1,4 +1,4 @@
-"""Train the small dialogue model in five ways, three seeds each, and compare held-out replies.
+"""Train the small dialogue model in five ways, five seeds each, and compare held-out replies.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.dialogue --data PATH/dialogues.jsonl
 
@@ -42,6 +42,7 @@ VARIANTS: dict[str, list[str | dict[str, Any]]] = {
     "REINFORCE": ["configs/algorithms/reinforce.yaml"],
     "REINFORCE, average baseline": ["configs/algorithms/reinforce_baseline.yaml"],
     "GRPO": [],
+    "Dr. GRPO": ["configs/algorithms/dr_grpo.yaml"],
 }
 MEANS = {"reward": "reward", "f1": "F1", "rougeL": "ROUGE-L"}
 
@@ -199,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="the dialogues, a .jsonl file")
     parser.add_argument("--start", default="runs/convai2_small_sft/final_model")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="variants to train")
     parser.add_argument("--folder", type=Path, default=Path("runs/dialogue"))
     options, further = parser.parse_known_args()
