@@ -17,6 +17,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 # Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
 MAX_GRAPHS = 64
+RUNS_BEFORE_RECORDING = 3  # so that libraries have taken the memory and the kernels that they want
 
 
 def synchronize(device: torch.device) -> None:
@@ -81,6 +82,37 @@ def _noted(function: Function, device: torch.device) -> Function:
         return found
 
     return call
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether `record` works there."""
+    return device.type == "cuda"
+
+
+def record(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Record what a function asks of a CUDA device, as a CUDA graph.
+
+    Args:
+        run: gives tensors. No value may be looked at on the way, and no shape depend on one. It is
+            run some times before it is recorded.
+
+    Returns:
+        A function that does the same again, and what the recorded run gave, into which it writes.
+    """
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(RUNS_BEFORE_RECORDING):
+            run()
+    torch.cuda.current_stream().wait_stream(beside)
+    # Copies of weights in lower precision are made in the graph: older ones would never change,
+    # and those made there are no one else's.
+    torch.clear_autocast_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    torch.clear_autocast_cache()
+    return graph.replay, results
 
 
 def make_ready(device: torch.device) -> None:

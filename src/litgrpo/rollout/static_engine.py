@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from litgrpo.device import compile_step, compiles_shapes, rows_to, to_host
+from litgrpo.device import can_record, compile_step, compiles_shapes, record, rows_to, to_host
 from litgrpo.policies.policy import Policy, StaticState
 from litgrpo.rollout.engine import RolloutEngine
+from litgrpo.rollout.replay import Replayed
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
 from litgrpo.tensors import written
 from litgrpo.types import PromptBatch, Rollout
@@ -29,10 +30,13 @@ class StaticEngine(RolloutEngine):
             these, and longer prompts are refused. Each width costs a compilation.
         look_every: tokens between looks whether every row has ended; each look waits for the
             device.
+        record: on CUDA, record the step that feeds a token and replay it: one launch instead of
+            hundreds. A model that looks at values on the way cannot be recorded.
     """
 
     prompt_buckets: int | tuple[int, ...] = 64
     look_every: int = 16
+    record: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -92,6 +96,8 @@ class StaticEngine(RolloutEngine):
         device = policy.model.device
         host = torch.device("cpu") if compiles_shapes(device) else device
         begin, go_on = compile_step(_begin, device), compile_step(_go_on, device)
+        if self.record and can_record(device):
+            go_on = _replayed
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.static_decoding():
             prompts = self.padded(prompts)
@@ -227,3 +233,6 @@ def _go_on(policy: Policy, said: Said, state: StaticState, draw: Draw) -> tuple[
     """Feed the last token of each row and draw the next one."""
     logits, state = policy.static_step(said.tokens, state)
     return said.heard(draw.drawn(logits, said.column), policy.pad_id, draw.is_end), state
+
+
+_replayed = Replayed(_go_on, record)
