@@ -10,10 +10,11 @@ from litgrpo.rollout.eager_engine import EagerEngine
 from litgrpo.rollout.replay import Replayed
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.static_engine import StaticEngine
-from tests.conftest import tiny_policy
-from tests.rollout.test_engines import assert_same, ragged
+from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.test_static_engine import ENGINE, said
 
+GPU = torch.device("cuda")
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
 
@@ -87,11 +88,11 @@ def test_nothing_is_recorded_where_it_is_switched_off(replayed):
 @ON_A_GPU
 @pytest.mark.parametrize("engine", [ENGINE, EagerEngine()])
 def test_a_gpu_says_what_the_processor_says(architecture, engine):
-    policy = ragged(tiny_policy(architecture))
-    expected = said(policy, EagerEngine())
-    policy.to("cuda")
+    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    expected, numbers = said(policy, EagerEngine()), uniforms_for(prompts)
+    policy.to(GPU)
     for _ in range(2):  # recorded, and replayed
-        found = said(policy, engine)
+        found = engine.generate(policy, prompts.to(GPU), GROUP, numbers, Sampling())
         assert torch.equal(found.completion_ids.cpu(), expected.completion_ids)
         assert torch.allclose(
             found.sampler_logprobs.cpu(), expected.sampler_logprobs, rtol=0, atol=1e-4
