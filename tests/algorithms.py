@@ -1,10 +1,10 @@
 """The published algorithms as objectives, under the names of their overlays in `configs`."""
 
-from litgrpo.objectives.advantages import DecoupledNormalized, Normalized, TopShare
-from litgrpo.objectives.kl import k2
-from litgrpo.objectives.objective import Objective
-from litgrpo.objectives.surrogates import CISPO, GMPO, SAPO, VESPO, Clipped, PolicyGradient
-from litgrpo.objectives.weighting import Constant, PerToken, PerTokenOfMicroBatch
+from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized, TopShare
+from litgrpo.algorithm.kl import k2
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.surrogates import CISPO, GMPO, SAPO, VESPO, Clipped, PolicyGradient
+from litgrpo.algorithm.weighting import Constant, PerToken, PerTokenOfMicroBatch
 
 CLIP_HIGHER = Clipped(0.2, 0.28)
 SUM = Constant(by_limit=False)

@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from litgrpo.policies.loading import as_policy
-from litgrpo.policies.policy import Policy
-from litgrpo.rewards.guard import InProcessGuard
+from litgrpo.models.loading import as_policy
+from litgrpo.models.policy import Policy
+from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.tensors import pad_left
 from litgrpo.types import PromptBatch
 
@@ -106,4 +106,4 @@ def rewards_run_in_this_process(monkeypatch):
 
     Tests of the guards, and those that name one, are not concerned.
     """
-    monkeypatch.setattr("litgrpo.rewards.composite.ProcessGuard", InProcessGuard)
+    monkeypatch.setattr("litgrpo.rewards.scorer.ProcessRunner", InProcessRunner)

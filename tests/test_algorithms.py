@@ -16,10 +16,10 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.commands import main
-from litgrpo.objectives import advantages, surrogates, weighting
-from litgrpo.objectives.objective import Objective
-from litgrpo.objectives.surrogates import PolicyGradient
+from litgrpo.algorithm import advantages, surrogates, weighting
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.surrogates import PolicyGradient
+from litgrpo.cli.commands import main
 from litgrpo.types import Experience, TokenLogprobs
 from tests.algorithms import PUBLISHED
 
@@ -37,7 +37,7 @@ model:
       surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, cap: 7.0}}
       weighting: {class_path: Constant, init_args: {by_limit: false}}
       kl_coef: 0.7
-      kl: litgrpo.objectives.kl.absolute
+      kl: litgrpo.algorithm.kl.absolute
       kl_bias_correction: true
       mask_truncated: true
 """
@@ -62,7 +62,7 @@ def shown(monkeypatch, capsys) -> Callable[..., Objective]:
 
 
 # What an overlay sets besides the objective.
-BESIDES = {"dapo": {"max_redraws", "soft_overlong"}}
+BESIDES = {"dapo": {"max_resamples", "soft_overlong"}}
 
 
 def read(name: str) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
+from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.completions import first_groups
 from litgrpo.callbacks.run_folder import saved_config
-from litgrpo.modules.batching import check_centered
+from litgrpo.learner.micro_batches import check_centered
+from litgrpo.models.loading import load_tokenizer
 from litgrpo.modules.grpo import GRPO
-from litgrpo.objectives.objective import Objective
-from litgrpo.policies.loading import load_tokenizer
-from litgrpo.rewards.composite import Composite, Reward
+from litgrpo.rewards.scorer import Reward, Scorer
 from litgrpo.types import RewardTable, Rollout
 from tests.conftest import prompt_batch, tiny_model
 from tests.test_recipes import CONFIGS, TINY, program, samples_of  # noqa: F401
@@ -111,7 +111,7 @@ def test_a_model_without_tokenizer_is_refused_before_training(architecture, tmp_
 
 def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program, capsys):
     recipe = tmp_path / "recipe.yaml"
-    rewards = {"correct": {"function": "litgrpo.rewards.math.correctness"}}
+    rewards = {"correct": {"function": "litgrpo.rewards.library.math.correctness"}}
     content = {
         "model": {"class_path": "GRPO", "init_args": {"pretrained": TINY, "rewards": rewards}},
         "data": {
@@ -135,7 +135,7 @@ def test_rows_are_prompts_times_completions():
 
 
 def test_rewards_make_whole_groups():
-    composite = Composite({"correct": Reward(reward)})
+    composite = Scorer({"correct": Reward(reward)})
     with pytest.raises(ValueError, match="5 completions do not make whole groups of 3"):
         composite(["p"] * 5, ["c"] * 5, {}, group_size=3)
 

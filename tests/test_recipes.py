@@ -15,12 +15,12 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from litgrpo.cli import TRAINER_DEFAULTS
-from litgrpo.commands import main
+from litgrpo.cli.commands import main
+from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
-from litgrpo.policies.loading import export as write
-from litgrpo.policies.loading import load_policy
+from litgrpo.models.loading import export as write
+from litgrpo.models.loading import load_policy
 from tests.conftest import tiny_policy
 from tests.rewards.classifiers import write_classifier
 
@@ -263,7 +263,7 @@ def test_a_recipe_states_only_what_differs_from_the_defaults(name):
     repeated = [*repeats(recipe.get("trainer", {}), Trainer, TRAINER_DEFAULTS)]
     for part in ("model", "data"):
         module, _, attribute = recipe[part]["class_path"].rpartition(".")
-        repeated += repeats(recipe[part]["init_args"], vars(import_module(module))[attribute])
+        repeated += repeats(recipe[part]["init_args"], getattr(import_module(module), attribute))
     assert not repeated
 
 

@@ -36,12 +36,12 @@ def words(models, questions, tmp_path) -> list:
     settings = small(recipe, models, questions)
     schedule = dict(recipe["model"]["init_args"]["lr_scheduler"])
     schedule["init_args"] = schedule["init_args"] | {"total_iters": 4}
-    learning = recipe["model"]["init_args"]["learning"] | {"micro_batch_size": 1}
+    learning = recipe["model"]["init_args"]["update"] | {"micro_batch_size": 1}
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}}
     settings["model"]["init_args"] |= {
         "max_iterations": 3,
         "lr_scheduler": schedule,
-        "learning": learning,
+        "update": learning,
         "optimizer": optimizer,
     }
     settings["checkpoint_folders"] = {"every_n_iterations": 1}

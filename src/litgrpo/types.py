@@ -29,6 +29,32 @@ def _check(name: str, value: Tensor, *shape: int) -> None:
 
 
 @dataclass(frozen=True)
+class TokenRows:
+    """What a model reads: M completions and the prompts that they continue.
+
+    Args:
+        prompt_ids: [B, P] prompts, each once, padded on the left.
+        prompt_mask: [B, P] True marks a real token.
+        prompt_of: [M] row of `prompt_ids` that each completion continues.
+        completion_ids: [M, C] token ids, padded on the right.
+        completion_mask: [M, C] True marks a real token.
+        candidate_ids: [M, C, S] ids of the tokens that could be sampled (-1: none), which all
+            distributions are over; None: every token.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    prompt_of: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    candidate_ids: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Number of completions, M."""
+        return self.completion_ids.shape[0]
+
+
+@dataclass(frozen=True)
 class PromptBatch:
     """Prompts and everything known about them, before anybody said anything.
 
@@ -118,6 +144,11 @@ class Rollout:
     def lengths(self) -> Tensor:
         """[N] number of real tokens of each completion."""
         return self.completion_mask.sum(1)
+
+    def token_lists(self) -> list[list[int]]:
+        """N lists of token ids without padding, by one transfer to the host."""
+        rows = zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)
+        return [ids[:length] for ids, length in rows]
 
     def stats(self) -> Stats:
         """Scalars under `completion/`."""
@@ -328,6 +359,23 @@ class LossOutput:
 
     loss: Tensor
     stats: Stats
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did.
+
+    Args:
+        lr: learning rate of the step.
+        sums: {name: [2]} a sum and the count to divide it by, over the rows that were learned
+            from; empty where the step was skipped.
+        skipped: None for a step that was taken. A step with a number that is not finite is not:
+            {row of the rollout: which number}, empty where no row alone explains it.
+    """
+
+    lr: float
+    sums: Stats = field(default_factory=dict)
+    skipped: dict[int, str] | None = None
 
 
 @dataclass(frozen=True)

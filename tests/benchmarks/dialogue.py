@@ -26,9 +26,9 @@ import yaml
 from litgrpo.data.prompts import PromptData
 from litgrpo.evaluation.dialogue import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
-from litgrpo.policies.loading import load_policy
-from litgrpo.rewards.dialogue import lapdog
-from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.models.loading import load_policy
+from litgrpo.rewards.library.dialogue import lapdog
+from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.text import bleu, distinct_n
 from tests.benchmarks.lapdog_released import OVERLAY as RELEASED
@@ -95,7 +95,7 @@ def judged(model: str, data: str) -> dict[str, Any]:
         said = {}
         for group_size, sampling in ((1, Sampling(temperature=0.0)), (SAMPLES, Sampling())):
             uniforms = draw_uniforms(0, "test", 0, batch.index, group_size, LENGTH)
-            rollout = EagerEngine().generate(policy, batch, group_size, uniforms, sampling)
+            rollout = LocalEngine().generate(policy, batch, group_size, uniforms, sampling)
             ids = [row[mask].tolist() for row, mask in zip(*_tokens(rollout), strict=True)]
             said[group_size] = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
         answers = [answer for answer in batch.columns["answers"] for _ in range(SAMPLES)]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from litgrpo.algorithm.advantages import Advantages, Groups
 from litgrpo.modules.grpo import GRPO
-from litgrpo.objectives.advantages import Advantages, Groups
 from litgrpo.types import Experience, RewardTable, Rollout
 
 OVERLAY: dict[str, Any] = {

@@ -19,9 +19,9 @@ from dataclasses import asdict
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from litgrpo.modules.settings import Learning
-from litgrpo.policies import linears
-from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.learner.config import UpdateConfig
+from litgrpo.models.kernels import linear as linears
+from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.tensors import family_buckets
 from litgrpo.types import Rollout
@@ -60,13 +60,13 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
     rollouts: list[Rollout] = []
 
     def sample() -> None:
-        rollouts.append(EagerEngine().generate(policy, prompts, work.group, numbers, Sampling()))
+        rollouts.append(LocalEngine().generate(policy, prompts, work.group, numbers, Sampling()))
 
     found = {"rollout": shares(sample)}
     rollout = rollouts[-1]
     of_prompts = prompts.prompt_mask.sum(1)
     prompt_of = torch.arange(len(rollout.lengths)) // work.group
-    limits = {"max_tokens": Learning().fitted(policy.linear_outputs).max_tokens}
+    limits = {"max_tokens": UpdateConfig().fitted(policy.linear_outputs).max_tokens}
 
     def learn() -> None:
         for rows in family_buckets(rollout.lengths, of_prompts, prompt_of, **limits):

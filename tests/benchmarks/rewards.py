@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from litgrpo.rewards import Composite, Guard, InProcessGuard, ProcessGuard, Reward
+from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, RewardRunner, Scorer
 from tests.rewards.faulty import catastrophic_regex
 
 SAMPLES, TOKENS, GROUP = 1000, 256, 8
@@ -38,10 +38,10 @@ def rows() -> tuple[list[str], list[str], dict[str, list]]:
     return prompts, texts, {"completion_ids": ids}
 
 
-def times(function: Callable, guard: Guard, repetitions: int) -> list[float]:
+def times(function: Callable, guard: RewardRunner, repetitions: int) -> list[float]:
     """Milliseconds of each repetition, less what the function itself takes."""
     prompts, texts, columns = rows()
-    composite = Composite({"r": Reward(function)}, guard=guard)
+    composite = Scorer({"r": Reward(function)}, runner=guard)
     composite(prompts, texts, columns, GROUP)
     found = []
     for _ in range(repetitions):
@@ -56,8 +56,8 @@ def times(function: Callable, guard: Guard, repetitions: int) -> list[float]:
 
 def hanging() -> list[float]:
     """Seconds that one sample in a catastrophic regular expression takes, of 16, five times."""
-    guard = ProcessGuard(timeout_s=TIMEOUT_S)
-    composite = Composite({"r": Reward(catastrophic_regex)}, guard=guard)
+    guard = ProcessRunner(timeout_s=TIMEOUT_S)
+    composite = Scorer({"r": Reward(catastrophic_regex)}, runner=guard)
     texts = ["a"] * 15 + ["bad"]
     found = []
     for _ in range(5):
@@ -78,9 +78,9 @@ def main() -> None:
     logging.getLogger("litgrpo").setLevel(logging.ERROR)  # of the sample that hangs
     print(f"{SAMPLES} samples of {TOKENS} tokens, {count} repetitions, {cores} cores\n")
     print("| function | guard | median ms | lowest | highest |\n| --- | --- | --- | --- | --- |")
-    cases: list[tuple[str, Callable, Guard]] = [
-        ("trivial", trivial, InProcessGuard()),
-        ("trivial", trivial, ProcessGuard()),
+    cases: list[tuple[str, Callable, RewardRunner]] = [
+        ("trivial", trivial, InProcessRunner()),
+        ("trivial", trivial, ProcessRunner()),
     ]
     for name, function, guard in cases:
         ms = times(function, guard, count)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from litgrpo.policies.causal import CausalPolicy
-from litgrpo.policies.loading import as_policy, load_policy
-from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.models.causal import CausalPolicy
+from litgrpo.models.loading import as_policy, load_policy
+from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch, Rollout
 from tests.conftest import byte_tokenizer
@@ -127,7 +127,7 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Medians of one size, for each engine and for `generate`; they alternate."""
     policy, prompts = build(size, args.hazard, args.longest)
     works: dict[str, Callable[[], Any]] = {
-        engine: partial(ours, policy, prompts, args.longest, EagerEngine(**json.loads(engine)))
+        engine: partial(ours, policy, prompts, args.longest, LocalEngine(**json.loads(engine)))
         for engine in args.engine
     }
     if args.peer:
@@ -172,7 +172,7 @@ def profile(size: str, args: argparse.Namespace) -> str:
     from torch.profiler import profile as watch
 
     policy, prompts = build(size, args.hazard, args.longest)
-    engine = EagerEngine(**json.loads(args.engine[0]))
+    engine = LocalEngine(**json.loads(args.engine[0]))
     ours(policy, prompts, args.longest, engine)
     with watch(activities=[ProfilerActivity.CPU]) as prof:
         ours(policy, prompts, args.longest, engine)

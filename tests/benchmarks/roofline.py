@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from litgrpo.policies.linears import PackedLinear, onednn_works
+from litgrpo.models.kernels.linear import PackedLinear, onednn_works
 from tests.benchmarks.workload import Work
 
 

@@ -40,10 +40,10 @@ def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
     from lightning import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader
 
+    from litgrpo.algorithm.objective import Objective
+    from litgrpo.algorithm.weighting import PerToken
     from litgrpo.modules.grpo import GRPO
-    from litgrpo.objectives.objective import Objective
-    from litgrpo.objectives.weighting import PerToken
-    from litgrpo.rewards.composite import Reward
+    from litgrpo.rewards.scorer import Reward
 
     torch.set_num_threads(work.threads)
     seed_everything(work.seed, verbose=False)

@@ -5,9 +5,9 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from litgrpo.objectives.objective import Objective
-from litgrpo.objectives.surrogates import PolicyGradient
-from litgrpo.rewards.composite import Reward
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.surrogates import PolicyGradient
+from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.sampling import Sampling
 from tests.benchmarks.dialogue import (
     by_persona,

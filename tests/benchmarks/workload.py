@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from litgrpo.policies.causal import CausalPolicy
-from litgrpo.policies.loading import Precision, as_policy
+from litgrpo.models.causal import CausalPolicy
+from litgrpo.models.loading import Precision, as_policy
 from litgrpo.types import PromptBatch
 
 FIRST_END = 3  # after <pad>, <bos>, <unk>

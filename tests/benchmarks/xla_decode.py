@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from litgrpo.device import mark_step
-from litgrpo.policies.policy import Policy
-from litgrpo.rollout import static_engine
+from litgrpo.models.policy import Policy
+from litgrpo.parallel.device import mark_step
+from litgrpo.rollout.engines import static as static_engine
+from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.rollout.static_engine import StaticEngine
 from litgrpo.types import PromptBatch
 from tests.conftest import tiny_policy
 

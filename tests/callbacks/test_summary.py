@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from litgrpo.callbacks.checkpoint import IterationCheckpoint
 from litgrpo.callbacks.summary import Summary, samples_page, table
+from litgrpo.checkpointing.callback import IterationCheckpoint
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 

@@ -8,9 +8,9 @@ from sacrebleu import corpus_bleu
 from torch.utils.data import DataLoader
 
 from litgrpo.evaluation.dialogue import DialogueScores, reply_counts
+from litgrpo.learner.config import Evaluation
 from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.settings import Evaluation
-from litgrpo.rewards.composite import Reward
+from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text import token_f1, without_articles
 from litgrpo.types import PromptBatch

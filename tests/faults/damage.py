@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from litgrpo.callbacks.manifest import MANIFEST, manifest_of
+from litgrpo.checkpointing.manifest import MANIFEST, manifest_of
 from tests.faults.running import Run, merged
 
 

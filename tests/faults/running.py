@@ -22,8 +22,11 @@ RECIPE: dict[str, Any] = {
     "model": {
         "init_args": {
             "rewards": {
-                "correct": {"function": "litgrpo.rewards.math.correctness", "weight": 0.8},
-                "format": {"function": "litgrpo.rewards.format.reasoning_answer", "weight": 0.2},
+                "correct": {"function": "litgrpo.rewards.library.math.correctness", "weight": 0.8},
+                "format": {
+                    "function": "litgrpo.rewards.library.format.reasoning_answer",
+                    "weight": 0.2,
+                },
                 "words": {"function": "tests.faults.killer.reward", "weight": 0.01},
             },
             "group_size": 4,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.objectives.objective import Objective
+from litgrpo.algorithm.objective import Objective
 from tests.modules.test_grpo import LENGTH, batches, module, train
 
 EVERY_TOKEN, NO_TOKEN = tuple(range(259)), (10_000,)

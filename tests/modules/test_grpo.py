@@ -3,16 +3,16 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
+from litgrpo.algorithm.importance import SamplerCorrection
+from litgrpo.algorithm.objective import Objective
 from litgrpo.data.pairs import PairBatch
+from litgrpo.learner.config import Evaluation, UpdateConfig
+from litgrpo.learner.metrics import Totals
+from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.reference import AdapterOff, FrozenModel
 from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.measures import Totals
-from litgrpo.modules.settings import Evaluation, Learning
-from litgrpo.objectives.importance import SamplerCorrection
-from litgrpo.objectives.objective import Objective
-from litgrpo.policies.loading import LoRA, Precision, as_policy
-from litgrpo.policies.reference import AdapterOff, FrozenModel
-from litgrpo.rewards.composite import Reward
-from litgrpo.rollout.eager_engine import EagerEngine
+from litgrpo.rewards.scorer import Reward
+from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -73,7 +73,7 @@ def step_gradient(grpo, batch) -> torch.Tensor:
 
 def test_the_gradient_is_that_of_the_papers_formula(architecture):
     batch = prompt_batch("a", "hello there", "xyz")
-    grpo = module(architecture, learning=Learning(max_grad_norm=None))
+    grpo = module(architecture, update=UpdateConfig(max_grad_norm=None))
     got = step_gradient(grpo, batch)
 
     # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
@@ -112,8 +112,8 @@ def test_the_gradient_is_that_of_the_papers_formula(architecture):
 def test_the_gradient_does_not_depend_on_the_micro_batch_split(limits, objective, kind):
     batch = prompt_batch("a", "hello there", "xyz")
     gradients = []
-    for learning in (Learning(micro_batch_tokens=None), Learning(**limits)):
-        grpo = module(kind, objective=objective, learning=learning, reference="another")
+    for learning in (UpdateConfig(micro_batch_tokens=None), UpdateConfig(**limits)):
+        grpo = module(kind, objective=objective, update=learning, reference="another")
         grpo.reference = FrozenModel(tiny_policy(kind, seed=5)) if objective.kl_coef else None
         gradients.append(step_gradient(grpo, batch))
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-5
@@ -137,7 +137,7 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
     for inner_epochs in (1, 2):
         grpo = module(
             architecture,
-            learning=Learning(inner_epochs=inner_epochs),
+            update=UpdateConfig(inner_epochs=inner_epochs),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         )
         logged.append(train(grpo, batches("a", "hello")).logged_metrics)
@@ -147,13 +147,13 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
 
 def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
     batch = prompt_batch("a", "hello there")
-    two_epochs = Learning(inner_epochs=2)
+    two_epochs = UpdateConfig(inner_epochs=2)
     for sampling, exact in [
         (Sampling(temperature=0.7), True),
         (Sampling(top_k=5, top_p=0.9), True),
         (Sampling(temperature=0.0), False),
     ]:
-        grpo = module(learning=two_epochs, sampling=sampling)
+        grpo = module(update=two_epochs, sampling=sampling)
         seen = []
         grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
         train(grpo, loader(batch))
@@ -171,7 +171,7 @@ def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
 def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
     """The gradient of the mean of A log p, p renormalized by hand over the tokens kept."""
     batch, sampling = prompt_batch("a", "hello there"), Sampling(temperature=0.9, top_k=4)
-    grpo = module(sampling=sampling, learning=Learning(max_grad_norm=None))
+    grpo = module(sampling=sampling, update=UpdateConfig(max_grad_norm=None))
     got = step_gradient(grpo, batch)
     grpo = module(sampling=sampling)
     rollout = grpo.generate(batch, "train", GROUP, sampling)
@@ -200,8 +200,8 @@ def test_a_set_too_large_to_remember_is_refused_and_an_open_one_is_bounded():
 
 
 def test_mini_batches_take_one_optimizer_step_each():
-    learning = Learning(inner_epochs=2, num_mini_batches=2)
-    grpo = module(learning=learning, max_iterations=3)
+    learning = UpdateConfig(inner_epochs=2, num_mini_batches=2)
+    grpo = module(update=learning, max_iterations=3)
     runner = train(grpo, batches("a", "hello", "xyz"))
     assert (grpo.iteration, runner.global_step) == (3, 12)
 
@@ -315,7 +315,7 @@ def test_lora_trains_adapters_only_and_is_kept_near_the_model_without_them(kind,
 
 
 def test_mixed_precision_recomputes_the_old_logprobs_and_learns_in_float32_weights():
-    grpo = module(learning=Learning(inner_epochs=2))
+    grpo = module(update=UpdateConfig(inner_epochs=2))
     runner = train(grpo, batches("a", "hello"), precision="bf16-mixed")
     assert all(parameter.dtype == torch.float32 for parameter in grpo.policy.parameters())
     assert runner.logged_metrics["optim/grad_norm"].isfinite()
@@ -328,8 +328,8 @@ def test_a_precision_that_converts_prompts_is_refused():
 
 def test_low_precision_weights_recompute_the_old_logprobs():
     for dtype, same in [("float32", True), ("bfloat16", False)]:
-        learning = Learning(inner_epochs=2)
-        grpo = module(learning=learning, precision=Precision(dtype=dtype))
+        learning = UpdateConfig(inner_epochs=2)
+        grpo = module(update=learning, precision=Precision(dtype=dtype))
         grpo.policy.to(getattr(torch, dtype))
         seen = []
         grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
@@ -345,8 +345,8 @@ def test_pairs_instead_of_prompts_are_refused():
 
 
 def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed():
-    engine = EagerEngine(dtype="bfloat16")
-    grpo = module(engine=engine, learning=Learning(inner_epochs=2))
+    engine = LocalEngine(dtype="bfloat16")
+    grpo = module(engine=engine, update=UpdateConfig(inner_epochs=2))
     seen, update = [], grpo.update
     grpo.update = lambda experience: seen.append(experience) or update(experience)
     runner = train(grpo, batches("a", "hello there"))
@@ -359,7 +359,7 @@ def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed():
     torch.testing.assert_close(runner.logged_metrics["policy/sampler_gap"], expected)
     weights = SamplerCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
     assert 1e-4 < (weights - 1).abs().mean() < 0.1
-    exact = module(learning=Learning(inner_epochs=2))
+    exact = module(update=UpdateConfig(inner_epochs=2))
     assert "policy/sampler_gap" not in train(exact, batches("a")).logged_metrics
 
 
@@ -367,8 +367,8 @@ def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
     batch = prompt_batch("a", "hello there", "xyz")
     losses = []
     for size in (None, 1, 5):
-        learning = Learning(inner_epochs=2, micro_batch_size=size)
-        grpo = module(learning=learning, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        learning = UpdateConfig(inner_epochs=2, micro_batch_size=size)
+        grpo = module(update=learning, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
         runner = train(grpo, loader(batch))
         losses.append(float(runner.callback_metrics["policy/loss"]))
         assert abs(float(runner.callback_metrics["policy/advantage_mean"])) < 1e-5

@@ -10,7 +10,7 @@ import re, sys, time
 from lightning import Trainer
 from torch.utils.data import DataLoader
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards import ProcessGuard, Reward
+from litgrpo.rewards import ProcessRunner, Reward
 from tests.conftest import prompt_batch, tiny_policy
 
 calls = []
@@ -21,9 +21,9 @@ def sometimes_hangs(prompts, completions):
         re.match("(a+)+$", "a" * 60 + "b")
     return [float(len(set(text))) for text in completions]
 
-guard = ProcessGuard(timeout_s=6.0, workers=1)
+guard = ProcessRunner(timeout_s=6.0, workers=1)
 module = GRPO("", {"letters": Reward(sometimes_hangs)}, group_size=4, max_completion_len=8,
-              max_iterations=4, check_invariants=False, guard=guard)
+              max_iterations=4, check_invariants=False, reward_runner=guard)
 module.policy = tiny_policy("llama")
 start = time.monotonic()
 batch = prompt_batch("one", "two")

@@ -5,10 +5,10 @@ import torch
 from lightning import Trainer
 
 from litgrpo.data.prompts import PromptData
+from litgrpo.models.loading import export
 from litgrpo.modules.grpo import GRPO
-from litgrpo.policies.loading import export
-from litgrpo.rewards.composite import Reward
 from litgrpo.rewards.models import RewardModel
+from litgrpo.rewards.scorer import Reward
 from tests.conftest import tiny_policy
 from tests.rewards.classifiers import CHAT, write_classifier
 

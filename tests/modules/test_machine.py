@@ -1,14 +1,14 @@
 import pytest
 import torch
 
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.kernels.linear import Kernels
+from litgrpo.models.reference import FrozenModel
 from litgrpo.modules import machine
 from litgrpo.modules.grpo import GRPO
-from litgrpo.policies import linears
-from litgrpo.policies.linears import Kernels
-from litgrpo.policies.reference import FrozenModel
-from litgrpo.rewards.composite import Reward
+from litgrpo.rewards.scorer import Reward
+from tests.checks.test_invariants import fit, module
 from tests.conftest import tiny_policy
-from tests.modules.test_invariants import fit, module
 
 ONEDNN = Kernels(decode="onednn", learn="onednn")
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")

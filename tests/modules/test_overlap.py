@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
+from litgrpo.algorithm.objective import Objective
 from litgrpo.data.prompts import PromptData
-from litgrpo.modules.settings import Evaluation, Learning
-from litgrpo.objectives.objective import Objective
-from litgrpo.policies.reference import FrozenModel
-from litgrpo.rewards import InProcessGuard, ProcessGuard
+from litgrpo.learner.config import Evaluation, UpdateConfig
+from litgrpo.models.reference import FrozenModel
+from litgrpo.rewards import InProcessRunner, ProcessRunner
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
 from tests.modules.test_grpo import GROUP, letters, module, train
@@ -21,7 +21,7 @@ KL = Objective(kl_coef=0.1)
 
 @pytest.fixture
 def guard():
-    guard = ProcessGuard(timeout_s=20, workers=2)
+    guard = ProcessRunner(timeout_s=20, workers=2)
     yield guard
     guard.close()
 
@@ -48,7 +48,7 @@ def learner(told=lambda rows: None, **settings):
 def test_the_reference_is_asked_while_workers_judge(guard, tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = learner(lambda rows: path.touch(), reward=reward, guard=guard)
+    grpo = learner(lambda rows: path.touch(), reward=reward, reward_runner=guard)
     logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
     assert not guard.failures  # no row waited for the reference in vain
     assert {"time/rollout_s", "time/reward_s", "time/reference_s", "time/learn_s"} <= {*logged}
@@ -57,7 +57,7 @@ def test_the_reference_is_asked_while_workers_judge(guard, tmp_path):
 def test_greedy_completions_are_sampled_while_workers_judge(guard, tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = module(reward=reward, guard=guard, evaluation=Evaluation(samples=4))
+    grpo = module(reward=reward, reward_runner=guard, evaluation=Evaluation(samples=4))
     generate = grpo.generate
 
     def sampled(prompts, purpose, group_size, sampling):
@@ -70,11 +70,13 @@ def test_greedy_completions_are_sampled_while_workers_judge(guard, tmp_path):
     assert not guard.failures
 
 
-@pytest.mark.parametrize("learning", [Learning(), Learning(inner_epochs=2, num_mini_batches=2)])
+@pytest.mark.parametrize(
+    "learning", [UpdateConfig(), UpdateConfig(inner_epochs=2, num_mini_batches=2)]
+)
 def test_the_weights_are_the_same_to_the_last_bit(guard, learning):
     ends = []
-    for how in (InProcessGuard(), guard):
-        grpo = learner(reward=faulty.letters, guard=how, learning=learning, max_iterations=3)
+    for how in (InProcessRunner(), guard):
+        grpo = learner(reward=faulty.letters, reward_runner=how, update=learning, max_iterations=3)
         train(grpo, PromptData(TEXTS, batch_size=2))
         ends.append(grpo.policy.state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -96,14 +98,14 @@ def test_no_reference_is_asked_about_groups_that_may_be_replaced():
         events.append("rewards")
         return letters(prompts, completions)
 
-    grpo = learner(lambda rows: events.append("reference"), reward=judged, max_redraws=1)
+    grpo = learner(lambda rows: events.append("reference"), reward=judged, max_resamples=1)
     train(grpo, PromptData(TEXTS, batch_size=4))
     assert events[0] == "rewards"
     assert "rewards" not in events[events.index("reference") :]
 
 
 def test_what_was_never_gathered_ends_with_the_next_question_or_the_guard(guard, tmp_path):
-    grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), guard=guard)
+    grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), reward_runner=guard)
     rollout = grpo.generate(prompt_batch(*TEXTS), "train", GROUP, Sampling())
     grpo.start_reward(rollout)
     grpo.start_reward(rollout)
@@ -114,8 +116,8 @@ def test_what_was_never_gathered_ends_with_the_next_question_or_the_guard(guard,
 
 
 def test_time_in_which_nobody_looks_is_not_the_rows():
-    guard = ProcessGuard(timeout_s=1.0, workers=2)
-    grpo = module(reward=faulty.sleeps, guard=guard)
+    guard = ProcessRunner(timeout_s=1.0, workers=2)
+    grpo = module(reward=faulty.sleeps, reward_runner=guard)
     rollout = grpo.generate(prompt_batch("a", "b"), "train", GROUP, Sampling())
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]
     gather = grpo.start_reward(rollout)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from lightning import Trainer
 
+from litgrpo.algorithm.objective import Objective
 from litgrpo.data.prompts import PromptData
 from litgrpo.evaluation.dialogue import DialogueScores
+from litgrpo.learner.config import Evaluation, UpdateConfig
+from litgrpo.learner.metrics import Clock, Totals
+from litgrpo.models.reference import FrozenModel
 from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.measures import Clock, Totals
-from litgrpo.modules.settings import Evaluation, Learning
-from litgrpo.objectives.objective import Objective
-from litgrpo.policies.reference import FrozenModel
-from litgrpo.rewards.composite import Reward
-from litgrpo.rewards.guard import InProcessGuard
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.scorer import Reward
 from tests.algorithms import PUBLISHED
 from tests.conftest import tiny_policy
 
@@ -54,10 +54,10 @@ def train(num_processes, folder, kind):
         max_iterations=2,
         objective=Objective(kl_coef=0.1),
         reference="another",
-        learning=Learning(inner_epochs=2, micro_batch_size=3),
+        update=UpdateConfig(inner_epochs=2, micro_batch_size=3),
         evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3, corpus=DialogueScores()),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
-        guard=InProcessGuard(),
+        reward_runner=InProcessRunner(),
     )
     grpo.policy = policy(kind)
     grpo.reference = FrozenModel(policy(kind, seed=1))
@@ -122,8 +122,8 @@ def take_gradients(num_processes, folder):
             objective=Objective(kl_coef=0.1),
             reference="another",
             check_invariants=False,
-            guard=InProcessGuard(),
-            learning=Learning(micro_batch_size=3),
+            reward_runner=InProcessRunner(),
+            update=UpdateConfig(micro_batch_size=3),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         )
         grpo.policy = tiny_policy("qwen2").to(dtype)
@@ -151,9 +151,9 @@ def redraw(num_processes, folder):
         group_size=4,
         max_completion_len=6,
         max_iterations=2,
-        max_redraws=6,
+        max_resamples=6,
         check_invariants=False,
-        guard=InProcessGuard(),
+        reward_runner=InProcessRunner(),
     )
     grpo.policy = tiny_policy("qwen2")
     runner = trainer(num_processes)
@@ -175,7 +175,7 @@ def test_processes_redraw_together_until_each_has_what_it_needs(tmp_path):
     for num in (1, 2):
         report = json.loads((tmp_path / f"{num}.json").read_text())
         assert report["dynamic/filled_frac"] == 1
-        assert report["dynamic/redraws"] >= 1
+        assert report["dynamic/resamples"] >= 1
 
 
 @pytest.mark.timeout(120)

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.data.pairs import PairBatch, PairData
+from litgrpo.models.loading import LoRA, export
+from litgrpo.models.scratch import Scratch
 from litgrpo.modules.sft import SFT
-from litgrpo.policies.loading import LoRA, export
-from litgrpo.policies.scratch import Scratch
 from tests.conftest import byte_tokenizer, tiny_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8}

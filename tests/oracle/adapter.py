@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from litgrpo.objectives import kl
-from litgrpo.objectives.advantages import Advantages, DecoupledNormalized, Normalized
-from litgrpo.objectives.importance import SamplerCorrection
-from litgrpo.objectives.objective import Objective, Whole
-from litgrpo.objectives.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
-from litgrpo.objectives.weighting import (
+from litgrpo.algorithm import kl
+from litgrpo.algorithm.advantages import Advantages, DecoupledNormalized, Normalized
+from litgrpo.algorithm.importance import SamplerCorrection
+from litgrpo.algorithm.objective import Objective, Whole
+from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
+from litgrpo.algorithm.weighting import (
     Constant,
     PerSequence,
     PerToken,

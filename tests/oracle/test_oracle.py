@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter import advantages, importance, loss
 
-from litgrpo.objectives.objective import Objective
-from litgrpo.objectives.surrogates import CISPO
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.surrogates import CISPO
+from tests.oracle.adapter import advantages, importance, loss
 
 FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
 if not FOLDER.is_dir():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from litgrpo.rewards import Composite, Reward, RewardFailure
+from litgrpo.rewards import Reward, RewardFailure, Scorer
 from litgrpo.rewards.models import RewardModel, column_of, load_judges, own_limit
 from tests.conftest import tiny_model
 from tests.rewards.classifiers import CHAT, SIZES, judge_tokenizer, write_classifier
@@ -179,7 +179,7 @@ def test_a_score_that_is_not_a_number_masks_its_completion_and_no_other(tmp_path
     def length(completions):
         return [len(text) for text in completions]
 
-    composite = Composite({"judge": Reward(judge), "length": Reward(length)})
+    composite = Scorer({"judge": Reward(judge), "length": Reward(length)})
     table = composite(PROMPTS, [TEXTS[0], "4!", *TEXTS[2:]], {}, group_size=2)
     assert table.valid.tolist() == [[True, False], [True, True]]
     assert composite.failures == {"judge": {"returned nan": 1}}
@@ -187,7 +187,7 @@ def test_a_score_that_is_not_a_number_masks_its_completion_and_no_other(tmp_path
 
 def test_a_model_that_gives_nothing_but_nan_stops_the_run(tmp_path):
     judge = RewardModel(write_classifier(tmp_path, nan_token="4"))
-    composite = Composite({"judge": Reward(judge)})
+    composite = Scorer({"judge": Reward(judge)})
     with pytest.raises(RewardFailure, match=r"'judge'.*4 of 4"):
         composite(PROMPTS, ["4"] * 4, {}, group_size=2)
 
@@ -196,7 +196,7 @@ def test_several_models_judge_at_once(tmp_path):
     parts = {}
     for name in ("llama", "bert"):
         parts[name] = Reward(RewardModel(write_classifier(tmp_path / name, name)))
-    table = Composite(parts)(PROMPTS, TEXTS, {}, group_size=2)
+    table = Scorer(parts)(PROMPTS, TEXTS, {}, group_size=2)
     for name, part in parts.items():
         scores = part.function(PROMPTS, TEXTS).double().view(2, 2)
         assert torch.equal(table.parts[name], scores)
@@ -214,7 +214,7 @@ def test_it_computes_in_its_own_precision_inside_mixed_precision(dtype, tmp_path
 
 def test_rewards_that_differ_by_bfloat16_rounding_count_as_equal(tmp_path):
     judge = RewardModel(write_classifier(tmp_path), dtype="bfloat16")
-    table = Composite({"judge": Reward(judge)})(PROMPTS, TEXTS, {}, group_size=2)
+    table = Scorer({"judge": Reward(judge)})(PROMPTS, TEXTS, {}, group_size=2)
     assert table.precision == torch.finfo(torch.bfloat16).eps
 
 

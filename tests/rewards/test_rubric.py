@@ -7,7 +7,7 @@ import jsonargparse
 import pytest
 import torch
 
-from litgrpo.rewards import Composite, ProcessGuard, Reward
+from litgrpo.rewards import ProcessRunner, Reward, Scorer
 from litgrpo.rewards.models import Judge, load_judges
 from litgrpo.rewards.rubric import Criterion, Rubric
 
@@ -54,7 +54,7 @@ def test_a_judge_gets_the_columns_that_it_names_and_is_judged_as_one_part():
         return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
 
     columns = {"answer": ["right", "wrong", "x", "right"], "other": [0] * 4}
-    composite = Composite({"rubric": Reward(Rubric(CRITERIA, knowing), weight=2.0)})
+    composite = Scorer({"rubric": Reward(Rubric(CRITERIA, knowing), weight=2.0)})
     table = composite(PROMPTS, TEXTS, columns, group_size=2)
     assert table.total.tolist() == [[0.0, 2.0], [0.0, 2.0]]
 
@@ -76,7 +76,7 @@ def test_the_precision_of_the_marks_is_kept():
     def coarse(prompts, completions, criterion):
         return torch.tensor([0.5, 1.0, 0.0, 0.25], dtype=torch.bfloat16)
 
-    table = Composite({"rubric": Reward(Rubric(CRITERIA, coarse))})(PROMPTS, TEXTS, {}, 2)
+    table = Scorer({"rubric": Reward(Rubric(CRITERIA, coarse))})(PROMPTS, TEXTS, {}, 2)
     assert table.precision == torch.finfo(torch.bfloat16).eps
     assert table.total.tolist() == [[0.5, 1.0], [0.0, 0.25]]
 
@@ -142,11 +142,11 @@ def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
         "with_weights": Rubric(CRITERIA, Placed(), highest=1e9),
         "plain": Rubric(CRITERIA, placed, highest=1e9),
     }
-    guard = ProcessGuard(workers=1)
+    guard = ProcessRunner(workers=1)
     rewards = {name: Reward(function) for name, function in parts.items()}
-    composite = Composite(rewards, guard=guard)
+    composite = Scorer(rewards, runner=guard)
     table = composite(PROMPTS, TEXTS, {}, group_size=2)
-    composite.guard.close()
+    composite.runner.close()
     here = os.getpid()
     assert table.parts["weights"][0, 0] == here
     assert table.parts["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)

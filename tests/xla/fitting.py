@@ -13,8 +13,8 @@ import yaml
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from litgrpo.commands import main
-from litgrpo.device import to_host
+from litgrpo.cli.commands import main
+from litgrpo.parallel.device import to_host
 from litgrpo.types import Rollout
 from tests.faults.running import merged
 
@@ -24,13 +24,16 @@ SMALL: dict[str, Any] = {
     "model": {
         "init_args": {
             "rewards": {
-                "correct": {"function": "litgrpo.rewards.math.correctness", "weight": 0.8},
-                "format": {"function": "litgrpo.rewards.format.reasoning_answer", "weight": 0.2},
+                "correct": {"function": "litgrpo.rewards.library.math.correctness", "weight": 0.8},
+                "format": {
+                    "function": "litgrpo.rewards.library.format.reasoning_answer",
+                    "weight": 0.2,
+                },
             },
-            "guard": {"class_path": "litgrpo.rewards.guard.InProcessGuard"},
+            "reward_runner": {"class_path": "litgrpo.rewards.runner.in_process.InProcessRunner"},
             "group_size": 4,
             "check_invariants": False,
-            "learning": {"micro_batch_size": 12},
+            "update": {"micro_batch_size": 12},
         }
     },
     "data": {

@@ -11,8 +11,8 @@ import sys
 import torch
 from transformers import Gemma2Config
 
-from litgrpo.memory import Blueprint, Chips, Work, account
-from litgrpo.sharding import shard_dim
+from litgrpo.parallel.xla.sharding import shard_dim
+from litgrpo.tools.plan.memory import Blueprint, Chips, Work, account
 from tests.xla.own_process import ENVIRONMENT, ROOT
 
 ROWS, LENGTH, GIB = 8, 256, 2**30

@@ -13,7 +13,7 @@ SETTINGS: dict[str, Any] = {
             "rewards": {"words": {"function": "tests.faults.killer.reward"}},
             "max_completion_len": 20,
             "objective": {"kl_coef": 0.05},
-            "learning": {"inner_epochs": 2},
+            "update": {"inner_epochs": 2},
         }
     }
 }

@@ -6,7 +6,7 @@ from typing import Any
 from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
 from tests.xla.own_process import own_process
 
-FOUR = {"trainer": {"strategy": {"class_path": "litgrpo.strategies.xla.XLASPMDStrategy"}}}
+FOUR = {"trainer": {"strategy": {"class_path": "litgrpo.parallel.xla.strategy.XLASPMDStrategy"}}}
 KINDS: dict[str, list[str]] = {"cache": [], "batch": [], "gradients": []}
 
 
@@ -32,8 +32,8 @@ def is_cut(spec: str) -> bool:
 
 def note_caches_and_batches(monkey) -> None:
     """Look at the cache after each token, and at every tensor of a micro-batch."""
-    from litgrpo.modules import fixed_shapes
-    from litgrpo.rollout import static_engine
+    from litgrpo.learner import static_batches as fixed_shapes
+    from litgrpo.rollout.engines import static as static_engine
 
     compile_step, rows_to = static_engine.compile_step, fixed_shapes.rows_to
 
@@ -60,8 +60,8 @@ def note_gradients(monkey) -> None:
     """Look at gradients where the program of a micro-batch has ended."""
     import torch_xla
 
-    from litgrpo.modules import learning
-    from litgrpo.strategies.xla import XLASPMDStrategy
+    from litgrpo.learner import learner as learning
+    from litgrpo.parallel.xla.strategy import XLASPMDStrategy
 
     mark_step, post_backward = learning.mark_step, XLASPMDStrategy.post_backward
     models = []

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from litgrpo.policies.policy import Policy
-from litgrpo.rollout.reference_engine import ReferenceEngine
+from litgrpo.models.policy import Policy
+from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms, sample
-from litgrpo.rollout.static_engine import StaticEngine
 from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.reference_engine import ReferenceEngine
 from tests.xla.own_process import own_process
 
 TEXTS = ("a", "what is 3+4?", "hello", "xy")

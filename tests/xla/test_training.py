@@ -13,7 +13,7 @@ LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the overlay
 
 @own_process()
 def test_the_quickstart_is_the_run_of_the_cpu_and_is_compiled_once():
-    from litgrpo.device import counters
+    from litgrpo.parallel.device import counters
 
     expected = fit("cpu", 1, SMALL)
     Watcher.look = lambda trainer, module: counters(module.device)
@@ -56,7 +56,7 @@ def test_lora_lower_precision_and_clipping_behind_the_reduction():
     ]
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(xm, "reduce_gradients", doubled)
-        found = fit("xla", 1, SMALL, settings(learning={"max_grad_norm": 0.01}))
+        found = fit("xla", 1, SMALL, settings(update={"max_grad_norm": 0.01}))
     # What clipping measured is what it scaled down.
     norms = [seen.rows[0]["optim/grad_norm"] for seen in (plain, found)]
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)

@@ -96,6 +96,6 @@ class CheckpointFolders(Checkpoint):
 
 
 def _write_policy(pl_module: Any, folder: Path) -> None:
-    from litgrpo.policies.loading import export  # slow: imports transformers
+    from litgrpo.models.loading import export  # slow: imports transformers
 
     export(pl_module.policy, folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +12,16 @@ from lightning import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from litgrpo.device import make_ready, seed
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
-from litgrpo.modules.guarding import rollout_within_memory
-from litgrpo.modules.measures import on_host
-from litgrpo.modules.settings import Evaluation
-from litgrpo.policies.loading import load_tokenizer
-from litgrpo.policies.policy import Policy
-from litgrpo.rewards.composite import Composite
+from litgrpo.learner.config import Evaluation
+from litgrpo.learner.guarding import rollout_within_memory
+from litgrpo.learner.metrics import on_host
+from litgrpo.models.loading import load_tokenizer
+from litgrpo.models.policy import Policy
+from litgrpo.parallel.device import make_ready, seed
 from litgrpo.rewards.models import load_judges
-from litgrpo.rollout.engine import RolloutEngine
+from litgrpo.rewards.scorer import Scorer
+from litgrpo.rollout.engines.interface import RolloutEngine
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.text import extract_answer, extract_reasoning
 from litgrpo.types import PromptBatch, RewardTable, Rollout
@@ -47,7 +46,7 @@ class AnsweringModule(LightningModule):
     def __init__(
         self,
         pretrained: str,
-        rewards: Composite,
+        rewards: Scorer,
         *,
         engine: RolloutEngine,
         evaluation: Evaluation,
@@ -103,7 +102,7 @@ class AnsweringModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Let the reward functions' processes go."""
-        self.rewards.guard.close()
+        self.rewards.runner.close()
 
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
@@ -218,7 +217,7 @@ class AnsweringModule(LightningModule):
             self.engine, rollout = rollout_within_memory(
                 self.engine, self.policy, prompts, group_size, uniforms, sampling, self.lowered
             )
-        texts = self.policy.tokenizer.batch_decode(_real_tokens(rollout), skip_special_tokens=True)
+        texts = self.policy.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
         return replace(rollout, completions=texts)
 
     def reward(self, rollout: Rollout) -> RewardTable:
@@ -241,23 +240,7 @@ class AnsweringModule(LightningModule):
         Returns:
             What waits for the [B, G] rewards.
         """
-        prompts, group_size = rollout.prompts, rollout.group_size
-        columns = {
-            name: [value for value in values for _ in range(group_size)]
-            for name, values in prompts.columns.items()
-        }
-        columns |= {
-            "completion_ids": _real_tokens(rollout),
-            "completion_lengths": rollout.lengths.tolist(),
-            "truncated": rollout.truncated.tolist(),
-        }
-        texts = [text for text in prompts.prompts for _ in range(group_size)]
-        # What reward functions written for TRL may ask for by name.
-        state = SimpleNamespace(global_step=self.iteration, max_steps=self.max_iterations)
-        context = {"trainer_state": state}
-        return self.rewards.start(
-            texts, rollout.completions, columns, group_size, context, self.iteration
-        )
+        return self.rewards.submit(rollout, self.iteration, self.max_iterations).result
 
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Answer held-out prompts and count successes.
@@ -341,9 +324,3 @@ class AnsweringModule(LightningModule):
             }
             for row, text in enumerate(rollout.completions)
         ]
-
-
-def _real_tokens(rollout: Rollout) -> list[list[int]]:
-    """N lists of token ids without padding, by one transfer to the host."""
-    rows = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
-    return [ids[:length] for ids, length in rows]

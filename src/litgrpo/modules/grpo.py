@@ -9,22 +9,23 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from litgrpo.algorithm.objective import Objective
+from litgrpo.checks import invariants
 from litgrpo.data.sampler import BatchLoader
-from litgrpo.device import compiles_shapes, peak_memory_gib
-from litgrpo.modules import invariants, machine
-from litgrpo.modules.controllers import Controllers, Steering
-from litgrpo.modules.learning import LearningModule
-from litgrpo.modules.measures import Clock, Totals
-from litgrpo.modules.redraw import redrawn
-from litgrpo.modules.settings import Evaluation, Learning
-from litgrpo.objectives.objective import Objective
-from litgrpo.policies.loading import LoRA, Precision, check_weights, load_policy, load_reference
-from litgrpo.policies.reference import FrozenModel
-from litgrpo.rewards import format as formats
-from litgrpo.rewards.composite import Composite, Reward, RewardFormat
-from litgrpo.rewards.guard import Guard
-from litgrpo.rollout.eager_engine import EagerEngine
-from litgrpo.rollout.engine import RolloutEngine
+from litgrpo.learner.config import Evaluation, UpdateConfig
+from litgrpo.learner.learner import LearningModule
+from litgrpo.learner.metrics import Clock, Totals
+from litgrpo.learner.schedules import Controllers, Steering
+from litgrpo.models.loading import LoRA, Precision, check_weights, load_policy, load_reference
+from litgrpo.models.reference import FrozenModel
+from litgrpo.modules import machine
+from litgrpo.parallel.device import compiles_shapes, peak_memory_gib
+from litgrpo.rewards.library import format as formats
+from litgrpo.rewards.runner.in_process import RewardRunner
+from litgrpo.rewards.scorer import Reward, RewardFormat, Scorer
+from litgrpo.rollout.dynamic_sampling import redrawn
+from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
@@ -43,14 +44,14 @@ class GRPO(LearningModule):
         max_completion_len: tokens of a completion at most, C.
         sampling: temperature and filters of the rollout.
         engine: how the rollout is computed.
-        learning: how the optimizer uses one rollout.
+        update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and counted.
         optimizer: as in torch, without parameters.
         lr_scheduler: as in torch, without optimizer; stepped once per optimizer step.
         max_iterations: stop after so many iterations; None leaves it to the trainer.
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
-        max_redraws: where all completions of a prompt are equally good, ask another prompt, at most
-            so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
+        max_resamples: where all completions of a prompt are equally good, sample another prompt, at
+            most so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
         soft_overlong: share of max_completion_len, at its end, over which a completion loses up to
             1 point of reward (DAPO's soft overlong punishment); 0 punishes nothing.
         reference: model that the KL term refers to; None takes the start (with LoRA: the model
@@ -62,8 +63,8 @@ class GRPO(LearningModule):
             and reference agree, and refuse to train where they do not; skipped on devices that
             compile a program for each shape.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
-        guard: how reward functions are run: `ProcessGuard` (default) in processes that are ended
-            when they hang, or `InProcessGuard`.
+        reward_runner: how reward functions are run: `ProcessRunner` (default) in processes that
+            are ended when they hang, or `InProcessRunner`.
         seed: names the random numbers of all rollouts.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
@@ -78,14 +79,14 @@ class GRPO(LearningModule):
         group_size: int = 8,
         max_completion_len: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
-        engine: RolloutEngine = EagerEngine(),  # noqa: B008 (frozen)
-        learning: Learning = Learning(),  # noqa: B008 (frozen)
+        engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
+        update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
-        max_redraws: int = 0,
+        max_resamples: int = 0,
         soft_overlong: float = 0.0,
         reference: str | None = None,
         controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
@@ -93,7 +94,7 @@ class GRPO(LearningModule):
         lora: LoRA | None = None,
         check_invariants: bool = True,
         reward_format: RewardFormat = "text",
-        guard: Guard | None = None,
+        reward_runner: RewardRunner | None = None,
         seed: int = 0,
     ) -> None:
         """Check the choices; weights are loaded in `configure_model`."""
@@ -101,11 +102,11 @@ class GRPO(LearningModule):
             objective=objective,
             group_size=group_size,
             sampling=sampling.remembered(),
-            learning=learning,
+            learning=update,
             precision=precision,
             pretrained=pretrained,
-            rewards=Composite(
-                rewards | overlong(soft_overlong, max_completion_len), reward_format, guard
+            rewards=Scorer(
+                rewards | overlong(soft_overlong, max_completion_len), reward_format, reward_runner
             ),
             engine=engine,
             evaluation=evaluation,
@@ -121,7 +122,7 @@ class GRPO(LearningModule):
         self.lora = lora
         self.check_invariants = check_invariants
         self.max_generated_tokens = max_generated_tokens
-        self.max_redraws = max_redraws
+        self.max_resamples = max_resamples
         self.generated_tokens = 0
         controllers.check(objective)
         self.controllers = controllers
@@ -171,12 +172,12 @@ class GRPO(LearningModule):
         gather = self.start_reward(rollout)  # how good it was, told by other processes ...
         clock.stop("time/reward_s")
         # ... and meanwhile the models are asked; all for nothing if groups are replaced.
-        unjudged = None if self.max_redraws else self.unjudged(rollout)
+        unjudged = None if self.max_resamples else self.unjudged(rollout)
         clock.stop("time/reference_s")
         rewards = gather()
         clock.stop("time/reward_s")
         seen = rewards.stats() | rollout.stats()
-        if self.max_redraws:
+        if self.max_resamples:
             rollout, rewards, redraws = self.redraw(rollout, rewards, clock)
             seen |= redraws
         if self.controllers.entropy is not None:
@@ -235,7 +236,7 @@ class GRPO(LearningModule):
             more=lambda count: self.placed(loader.more(count)),
             ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
             most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
-            max_redraws=self.max_redraws,
+            max_resamples=self.max_resamples,
             whole=self.fixed_on is not None,
         )
 
@@ -306,10 +307,10 @@ class GRPO(LearningModule):
         Raises:
             ValueError: dynamic sampling of data that cannot give prompts out of turn.
         """
-        if self.max_redraws and not isinstance(self.trainer.train_dataloader, BatchLoader):
+        if self.max_resamples and not isinstance(self.trainer.train_dataloader, BatchLoader):
             raise ValueError(
-                f"max_redraws is {self.max_redraws}, but the training data cannot give prompts out "
-                "of turn. Use litgrpo.data.prompts.PromptData, or set max_redraws to 0."
+                f"max_resamples is {self.max_resamples}, but the training data cannot give prompts "
+                "out of turn. Use litgrpo.data.prompts.PromptData, or set max_resamples to 0."
             )
         self._stop_when_done()
 

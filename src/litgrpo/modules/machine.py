@@ -9,8 +9,8 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from litgrpo.policies.linears import Kernels
-from litgrpo.policies.policy import Policy
+from litgrpo.models.kernels.linear import Kernels
+from litgrpo.models.policy import Policy
 
 KEY = "machine"
 

@@ -11,10 +11,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from litgrpo.device import compiles_shapes
+from litgrpo.learner.guarding import all_finite, drop_gradient
+from litgrpo.models.scratch import Scratch
 from litgrpo.modules import machine
-from litgrpo.modules.guarding import all_finite, drop_gradient
-from litgrpo.policies.scratch import Scratch
+from litgrpo.parallel.device import compiles_shapes
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import ReportsSteps, Skipped
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from litgrpo.data.pairs import PairBatch
-    from litgrpo.policies.loading import LoRA, Precision
-    from litgrpo.policies.policy import Policy
+    from litgrpo.models.loading import LoRA, Precision
+    from litgrpo.models.policy import Policy
 
 
 class SFT(LightningModule, ReportsSteps):
@@ -106,7 +106,7 @@ class SFT(LightningModule, ReportsSteps):
         Args:
             texts: prompts and completions of the training set.
         """
-        from litgrpo.policies.loading import load_tokenizer
+        from litgrpo.models.loading import load_tokenizer
 
         if self.tokenizer is None and self.scratch is not None:
             self.tokenizer = self.scratch.build_tokenizer(texts)
@@ -117,7 +117,7 @@ class SFT(LightningModule, ReportsSteps):
 
     def configure_model(self) -> None:
         """Load or make the policy, once."""
-        from litgrpo.policies.loading import as_policy, load_policy
+        from litgrpo.models.loading import as_policy, load_policy
 
         if self.policy is not None:
             return

@@ -6,40 +6,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from litgrpo.rewards.calls import pure, whole_batch
-    from litgrpo.rewards.composite import Composite, Reward
-    from litgrpo.rewards.guard import Guard, InProcessGuard, RewardFailure
     from litgrpo.rewards.models import Judge, RewardModel
-    from litgrpo.rewards.process_guard import ProcessGuard
     from litgrpo.rewards.rubric import Criterion, Rubric
+    from litgrpo.rewards.runner.calls import pure, whole_batch
+    from litgrpo.rewards.runner.in_process import InProcessRunner, RewardFailure, RewardRunner
+    from litgrpo.rewards.runner.process_guard import ProcessRunner
+    from litgrpo.rewards.scorer import Reward, Scorer
 
 # Imported when asked for, because a worker process needs `calls` and a user's function needs `math`
 # without torch, which takes a second.
 HOMES = {
-    "Composite": "composite",
-    "Reward": "composite",
-    "Guard": "guard",
-    "InProcessGuard": "guard",
-    "RewardFailure": "guard",
-    "ProcessGuard": "process_guard",
+    "Scorer": "scorer",
+    "Reward": "scorer",
+    "RewardRunner": "runner.in_process",
+    "InProcessRunner": "runner.in_process",
+    "RewardFailure": "runner.in_process",
+    "ProcessRunner": "runner.process_guard",
     "Judge": "models",
     "RewardModel": "models",
     "Criterion": "rubric",
     "Rubric": "rubric",
-    "pure": "calls",
-    "whole_batch": "calls",
+    "pure": "runner.calls",
+    "whole_batch": "runner.calls",
 }
 __all__ = [
-    "Composite",
     "Criterion",
-    "Guard",
-    "InProcessGuard",
+    "InProcessRunner",
     "Judge",
-    "ProcessGuard",
+    "ProcessRunner",
     "Reward",
     "RewardFailure",
     "RewardModel",
+    "RewardRunner",
     "Rubric",
+    "Scorer",
     "pure",
     "whole_batch",
 ]

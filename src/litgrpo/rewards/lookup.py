@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 SHIPPED = [
-    f"litgrpo.rewards.{name}"
+    f"litgrpo.rewards.library.{name}"
     for name in (
         "math",
         "format",
@@ -64,7 +64,7 @@ def _imported(name: str, path: str) -> Callable[..., Any]:
     if not module_path or not all(word.isidentifier() for word in path.split(".")):
         raise ValueError(
             f"reward '{name}': '{path}' is not an import path such as"
-            f" 'litgrpo.rewards.math.correctness'{nearest(path, _shipped())}"
+            f" 'litgrpo.rewards.library.math.correctness'{nearest(path, _shipped())}"
         )
     try:
         module = import_module(module_path)

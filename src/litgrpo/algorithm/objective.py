@@ -1,0 +1,192 @@
+"""The objective: a few choices and the loss they make. Algorithms are rows of a table, not code."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from litgrpo.algorithm import importance, kl
+from litgrpo.algorithm.advantages import Advantages, Normalized, Reduce
+from litgrpo.algorithm.surrogates import Clipped, Surrogate, Tokens
+from litgrpo.algorithm.weighting import PerSequence, Weighting
+from litgrpo.tensors import bounded_exp, row_mean
+from litgrpo.types import Experience, LossOutput, RewardTable, TokenLogprobs
+
+alone: Reduce = torch.clone  # the sum over a single process
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a micro-batch cannot know of the optimizer step that it belongs to.
+
+    Args:
+        num_tokens: [] tokens that count, of all micro-batches and processes.
+        entropy_threshold: [] least entropy of a token to learn from; None for all tokens.
+    """
+
+    num_tokens: Tensor
+    entropy_threshold: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training maximizes. The defaults are GRPO without a KL penalty.
+
+    Args:
+        advantages: how much better a completion is than expected.
+        ratio: compare the policy with its past self per `token` or per `sequence` (GSPO).
+        surrogate: the loss of one token.
+        weighting: how much one token counts.
+        kl_coef: weight of the penalty for leaving the reference; 0 loads no reference.
+        kl: estimator of that penalty, a function of litgrpo.algorithm.kl: k1, k2, k3, absolute.
+        kl_bias_correction: multiply it by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556).
+        entropy_coef: weight of a bonus for the mean entropy of a token.
+        gamma: an advantage shrinks by this factor per token before the last one; 1: not at all.
+        mask_truncated: learn nothing from completions cut off by the length limit (DAPO).
+        top_entropy_share: learn from this share of tokens, of highest entropy (arXiv:2506.01939).
+        off_policy_limit: drop bad completions that lost more nats per token (arXiv:2512.02556).
+        sampler_correction: weights for a sampler that differs from the trainer; not given: none.
+    """
+
+    advantages: Advantages = field(default_factory=Normalized)
+    ratio: Literal["token", "sequence"] = "token"
+    surrogate: Surrogate = field(default_factory=Clipped)
+    weighting: Weighting = field(default_factory=PerSequence)
+    kl_coef: float = 0.0
+    kl: Callable[..., Any] = kl.k3
+    kl_bias_correction: bool = False
+    entropy_coef: float = 0.0
+    gamma: float = 1.0
+    mask_truncated: bool = False
+    top_entropy_share: float = 1.0
+    off_policy_limit: float | None = None
+    sampler_correction: importance.SamplerCorrection | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.kl_coef < 0 or not 0 <= self.gamma <= 1 or not 0 <= self.top_entropy_share <= 1:
+            given = f"{self.kl_coef}, {self.gamma} and {self.top_entropy_share}"
+            raise ValueError(f"kl_coef (>= 0), gamma and top_entropy_share (0 to 1) are {given}")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the experience must hold reference log-probabilities."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row of zero advantages can still have a gradient."""
+        return self.kl_coef > 0 or self.entropy_coef != 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `whole` must see every token's entropy before the update."""
+        return self.top_entropy_share < 1
+
+    def token_advantages(
+        self, rewards: RewardTable, completion_mask: Tensor, reduce: Reduce = alone
+    ) -> Tensor:
+        """[N, C] float32 advantage of every token of a rollout, 0 on padding.
+
+        Args:
+            rewards: what the N = B * G completions earned.
+            completion_mask: [N, C] True marks a real token.
+            reduce: sums a tensor over processes; the default is for a single one.
+        """
+        mask = completion_mask.to(rewards.total.device)
+        lengths = mask.sum(1).view_as(rewards.total)
+        per_row = self.advantages(rewards, lengths, reduce).reshape(-1, 1)
+        to_come = (mask.flip(1).cumsum(1).flip(1) - 1).clamp(min=0)
+        discounted = torch.where(mask, per_row * self.gamma ** to_come.double(), 0.0)
+        return discounted.to(completion_mask.device, torch.float32)
+
+    def token_weights(
+        self,
+        completion_mask: Tensor,
+        truncated: Tensor,
+        max_completion_len: int,
+        reduce: Reduce = alone,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """[N, C] weight of every token of an optimizer step; exactly 0 where a token has no part.
+
+        Args:
+            completion_mask: [N, C] True marks a real token.
+            truncated: [N] True where the length limit stopped the completion.
+            max_completion_len: that limit, in tokens.
+            reduce: sums a tensor over processes.
+            dtype: of the weights.
+        """
+        mask = (completion_mask & ~(truncated[:, None] & self.mask_truncated)).to(dtype)
+        rows = reduce(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
+        return self.weighting(mask, rows, reduce(mask.sum()).clamp(min=1), max_completion_len)
+
+    def whole(
+        self, weights: Tensor, entropy: Tensor, reduce: Reduce = alone, gather: Reduce = alone
+    ) -> Whole:
+        """What the micro-batches of one optimizer step must agree on.
+
+        Args:
+            weights: [N, C] of all rows of the step on this process.
+            entropy: [N, C] before the update; looked at only if `needs_entropy`.
+            reduce: sums a tensor over processes.
+            gather: concatenates a flat tensor over processes.
+        """
+        active, threshold = weights != 0, None
+        if self.needs_entropy:
+            # float32: a quantile that falls on a token must not miss it by rounding in 1 - share.
+            counted = entropy.detach().float().masked_fill(~active, torch.nan)
+            threshold = gather(counted.flatten()).nanquantile(1 - self.top_entropy_share)
+        return Whole(reduce(active.sum()).clamp(min=1), threshold)
+
+    def loss(
+        self, new: TokenLogprobs, experience: Experience, whole: Whole | None = None
+    ) -> LossOutput:
+        """The share of a micro-batch in the loss of its optimizer step; the shares add up.
+
+        Args:
+            new: log-probabilities and entropies [M, C] now, with gradient.
+            experience: M completions; no `old_logprobs`: the policy has not moved since sampling.
+            whole: of the step, for the entropy bonus and mask; None if these rows are all of it.
+        """
+        whole = self.whole(experience.weights, new.entropy) if whole is None else whole
+        tokens, active = self._tokens(new, experience), experience.weights != 0
+        entropy, keep = torch.where(active, new.entropy, 0.0), active
+        if whole.entropy_threshold is not None:
+            keep = keep & (entropy >= whole.entropy_threshold)
+        if self.off_policy_limit is not None:
+            drift = torch.where(active, experience.sampler_logprobs - tokens.logprobs.detach(), 0.0)
+            drift = row_mean(drift.nan_to_num(0.0), active)
+            keep = keep & ((tokens.advantages >= 0) | (drift <= self.off_policy_limit))
+        token_loss = torch.where(keep, self.surrogate(tokens), 0.0)
+        stats = {"policy/entropy": entropy, "policy/log_ratio": tokens.log_ratio}
+        low, high = self.surrogate.clip_range
+        stats["policy/clip_low_frac"] = (tokens.ratio < low) & (tokens.advantages < 0)
+        stats["policy/clip_high_frac"] = (tokens.ratio > high) & (tokens.advantages > 0)
+        if keep is not active:
+            stats["policy/kept_frac"] = keep
+        if self.sampler_correction is not None:
+            stats["policy/sampler_weight"] = tokens.correction
+        if self.needs_reference:
+            assert experience.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
+            penalty = self.kl(torch.where(active, experience.ref_logprobs, 0.0) - tokens.logprobs)
+            penalty = penalty * tokens.ratio if self.kl_bias_correction else penalty
+            token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
+        loss = (self.weighting.within(experience.weights, active) * token_loss).sum()
+        loss = loss - self.entropy_coef * entropy.sum() / whole.num_tokens
+        sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
+        return LossOutput(loss, {name: torch.stack([x, active.sum()]) for name, x in sums.items()})
+
+    def _tokens(self, new: TokenLogprobs, experience: Experience) -> Tokens:
+        """What the surrogate sees; padding is cut off first, so that not even NaN in it matters."""
+        active = experience.weights != 0
+        logprobs, old = torch.where(active, new.logprobs, 0.0), experience.old_logprobs
+        old = logprobs.detach() if old is None else torch.where(active, old, 0.0)
+        s, correction = logprobs - old, torch.ones_like(logprobs)
+        if self.sampler_correction is not None:
+            correction = self.sampler_correction(old, experience.sampler_logprobs, active)
+        w = bounded_exp(s if self.ratio == "token" else row_mean(s, active))
+        advantages = torch.where(active, experience.advantages, 0.0)
+        return Tokens(logprobs, s, w, advantages, active, correction)

@@ -1,0 +1,1 @@
+"""Checkpoints between iterations, and what makes a resumed run exact."""

@@ -1,0 +1,200 @@
+"""Checkpoint files: written whole in the background, verified when they are read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from litgrpo.callbacks.run_folder import by_age
+from litgrpo.checkpointing.manifest import (
+    MANIFEST,
+    TO_GO_ON,
+    Damaged,
+    manifest_of,
+    on_host,
+    read,
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a save took.
+
+    Args:
+        size_mib: of the file.
+        wait_s: how long training waited: for an earlier save and the copy to the host's memory.
+        write_s: from the copy to the file under its name, beside the training.
+    """
+
+    size_mib: float
+    wait_s: float
+    write_s: float
+
+
+def write(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint with its manifest; the file gets its name when all of it is on the disk.
+
+    A process that is killed on the way leaves a file whose name begins with a dot, and every older
+    checkpoint as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    checkpoint = {**checkpoint, MANIFEST: manifest_of(checkpoint)}
+    try:
+        with unfinished.open("wb") as file:
+            _save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # torch complains of where the file ends; what the disk said stands behind that.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class CheckedIO(_WrappingCheckpointIO):
+    """How Lightning reads and writes checkpoints in our runs.
+
+    (A wrapper in Lightning's sense, because the strategy of some devices takes no other.)
+
+    Args:
+        inner: what the strategy used before; it removes files.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        """Nothing is being written."""
+        super().__init__(inner)
+        self.falls_back = False
+        self.fits: Callable[[dict[str, Any]], None] | None = None
+        self.loaded_from: Path | None = None
+        self.written: Written | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Copy to the host's memory and write; in the background if there is something to do then.
+
+        Args:
+            checkpoint: plain values and tensors.
+            path: the final name.
+            storage_options: what to do when the file is complete, a function of its path; None
+                waits for it instead.
+
+        Raises:
+            OSError: an earlier save failed and the disk still refuses.
+        """
+        started = time.perf_counter()
+        self.wait()
+        copied = on_host(checkpoint)
+        waited = time.perf_counter() - started
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = self._executor.submit(
+            self._write, copied, Path(path), storage_options, waited
+        )
+        if storage_options is None:
+            self.wait()
+
+    def _write(
+        self,
+        checkpoint: dict[str, Any],
+        path: Path,
+        then: Callable[[Path], None] | None,
+        waited: float,
+    ) -> None:
+        started = time.perf_counter()
+        write(checkpoint, path)
+        size = path.stat().st_size / 2**20
+        if then is not None:
+            then(path)
+        self.written = Written(size, waited, time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what went wrong in the meantime."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def teardown(self) -> None:
+        """End the thread; whoever saved has waited already."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+            self._executor = None
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint, or with `falls_back` the newest older one that is good.
+
+        Args:
+            path: the file.
+            map_location: not used: everything comes to the host first.
+            weights_only: not used: nothing else is ever loaded.
+
+        Raises:
+            Damaged: the file, or every candidate, is damaged or of another run.
+        """
+        problems = []
+        for candidate in self._candidates(Path(path)):
+            try:
+                checkpoint = read(candidate, TO_GO_ON if self.fits is not None else ())
+                if self.fits is not None:
+                    self.fits(checkpoint)
+            except ValueError as problem:
+                said = str(problem)
+                said = said if str(candidate) in said else f"{candidate}: {said}"
+                if not self.falls_back:
+                    raise Damaged(said) from problem
+                rank_zero_warn(f"not resumed from {said}")
+                problems.append(said)
+            else:
+                self.loaded_from = candidate.resolve()
+                return checkpoint
+        raise Damaged(
+            "no checkpoint of this run is good: " + "; ".join(problems) + ". Remove them, or give "
+            "another --run_dir, to start anew."
+        )
+
+    def _candidates(self, path: Path) -> Iterator[Path]:
+        yield path
+        if self.falls_back:
+            others = by_age(path.parent).values()
+            yield from (other for other in others if other.resolve() != path.resolve())
+
+
+def point(link: Path, target: Path) -> None:
+    """Make `link` a link to `target` in the same folder, in one step."""
+    unfinished = link.with_name(f".{link.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(target.name)
+    unfinished.replace(link)

@@ -1,0 +1,192 @@
+"""What a checkpoint says of itself, part by part, and whether the file still holds that."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from litgrpo.callbacks.summary import versions
+from litgrpo.parallel.device import compiles_shapes, to_host
+
+MANIFEST, OWN = "manifest", "sha256"
+# Without these a training cannot go on where it stopped.
+TO_GO_ON = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks")
+# What a loader's state holds beside what its order of batches depends on.
+POSITION = ("epoch", "batches", "drawn")
+PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
+
+
+class Damaged(ValueError):
+    """A checkpoint that does not hold what it says, or not what this run needs."""
+
+
+def digest(value: Any) -> str:
+    """Sha256 of nested plain values and tensors; equal for equal content, however it is stored.
+
+    Args:
+        value: what a checkpoint can hold: it is loaded with `weights_only=True`.
+
+    Raises:
+        TypeError: something else, such as a function: no later run could load it.
+
+    Example:
+        >>> digest({"a": [1, torch.zeros(2)]}) == digest({"a": [1, torch.zeros(2)]})
+        True
+    """
+    content = hashlib.sha256()
+    _feed(content, value)
+    return content.hexdigest()
+
+
+def _feed(content: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        content.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        content.update(flat.view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        content.update(f"dict {len(value)} ".encode())
+        for key, inner in value.items():
+            _feed(content, key)
+            _feed(content, inner)
+    elif isinstance(value, set | frozenset):
+        _feed(content, sorted(value, key=repr))
+    elif isinstance(value, list | tuple):
+        content.update(f"list {len(value)} ".encode())
+        for inner in value:
+            _feed(content, inner)
+    elif type(value) in PLAIN:  # a subclass, such as an enumeration, is an object again
+        content.update(f"{type(value).__name__} {value!r} ".encode())
+    else:
+        raise TypeError(
+            f"a checkpoint cannot hold a {type(value).__name__} ({value!r:.60}): only plain "
+            "values and tensors can be loaded again (weights_only=True)"
+        )
+
+
+def rebuilt(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested value in new containers, so that no later change of the old reaches it.
+
+    Args:
+        value: as for `digest`.
+        tensor: what to make of each tensor.
+    """
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if isinstance(value, Mapping):
+        return {key: rebuilt(inner, tensor) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rebuilt(inner, tensor) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(rebuilt(inner, tensor) for inner in value)
+    return value
+
+
+def on_host(value: Any) -> Any:
+    """The same nested value with copies of its tensors in the host's memory.
+
+    Args:
+        value: as for `digest`. Nothing else writes to the copies. What lies on a device that
+            compiles is fetched by one wait.
+    """
+    far: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        if compiles_shapes(tensor.device):
+            far.append(tensor)
+        return tensor
+
+    rebuilt(value, noted)
+    fetched = iter(to_host(far))
+
+    def copied(tensor: Tensor) -> Tensor:
+        if compiles_shapes(tensor.device):
+            return next(fetched)
+        return tensor.detach().to("cpu", copy=True)
+
+    return rebuilt(value, copied)
+
+
+def manifest_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Digests of all parts, shapes of the weights, versions, the data's identity; its own digest.
+
+    Args:
+        checkpoint: everything else that the file will hold.
+    """
+    weights = checkpoint["state_dict"]
+    manifest = {
+        "parts": {name: digest(part) for name, part in checkpoint.items() if name != MANIFEST},
+        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
+        "versions": versions(),
+        "config": digest(_config(checkpoint)),
+        "data": data_of(checkpoint),
+    }
+    return {**manifest, OWN: digest(manifest)}
+
+
+def _config(checkpoint: Mapping[str, Any]) -> Any:
+    return checkpoint.get("callbacks", {}).get("RunFolder", {}).get("config")
+
+
+def data_of(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the position in the data depends on: of each loader that knows its position."""
+    return [
+        {name: value for name, value in state.items() if name not in POSITION}
+        for state in positions_of(checkpoint)
+    ]
+
+
+def positions_of(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The state of each training loader that has one; Lightning keeps them here."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    return list(loop.get("state_dict", {}).get("combined_loader", []))
+
+
+def read(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A checkpoint that holds what its manifest says, without the manifest.
+
+    Args:
+        path: the file.
+        needs: parts that must be there.
+
+    Raises:
+        Damaged: it does not; the message names the part.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(checkpoint, dict) or MANIFEST not in checkpoint:
+            raise Damaged(f"{path} has no manifest: it was not written by this program")
+        verify(checkpoint, path, needs)
+    except (FileNotFoundError, Damaged):
+        raise
+    except Exception as error:  # whatever the reader stumbles over, the file is the reason
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise Damaged(
+            f"{path} cannot be read: it is cut off, damaged or no checkpoint ({said:.90})"
+        ) from error
+    return {name: part for name, part in checkpoint.items() if name != MANIFEST}
+
+
+def verify(checkpoint: Mapping[str, Any], path: Path, needs: tuple[str, ...]) -> None:
+    """Compare every part with the manifest, and look for weights that are not numbers."""
+    manifest = checkpoint[MANIFEST]
+    # One flipped bit can rename a part and its entry alike: the file holds equal words once.
+    if manifest.get(OWN) != digest({k: v for k, v in manifest.items() if k != OWN}):
+        raise Damaged(f"{path}: the manifest is damaged")
+    parts: dict[str, str] = manifest["parts"]
+    for name in (*needs, *parts):
+        if name not in checkpoint:
+            raise Damaged(f"{path}: {name} is missing")
+    for name, part in checkpoint.items():
+        if name != MANIFEST and digest(part) != parts.get(name):
+            raise Damaged(f"{path}: {name} is damaged (its sha256 is not the manifest's)")
+    for name, weight in checkpoint.get("state_dict", {}).items():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            bad = int((~weight.isfinite()).sum())
+            raise Damaged(
+                f"{path}: {name} has {bad} of {weight.numel()} values that are NaN or inf"
+            )

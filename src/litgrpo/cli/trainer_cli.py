@@ -1,0 +1,336 @@
+"""LightningCLI with a run folder, one-line errors, and nothing that a recipe did not say."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+# Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
+import litgrpo.data
+import litgrpo.modules.grpo
+import litgrpo.modules.sft  # noqa: F401
+from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.non_finite import NonFinite
+from litgrpo.callbacks.predictions import Predictions
+from litgrpo.callbacks.progress import Progress
+from litgrpo.callbacks.run_folder import (
+    RunFolder,
+    begin,
+    checkpoint_file,
+    newest_checkpoint,
+    refuse_if_taken,
+    saved_config,
+)
+from litgrpo.callbacks.summary import Summary
+from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.watchdog import Watchdog
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.checkpointing.logger_state import Journal, never_failing
+from litgrpo.checkpointing.manifest import read
+from litgrpo.checkpointing.rng_state import ExactResume
+from litgrpo.cli.errors import explain
+from litgrpo.parallel.xla import preflight
+from litgrpo.parallel.xla.recompilation import Recompilation
+
+CALLBACKS: dict[str, type[Callback]] = {
+    "progress": Progress,
+    "completions": Completions,
+    "summary": Summary,
+    "export": Export,
+    "predictions": Predictions,
+    "non_finite": NonFinite,
+    "watchdog": Watchdog,
+    "recompilation": Recompilation,
+    "checkpoint": IterationCheckpoint,
+    "checkpoint_folders": CheckpointFolders,
+}
+TRAINER_DEFAULTS = {
+    "max_epochs": -1,  # the module's max_iterations ends the training
+    "num_sanity_val_steps": -1,  # the whole validation before training is the summary's "before"
+    "check_val_every_n_epoch": None,  # val_check_interval then counts iterations
+    "val_check_interval": 50,
+    "log_every_n_steps": 1,
+    "use_distributed_sampler": False,  # our samplers keep groups whole and know their position
+    "enable_model_summary": False,
+}
+OF_ONE_CALL = {
+    "auto_resume",
+    "ckpt_path",
+    "config",
+    "debug",
+    "overwrite",
+    "return_predictions",
+    "verbose",
+}
+OF_ONE_CALL |= {"weights_only"}
+
+# Lines that Lightning prints in every run and that ask nothing of the user.
+CHATTER: tuple[str, ...] = ("Tip:", "GPU available:", "TPU available:", "HPU available:")
+CHATTER += ("Seed set to", "Restoring states from", "Restored all states")
+HARMLESS_WARNINGS = (
+    r".*does not have many workers",
+    r".*in eval mode at the start of training",
+    r".*sync_dist=True",  # our modules average over processes before they log
+    r".*You have overridden `transfer_batch_to_device`",
+    r".*isinstance\(treespec, LeafSpec\)",
+    # Lightning's calls of jsonargparse, not ours.
+    r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
+)
+
+
+def keep_quiet() -> None:
+    """Leave out what Lightning says in every run."""
+    for name in ("pytorch", "fabric"):
+        for module in ("rank_zero", "seed"):
+            logging.getLogger(f"lightning.{name}.utilities.{module}").addFilter(tells_something)
+    for message in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message)
+
+
+def tells_something(record: logging.LogRecord) -> bool:
+    """Whether a line of Lightning's log is worth a look."""
+    return not any(words in record.getMessage() for words in CHATTER)
+
+
+class PlainParser(ArgumentParser):
+    """Says what is wrong in one line instead of a page of usage."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Also inner parsers refuse an abbreviated key, which argparse takes silently."""
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Leave file names alone; with sub-configs `prompts.txt` is replaced by its content."""
+        return super().add_class_arguments(*args, **kwargs | {"sub_configs": False})
+
+    def parse_args(self, args: Any = None, *others: Any, **kwargs: Any) -> Any:
+        """An inner parser is handed a word of the command line read already: null as `None`."""
+        if not self.exit_on_error and args is not None:
+            args = [re.sub("=None$", "=null", word) for word in args]
+        return super().parse_args(args, *others, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the line and exit; inner parsers hand their message to the outer one."""
+        if not self.exit_on_error or "--debug" in sys.argv:
+            super().error(message, ex)
+        self.exit(2, f"error: {explain(message, list(_keys(self)))}\n")
+
+
+class RecipeParser(PlainParser, LightningArgumentParser):
+    """The same for LightningCLI."""
+
+
+def _keys(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _keys(inner)
+        yield action.dest
+
+
+# How every verb that takes a recipe reads it.
+READING: dict[str, Any] = {
+    "model_class": LightningModule,
+    "datamodule_class": LightningDataModule,
+    "subclass_mode_model": True,
+    "subclass_mode_data": True,
+    # The module builds its optimizer from its own arguments.
+    "auto_configure_optimizers": False,
+    # RunFolder writes the configuration, also into checkpoints.
+    "save_config_callback": None,
+    "seed_everything_default": 0,
+    "trainer_defaults": TRAINER_DEFAULTS,
+    "parser_class": RecipeParser,
+}
+
+
+class LitGRPOCLI(LightningCLI):
+    """Reads recipes, prepares the run folder, and calls the trainer's verb."""
+
+    def __init__(self) -> None:
+        """Parse the command line, build everything, and run the verb."""
+        keep_quiet()
+        verb = sys.argv[1]
+        usage = f"cli.py {verb} [-c RECIPE.yaml ...] [--KEY VALUE ...]"
+        super().__init__(
+            **READING,
+            parser_kwargs={verb: {"usage": usage}},
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only the verb at hand, because every parser takes a second to build."""
+        return {sys.argv[1]: LightningCLI.subcommands()[sys.argv[1]]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run folder and our callbacks, each under its own key."""
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder of everything that a run writes (default: runs/<name of the first -c>).",
+        )
+        parser.add_argument(
+            "--overwrite", type=bool, default=False, help="Replace the run in run_dir."
+        )
+        parser.add_argument(
+            "--auto_resume",
+            type=bool,
+            default=False,
+            help="Go on from the newest good checkpoint in run_dir; start if there is none.",
+        )
+        parser.add_argument("--tensorboard", type=bool, default=True, help="Log to TensorBoard.")
+        parser.add_argument("--csv", type=bool, default=True, help="Log to metrics.csv.")
+        parser.add_argument(
+            "--debug", action="store_true", help="Show tracebacks instead of one-line errors."
+        )
+        for name, callback in CALLBACKS.items():
+            parser.add_lightning_class_args(callback, name)
+
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand in ("validate", "test"):
+            parser.set_defaults(verbose=False)  # Summary prints the evaluation, with intervals
+        if subcommand == "predict":
+            parser.set_defaults(return_predictions=False)  # Predictions writes them
+        return parser
+
+    @property
+    def settings(self) -> Any:
+        """The configuration of the verb."""
+        return self.config[self.config.subcommand]
+
+    def _parse_ckpt_path(self) -> None:
+        # Stock LightningCLI lets the checkpoint's hyperparameters override YAML and command line
+        # (Lightning #21455). Here it brings weights and state, the recipe everything else.
+        settings = self.settings
+        recipes = [path for path in settings.config or [] if path is not None]
+        name = Path(str(recipes[0])).stem if recipes else self.config.subcommand
+        run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
+        settings.run_dir = settings.trainer.default_root_dir = str(run_dir)
+        if self._resumes_itself() and settings.ckpt_path is not None:
+            raise ValueError(
+                f"--auto_resume looks for a checkpoint, and --ckpt_path names one "
+                f"({settings.ckpt_path}): leave one of them out."
+            )
+        if self._resumes_itself():
+            newest = newest_checkpoint(Path(run_dir))
+            settings.ckpt_path = None if newest is None else str(newest)
+        elif settings.ckpt_path is not None:
+            path = checkpoint_file(str(settings.ckpt_path), Path(run_dir))
+            settings.ckpt_path = str(path)
+
+    def _resumes_itself(self) -> bool:
+        return self.config.subcommand == "fit" and self.settings.auto_resume
+
+    def before_instantiate_classes(self) -> None:
+        """See what the machine lacks, hand the seed down, and stop before two runs mix."""
+        settings = self.settings
+        prompts = settings.data.init_args.get("batch_size")
+        group = settings.model.init_args.get("group_size")
+        rows = prompts * group if self.subcommand == "fit" and prompts and group else None
+        preflight.check(settings.trainer, rows)
+        for key in ("model", "data"):
+            self._hand_seed_to(self.settings[key])
+        if self._starts_anew():
+            folder = Path(self.settings.run_dir)
+            # A run that died before its first checkpoint left nothing to go on from.
+            overwrite = self.settings.overwrite or self._resumes_itself()
+            rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
+
+    def after_instantiate_classes(self) -> None:
+        """Make room, now that the recipe is known to be sound."""
+        if self._starts_anew():
+            rank_zero_only(begin)(Path(self.settings.run_dir), self.config_text())
+
+    def _starts_anew(self) -> bool:
+        settings = self.settings
+        in_earnest = self.config.subcommand == "fit" and not settings.trainer.fast_dev_run
+        from_here = settings.ckpt_path is not None and (
+            Path(settings.run_dir).resolve() in Path(settings.ckpt_path).resolve().parents
+        )
+        return in_earnest and not from_here
+
+    def _hand_seed_to(self, node: Any) -> None:
+        # A seed that differs from its class's default was given on purpose.
+        module, _, name = node.class_path.rpartition(".")
+        taken = inspect.signature(getattr(sys.modules[module], name)).parameters
+        if "seed" in taken and node.init_args.seed == taken["seed"].default:
+            node.init_args.seed = self.settings.seed_everything
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer with our loggers and callbacks, unless the recipe says otherwise."""
+        chosen = {**self._get(self.config_init, "trainer"), **kwargs}
+        given = chosen["callbacks"] or []
+        given = given if isinstance(given, list) else [given]
+        ours = [self._get(self.config_init, name) for name in CALLBACKS]
+        if chosen["enable_checkpointing"] is False:
+            ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
+        if chosen["enable_progress_bar"] is False or any(isinstance(c, ProgressBar) for c in given):
+            ours = [callback for callback in ours if not isinstance(callback, ProgressBar)]
+        max_time = chosen.pop("max_time")
+        if max_time is not None:
+            ours.append(TimeBudget(max_time))
+        for callback in ours:
+            if isinstance(callback, IterationCheckpoint):
+                callback.falls_back = self._resumes_itself()
+        always = [RunFolder(self.config_text()), ExactResume(), Journal(self.settings.run_dir)]
+        chosen["callbacks"] = [*ours, *always, *given]
+        chosen["logger"] = self._loggers(chosen["logger"])
+        return self._instantiate_trainer(chosen, [])
+
+    def _loggers(self, given: Any) -> list[Logger] | bool:
+        if given is False or self.subcommand != "fit":
+            return given if isinstance(given, list) else False
+        folder = self.settings.run_dir
+        loggers: list[Logger] = []
+        if self.settings.tensorboard:
+            loggers.append(TensorBoardLogger(folder, name="", version="", default_hp_metric=False))
+        if self.settings.csv:
+            loggers.append(MetricsCSV(folder))
+        extra = given if isinstance(given, list) else [given]
+        loggers += [logger for logger in extra if isinstance(logger, Logger)]
+        return [never_failing(logger) for logger in loggers]
+
+    def config_text(self) -> str:
+        """The configuration as YAML for any verb, without what was meant for this call only."""
+        text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
+        content = yaml.safe_load(text)[self.config.subcommand]
+        kept = {name: value for name, value in content.items() if name not in OF_ONE_CALL}
+        return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+
+def load_module(path: Path) -> Any:
+    """The module that a checkpoint holds, with its weights, outside of any trainer.
+
+    Args:
+        path: a checkpoint written by `cli.py fit`.
+    """
+    checkpoint = read(path)
+    node = yaml.safe_load(saved_config(checkpoint))["model"]
+    module = instantiate_module(
+        LightningModule, {"_class_path": node["class_path"], **node["init_args"]}
+    )
+    module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+    return module

@@ -1,0 +1,105 @@
+"""Groups of settings that a recipe names: how to learn from a rollout and how to evaluate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from litgrpo.evaluation.dialogue import CorpusScores
+
+# More tokens at once are not faster, unless the model is so small that calling it costs more than
+# its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
+# of a token was measured as 8.5 bytes for each output of the linear layers (float32).
+LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
+
+
+def _at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}.")
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How the optimizer uses one rollout.
+
+    Args:
+        inner_epochs: passes over the rollout.
+        num_mini_batches: optimizer steps of each pass; the prompts are dealt out evenly, whole
+            groups to one step.
+        micro_batch_size: completions that go through the model at once; only memory and speed
+            depend on it, the gradient does not. None sets no limit.
+        micro_batch_tokens: tokens that go through the model at once, likewise; a prompt that its
+            completions share counts once, otherwise padding counts too. "auto": 2,048, or with
+            a small model as many as keep about 512 MiB. None sets no limit.
+        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+    """
+
+    inner_epochs: int = 1
+    num_mini_batches: int = 1
+    micro_batch_size: int | None = None
+    micro_batch_tokens: int | Literal["auto"] | None = "auto"
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("inner_epochs", "num_mini_batches", "micro_batch_size"):
+            _at_least(f"update.{name}", getattr(self, name), 1)
+        _at_least("update.micro_batch_tokens", self.max_tokens, 1)
+        _at_least("update.max_grad_norm", self.max_grad_norm, 0)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """`micro_batch_tokens` as a number; "auto" is the least that it stands for."""
+        return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    def fitted(self, linear_outputs: int) -> UpdateConfig:
+        """These settings with the number that "auto" stands for with a model.
+
+        Args:
+            linear_outputs: numbers that the model's linear layers compute for each token.
+        """
+        if self.micro_batch_tokens != "auto":
+            return self
+        kept = BYTES_PER_OUTPUT * linear_outputs
+        return replace(self, micro_batch_tokens=max(LEAST_TOKENS, int(KEPT_BYTES / kept)))
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of one iteration."""
+        return self.inner_epochs * self.num_mini_batches
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How held-out prompts are answered and counted.
+
+    Args:
+        samples: k completions of each prompt; avg@k is the mean success of a completion.
+        pass_at: pass@j for each j listed: the chance that one of j completions succeeds.
+        temperature: of these completions.
+        greedy: answer each prompt once more with the most likely tokens.
+        success: the reward that counts; None takes the first.
+        threshold: a completion succeeds if that reward is at least this.
+        predict_temperature: of the completions of `predict`; 0 takes the most likely tokens.
+        corpus: what to compute from one reply to every prompt, such as `DialogueScores`: the most
+            likely reply, or without `greedy` the first sample.
+    """
+
+    samples: int = 4
+    pass_at: list[int] = field(default_factory=lambda: [1, 4])
+    temperature: float = 1.0
+    greedy: bool = True
+    success: str | None = None
+    threshold: float = 1.0
+    predict_temperature: float = 0.0
+    corpus: CorpusScores | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _at_least("evaluation.samples", self.samples, 1)
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples:
+                raise ValueError(
+                    f"evaluation.pass_at has {k}; with {self.samples} samples it can be 1 to "
+                    f"{self.samples}. Raise evaluation.samples or take {k} out."
+                )

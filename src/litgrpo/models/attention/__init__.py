@@ -1,0 +1,1 @@
+"""Attention over prompts that several completions share."""

@@ -1,0 +1,180 @@
+"""Attention over a prompt tree in the processor's fused kernel, without copying a prompt.
+
+A branch's token attends to two sets of keys: its prompt's and its own row's. Each set is one call
+of the kernel, which also gives the logarithm of the sum of the set's exponentials; from these two
+numbers the softmax over the union follows exactly. All branches of a prompt are the queries of one
+call. Backward, the kernel computes a set's share of the gradient from the output and the log-sum
+of the union: probabilities are exp(score - log-sum), whatever set the log-sum is over.
+
+The kernel is not part of torch's public interface. It is tried once, in both directions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from litgrpo.models.attention.packed_shared_prefix import PromptTree
+
+
+def works_for(query: Tensor) -> bool:
+    """Whether the kernel is there for tensors like these."""
+    return query.device.type == "cpu" and _kernel_works()
+
+
+def tree_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tree: PromptTree, scaling: float
+) -> Tensor:
+    """Attention of every token to its row's earlier tokens and its prompt.
+
+    Args:
+        query: [T, heads, D].
+        keys: [T, H, D].
+        values: [T, H, D].
+        tree: says where rows and prompts stand.
+        scaling: multiplies the scores.
+
+    Returns:
+        [T, heads, D].
+    """
+    output: Tensor = _TreeAttention.apply(query, keys, values, tree, scaling)
+    return output
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Both directions of `tree_attention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, tree: PromptTree, scaling: float
+    ) -> Tensor:
+        q, k, v = (_wide(x) for x in (query, keys, values))
+        output, log_sum = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        for start, fork, end in tree.trunks:
+            trunk, branches = slice(start, fork), slice(fork, end)
+            keys_of_trunk = k[None, trunk], v[None, trunk]
+            output[trunk], log_sum[trunk] = _attend(
+                q[None, trunk], *keys_of_trunk, causal=True, scaling=scaling
+            )
+            if end > fork:
+                output[branches], log_sum[branches] = _attend(
+                    q[None, branches], *keys_of_trunk, causal=False, scaling=scaling
+                )
+        for bucket in tree.buckets:
+            own, own_sum = _attend(
+                bucket.grid(q), bucket.grid(k), bucket.grid(v), causal=True, scaling=scaling
+            )
+            own, own_sum = bucket.ungrid(own), bucket.ungrid(own_sum)
+            there, there_sum = output[bucket.tokens], log_sum[bucket.tokens]
+            # e^a / (e^a + e^b) = sigmoid(a - b)
+            share = torch.sigmoid(own_sum - there_sum).unsqueeze(-1)
+            output[bucket.tokens] = torch.lerp(there, own, share)
+            log_sum[bucket.tokens] = torch.logaddexp(own_sum, there_sum)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, keys, values, output, log_sum)
+        ctx.tree, ctx.scaling = tree, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, output, log_sum = ctx.saved_tensors
+        tree, scaling = ctx.tree, ctx.scaling
+        g, q, k, v, out = (_wide(x) for x in (grad, query, keys, values, output))
+        of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
+
+        for start, fork, end in tree.trunks:
+            trunk, branches = slice(start, fork), slice(fork, end)
+            keys_of_trunk = k[None, trunk], v[None, trunk]
+            of_trunk = [x[None, trunk] for x in (g, q, out, log_sum)]
+            of_q[trunk], of_k[trunk], of_v[trunk] = _attend_backward(
+                of_trunk, *keys_of_trunk, causal=True, scaling=scaling
+            )
+            if end > fork:
+                of_branches = [x[None, branches] for x in (g, q, out, log_sum)]
+                of_q[branches], more_k, more_v = _attend_backward(
+                    of_branches, *keys_of_trunk, causal=False, scaling=scaling
+                )
+                of_k[trunk] += more_k[0]
+                of_v[trunk] += more_v[0]
+        for bucket in tree.buckets:
+            # On padding everything is 0, the log-sum too, and so is the gradient.
+            of_bucket = [bucket.grid(x) for x in (g, q, out, log_sum)]
+            shares = _attend_backward(
+                of_bucket, bucket.grid(k), bucket.grid(v), causal=True, scaling=scaling
+            )
+            own_q, own_k, own_v = map(bucket.ungrid, shares)
+            of_q.index_add_(0, bucket.tokens, own_q)
+            of_k.index_copy_(0, bucket.tokens, own_k)
+            of_v.index_copy_(0, bucket.tokens, own_v)
+        return of_q.to(query.dtype), of_k.to(keys.dtype), of_v.to(values.dtype), None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: the kernel's backward pass is several times slower in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Output [n, t, heads, D] and log-sum [n, t, heads] of one set of keys [n, s, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=scaling
+    )
+    return output.transpose(1, 2), log_sum.transpose(1, 2)
+
+
+def _attend_backward(
+    queries: list[Tensor], keys: Tensor, values: Tensor, *, causal: bool, scaling: float
+) -> list[Tensor]:
+    """One set's share of the gradients of query, keys and values, shaped as they are.
+
+    Args:
+        queries: gradient of the output, query, output [n, t, heads, D] and log-sum [n, t, heads].
+        keys: [n, s, H, D].
+        values: [n, s, H, D].
+        causal: whether a query sees only the keys up to its own place.
+        scaling: multiplies the scores.
+    """
+    grad, query, output, log_sum = queries
+    tensors = (grad, query, keys, values, output, log_sum)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in tensors), 0.0, causal, scale=scaling
+    )
+    return [x.transpose(1, 2) for x in grads]
+
+
+@cache
+def _kernel_works() -> bool:
+    """Whether the kernel is in this torch, and knows query heads that share a key head."""
+    # Asked for the first time anywhere: under autocast, without gradients.
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        return _kernel_agrees()
+
+
+def _kernel_agrees() -> bool:
+    q = torch.arange(48.0).div(48).view(1, 3, 4, 4)  # 3 tokens, 4 heads
+    k = q[:, :, :2]  # 2 key heads
+    with torch.enable_grad():
+        query, keys = q.clone().requires_grad_(), k.clone().requires_grad_()
+        heads = torch.repeat_interleave(keys, 2, 2)
+        scores = torch.einsum("nthd,nshd->nhts", query, heads)
+        scores = scores.masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
+        expected = torch.einsum("nhts,nshd->nthd", scores.softmax(-1), heads)
+        expected_grads = torch.autograd.grad(expected.square().sum(), [query, keys])
+    try:
+        output, log_sum = _attend(q, k, k, causal=True, scaling=1.0)
+        of_q, of_k, of_v = _attend_backward(
+            [2 * output, q, output, log_sum], k, k, causal=True, scaling=1.0
+        )
+    except (AttributeError, RuntimeError, TypeError):  # another torch
+        return False
+    got, right = (output, of_q, of_k + of_v), (expected, *expected_grads)
+    return all(map(torch.allclose, got, right))

@@ -1,0 +1,361 @@
+"""From a name or a folder to a policy, and back to a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from litgrpo.models.attention.decode_shared_prefix import same_attention_again
+from litgrpo.models.causal import CausalPolicy
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
+from litgrpo.models.seq2seq import Seq2SeqPolicy
+from litgrpo.parallel.device import compiles_shapes, to_host
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+ASSETS = Path(__file__).parents[1] / "assets"
+BUILTIN = "builtin:"
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train low-rank adapters and leave the weights alone; the reference is then the model without.
+
+    Args:
+        rank: rank of each adapter.
+        alpha: the adapter's output is scaled by alpha / rank.
+        target_modules: names of the linear layers to adapt; `all-linear` takes every one.
+        dropout: dropout before the adapter; 0 keeps the policy that learns the one that sampled.
+
+    Source: LoRA, arXiv:2106.09685.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    target_modules: str | list[str] = "all-linear"
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the weights are held, what computes with them and what is recomputed.
+
+    Args:
+        dtype: of the weights; with `trainer.precision: bf16-mixed` keep float32.
+        gradient_checkpointing: recompute activations in the backward pass to save memory.
+        dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
+        kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
+            `plain` torch's own, `onednn` the other.
+        share_prompts: in the update, read each prompt once for its whole group, without padding.
+        compute: compute matrix products in this lower precision, in sampling and in learning, with
+            weights, moments, log-probabilities and losses as they are; null leaves that to
+            `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
+    """
+
+    dtype: Dtype = "float32"
+    gradient_checkpointing: bool = False
+    dropout: bool = False
+    kernels: linears.KernelChoice = "auto"
+    share_prompts: bool = True
+    compute: Literal["bfloat16", "float16"] | None = None
+
+
+def resolve(pretrained: str) -> str:
+    """The folder of an embedded model; any other name or folder as it is.
+
+    Raises:
+        ValueError: an unknown embedded model, or a path that does not exist.
+    """
+    if pretrained.startswith(BUILTIN):
+        folder = ASSETS / pretrained.removeprefix(BUILTIN)
+        if not folder.is_dir():
+            known = sorted(BUILTIN + path.name for path in ASSETS.iterdir() if path.is_dir())
+            raise ValueError(f"There is no embedded model {pretrained!r}; there is {known}.")
+        return str(folder)
+    looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
+    folder = Path(pretrained).expanduser()
+    if looks_like_path and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"pretrained: {pretrained!r} is no model folder (no config.json in it). Give a folder "
+            "written by save_pretrained, a Hugging Face hub id, or an embedded model such as "
+            "'builtin:tiny-gemma2'."
+        )
+    return str(folder) if folder.is_dir() else pretrained
+
+
+def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, padding on the left.
+
+    Raises:
+        ValueError: nothing can be loaded, or it has no pad or end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(pretrained), padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ValueError(_not_loadable("tokenizer", pretrained, error)) from error
+    check_tokenizer(tokenizer, pretrained)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a tokenizer that cannot read a text, or end or pad a row.
+
+    Raises:
+        ValueError: there is no end token, no pad token or no token for text.
+    """
+    # What transformers makes of a folder without tokenizer files: at most a word boundary besides.
+    special = set(tokenizer.all_special_tokens)
+    if not any(any(map(str.isalnum, token)) for token in tokenizer.get_vocab().keys() - special):
+        raise ValueError(
+            f"The tokenizer of {name!r} has special tokens only: its files are missing. Save the "
+            "tokenizer into the model's folder, too."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer of {name!r} has no end token (eos_token), so no completion could end. "
+            "Set eos_token in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"The tokenizer of {name!r} has no pad token (pad_token). Set it in its "
+            "tokenizer_config.json; an unused token is best, the end token works too."
+        )
+
+
+def _not_loadable(what: str, pretrained: str, error: Exception) -> str:
+    first_line = str(error).strip().splitlines()[0]
+    return f"No {what} could be loaded from pretrained: {pretrained!r}. {first_line}"
+
+
+def load_policy(
+    pretrained: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    precision: Precision | None = None,
+    lora: LoRA | None = None,
+) -> Policy:
+    """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
+
+    Args:
+        pretrained: hub id, folder, or `builtin:<name>`.
+        tokenizer: the tokenizer, if it is loaded already.
+        precision: dtype, checkpointing and dropout.
+        lora: train adapters instead of the weights.
+
+    Raises:
+        ValueError: nothing can be loaded from there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    precision = precision or Precision()
+    folder = resolve(pretrained)
+    tokenizer = tokenizer or load_tokenizer(pretrained)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        own_dropout = {} if precision.dropout else _switch_dropout_off(config)
+        with _no_progress_bars():
+            kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            model = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, precision.dtype),
+                attn_implementation=_attention_for(config),
+            )
+    except OSError as error:
+        raise ValueError(_not_loadable("model", pretrained, error)) from error
+    return as_policy(model, tokenizer, precision=precision, lora=lora, own_dropout=own_dropout)
+
+
+def as_policy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    precision: Precision | None = None,
+    lora: LoRA | None = None,
+    own_dropout: dict[str, float] | None = None,
+) -> Policy:
+    """A policy around a model at hand; see `load_policy`."""
+    precision = precision or Precision()
+    if precision.gradient_checkpointing:
+        again = partial(same_attention_again, model)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+    if lora is not None:
+        model = with_adapters(model, lora)
+    linears.install(model)
+    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
+    policy = kind(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    policy.share_prompts = precision.share_prompts
+    policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
+    policy.use_kernels(linears.choose(model, precision.kernels))
+    return policy
+
+
+def load_reference(
+    policy: Policy, path: str | None, pretrained: str, precision: Precision
+) -> Reference:
+    """The model that the KL term refers to.
+
+    Args:
+        policy: the policy that learns.
+        path: the reference's folder or hub id; None takes the start of training.
+        pretrained: where the policy was loaded from; a resumed run finds its start there.
+        precision: as the policy's.
+
+    Raises:
+        ValueError: its vocabulary differs from the policy's.
+    """
+    if path is None and policy.has_adapter:
+        return AdapterOff(policy)
+    reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, precision=precision)
+    sizes = [each.bare_model.config.vocab_size for each in (reference, policy)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"reference: {path!r} has a vocabulary of {sizes[0]} tokens, the policy one of "
+            f"{sizes[1]}; their log-probabilities cannot be compared. Give a reference of the same "
+            "model family, or null for the start of training."
+        )
+    return FrozenModel(reference)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's and the generation config's."""
+    listed: Any = None if model.generation_config is None else model.generation_config.eos_token_id
+    ids = [listed] if isinstance(listed, int) else list(listed or [])
+    return tuple(sorted({int(tokenizer.eos_token_id), *ids}))
+
+
+def _attention_for(config: PretrainedConfig) -> str:
+    # Soft-capped scores (Gemma 2) exist in eager attention only; sdpa refuses them.
+    capped = config.to_dict().get("attn_logit_softcapping") is not None
+    return "eager" if capped else "sdpa"
+
+
+def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
+    settings = config.to_dict().items()
+    own = {name: value for name, value in settings if "drop" in name and isinstance(value, float)}
+    for name in own:
+        setattr(config, name, 0.0)
+    return own
+
+
+def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+    """The model with low-rank adapters around its linear layers; only they are trained.
+
+    Args:
+        model: its weights are frozen in place.
+        lora: the adapters.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("lora needs the package peft: pip install 'litgrpo[peft]'") from error
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        lora_dropout=lora.dropout,
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+    )
+    adapted: Any = get_peft_model(model, config)
+    return adapted
+
+
+def check_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        found: {name: tensor} of the checkpoint.
+        expected: {name: tensor} of what is trained.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(found.keys() - expected.keys())
+    shared = sorted(expected.keys() & found.keys())
+    reshaped = [name for name in shared if found[name].shape != expected[name].shape]
+    for problem, names in {"lacks": missing, "adds": unknown, "reshapes": reshaped}.items():
+        if names:
+            raise ValueError(
+                f"The checkpoint is of another model: it {problem} {names[0]} (and {len(names) - 1}"
+                " more). Give the same `pretrained` and `lora` as when it was written."
+            )
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over ours; a small model is read in no time."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def export(policy: Policy, folder: str | Path) -> None:
+    """Write the policy as a folder that `from_pretrained` of plain transformers loads.
+
+    Adapters are merged into the weights; the policy itself is left as it is.
+
+    Args:
+        policy: the policy.
+        folder: where to write config, weights (safetensors) and tokenizer.
+    """
+    model: Any = policy.model
+    if policy.has_adapter:
+        model = copy.deepcopy(model).merge_and_unload()
+    config = copy.deepcopy(model.config)
+    for name, value in policy.own_dropout.items():
+        setattr(config, name, value)
+    if config.is_encoder_decoder:
+        # Transformers 5 calls T5's head tied in any case; older versions believe it.
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        config.tie_word_embeddings = tied
+    original, model.config = model.config, config
+    try:
+        with _no_progress_bars():
+            weights = _on_host(model) if compiles_shapes(model.device) else None
+            model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.config = original
+    policy.tokenizer.save_pretrained(folder)
+    _name_tokenizer_class(Path(folder))
+
+
+def _on_host(model: Any) -> dict[str, Tensor]:
+    """The state of a model in the host's memory; tied weights are one tensor again."""
+    state = model.state_dict(keep_vars=True)
+    once = {id(tensor): tensor for tensor in state.values()}
+    copies = dict(zip(once, to_host(list(once.values())), strict=True))
+    return {name: copies[id(tensor)] for name, tensor in state.items()}
+
+
+def _name_tokenizer_class(folder: Path) -> None:
+    """Give the tokenizer the name that older transformers know: 5 calls it TokenizersBackend."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Everything of XLA: strategies, what a machine lacks, compilations."""

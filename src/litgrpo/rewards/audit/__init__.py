@@ -1,0 +1,1 @@
+"""Tests of rewards: fair to right answers, hard to game?"""

@@ -1,0 +1,71 @@
+"""How varied completions are, each in itself and within its group.
+
+Random characters are as varied as can be: meant as a small part behind a gate, or to be watched
+with weight 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from litgrpo.rewards.runner.calls import whole_batch
+from litgrpo.text import Message, distinct_n, text_of
+
+Completions = Sequence[str | Sequence[Message]]
+
+
+def distinct(
+    prompts: Sequence[object], completions: Completions, *, n: int = 2, shortest: int = 8
+) -> list[float]:
+    """The share of a completion's word n-grams that are different.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages.
+        n: words of an n-gram.
+        shortest: words below which the reward is reduced in proportion, since a text of one n-gram
+            cannot repeat itself.
+
+    Returns:
+        N rewards in [0, 1]; 0 for fewer than n words.
+
+    Source: Li et al. 2016, arXiv:1510.03055.
+    """
+    if n < 1 or shortest < 1:
+        raise ValueError(f"distinct needs n >= 1 and shortest >= 1, got {n} and {shortest}")
+    texts = [text_of(completion).lower() for completion in completions]
+    return [distinct_n([text], n) * min(1.0, len(text.split()) / shortest) for text in texts]
+
+
+@whole_batch
+def group_diversity(
+    prompts: Sequence[object], completions: Completions, group_size: int, *, n: int = 2
+) -> list[float]:
+    """The share of a completion's word n-grams that no other completion of its group has.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions, texts or lists of chat messages; row r is of group r // G.
+        group_size: G.
+        n: words of an n-gram.
+
+    Returns:
+        N rewards in [0, 1]; 0 for fewer than n words, and for a group of one.
+    """
+    if n < 1:
+        raise ValueError(f"group_diversity needs n >= 1, got {n}")
+    grams = [_grams(text_of(completion), n) for completion in completions]
+    rewards = []
+    for row, own in enumerate(grams):
+        start = row - row % group_size
+        group = grams[start : start + group_size]
+        holders = Counter(gram for one in group for gram in one)
+        alone = sum(holders[gram] == 1 for gram in own)
+        rewards.append(alone / len(own) if own and group_size > 1 else 0.0)
+    return rewards
+
+
+def _grams(text: str, n: int) -> set[tuple[str, ...]]:
+    words = text.lower().split()
+    return {tuple(words[start : start + n]) for start in range(len(words) - n + 1)}

@@ -1,0 +1,1 @@
+"""Runs reward functions under a deadline."""

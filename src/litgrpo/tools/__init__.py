@@ -1,0 +1,1 @@
+"""Verbs besides training."""

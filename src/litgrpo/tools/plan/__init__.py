@@ -1,0 +1,1 @@
+"""Memory of a recipe, before it runs."""

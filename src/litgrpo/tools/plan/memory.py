@@ -1,0 +1,397 @@
+"""What a training keeps in memory on each chip, counted on tensors without storage.
+
+The model is built and run on torch's `meta` device, where tensors have shapes and no numbers: so
+its weights, what the optimizer keeps of them, its cache and what autograd keeps for the backward
+pass are counted exactly, for any architecture, in seconds. What a compiler makes of it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from litgrpo.parallel.xla.sharding import MIN_SHARD_SIZE, share_of
+from litgrpo.tensors import head_chunk
+
+Phase = Literal["always", "rollout", "learning"]
+# Tensors [N, V] that filtered sampling holds at once: logits, sorted ones, places, sums, noise.
+SAMPLING_TENSORS = 6
+# Tensors [k, V] that a chunk of the head holds at once: logits, capped ones, probabilities,
+# gradient.
+HEAD_TENSORS = 4
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the account.
+
+    Args:
+        name: what is kept.
+        size: bytes on each chip.
+        phase: when it is there.
+        how: how it was counted.
+    """
+
+    name: str
+    size: int
+    phase: Phase
+    how: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of one iteration, on all chips together.
+
+    Args:
+        rollouts: (B prompts, G completions of each) of training and of evaluation.
+        prompt_len: P, as padded.
+        completion_len: C.
+        micro_rows: rows that go through the model at once in learning.
+        length: tokens of each of them.
+        cache_bytes: of one number of the cache.
+    """
+
+    rollouts: tuple[tuple[int, int], ...]
+    prompt_len: int
+    completion_len: int
+    micro_rows: int
+    length: int
+    cache_bytes: int = FLOAT32_BYTES
+
+
+@dataclass(frozen=True)
+class Chips:
+    """What the memory is divided over.
+
+    Args:
+        number: n chips.
+        min_shard_size: tensors of fewer elements are kept whole on every chip.
+    """
+
+    number: int = 1
+    min_shard_size: int = MIN_SHARD_SIZE
+
+    def share(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of these tensors on each chip."""
+        return sum(share_of(t.shape, self.number, self.min_shard_size) * size(t) for t in tensors)
+
+    def rows(self, number: int) -> int:
+        """Rows of a batch on each chip: all of them where they cannot be divided evenly."""
+        return number if number % self.number else number // self.number
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps of one pass for the way back.
+
+    Args:
+        outside: of the layers, which gradient checkpointing does not touch.
+        layers: in each layer.
+        layer_input: what enters a layer, which is all that gradient checkpointing keeps of it.
+    """
+
+    outside: int
+    layers: tuple[int, ...]
+    layer_input: int
+
+    def size(self, checkpointing: bool) -> int:
+        """Bytes at the worst moment: with one layer's gradients as large as what it keeps."""
+        at_work = max(self.layers)
+        # outside + sum of layers + gradients in one           without checkpointing
+        # outside + inputs of layers + one layer again + its gradients   with it
+        if checkpointing:
+            return self.outside + len(self.layers) * self.layer_input + 2 * at_work
+        return self.outside + sum(self.layers) + at_work
+
+
+def size(tensor: Tensor) -> int:
+    """Bytes of one element."""
+    return tensor.element_size()
+
+
+@dataclass
+class Blueprint:
+    """A decoder-only model without numbers.
+
+    Args:
+        config: the library's configuration of it.
+        dtype: of the weights, and of what is computed with them.
+        adapt: puts adapters around it, or leaves it as it is.
+    """
+
+    config: Any
+    dtype: torch.dtype = torch.float32
+    adapt: Callable[[Any], Any] | None = None
+    _kept: dict[tuple[int, int], Kept] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def bare_model(self) -> Any:
+        """The library's model."""
+        from transformers import AutoModelForCausalLM
+
+        if self.config.is_encoder_decoder:
+            raise ValueError(
+                f"plan counts decoder-only models, and {self.config.model_type} is an "
+                "encoder-decoder model"
+            )
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                self.config, dtype=self.dtype, attn_implementation="eager"
+            )
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model with its adapters, in training mode."""
+        with torch.device("meta"):
+            model: nn.Module = (
+                self.bare_model if self.adapt is None else self.adapt(self.bare_model)
+            )
+        return model.train()
+
+    @cached_property
+    def weights(self) -> list[nn.Parameter]:
+        """Every weight once, adapters included."""
+        return list(self.model.parameters())
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """Those that the optimizer is given."""
+        return [weight for weight in self.weights if weight.requires_grad]
+
+    @cached_property
+    def cache_numbers(self) -> int:
+        """Numbers that a cache holds of each token, in all layers."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()  # keeps what is beyond sliding windows, as our engines do
+        with torch.no_grad():
+            self._pass(1, 1, past_key_values=cache, use_cache=True)
+        return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+    def kept(self, rows: int, length: int) -> Kept:
+        """What autograd keeps of a pass over [rows, length] tokens; weights do not count."""
+        if (rows, length) not in self._kept:
+            self._kept[rows, length] = self._count(rows, length)
+        return self._kept[rows, length]
+
+    def _count(self, rows: int, length: int) -> Kept:
+        layers = self._layers()
+        seen: dict[int, int] = {}  # bytes of each storage, outside of the layers
+        own = {t.untyped_storage()._cdata for t in (*self.weights, *self.model.buffers())}
+        inside: list[dict[int, int]] = [{} for _ in layers]
+        place: list[dict[int, int]] = [seen]
+        alive: list[Tensor] = []  # or a storage's address would be given to another
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            known = any(storage._cdata in part for part in (own, seen, *inside))
+            if not known:
+                place[-1][storage._cdata] = storage.nbytes()
+                alive.append(tensor)
+            return tensor
+
+        def leave(*_: Any) -> None:
+            place.pop()
+
+        hooks = []
+        for layer, part in zip(layers, inside, strict=True):
+            hooks.append(layer.register_forward_pre_hook(lambda *_, part=part: place.append(part)))
+            hooks.append(layer.register_forward_hook(leave))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = self._pass(rows, length, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        layer_input = hidden.numel() * hidden.element_size()
+        sizes = tuple(sum(part.values()) for part in inside)
+        return Kept(sum(seen.values()), sizes, layer_input)
+
+    def _layers(self) -> Sequence[nn.Module]:
+        number = self.config.num_hidden_layers
+        lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return next(layers for layers in lists if len(layers) == number)
+
+    def _pass(self, rows: int, length: int, **cached: Any) -> Tensor:
+        """Last hidden states [rows, length, E]."""
+        assert self.model is not None  # adapters are in the bare model's layers from now on
+        ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
+        seen = torch.zeros(rows, 1, length, length, dtype=self.dtype, device="meta")
+        kinds = set(self.config.to_dict().get("layer_types") or ())
+        mask = dict.fromkeys(kinds, seen) if "sliding_attention" in kinds else seen
+        output = self.bare_model.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=ids, **cached
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+def optimizer_states(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], weights: list[nn.Parameter]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """What an optimizer keeps of each weight after a step; that step is taken, without numbers.
+
+    Args:
+        make: builds the optimizer.
+        weights: without storage.
+
+    Returns:
+        Pairs of a weight and a tensor; None if this optimizer cannot step without numbers.
+
+    Raises:
+        ValueError: the optimizer refuses these weights.
+    """
+    try:
+        optimizer = make(weights)
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        optimizer.step()
+    except ValueError as error:
+        raise ValueError(f"the optimizer refuses this model: {error}") from error
+    except RuntimeError:  # it looks at numbers
+        return None
+    finally:
+        for weight in weights:
+            weight.grad = None
+    return [
+        (weight, value)
+        for weight, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+
+
+def states_share(
+    states: list[tuple[Tensor, Tensor]] | None, weights: list[nn.Parameter], chips: Chips
+) -> int:
+    """Bytes of an optimizer's states on each chip; those shaped as their weight lie as it does.
+
+    Args:
+        states: see `optimizer_states`; None counts two per weight, as Adam has.
+        weights: that are trained.
+        chips: to divide over.
+    """
+    if states is None:
+        return 2 * chips.share(weights)
+    whole = sum(s.numel() * size(s) for weight, s in states if s.shape != weight.shape)
+    return whole + chips.share(s for weight, s in states if s.shape == weight.shape)
+
+
+def cache_share(blueprint: Blueprint, work: Work, chips: Chips) -> tuple[int, int]:
+    """Bytes of prompts and of completions in the largest cache on each chip.
+
+    Prompts stand there once for their group. A row of completions is written by making a new
+    tensor, so that theirs exist twice.
+
+    Args:
+        blueprint: the model.
+        work: sizes of an iteration.
+        chips: to divide over.
+    """
+    token = blueprint.cache_numbers * work.cache_bytes
+    parts = [
+        (
+            chips.rows(prompts) * work.prompt_len * token,
+            2 * chips.rows(prompts * group) * work.completion_len * token,
+        )
+        for prompts, group in work.rollouts
+    ]
+    return max(parts, key=sum, default=(0, 0))
+
+
+def account(
+    blueprint: Blueprint,
+    work: Work,
+    chips: Chips,
+    *,
+    states: list[tuple[Tensor, Tensor]] | None,
+    reference: Blueprint | None,
+    checkpointing: bool,
+    computed: Blueprint | None = None,
+) -> list[Item]:
+    """Everything of weight that a chip holds.
+
+    Args:
+        blueprint: the policy.
+        work: sizes of an iteration.
+        chips: to divide over.
+        states: what the optimizer keeps.
+        reference: the frozen model, if it is one of its own.
+        checkpointing: whether activations are recomputed in the backward pass.
+        computed: the policy in the lower precision that is computed in; None: in its own.
+    """
+    trained = blueprint.trained
+    adapted = len(trained) < len(blueprint.weights)
+    frozen = [weight for weight in blueprint.weights if not weight.requires_grad]
+    base = frozen if adapted else trained
+    items = [Item("weights", chips.share(base), "always", _count_of(base))]
+    if adapted:
+        items.append(Item("adapters", chips.share(trained), "always", _count_of(trained)))
+    how = "two per weight, as Adam's: not countable" if states is None else "after one step"
+    items.append(Item("optimizer", states_share(states, trained, chips), "always", how))
+    if reference is not None:
+        weights = reference.weights
+        items.append(Item("reference", chips.share(weights), "always", _count_of(weights)))
+    if computed is not None:
+        how = "all weights once more, in the precision computed in"
+        items.append(Item("cast weights", chips.share(computed.weights), "learning", how))
+    at_work = blueprint if computed is None else computed
+    largest = max(at_work.weights, key=lambda weight: weight.numel())
+    whole = largest.numel() * size(largest) if chips.number > 1 else 0
+    items += _rollout(at_work, work, chips, whole)
+    items.append(Item("gradients", chips.share(trained), "learning", _count_of(trained)))
+    rows = chips.rows(work.micro_rows)
+    kept = at_work.kept(rows, work.length).size(checkpointing)
+    how = f"{rows} rows of {work.length} tokens" + (", checkpointed" * checkpointing)
+    items.append(Item("activations", kept, "learning", how))
+    vocabulary = blueprint.config.vocab_size
+    tokens = head_chunk(work.micro_rows * work.completion_len, vocabulary)
+    logits = HEAD_TENSORS * tokens * vocabulary * FLOAT32_BYTES
+    items.append(Item("head", logits, "learning", f"{HEAD_TENSORS} x [{tokens}, {vocabulary}]"))
+    if whole:
+        sized = 2 * whole if largest.requires_grad else whole
+        how = "the largest weight whole" + (", and its gradient" * largest.requires_grad)
+        items.append(Item("gathered", sized, "learning", how))
+    return items
+
+
+def _rollout(blueprint: Blueprint, work: Work, chips: Chips, whole: int) -> list[Item]:
+    if not work.rollouts:
+        return []
+    prompts, completions = cache_share(blueprint, work, chips)
+    number, group = max(work.rollouts, key=lambda each: each[0] * each[1])
+    at_once = chips.rows(number * group)
+    vocabulary = blueprint.config.vocab_size
+    logits = SAMPLING_TENSORS * at_once * vocabulary * FLOAT32_BYTES
+    reading = max(blueprint.kept(chips.rows(number), work.prompt_len).layers)
+    sizes = f"up to {number} prompts of {work.prompt_len}"
+    items = [
+        Item("cache, prompts", prompts, "rollout", f"{sizes} tokens, once per group"),
+        Item(
+            "cache, completions",
+            completions,
+            "rollout",
+            f"up to {number * group} rows of {work.completion_len} tokens, twice while written",
+        ),
+        Item("reading", reading, "rollout", "one layer's activations over the prompts"),
+        Item("sampling", logits, "rollout", f"{SAMPLING_TENSORS} x [{at_once}, {vocabulary}]"),
+    ]
+    if whole:
+        items.append(Item("gathered", whole, "rollout", "the largest weight whole"))
+    return items
+
+
+def _count_of(weights: Iterable[Tensor]) -> str:
+    return f"{sum(weight.numel() for weight in weights):,} numbers"
+
+
+def peak(items: Iterable[Item]) -> int:
+    """Bytes at the worst moment: what is always there, and the larger of the two phases."""
+    total: dict[Phase, int] = {"always": 0, "rollout": 0, "learning": 0}
+    for item in items:
+        total[item.phase] += item.size
+    return total["always"] + max(total["rollout"], total["learning"])

@@ -1,0 +1,186 @@
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from litgrpo.callbacks.run_folder import RunFolder, saved_config
+from litgrpo.checkpointing import io as checkpoint_io
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from tests.callbacks.fitting import fit
+from tests.standin import StandIn
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_saves_count_iterations_and_not_optimizer_steps(tmp_path):
+    fit(tmp_path, IterationCheckpoint(2, keep_last=9, keep_best=0), module=StandIn(5))
+    numbered = [f"iteration=00000{n}.ckpt" for n in (2, 4, 5)]
+    assert names(tmp_path) == [*numbered, "last.ckpt"]
+    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert (last["iteration"], last["global_step"]) == (5, 15)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    # 0.1 is before training; validations follow iterations 2, 4, 6 and 8.
+    module = StandIn(8, scores=[0.1, 0.5, 0.9, 0.6, 0.7])
+    fit(tmp_path, IterationCheckpoint(1, keep_last=1), module=module, val_check_interval=2)
+    expected = ["best.ckpt", "iteration=000004.ckpt", "iteration=000008.ckpt", "last.ckpt"]
+    assert names(tmp_path) == expected
+    assert (tmp_path / "checkpoints/best.ckpt").readlink() == Path("iteration=000004.ckpt")
+    assert (tmp_path / "checkpoints/last.ckpt").readlink() == Path("iteration=000008.ckpt")
+
+
+def test_of_a_loss_the_smallest_is_best(tmp_path):
+    checkpoint = IterationCheckpoint()
+    assert checkpoint._goodness({"loss": 2.0}) == -2.0
+    assert checkpoint._goodness({"avg@4": 0.5, "loss": 2.0}) == 0.5
+
+
+def test_an_unknown_monitor_is_named(tmp_path):
+    message = r"checkpoint.monitor is 'acc'; the evaluation has \['avg@2', 'avg@2_low', "
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, IterationCheckpoint(monitor="acc"))
+
+
+class FailsToSave(StandIn):
+    def on_save_checkpoint(self, checkpoint):
+        super().on_save_checkpoint(checkpoint)
+        if self.iteration == 4:
+            # Fails before the file is written: no later run could load it.
+            checkpoint["broken"] = lambda: None
+
+
+def test_a_failed_save_leaves_the_older_checkpoint(tmp_path):
+    with pytest.raises(TypeError, match="a checkpoint cannot hold a function"):
+        fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=FailsToSave(6))
+    kept = [name for name in names(tmp_path) if not name.startswith(".")]
+    assert kept == ["iteration=000002.ckpt", "last.ckpt"]
+    assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["iteration"] == 2
+
+
+def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/.iteration=000002.ckpt.tmp").write_text("half")
+    fit(tmp_path, IterationCheckpoint(0, keep_best=0), module=StandIn(1))
+    assert names(tmp_path) == ["iteration=000001.ckpt", "last.ckpt"]
+
+
+def test_a_run_resumes_after_the_iteration_that_was_saved(tmp_path):
+    scores = [0.1, 0.5, 0.4, 0.3]
+    fit(tmp_path, IterationCheckpoint(3), module=StandIn(3, scores=scores), val_check_interval=2)
+    last = tmp_path / "checkpoints/last.ckpt"
+    checkpoint = IterationCheckpoint(3)
+    module = StandIn(7, scores=[0.2, 0.2, 0.2])
+    module = fit(tmp_path, checkpoint, module=module, resume=last, val_check_interval=2)
+    assert module.iteration == 7
+    assert module.trainer.global_step == 21
+    # Validations after 4, 6 and 7; the best of the first run is still the best.
+    assert module.evaluations == 3
+    assert checkpoint.scores == {2: 0.5, 3: 0.4, 4: 0.2, 6: 0.2, 7: 0.2}
+    assert (tmp_path / "checkpoints/best.ckpt").readlink() == Path("iteration=000002.ckpt")
+
+
+class Signalled(StandIn):
+    """Asks its own process to stop: in a rollout, in an update, or in a validation."""
+
+    def __init__(self, during: str, signum: int = 15, times: int = 1):
+        super().__init__(6)
+        self.during, self.signum, self.times = during, signum, times
+
+    def _here(self, here: str, iteration: int) -> None:
+        if (self.during, self.iteration) == (here, iteration):
+            times, self.times = self.times, 0
+            for _ in range(times):
+                os.kill(os.getpid(), self.signum)
+
+    def training_step(self, batch, batch_idx):
+        self._here("rollout", 1)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        self._here("update", 1)
+
+    def validation_step(self, batch, batch_idx):
+        self._here("validation", 2)
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130)])
+@pytest.mark.parametrize(
+    ("during", "saved", "evaluations"), [("rollout", 1, 3), ("update", 2, 3), ("validation", 2, 3)]
+)
+def test_asked_to_stop_a_run_drops_an_iteration_or_finishes_it(
+    tmp_path, during, saved, evaluations, signum, code
+):
+    with pytest.raises(SystemExit) as stop:
+        fit(
+            tmp_path,
+            IterationCheckpoint(50),
+            module=Signalled(during, signum),
+            val_check_interval=2,
+        )
+    assert stop.value.code == code
+    last = tmp_path / "checkpoints/last.ckpt"
+    assert torch.load(last, weights_only=True)["iteration"] == saved
+    module = fit(
+        tmp_path, IterationCheckpoint(50), module=StandIn(6), resume=last, val_check_interval=2
+    )
+    # The validations after 2, 4 and 6; an interrupted one is repeated as a whole.
+    assert (module.iteration, module.evaluations) == (6, evaluations)
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    if (child := os.fork()) == 0:
+        fit(tmp_path, IterationCheckpoint(50), module=Signalled("update", times=2))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert not (tmp_path / "checkpoints/last.ckpt").exists()
+
+
+def test_a_run_goes_on_in_the_background_while_a_file_is_written(tmp_path, monkeypatch):
+    done = []
+    release = threading.Event()
+    inner = checkpoint_io.write
+
+    def slow(checkpoint, path):
+        release.wait(30)
+        inner(checkpoint, path)
+
+    monkeypatch.setattr(checkpoint_io, "write", slow)
+
+    class Watched(StandIn):
+        def on_train_batch_end(self, *_):
+            done.append(self.iteration)
+            if self.iteration == 3:
+                release.set()  # only now is the file of iteration 2 written
+
+    fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=Watched(4))
+    assert done == [1, 2, 3, 4]
+    saved = torch.load(tmp_path / "checkpoints/iteration=000002.ckpt", weights_only=True)
+    assert (saved["iteration"], saved["global_step"]) == (2, 6)
+
+
+def test_size_and_time_of_a_save_are_logged(tmp_path):
+    module = fit(tmp_path, IterationCheckpoint(1), module=StandIn(9))
+    logged = {k: float(v) for k, v in module.trainer.logged_metrics.items() if "checkpoint" in k}
+    size = (tmp_path / "checkpoints/last.ckpt").stat().st_size / 2**20
+    assert logged["checkpoint/size_mib"] == pytest.approx(size, rel=0.01)
+    assert 0 < logged["checkpoint/wait_s"] < 10
+    assert 0 < logged["checkpoint/write_s"] < 10
+
+
+def test_the_configuration_is_inside(tmp_path):
+    fit(tmp_path, IterationCheckpoint(0), RunFolder("model: {a: 1}\n"), module=StandIn(1))
+    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert saved_config(last) == "model: {a: 1}\n"
+    assert (tmp_path / "config.yaml").read_text().endswith("model: {a: 1}\n")
+    with pytest.raises(ValueError, match="holds no configuration: it was not written by"):
+        saved_config({"state_dict": {}})

@@ -1,0 +1,182 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from litgrpo.models.attention import packed_flash as flash
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.kernels.linear import Kernels
+from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
+from tests.conftest import byte_tokenizer, tiny_model, tiny_policy
+
+needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")
+BOTH = Kernels(decode="onednn", learn="onednn")
+
+
+def layer(kind=nn.Linear, into=96, out=160):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(into, out) if kind is nn.Linear else kind(out, into))
+        nn.init.normal_(model[0].bias)
+        return model, torch.randn(3, 17, into)
+
+
+def distance(a, b):
+    return float(((a - b).norm() / b.norm()).detach())
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_values_and_gradients_are_those_of_the_plain_layer(kind):
+    model, x = layer(kind)
+    results = []
+    for kernel in ("plain", "onednn"):
+        linears.install(model)
+        linears.use(model, Kernels(learn=kernel))
+        model.zero_grad()
+        rows = x.clone().requires_grad_()
+        y = model(rows)
+        (y**2).sum().backward()
+        results.append((y, rows.grad, *[p.grad.clone() for p in model.parameters()]))
+    for plain, onednn in zip(*results, strict=True):
+        assert distance(onednn, plain) < 1e-6
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-6), (torch.bfloat16, 1e-2)])
+def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, tolerance):
+    model, x = layer(kind)
+    expected = model(x)
+    linears.install(model)
+    with linears.packed(model, dtype), torch.no_grad():
+        got = model(x)
+        assert model[0].packed is not None
+    assert got.dtype == torch.float32
+    assert distance(got, expected) < tolerance
+    assert model[0].packed is None
+    assert torch.equal(model(x), expected)
+
+
+@needs_onednn
+def test_a_packed_layer_still_gives_gradients():
+    model, x = layer()
+    linears.install(model)
+    with linears.packed(model):
+        model(x).sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+@needs_onednn
+def test_under_autocast_packed_layers_answer_in_its_type():
+    model, x = layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected = model(x)
+        linears.install(model)
+        linears.use(model, BOTH)
+        assert torch.equal(model(x), expected)
+        with linears.packed(model):
+            got = model(x)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    assert distance(got.float(), expected.float()) < 1e-2
+
+
+def test_float64_stays_plain():
+    model, x = layer()
+    model.double()
+    expected = model(x.double())
+    linears.install(model)
+    linears.use(model, BOTH)
+    with linears.packed(model), torch.no_grad():
+        assert torch.equal(model(x.double()), expected)
+    assert linears.choose(model, "onednn") == Kernels()
+
+
+def test_without_the_operators_every_layer_is_plain(monkeypatch):
+    def missing(*_):
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute")
+
+    linears.onednn_works.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(linears, "_onednn", missing)
+        assert not linears.onednn_works()
+        policy = tiny_policy("qwen2")
+        assert linears.choose(policy.model, "onednn") == Kernels()
+        with linears.packed(policy.model):
+            assert all(layer.packed is None for layer in linears.fast_linears(policy.model))
+    linears.onednn_works.cache_clear()
+
+
+def test_the_faster_kernel_is_taken_only_if_it_is_clearly_faster():
+    def work(times):
+        return lambda: torch.ones(64, 64).matmul(torch.ones(64, 64 * times)).sum()
+
+    assert linears.faster(work(200), work(1)) == "onednn"
+    assert linears.faster(work(1), work(1)) == "plain"
+    assert linears.faster(work(1), work(200)) == "plain"
+
+
+def test_names_shapes_and_export_stay(architecture, tmp_path):
+    plain = tiny_model(architecture)
+    policy = tiny_policy(architecture)
+    assert linears.fast_linears(policy.model)
+    state, expected = policy.model.state_dict(), plain.state_dict()
+    assert state.keys() == expected.keys()
+    policy.use_kernels(BOTH)
+    export(policy, tmp_path)
+    again = load_policy(str(tmp_path), precision=Precision(kernels="plain")).model.state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+@needs_onednn
+def test_a_policy_thinks_the_same_with_every_kernel(architecture):
+    policy = tiny_policy(architecture)
+    ids = torch.randint(3, 259, (4, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    grads, logits = [], []
+    for kernels in (Kernels(), BOTH):
+        policy.use_kernels(kernels)
+        policy.zero_grad()
+        out = policy.dense_logits(ids[:, :4], mask[:, :4], ids[:, 4:])
+        (out**2).mean().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+        with torch.no_grad(), policy.decoding(rows=8):
+            first, state = policy.prefill(ids, mask, 2, capacity=3)
+            logits.append(torch.cat([first, policy.step(torch.arange(3, 11), state)]))
+    assert distance(grads[1], grads[0]) < 1e-5
+    assert distance(logits[1], logits[0]) < 1e-5
+
+
+@needs_onednn
+@pytest.mark.filterwarnings("ignore:.*target_modules.*")
+def test_adapters_and_the_weights_under_them_take_the_kernel(tmp_path):
+    precision = Precision(kernels="onednn")
+    policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=LoRA(4))
+    layers = linears.fast_linears(policy.model)
+    assert all(layer.kernel == "onednn" for layer in layers)
+    assert sum("lora" in name for name, _ in policy.named_parameters()) < len(layers)
+    ids = torch.arange(3, 9)[None]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    policy.dense_logits(ids, mask, ids).sum().backward()
+    assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
+    export(copy.deepcopy(policy), tmp_path)
+    assert load_policy(str(tmp_path)).model.config.vocab_size == 259
+
+
+def test_decoding_little_uses_one_thread():
+    before = torch.get_num_threads()
+    policy = tiny_policy("qwen2")
+    with policy.decoding(rows=8):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("works", [linears.onednn_works, flash._kernel_works])
+def test_kernels_are_tried_alike_wherever_they_are_first_asked_for(works):
+    expected = works()
+    for around in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode()):
+        works.cache_clear()
+        with around:
+            assert works() == expected

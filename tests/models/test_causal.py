@@ -1,0 +1,129 @@
+import copy
+
+import pytest
+import torch
+
+from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.reference import AdapterOff, FrozenModel
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+
+TEXTS = ("a", "what is 3+4?", "hello")
+GROUP, LENGTH = 2, 7
+
+
+def tokens(policy, *, dtype=torch.float32):
+    """Prompts of unequal length and random completions of lengths 1 to 7."""
+    prompts = prompt_batch(*TEXTS)
+    generator = torch.Generator().manual_seed(3)
+    rows = GROUP * len(TEXTS)
+    ids = torch.randint(3, 259, (rows, LENGTH), generator=generator)
+    lengths = torch.tensor([7, 1, 4, 6, 2, 5])
+    mask = torch.arange(LENGTH) < lengths[:, None]
+    prompt_of = torch.arange(len(TEXTS)).repeat_interleave(GROUP)
+    return prompts.prompt_ids, prompts.prompt_mask, prompt_of, ids, mask
+
+
+def dense_logprobs(policy, prompt_ids, prompt_mask, prompt_of, ids, mask, temperature=1.0):
+    """The definition, with every logit in memory, one row at a time and nothing padded."""
+    rows = []
+    for row in range(len(ids)):
+        real = prompt_mask[prompt_of[row]]
+        prompt, said = prompt_ids[prompt_of[row]][real][None], ids[row][mask[row]][None]
+        logits = policy.dense_logits(prompt, torch.ones_like(prompt, dtype=torch.bool), said)
+        logprobs = (logits[0, :-1].float() / temperature).log_softmax(-1)
+        rows.append(logprobs.gather(-1, said[0][:, None]).squeeze(-1))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def test_logprobs_equal_one_dense_unpadded_row_at_a_time(architecture):
+    policy = tiny_policy(architecture)
+    arguments = tokens(policy)
+    got = policy.logprobs(*arguments, temperature=0.7).logprobs
+    expected = dense_logprobs(policy, *arguments, temperature=0.7)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_equal_those_of_dense_logits(architecture):
+    policy = tiny_policy(architecture)
+    arguments = tokens(policy)
+    weights = torch.randn(arguments[3].shape, generator=torch.Generator().manual_seed(1))
+    grads = []
+    for logprobs in (policy.logprobs(*arguments).logprobs, dense_logprobs(policy, *arguments)):
+        policy.zero_grad()
+        (logprobs * weights).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    error = (grads[0] - grads[1]).norm() / grads[1].norm()
+    assert error < 1e-5
+
+
+def test_chunks_of_the_head_change_neither_values_nor_gradients(architecture):
+    policy = tiny_policy(architecture)
+    arguments = tokens(policy)
+    results = []
+    for policy.head_chunk in (3, 1024):
+        policy.zero_grad()
+        out = policy.logprobs(*arguments, entropy_grad=True)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        grads = torch.cat([p.grad.flatten() for p in policy.parameters()])
+        results.append((out.logprobs.detach(), out.entropy.detach(), grads))
+    for small, large in zip(*results, strict=True):
+        torch.testing.assert_close(small, large, atol=1e-4, rtol=1e-5)
+
+
+def test_more_left_padding_changes_nothing(architecture):
+    policy = tiny_policy(architecture)
+    prompt_ids, prompt_mask, *rest = tokens(policy)
+    wide = prompt_batch(*TEXTS, length=20)
+    narrow = policy.logprobs(prompt_ids, prompt_mask, *rest).logprobs
+    padded = policy.logprobs(wide.prompt_ids, wide.prompt_mask, *rest).logprobs
+    torch.testing.assert_close(padded, narrow, atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_is_that_of_the_distribution():
+    policy = tiny_policy("gemma2")
+    arguments = tokens(policy)
+    got = policy.logprobs(*arguments).entropy
+    prompt_ids, prompt_mask, prompt_of, ids, mask = arguments
+    logits = policy.dense_logits(prompt_ids[prompt_of], prompt_mask[prompt_of], ids)[:, :-1]
+    expected = torch.distributions.Categorical(logits=logits).entropy() * mask
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    plain = tiny_policy("qwen2")
+    precision = Precision(gradient_checkpointing=True)
+    frugal = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision)
+    grads = []
+    for policy in (plain.train(), frugal.train()):
+        policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*target_modules.*")
+def test_lora_trains_adapters_only_and_its_base_is_the_reference():
+    base = tiny_policy("qwen2")
+    start = base.logprobs(*tokens(base)).logprobs.detach()
+    policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
+    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):  # the first step moves only one of the two matrices
+        policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+        optimizer.step()
+    moved = policy.logprobs(*tokens(policy)).logprobs
+    assert (moved - start).abs().max() > 1e-3
+    reference = AdapterOff(policy).logprobs(*tokens(policy), temperature=1.0).logprobs
+    torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
+
+
+def test_a_frozen_reference_stays_as_it_is_while_the_policy_moves():
+    policy = tiny_policy("llama")
+    reference = FrozenModel(copy.deepcopy(policy))
+    before = reference.logprobs(*tokens(policy), temperature=1.0).logprobs
+    policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+    torch.optim.SGD(policy.parameters(), lr=0.1).step()
+    assert not [p for p in reference.parameters() if p.requires_grad]
+    assert torch.equal(reference.logprobs(*tokens(policy), temperature=1.0).logprobs, before)
+    assert not reference.train().policy.training

@@ -1,0 +1,121 @@
+"""A tokenizer and a model made from sizes and texts."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from litgrpo.models.scratch import Scratch
+
+TEXTS = ["Tom has 47 apples.<reasoning>47+3=50</reasoning><answer>50</answer>"] * 3
+ARCHITECTURES = {
+    "gemma2": {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "sliding_window": 4}
+    | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen2": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "gpt2": {"n_embd": 8, "n_layer": 2, "n_head": 2},
+}
+
+
+def scratch(model_type="gemma2", vocab_size=300, add_bos=True, **sizes):
+    architecture = {"model_type": model_type, **ARCHITECTURES.get(model_type, {}), **sizes}
+    return Scratch(architecture, vocab_size=vocab_size, add_bos=add_bos)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return scratch().build_tokenizer(TEXTS)
+
+
+def tokens_of(tokenizer, text):
+    return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+
+
+def test_words_and_tags_are_one_token_and_digits_stand_alone(tokenizer):
+    tokens = tokens_of(tokenizer, "Tom has 47 apples.<reasoning>47+3")
+
+    # The byte-level alphabet writes a space as U+0120.
+    words = ["Tom", "\u0120has", "\u0120", "4", "7", "\u0120apples", "."]
+    assert tokens == ["<bos>", *words, "<reasoning>", "4", "7", "+", "3"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", " a  b\n\n c\t", "<answer> 12 </answer>x", "gr\u00fc\u00df \u65e5 \U0001f600"]
+)
+def test_decoding_gives_any_text_back_without_special_tokens(tokenizer, text):
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
+
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_without_add_bos_nothing_is_put_before_the_text():
+    tokenizer = scratch(add_bos=False).build_tokenizer(TEXTS)
+
+    assert tokens_of(tokenizer, "4") == ["4"]
+
+
+def test_pad_bos_and_eos_are_three_different_tokens(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+
+
+def test_vocabulary_stays_within_its_size():
+    many_words = [f"word{chr(97 + i)}{chr(97 + j)}" for i in range(26) for j in range(26)]
+
+    assert len(scratch(vocab_size=300).build_tokenizer(many_words)) == 300
+
+
+def test_equal_texts_and_seeds_give_equal_tokenizers_and_weights(tokenizer):
+    again = scratch().build_tokenizer(TEXTS)
+    first, second = (scratch().build_model(t, seed=3).state_dict() for t in (tokenizer, again))
+
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_building_a_model_leaves_the_global_random_state_alone(tokenizer):
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    scratch().build_model(tokenizer, seed=1)
+
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_saved_model_and_tokenizer_load_in_plain_transformers(model_type, tmp_path, tokenizer):
+    model = scratch(model_type).build_model(tokenizer).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = loaded_tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [tokenizer(TEXTS[0])["input_ids"]]
+    assert loaded_tokenizer.decode(ids[0], skip_special_tokens=True) == TEXTS[0]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert loaded.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_a_misspelled_size_names_the_nearest_one(tokenizer):
+    with pytest.raises(ValueError, match=r"'hidden_sise'.*gemma2.*'hidden_size'"):
+        scratch(hidden_sise=8).build_model(tokenizer)
+
+
+def test_an_unknown_model_type_names_the_nearest_one(tokenizer):
+    with pytest.raises(ValueError, match=r"'gema2'.*'gemma2'"):
+        scratch("gema2").build_model(tokenizer)
+
+
+def test_an_architecture_without_model_type_is_refused():
+    with pytest.raises(ValueError, match="no model_type"):
+        Scratch({"hidden_size": 8})
+
+
+def test_sizes_that_the_tokenizer_decides_are_refused():
+    with pytest.raises(ValueError, match="sets vocab_size"):
+        Scratch({"model_type": "gemma2", "vocab_size": 10})
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused():
+    with pytest.raises(ValueError, match=r"vocab_size is 100.* 263"):
+        scratch(vocab_size=100)

@@ -1,0 +1,100 @@
+"""The static engine's step, recorded and replayed: here by a recorder that needs no device."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from litgrpo.parallel import cuda_graphs as replay
+from litgrpo.parallel.cuda_graphs import Replayed
+from litgrpo.rollout.engines import static as static_engine
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.rollout.engines.test_static import ENGINE, said
+
+GPU = torch.device("cuda")
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+
+def record(run):
+    """As a graph does: every replay reads the same tensors and writes into the same results."""
+    run()  # a first run, whose writes must not matter
+    results = run()
+
+    def again():
+        for result, new in zip(tree_leaves(results), tree_leaves(run()), strict=True):
+            result.copy_(new)
+
+    return again, results
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Let the static engine replay, as on a device that can record."""
+    step = Replayed(static_engine._go_on, record)
+    monkeypatch.setattr(static_engine, "can_record", lambda device: True)
+    monkeypatch.setattr(static_engine, "_replayed", step)
+    return step
+
+
+def test_replayed_steps_say_what_the_eager_engine_says_also_with_new_weights(
+    architecture, replayed
+):
+    policy = ragged(tiny_policy(architecture))
+    for _ in range(3):
+        assert_same(said(policy, ENGINE), said(policy, LocalEngine()))
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.mul_(1.01)  # in place, as an optimizer does
+    assert len(replayed.kept[policy]) == 1
+
+
+def test_other_prompts_settings_or_weights_elsewhere_are_other_recordings(replayed):
+    policy = ragged(tiny_policy("qwen2"))
+    cases = [(["A", "bc"], Sampling()), (["A"], Sampling()), (["A"], Sampling(top_k=3))]
+    for number, (texts, sampling) in enumerate(cases, start=1):
+        assert_same(
+            said(policy, ENGINE, sampling, texts), said(policy, LocalEngine(), sampling, texts)
+        )
+        assert len(replayed.kept[policy]) == number
+    for weight in policy.parameters():
+        weight.data = weight.data.clone()
+    assert_same(said(policy, ENGINE), said(policy, LocalEngine()))
+    with torch.autocast("cpu", torch.bfloat16):
+        said(policy, ENGINE)
+    assert len(replayed.kept[policy]) == replay.MOST_KEPT
+    assert_same(said(policy, ENGINE), said(policy, LocalEngine()))
+
+
+def test_only_the_newest_recordings_are_kept_and_none_of_a_module_that_is_gone():
+    def forgetful(run):
+        return (lambda: None), run()  # as a graph, which knows addresses and no objects
+
+    step, module = Replayed(lambda module, x: x + 1, forgetful), nn.Linear(1, 1)
+    for size in range(1, replay.MOST_KEPT + 3):
+        assert step(module, torch.ones(size)).tolist() == [2.0] * size
+    assert len(step.kept[module]) == replay.MOST_KEPT
+    del module
+    assert not step.kept
+
+
+def test_nothing_is_recorded_where_it_is_switched_off(replayed):
+    said(tiny_policy("qwen2"), StaticEngine(prompt_buckets=8, record=False))
+    assert not replayed.kept
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("engine", [ENGINE, LocalEngine()])
+def test_a_gpu_says_what_the_processor_says(architecture, engine):
+    policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
+    expected, numbers = said(policy, LocalEngine()), uniforms_for(prompts)
+    policy.to(GPU)
+    for _ in range(2):  # recorded, and replayed
+        found = engine.generate(policy, prompts.to(GPU), GROUP, numbers, Sampling())
+        assert torch.equal(found.completion_ids.cpu(), expected.completion_ids)
+        assert torch.allclose(
+            found.sampler_logprobs.cpu(), expected.sampler_logprobs, rtol=0, atol=1e-4
+        )

@@ -1,0 +1,247 @@
+import asyncio
+import logging
+import time
+
+import pytest
+import torch
+
+from litgrpo.rewards import InProcessRunner, Reward, RewardFailure, Scorer, whole_batch
+
+TEXTS = ["a", "b", "bad", "d"]
+
+
+def score(function, guard=None, times=1, texts=TEXTS, **columns):
+    composite = Scorer({"r": Reward(function)}, runner=guard or InProcessRunner())
+    for _ in range(times):
+        table = composite(["p"] * len(texts), list(texts), columns, len(texts))
+    return table, composite
+
+
+def raises_on_bad(completions):
+    if "bad" in completions:
+        raise KeyError("bad")
+    return [1.0] * len(completions)
+
+
+def test_a_raising_call_loses_only_the_rows_that_raise() -> None:
+    table, composite = score(raises_on_bad)
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert table.total.tolist() == [[1, 1, 0, 1]]
+    assert composite.failures == {"r": {"KeyError": 1}}
+
+
+def test_the_advantages_of_other_samples_do_not_change() -> None:
+    def fair(completions):
+        return [float(len(text)) for text in completions]
+
+    def faulty(completions):
+        return [
+            None if text == "bad" else "?" if text == "b" else len(text) for text in completions
+        ]
+
+    honest, _ = score(fair)
+    masked, _ = score(faulty)
+    kept = masked.valid
+    assert kept.tolist() == [[True, False, False, True]]
+    assert torch.equal(honest.total[kept], masked.total[kept])
+
+
+def test_a_whole_batch_function_is_masked_whole() -> None:
+    calls = []
+
+    @whole_batch
+    def compare(completions):
+        calls.append(len(completions))
+        raise KeyError
+
+    table, composite = score(compare, InProcessRunner(max_failed_frac=1.0))
+    assert calls == [4]
+    assert not table.valid.any()
+    assert composite.failures == {"r": {"KeyError": 4}}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "returned nan"), (float("-inf"), "returned -inf"), (10**400, "returned inf"),
+        ("1", "returned str"), ([1], "returned list"), (1j, "returned complex"),
+        (torch.tensor(float("nan")), "returned nan"), (torch.tensor([1.0, 2.0]), "returned list"),
+    ],
+)  # fmt: skip
+def test_what_is_no_finite_number_fails_its_row(value: object, reason: str) -> None:
+    table, composite = score(lambda completions: [1, 2, value, 3])
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert composite.failures == {"r": {reason: 1}}
+
+
+def test_inputs_are_protected_from_changes() -> None:
+    ids, facts = [[1], [2], [3], [4]], [{"a": [1]} for _ in range(4)]
+
+    def vandal(prompts, completions, completion_ids, facts):
+        total = [
+            float(sum(ids) + sum(fact["a"]))
+            for ids, fact in zip(completion_ids, facts, strict=True)
+        ]
+        completions.clear()
+        completion_ids[0].append(9)
+        facts[0]["a"].append(9)
+        return total
+
+    table, _ = score(vandal, times=2, completion_ids=ids, facts=facts)
+    assert table.total.tolist() == [[2, 3, 4, 5]]
+    assert ids == [[1], [2], [3], [4]]
+    assert facts == [{"a": [1]}] * 4
+
+
+def test_too_many_failures_stop_the_run_with_the_reason() -> None:
+    def broken(completions):
+        raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(
+        RewardFailure, match=r"'r': 4 of 4 .*max_failed_frac = 0.5 .*ZeroDivisionError: 4"
+    ) as caught:
+        score(broken)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    score(raises_on_bad, InProcessRunner(max_failed_frac=0.25))
+    with pytest.raises(RewardFailure):
+        score(raises_on_bad, InProcessRunner(max_failed_frac=0.24))
+
+
+def test_the_first_traceback_is_whole_and_then_only_counts(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        score(raises_on_bad, times=4)
+    first, second, third = caplog.records  # at 1, 2 and 4 failures
+    assert "Traceback" in caplog.text
+    assert "raise KeyError" in caplog.text
+    assert "row 2" in first.getMessage()
+    assert "'bad'" in first.getMessage()
+    assert second.exc_info is None
+    assert third.getMessage() == "reward 'r': 1 of 4 completions failed; so far 4 (KeyError: 4)"
+
+
+def test_the_deadline_covers_the_rows() -> None:
+    def slow(completions):
+        time.sleep(0.05)
+        raise KeyError
+
+    start = time.monotonic()
+    _, composite = score(
+        slow, InProcessRunner(timeout_s=0.12, max_failed_frac=1.0), texts=["x"] * 50
+    )
+    assert time.monotonic() - start < 1
+    assert composite.failures["r"]["TimeoutError"] > 40
+
+
+def test_a_wrong_length_is_forgiven_where_single_rows_get_an_answer(caplog) -> None:
+    def for_one(completions):
+        return [float(len(completions[0]))]
+
+    def flaky(completions):
+        return [1.0] if "bad" in completions and len(completions) > 1 else [1.0] * len(completions)
+
+    table, composite = score(for_one)
+    assert table.total.tolist() == [[1, 1, 3, 1]]
+    assert not composite.failures
+    assert "was asked row by row: returned 1 rewards for 4 completions" in caplog.text
+    assert score(flaky)[0].valid.all()
+
+    def never(completions):
+        return [1.0, 2.0, 3.0]
+
+    with pytest.raises(ValueError, match="returned 3 rewards for 4 completions"):
+        score(never)
+
+
+def test_leaving_the_program_costs_the_row_only() -> None:
+    def leaves(completions):
+        if "bad" in completions:
+            raise SystemExit(3)
+        return [1.0] * len(completions)
+
+    table, composite = score(leaves)
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert composite.failures == {"r": {"SystemExit": 1}}
+
+
+def test_ten_megabytes_of_printing_are_not_shown_and_cost_the_row(capsys) -> None:
+    def chatty(completions):
+        for text in completions:
+            print("x" * 10_000_000 if text == "bad" else "a word")
+        return [1.0] * len(completions)
+
+    table, composite = score(chatty)
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert composite.failures == {"r": {"PrintedTooMuch": 1}}
+    printed = capsys.readouterr().out
+    assert "a word" in printed
+    assert len(printed) < 100_000
+
+
+def test_slow_questions_are_listed_with_their_completion() -> None:
+    def slow(completions):
+        if len(completions) > 1:
+            raise KeyError
+        time.sleep(0.06 if "bad" in completions else 0)
+        return [1.0]
+
+    _, composite = score(slow, InProcessRunner(slow_s=0.05))
+    (entry,) = composite.runner.slowest
+    assert (entry.name, entry.num_rows, entry.completion) == ("r", 1, "bad")
+    assert entry.seconds >= 0.06
+
+
+def test_coroutine_functions_run_together_and_lose_only_bad_rows() -> None:
+    async def judge(completions):
+        await asyncio.sleep(0.2)
+        return raises_on_bad(completions)
+
+    async def other(completions):
+        await asyncio.sleep(0.2)
+        return [2.0] * len(completions)
+
+    parts = {"a": Reward(judge), "b": Reward(other), "c": Reward(raises_on_bad)}
+    start = time.monotonic()
+    table = Scorer(parts, runner=InProcessRunner())(["p"] * 4, TEXTS, {}, 4)
+    assert time.monotonic() - start < 1.0  # 0.4 together, 1.2 one after the other
+    assert table.total.tolist() == [[4, 4, 2, 4]]
+    assert table.valid.tolist() == [[True, True, False, True]]
+
+
+def test_a_hanging_coroutine_is_stopped() -> None:
+    async def hangs(completions):
+        await asyncio.sleep(3600 if "bad" in completions else 0)
+        return [1.0] * len(completions)
+
+    table, composite = score(hangs, InProcessRunner(timeout_s=0.4))
+    assert table.valid.tolist() == [[True, True, False, True]]
+    assert composite.failures == {"r": {"TimeoutError": 1}}
+
+
+def test_coroutine_functions_work_where_an_event_loop_runs_already() -> None:
+    async def judge(completions):
+        return [1.0] * len(completions)
+
+    async def notebook_cell():
+        return score(judge)[0]
+
+    assert asyncio.run(notebook_cell()).valid.all()
+
+
+def test_the_guard_costs_little() -> None:
+    def trivial(prompts, completions, completion_ids):
+        return [0.0] * len(completions)
+
+    composite = Scorer({"r": Reward(trivial)}, runner=InProcessRunner())
+    columns = {"completion_ids": [list(range(256))] * 1000}
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        composite(["p"] * 1000, ["c"] * 1000, columns, 10)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.1  # 20 ms is the aim; loaded machines are slower
+
+
+@pytest.mark.parametrize("settings", [{"timeout_s": 0}, {"max_failed_frac": 1.5}])
+def test_impossible_guard_settings_are_refused(settings) -> None:
+    with pytest.raises(ValueError, match="a guard needs timeout_s > 0"):
+        InProcessRunner(**settings)

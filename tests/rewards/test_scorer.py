@@ -1,0 +1,323 @@
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jsonargparse
+import numpy as np
+import pytest
+import torch
+
+from litgrpo.rewards import InProcessRunner, Reward, Scorer
+from litgrpo.rewards.library.math import correctness
+
+PROMPTS = ["p", "p", "q", "q"]
+TEXTS = ["a", "bb", "ccc", "dddd"]
+COLUMNS: dict[str, list[Any]] = {
+    "answer": ["1", "1", "2", "2"],
+    "completion_ids": [[1], [2], [3], [4]],
+}
+
+
+def size(prompts, completions, **columns):
+    return [len(text) for text in completions]
+
+
+def returning(values):
+    def function(completions):
+        return values
+
+    return function
+
+
+def table(context=None, reward_format="text", **parts: Any):
+    rewards = {
+        name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
+    }
+    composite = Scorer(rewards, reward_format=reward_format, runner=InProcessRunner())
+    return composite(PROMPTS, TEXTS, COLUMNS, 2, context)
+
+
+def test_weighted_parts_add_up_by_hand() -> None:
+    result = table(
+        size=Reward(size, weight=2.0), sign=Reward(returning([1, -1, 0.5, True]), weight=-1.0)
+    )
+    assert result.parts["size"].tolist() == [[1, 2], [3, 4]]
+    assert result.total.tolist() == [[1, 5], [5.5, 7]]
+    assert result.total.dtype == torch.float64
+    assert result.valid.all()
+    assert result.weights == {"size": 2.0, "sign": -1.0}
+
+
+def test_an_abstaining_part_is_left_out_of_the_sum() -> None:
+    result = table(a=returning([None, 1, None, 2]), b=returning([3, None, None, 4]))
+    assert result.total.tolist() == [[3, 1], [0, 6]]
+    assert result.valid.tolist() == [[True, True], [False, True]]
+    assert result.parts["a"].isnan().tolist() == [[True, False], [True, False]]
+
+
+def test_a_failed_part_makes_its_sample_invalid_and_no_other() -> None:
+    composite = Scorer({"a": Reward(returning([1, float("nan"), "x", 2])), "b": Reward(size)})
+    result = composite(PROMPTS, TEXTS, COLUMNS, 2)
+    assert result.valid.tolist() == [[True, False], [False, True]]
+    assert result.total.tolist() == [[2, 2], [3, 6]]
+    assert composite.failures == {"a": {"returned nan": 1, "returned str": 1}}
+
+
+def test_a_reward_of_weight_zero_is_shown_and_changes_nothing() -> None:
+    result = table(a=size, b=Reward(returning([None, float("inf"), 7, 7]), weight=0.0))
+    assert result.valid.all()
+    assert result.total.tolist() == [[1, 2], [3, 4]]
+    assert result.parts["b"][1].tolist() == [7, 7]
+
+
+def test_precision_is_that_of_the_coarsest_arithmetic() -> None:
+    double = torch.finfo(torch.float64).eps
+    single, brain = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    ones = torch.ones(4)
+    assert table(a=size, b=returning(np.ones(4))).precision == double
+    assert table(a=size, b=returning(torch.ones(4, dtype=torch.long))).precision == double
+    assert table(a=size, b=returning(ones)).precision == single
+    assert table(a=size, b=returning(np.ones(4, dtype=np.float32))).precision == single
+    assert table(a=size, b=returning(list(np.ones(4, dtype=np.float32)))).precision == single
+    assert table(a=returning(list(ones)), b=returning(ones.bfloat16())).precision == brain
+    assert table(a=size, b=Reward(returning(ones), weight=0.0)).precision == double
+
+
+def test_a_function_gets_what_its_signature_names() -> None:
+    seen: list[set[str]] = []
+
+    def named(completions, answer, *, scale=1):
+        seen.append({*completions, *answer, scale})
+        return [0.0] * 4
+
+    def everything(prompts, completions, **kwargs):
+        seen.append(set(kwargs))
+        return [0.0] * 4
+
+    table(a=Reward(named, kwargs={"scale": 3}), b=Reward(everything, kwargs={"extra": 1}))
+    assert seen == [{*TEXTS, "1", "2", 3}, {"answer", "completion_ids", "extra"}]
+
+
+def test_functions_written_for_trl_work_unchanged() -> None:
+    # from TRL's documentation of custom reward functions: signatures and formats
+    def by_ids(completions_ids=None, completion_ids=None, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def chat(completions, answer, **kwargs):
+        return [
+            float(turns[0]["content"] == gold)
+            for turns, gold in zip(completions, answer, strict=True)
+        ]
+
+    def with_state(prompts, completions, trainer_state, log_metric=None, **kwargs):
+        assert log_metric is None
+        return [float(trainer_state.global_step)] * len(completions)
+
+    def asking(prompts, **kwargs):
+        return [float(prompt[-1]["role"] == "user") for prompt in prompts]
+
+    state = {"trainer_state": SimpleNamespace(global_step=5)}
+    result = table(state, "chat", ids=by_ids, chat=chat, state=with_state, asking=asking)
+    assert {name: part.flatten().tolist() for name, part in result.parts.items()} == {
+        "ids": [1, 1, 1, 1], "chat": [0, 0, 0, 0], "state": [5, 5, 5, 5], "asking": [1, 1, 1, 1],
+    }  # fmt: skip
+
+
+def test_a_column_never_replaces_the_texts() -> None:
+    columns = {"completions": ["x"] * 4, "prompts": ["x"] * 4}
+    result = Scorer({"size": Reward(size)})(PROMPTS, TEXTS, columns, 2)
+    assert result.total.tolist() == [[1, 2], [3, 4]]
+
+
+class Judge:
+    def __call__(self, completions):
+        return [1.0] * len(completions)
+
+
+def test_partials_and_callable_objects_are_functions_too() -> None:
+    result = table(a=Judge(), b=partial(correctness, require_tags=False))
+    assert result.total.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("litgrpo.rewards.library.math.corectness",
+        "'litgrpo.rewards.library.math' has no 'corectness' .did you mean 'correctness'"),
+        ("litgrpo.rewards.maths.correctness",
+        "cannot import module 'litgrpo.rewards.maths'.*'litgrpo.rewards.library.math.correctness'"),
+        ("correctnes",
+        "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.library.math.correctness'"),  # noqa: E501
+        ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
+        ("litgrpo.rewards.library.math.Fraction", "must be a function"),
+        ("litgrpo.rewards.runner.calls.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),  # noqa: E501
+        (".math.correctness", "is not an import path"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_imported_is_named_with_its_nearest(
+    path: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scorer({"r": Reward(path)})
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "there are no rewards"),
+        ({"a": Reward(size, weight=float("nan"))}, "weight of reward 'a' must be finite, got nan"),
+        ({"a": Reward(size, weight="1")}, "weight of reward 'a' must be a number, got '1'"),
+        ({"a": Reward(size, weight=0)}, "every reward has weight 0"),
+        ({"a": Reward(size), "b": Reward(size)}, "'a' and 'b' are the same function"),
+        ({"mean": Reward(size)}, "cannot be named 'mean'"),
+        ({"a": Reward(correctness, kwargs={"require_tag": 1})}, "did you mean 'require_tags'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_at_once(parts: dict[str, Reward], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scorer(parts)
+
+
+def test_wrong_inputs_are_refused_with_names_and_numbers() -> None:
+    composite = Scorer({"a": Reward(correctness)})
+    with pytest.raises(
+        ValueError, match=r"reward 'a' needs answer, which is neither a column \(comp"
+    ):
+        composite(PROMPTS, TEXTS, {}, 2)
+    with pytest.raises(ValueError, match="column 'answer' has 3 entries for 4 completions"):
+        composite(PROMPTS, TEXTS, {"answer": ["1"] * 3}, 2)
+    with pytest.raises(ValueError, match="4 completions do not make whole groups of 3"):
+        composite(PROMPTS, TEXTS, COLUMNS, 3)
+    with pytest.raises(ValueError, match="reward_format must be 'text' or 'chat', got 'json'"):
+        Scorer({"a": Reward(size)}, reward_format="json")  # type: ignore[arg-type]
+
+
+def test_a_result_of_the_wrong_length_is_one_clear_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^reward 'a' returned 3 rewards for 4 completions$"):
+        table(a=returning([1, 2, 3]))
+    with pytest.raises(
+        ValueError, match=r"^reward 'a' returned NoneType instead of a list of 4 rewards$"
+    ):
+        table(a=returning(None))
+
+
+@dataclass
+class Holder:
+    rewards: dict[str, Reward] = field(default_factory=dict)
+
+
+def test_rewards_are_read_from_yaml(tmp_path) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Holder, "holder")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "holder: {rewards: {correct: {function: litgrpo.rewards.library.math.correctness, weight: 1e-1,"  # noqa: E501
+        " kwargs: {require_tags: false}}, size: {function: litgrpo.rewards.library.format.think_format}}}"  # noqa: E501
+    )
+    arguments = [f"--config={path}", "--holder.rewards.size.weight=0.5"]
+    rewards = parser.instantiate(parser.parse_args(arguments)).holder.rewards
+    composite = Scorer(rewards)
+    assert composite.functions["correct"] is correctness
+    assert composite.weights == {"correct": 0.1, "size": 0.5}
+    result = composite(PROMPTS, ["1", "2", "2", "1"], COLUMNS, 2)
+    assert result.parts["correct"].tolist() == [[1, 0], [1, 0]]
+
+
+def shaped(**parts: Reward):
+    composite = Scorer(parts, runner=InProcessRunner())
+    return lambda iteration=0: composite(PROMPTS, TEXTS, COLUMNS, 2, iteration=iteration)
+
+
+def test_a_gated_reward_counts_only_where_the_gate_is_open_by_hand() -> None:
+    right = Reward(returning([1, 0, 0, None]))
+    result = shaped(right=right, quality=Reward(returning([0.5, 0.9, 0.7, 0.3]), gate="right"))()
+    assert result.total.tolist() == [[1.5, 0], [0, 0]]
+    assert result.parts["quality"].tolist() == [[0.5, 0.9], [0.7, 0.3]]
+    assert result.counted["quality"][0].tolist() == [0.5, 0]
+    assert result.valid.tolist() == [[True, True], [True, False]]  # nothing is known of the last
+    low = Reward(returning([1, 1, 1, 1]), gate="right", gate_threshold=-1.0)
+    assert shaped(right=right, q=low)().counted["q"][0].tolist() == [1, 1]
+
+
+def test_a_failed_gate_makes_its_sample_invalid_also_without_weight() -> None:
+    gate = Reward(returning([1, float("nan"), 1, 0]), weight=0.0)
+    result = shaped(gate=gate, q=Reward(size, gate="gate"))()
+    assert result.valid.tolist() == [[True, False], [True, True]]
+    assert result.total[result.valid].tolist() == [1, 3, 0]
+
+
+def test_a_schedule_moves_the_weight_over_iterations() -> None:
+    table_at = shaped(
+        size=Reward(size, weight=2.0, schedule={10: 1.0, 20: 0.0}), one=Reward(returning([1] * 4))
+    )
+    assert [table_at(n).weights["size"] for n in (0, 10, 15, 20, 99)] == [2.0, 2.0, 1.0, 0.0, 0.0]
+    assert table_at(15).total.tolist() == [[2, 3], [4, 5]]
+    assert table_at(99).valid.all()
+
+
+def test_normalization_by_group_and_by_batch_by_hand() -> None:
+    # groups (1, 2) and (3, 4): deviations -0.5, 0.5, std sqrt(0.5); batch mean 2.5, std sqrt(5/3)
+    group = shaped(size=Reward(size, normalize="group"))().counted["size"]
+    half = 0.5 / (0.5**0.5 + 1e-4)
+    assert group.tolist() == [pytest.approx([-half, half])] * 2
+    batch = shaped(size=Reward(size, normalize="batch"))().counted["size"]
+    std = (5 / 3) ** 0.5 + 1e-4
+    assert batch.flatten().tolist() == pytest.approx([-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std])
+    noise = shaped(x=Reward(returning([0.1 + 0.2, 0.3, 7, 7]), normalize="group"))()
+    assert noise.counted["x"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_only_rewards_behind_open_gates_are_compared() -> None:
+    right = Reward(returning([1, 1, 1, 0]))
+    result = shaped(right=right, size=Reward(size, gate="right", normalize="group"))()
+    half = 0.5 / (0.5**0.5 + 1e-4)
+    assert result.counted["size"].tolist() == [pytest.approx([-half, half]), [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Reward(size, gate="rigth"), "gate of reward 'b' is 'rigth' .did you mean 'right'"),
+        (Reward(size, gate="b"), "must name another reward: right"),
+        (Reward(size, normalize="std"), "must be none, group or batch, got 'std'"),  # type: ignore[arg-type]
+        (Reward(size, schedule={-1: 1.0}), "schedule of reward 'b' must map iterations"),
+        (Reward(size, schedule={0: float("nan")}), "got 0: nan"),
+    ],
+)
+def test_a_wrong_shape_is_refused_at_once(reward: Reward, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scorer({"right": Reward(correctness), "b": reward})
+
+
+def test_names_that_would_be_logged_twice_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be named 'size_std'"):
+        Scorer({"size": Reward(size), "size_std": Reward(correctness)})
+
+
+def test_gates_schedules_and_normalization_are_read_from_yaml(tmp_path) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Holder, "holder")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "holder: {rewards: {right: {function: litgrpo.rewards.library.math.correctness}, size: {function:"  # noqa: E501
+        " litgrpo.rewards.library.format.think_format, gate: right, gate_threshold: 0.5, normalize: group,"  # noqa: E501
+        " schedule: {0: 1.0, 100: 0}}}}"
+    )
+    config = parser.parse_args([f"--config={path}"])
+    size = parser.instantiate(config).holder.rewards["size"]
+    assert (size.gate, size.gate_threshold, size.normalize) == ("right", 0.5, "group")
+    assert size.schedule == {0: 1.0, 100: 0.0}
+    again = tmp_path / "again.yaml"
+    again.write_text(parser.dump(config))
+    reread = parser.instantiate(parser.parse_args([f"--config={again}"])).holder.rewards["size"]
+    assert reread == size
+
+
+def test_a_function_may_ask_for_the_group_size() -> None:
+    def by_group(completions, group_size):
+        return [float(group_size)] * len(completions)
+
+    assert table(g=by_group).total.tolist() == [[2, 2], [2, 2]]

@@ -1,0 +1,182 @@
+"""What fixed shapes promise beyond what every engine does (test_engines.py)."""
+
+from functools import cache
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torch._dynamo.testing import CompileCounter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from litgrpo.models.attention.packed_shared_prefix import KNOWN
+from litgrpo.models.loading import LoRA, as_policy
+from litgrpo.rollout.engines import static as static_engine
+from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.models.attention.test_packed_shared_prefix import SPECIAL, model_of_type
+from tests.models.test_seq2seq import VARIANTS, variant
+from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.rollout.reference_engine import ReferenceEngine
+
+ENGINE = StaticEngine(prompt_buckets=8, look_every=4)
+
+
+def said(policy, engine, sampling=None, texts=TEXTS):
+    prompts = prompt_batch(*texts)
+    return engine.generate(policy, prompts, GROUP, uniforms_for(prompts), sampling or Sampling())
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Trace as for a device that compiles; counts the graphs."""
+    counter = CompileCounter()
+
+    @cache
+    def compiled(function, device):
+        return torch.compile(function, backend=counter, dynamic=False, fullgraph=True)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(static_engine, "compile_step", compiled)
+    yield counter
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("model_type", sorted(KNOWN))
+def test_every_known_model_type_says_what_the_reference_engine_says(model_type):
+    policy = ragged(as_policy(model_of_type(model_type), byte_tokenizer()).eval())
+    assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_whole_family_of_t5_says_what_the_reference_engine_says(name):
+    policy = ragged(variant(name))
+    assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
+
+
+def test_one_graph_reads_prompts_and_one_serves_every_step_of_every_rollout(architecture, graphs):
+    policy = ragged(tiny_policy(architecture))
+    sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9)
+    for texts in (TEXTS, TEXTS[::-1], ("b", "ab", "abc", "abcdefghi")):
+        rollout = said(policy, ENGINE, sampling, texts)
+        assert_same(rollout, said(policy, LocalEngine(), sampling, texts))
+    assert graphs.frame_count == 2
+    with torch.no_grad():  # weights are inputs of the graphs
+        for parameter in policy.parameters():
+            parameter.mul_(0.9)
+    assert_same(said(policy, ENGINE, sampling), said(policy, LocalEngine(), sampling))
+    with torch.inference_mode():  # as in validation
+        assert_same(said(policy, ENGINE, sampling), said(policy, LocalEngine(), sampling))
+    assert graphs.frame_count == 2
+
+
+def test_another_bucket_or_sampling_is_another_pair_of_graphs(graphs):
+    policy = ragged(tiny_policy("llama"))
+    said(policy, ENGINE)
+    said(policy, ENGINE, texts=("a", "b", "c", "twelve bytes"))  # 13 tokens: the same bucket
+    assert graphs.frame_count == 2
+    said(policy, ENGINE, texts=("a", "b", "c", "d"))
+    assert graphs.frame_count == 4
+    said(policy, ENGINE, Sampling(temperature=0))
+    assert graphs.frame_count == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*target_modules.*")
+def test_adapters_are_traced_too(graphs):
+    policy = ragged(as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4)).eval())
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
+    assert graphs.frame_count == 2
+
+
+def test_a_window_below_the_length_is_kept_without_soft_caps():
+    sliding = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    policy = ragged(tiny_policy("qwen2", **sliding))
+    assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
+
+
+def test_shapes_are_those_of_the_uniforms_however_early_all_rows_end():
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = tuple(range(2, 250))
+    for sampling, width in ((Sampling(), None), (Sampling(top_k=7), 7), (Sampling(top_p=0.5), 259)):
+        rollout = said(policy, ENGINE, sampling)
+        assert rollout.lengths.max() < 8
+        assert rollout.completion_ids.shape == (12, 12)
+        assert not rollout.completion_ids[~rollout.completion_mask].any()
+        assert not rollout.sampler_logprobs[~rollout.completion_mask].any()
+        if width is not None:
+            assert rollout.support.shape == (12, 12, width)
+            assert bool((rollout.support[~rollout.completion_mask] == -1).all())
+
+
+def test_no_more_steps_are_taken_once_all_rows_have_ended():
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = tuple(range(2, 250))
+    steps, step = [], policy.static_step
+
+    def counted(tokens, state):
+        steps.append(1)
+        return step(tokens, state)
+
+    policy.static_step = counted
+    lengths = said(policy, StaticEngine(look_every=3)).lengths
+    assert len(steps) == -(-int(lengths.max()) // 3) * 3 - 1 < 11
+
+
+def test_prompts_are_padded_to_the_smallest_bucket():
+    prompts = prompt_batch("a", "four", "sixteen")  # 2, 5 and 8 tokens
+    for buckets, width in ((8, 8), (6, 12), (64, 64), ((32, 10), 10), ((8, 16), 8)):
+        engine = StaticEngine(prompt_buckets=buckets)
+        padded = engine.padded(prompts)
+        assert padded.prompt_ids.shape == (3, width)
+        assert torch.equal(padded.prompt_mask.sum(1), prompts.prompt_mask.sum(1))
+        assert torch.equal(padded.prompt_ids[:, -8:], prompts.prompt_ids)
+        assert padded.prompts is prompts.prompts
+        assert engine.padded(padded) is padded
+    assert engine.fixed_shapes
+    assert not LocalEngine().fixed_shapes
+    assert LocalEngine().padded(prompts) is prompts
+
+
+def test_what_cannot_be_decoded_in_fixed_shapes_is_refused():
+    with pytest.raises(ValueError, match=r"A prompt has 13 tokens, but the largest .* is 12\."):
+        said(tiny_policy("llama"), StaticEngine(prompt_buckets=(8, 12)))
+    for buckets in (0, (), (8, -1)):
+        with pytest.raises(ValueError, match=r"engine.prompt_buckets is .*; it must be"):
+            StaticEngine(prompt_buckets=buckets)
+    with pytest.raises(ValueError, match=r"engine.look_every is 0; it must be at least 1"):
+        StaticEngine(look_every=0)
+    scaled = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    with pytest.raises(ValueError, match=r"\['dynamic'\] depend on the length.*LocalEngine"):
+        said(tiny_policy("llama", rope_parameters=scaled), ENGINE)
+    bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL))
+    with pytest.raises(ValueError, match=r"'bloom'.* cannot decode in fixed shapes"):
+        said(as_policy(bloom, byte_tokenizer()).eval(), ENGINE)
+
+
+def test_a_recipe_names_it_by_its_class_path():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(RolloutEngine, "engine")
+    name = "litgrpo.rollout.engines.static.StaticEngine"
+    for given, buckets in (([64, 128], (64, 128)), (32, 32)):
+        engine = {"class_path": name, "init_args": {"prompt_buckets": given}}
+        made = parser.instantiate(parser.parse_object({"engine": engine})).engine
+        assert made == StaticEngine(prompt_buckets=buckets)
+
+
+def test_under_autocast_it_is_near_to_the_policy(architecture):
+    policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = said(policy, ENGINE)
+    exact = policy.logprobs(
+        prompts.prompt_ids,
+        prompts.prompt_mask,
+        torch.arange(len(prompts)).repeat_interleave(GROUP),
+        rollout.completion_ids,
+        rollout.completion_mask,
+    ).logprobs
+    assert 1e-4 < (rollout.sampler_logprobs - exact).abs().mean() < 0.1

@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from litgrpo.tools.audit import merged
+from tests.cli.test_cli import cli  # noqa: F401 (a fixture)
+from tests.rewards.audit.test_run import WORKED
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+FAULTY = str(ROOT / "tests" / "rewards" / "faulty_rules.yaml")
+
+
+@pytest.fixture
+def gold(tmp_path) -> str:
+    lines = [json.dumps({"question": q, "answer": a}) for q, a in WORKED]
+    (tmp_path / "gold.jsonl").write_text("\n".join(lines) + "\n")
+    return str(tmp_path / "gold.jsonl")
+
+
+def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa: F811
+    report = str(tmp_path / "report.json")
+    code, out, err = cli("audit", "-c", QUICKSTART, "--limit", "5", "--report", report)
+    assert (code, err) == (0, "")
+    assert "| dollar sign " in out
+    assert "5 of 5" in out
+    assert out.splitlines()[-1] == "PASS"
+    content = json.loads(Path(report).read_text())
+    assert content["passed"]
+    assert content["problems"] == 5
+
+
+def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, gold) -> None:  # noqa: F811
+    code, out, _ = cli("audit", "-c", FAULTY, "--gold", gold)
+    assert code == 1
+    assert "FAULT: giving up pays: 'no idea' in form earns 4.5" in out
+    assert "FAULT: form outweighs the answer" in out
+    assert "FAIL: " in out.splitlines()[-1]
+
+
+def test_an_overlay_and_gold_of_ones_own_are_used(cli, gold, tmp_path) -> None:  # noqa: F811
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(
+        "model: {init_args: {rewards: {right: {function: litgrpo.rewards.library.math.gsm8k}}}}"
+    )
+    code, out, _ = cli(
+        *("audit", "-c", FAULTY, "-c", str(overlay), "--gold", gold, "--threshold", "1.0"),
+        *("--form", "{reasoning}\n#### {answer}"),
+    )
+    assert code == 0, out
+    assert "'right' says whether" in out
+    assert "check_answer" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the recipe with the rewards"),
+        (["-c", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
+        (["-c", "recipe.yaml"], "the recipe has no rewards"),
+        (["-c", QUICKSTART, "--success", "right"], "success is 'right'"),
+        (["-c", QUICKSTART, "--limit", "-1"], "limit is -1"),
+        (["-c", FAULTY], "the recipe has no training data; give problems: --gold"),
+    ],
+)
+def test_mistakes_are_one_line(cli, words, message) -> None:  # noqa: F811
+    code, _, err = cli("audit", *words)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_later_recipes_win_key_by_key_but_rewards_are_replaced() -> None:
+    first = {"model": {"a": 1, "rewards": {"x": 1}}, "data": {"b": 2}}
+    second = {"model": {"c": 3, "rewards": {"y": 2}}}
+    assert merged([first, second]) == {
+        "model": {"a": 1, "c": 3, "rewards": {"y": 2}},
+        "data": {"b": 2},
+    }

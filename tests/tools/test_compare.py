@@ -1,0 +1,142 @@
+"""The comparison of algorithms: what is run, what is read, and when a gain is called real."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from litgrpo.cli.commands import main
+from litgrpo.tools import compare as comparing
+from litgrpo.tools.compare import Run, compare, fit, holm, overlay, read, rows_of, smooth, table
+
+ROOT = Path(__file__).parents[2]
+METRICS = ("pass@1", "pass@8")
+
+
+def run(pass_at_1, tokens=1000):
+    before, after = dict.fromkeys(METRICS, 0.25), {"pass@1": pass_at_1, "pass@8": 0.5}
+    return Run(before, after, tokens, 4, [(250.0 * n, 0.1 * n) for n in range(1, 5)])
+
+
+def rows(**values):
+    return rows_of({name: [run(value) for value in some] for name, some in values.items()}, METRICS)
+
+
+def test_p_values_are_corrected_for_being_several_and_stay_in_order():
+    assert holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx(
+        {"a": 0.06, "b": 0.03, "c": 0.06}
+    )
+    assert holm({"a": 0.9, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+    assert holm({}) == {}
+
+
+def test_a_gain_is_real_where_seeds_agree_and_not_shown_where_they_do_not():
+    first, better, worse, unclear = rows(
+        first=[0.50, 0.60, 0.55, 0.52, 0.58],
+        better=[0.61, 0.70, 0.65, 0.63, 0.68],
+        worse=[0.41, 0.50, 0.45, 0.43, 0.48],
+        unclear=[0.90, 0.20, 0.55, 0.30, 0.70],
+    )
+    assert first.verdict("pass@1") == "the row to beat"
+    assert better.verdict("pass@1").startswith("yes, better (p 0.00")
+    assert worse.verdict("pass@1").startswith("no, worse (p 0.00")
+    assert unclear.verdict("pass@1").startswith("not shown (p ")
+    # Differences 0.11, 0.10, 0.10, 0.11, 0.10: mean 0.104, t(4) 2.776 times error 0.00245.
+    gain = better.gains["pass@1"]
+    assert (gain.mean, gain.low, gain.high) == pytest.approx((0.104, 0.0972, 0.1108), abs=1e-4)
+
+
+def test_the_table_has_a_line_for_every_algorithm_and_the_start():
+    lines = table(rows(plain=[0.5, 0.6], other=[0.6, 0.7]), METRICS, [3, 4]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
+    assert cells[0][:3] == ["algorithm", "pass@1", "pass@8"]
+    assert [line[0] for line in cells[2:]] == ["before training", "plain", "other"]
+    assert cells[2][1] == "0.250 [0.250, 0.250]"
+    # t(1) is 12.706, the error 0.05: an interval of more than a share can be.
+    assert cells[3][1] == "0.550 [0.000, 1.000]"
+    assert cells[4][3].startswith("+0.100 ")
+    assert cells[4][5:] == ["4", "1,000"]
+    assert "2 seeds" in lines[-1]
+
+
+def test_a_curve_is_smoothed_over_its_neighbors():
+    assert smooth([1.0, 2.0, 6.0], reach=1) == [1.5, 3.0, 4.0]
+
+
+def test_an_unknown_algorithm_is_refused_before_anything_is_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert overlay("plain") == []
+    assert overlay("dapo") == [Path("configs/algorithms/dapo.yaml")]
+    with pytest.raises(ValueError, match=r"no algorithm 'dappo'.*plain, bnpo, .*dapo"):
+        compare("configs/quickstart.yaml", ["plain", "dappo"], folder=str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "seeds", "words"),
+    [
+        (["plain"], [0, 1], "two or more different"),
+        (["plain", "plain"], [0, 1], "two or more different"),
+        (["plain", "dapo"], [0], "at least 2 different"),
+        (["plain", "dapo"], [0, 0], "at least 2 different"),
+    ],
+)
+def test_too_little_to_compare_is_refused(algorithms, seeds, words):
+    with pytest.raises(ValueError, match=words):
+        compare("configs/quickstart.yaml", algorithms, seeds=seeds)
+
+
+def test_a_run_that_fails_is_named_with_its_last_words(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("raise SystemExit('no such recipe')")
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    with pytest.raises(ValueError, match=r"seed=1 ended with exit code 1:\nno such recipe"):
+        fit(tmp_path / "seed=1", ["-c", "none"], one_thread=True)
+
+
+def test_a_run_that_is_there_is_not_repeated(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["/does/not/exist"])
+    (tmp_path / "summary.json").write_text("{}")
+    fit(tmp_path, [], one_thread=False)
+
+
+def test_a_run_is_read_from_its_numbers(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "step,val/pass@1,val/pass@8,reward/mean,perf/generated_tokens\n"
+        "0,0.25,0.5,,\n1,,,0.3,120\n2,,,0.4,250\n2,0.75,1.0,,\n"
+    )
+    found = read(tmp_path, METRICS)
+    assert found.before == {"pass@1": 0.25, "pass@8": 0.5}
+    assert found.after == {"pass@1": 0.75, "pass@8": 1.0}
+    assert (found.tokens, found.iterations) == (250, 2)
+    assert found.curve == [(120, 0.3), (250, 0.4)]
+
+
+def test_the_verb_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):
+    """The whole command but for the training, whose numbers are put in place."""
+    for name, value in {"plain": 0.5, "dapo": 0.75}.items():
+        for seed in (0, 1):
+            folder = tmp_path / name / f"seed={seed}"
+            folder.mkdir(parents=True)
+            (folder / "summary.json").write_text("{}")
+            (folder / "metrics.csv").write_text(
+                "step,val/pass@1,val/pass@2,reward/mean,perf/generated_tokens\n"
+                f"0,0.25,0.5,,\n1,,,0.3,120\n1,{value + seed / 100},0.9,,\n"
+            )
+    words = ["compare", "configs/quickstart.yaml", "--algorithms=[plain, dapo]", "--seeds=[0, 1]"]
+    words += ["--samples=2", f"--folder={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["cli.py", *words])
+    monkeypatch.chdir(ROOT)
+    assert main() == 0
+    assert "| dapo | 0.755 [0.691, 0.819] |" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "table.json").read_text())
+    assert numbers["algorithms"]["dapo"]["after"][1]["pass@1"] == 0.76
+    assert (tmp_path / "table.md").read_text().startswith("| algorithm |")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(comparing, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'litgrpo\[compare\]'"):
+        compare("configs/quickstart.yaml")
