@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "litgrpo"
 FILES = sorted(SOURCE.rglob("*.py"))
 # A file imports its own room and rooms of a lower number, nothing else of the package.
 LAYER = {
-    **dict.fromkeys(("types", "tensors", "text"), 0),
+    **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
     "parallel": 1,
     **dict.fromkeys(("algorithm", "models", "data", "evaluation"), 2),
     "rollout": 3,

@@ -1,0 +1,29 @@
+import pytest
+
+from litgrpo.arguments import above, at_least, at_most, did_you_mean, one_of
+
+
+def test_a_number_at_its_bound_passes():
+    at_least("a", 1, 1)
+    at_most("a", 1, 1)
+    at_least("a", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: at_least("rows", 0, 1), "rows is 0; it must be at least 1."),
+        (lambda: at_most("share", 2, 1), "share is 2; it must be at most 1."),
+        (lambda: above("rate", 0.0, 0), "rate is 0.0; it must be above 0."),
+        (lambda: above("rate", float("nan"), 0), "rate is nan; it must be above 0."),
+        (lambda: one_of("mode", "x", ["a", "b"]), "mode is 'x'; it must be one of: a, b."),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(check, message):
+    with pytest.raises(ValueError, match=message):
+        check()
+
+
+def test_the_nearest_word_is_named():
+    assert did_you_mean("grop", ["grpo", "sft"]) == " (did you mean 'grpo'?)"
+    assert did_you_mean("xyz", ["grpo"]) == ""
