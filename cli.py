@@ -2,7 +2,7 @@
 
 import sys
 
-from litgrpo.cli.commands import main
+from litgrpo.program import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -104,6 +104,6 @@ def architecture(request) -> str:
 def rewards_run_in_this_process(monkeypatch):
     """Spare other rooms' tests the worker processes, which would import torch for each fit.
 
-    Tests of the guards, and those that name one, are not concerned.
+    Tests of the reward runners, and those that name one, are not concerned.
     """
     monkeypatch.setattr("litgrpo.rewards.scorer.ProcessRunner", InProcessRunner)

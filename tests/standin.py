@@ -4,7 +4,7 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
-from litgrpo.types import PromptBatch, RewardTable, Rollout
+from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.conftest import tiny_policy
 
 GROUP_SIZE = 2
@@ -89,7 +89,9 @@ class StandIn(LightningModule):
         self.log_dict(rewards.stats() | rollout.stats(), batch_size=len(batch))
         if self.iteration == self.max_iterations:
             self.trainer.should_stop = True
-        return {"rollout": rollout, "rewards": rewards, "advantages": rewards.total - 0.5}
+        reports = [StepReport(lr=0.1)] * STEPS_PER_ITERATION
+        advantages = rewards.total - 0.5
+        return dict(rollout=rollout, rewards=rewards, advantages=advantages, reports=reports)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int):
         rollout = rollout_of(batch)

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser
 from litgrpo.algorithm import advantages, surrogates, weighting
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.surrogates import PolicyGradient
-from litgrpo.cli.commands import main
+from litgrpo.program import main
 from litgrpo.types import Experience, TokenLogprobs
 from tests.algorithms import PUBLISHED
 
@@ -174,6 +174,7 @@ def gradient(objective: Objective) -> torch.Tensor:
         prompt_of=torch.zeros(4, dtype=torch.long),
         completion_ids=torch.zeros(4, 5, dtype=torch.long),
         completion_mask=mask,
+        loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),
         weights=objective.token_weights(mask, truncated, 8, dtype=torch.float64),

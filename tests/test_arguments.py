@@ -27,3 +27,26 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(check, message):
 def test_the_nearest_word_is_named():
     assert did_you_mean("grop", ["grpo", "sft"]) == " (did you mean 'grpo'?)"
     assert did_you_mean("xyz", ["grpo"]) == ""
+
+
+def test_an_import_path_names_what_it_says():
+    from litgrpo.arguments import import_by_path
+
+    assert import_by_path("litgrpo.arguments.import_by_path") is import_by_path
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("name", "'name' is not an import path such as"),
+        (".math.floor", "is not an import path"),
+        ("a b.c", "is not an import path"),
+        ("no_such_module.name", "cannot import module 'no_such_module' of 'no_such_module.name'"),
+        ("math.flor", "module 'math' has no 'flor'"),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_is_refused_with_the_reason(path, message):
+    from litgrpo.arguments import import_by_path
+
+    with pytest.raises(ValueError, match=message):
+        import_by_path(path)

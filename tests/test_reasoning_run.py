@@ -111,7 +111,7 @@ def test_a_model_without_tokenizer_is_refused_before_training(architecture, tmp_
 
 def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program, capsys):
     recipe = tmp_path / "recipe.yaml"
-    rewards = {"correct": {"function": "litgrpo.rewards.library.math.correctness"}}
+    rewards = {"correct": {"function": "litgrpo.rewards.correctness"}}
     content = {
         "model": {"class_path": "GRPO", "init_args": {"pretrained": TINY, "rewards": rewards}},
         "data": {

@@ -15,12 +15,12 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from litgrpo.cli.commands import main
 from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
 from litgrpo.models.loading import export as write
 from litgrpo.models.loading import load_policy
+from litgrpo.program import main
 from tests.conftest import tiny_policy
 from tests.rewards.classifiers import write_classifier
 

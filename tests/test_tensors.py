@@ -284,11 +284,16 @@ HEAD_INPUTS = ("hidden", "weight", "bias", "targets", "up_logp", "up_entropy")
 
 def test_logprobs_over_a_support_are_those_of_the_renormalized_distribution():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log().requires_grad_()
-    support = torch.tensor([[3, 1, -1], [0, 1, 2]], dtype=torch.int32)
+    candidate_ids = torch.tensor([[3, 1, -1], [0, 1, 2]], dtype=torch.int32)
     targets = torch.tensor([1, 0])
     for chunk_size in (1, 2):
         logprobs, entropy = token_logprobs(
-            logits, targets, torch.clone, support=support, chunk_size=chunk_size, entropy_grad=True
+            logits,
+            targets,
+            torch.clone,
+            candidate_ids=candidate_ids,
+            chunk_size=chunk_size,
+            entropy_grad=True,
         )
         probs = [[0.2 / 0.6, 0.4 / 0.6], [0.4 / 0.9, 0.3 / 0.9, 0.2 / 0.9]]
         assert logprobs.exp().tolist() == pytest.approx([probs[0][0], probs[1][0]])

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
+from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, TokenRows
 
 
 def prompts(rows=2, length=3) -> PromptBatch:
@@ -33,6 +33,7 @@ def experience() -> Experience:
         prompt_of=torch.tensor([0, 1, 2, 2]),
         completion_ids=ids,
         completion_mask=mask,
+        loss_mask=mask,
         sampler_logprobs=-ids.float(),
         advantages=ids + 0.25,
         weights=ids + 0.5,
@@ -42,8 +43,39 @@ def experience() -> Experience:
 
 def test_lengths_count_real_tokens():
     assert rollout().lengths.tolist() == [1, 3, 2, 3]
-    assert experience().lengths.tolist() == [4, 1, 2, 3]
+    assert experience().tokens.lengths.tolist() == [4, 1, 2, 3]
     assert (len(prompts()), len(experience())) == (2, 4)
+
+
+def with_turns() -> Rollout:
+    """The same, but in rows 1 and 3 the second token was said by an environment."""
+    mask = rollout().completion_mask.clone()
+    mask[[1, 3], 1] = False
+    return replace(rollout(), loss_mask=mask)
+
+
+def test_lengths_and_stats_count_the_policys_tokens_and_models_read_all():
+    given = with_turns()
+    assert given.lengths.tolist() == [1, 2, 2, 2]
+    assert float(given.stats()["completion/len_mean"]) == 1.75
+    assert float(given.stats()["completion/len_max"]) == 2
+    assert given.tokens.lengths.tolist() == [1, 3, 2, 3]
+    assert [len(ids) for ids in given.token_lists()] == [1, 3, 2, 3]
+
+
+def test_every_token_is_the_policys_where_nothing_else_is_said():
+    given = rollout()
+    assert given.loss_mask is given.completion_mask
+
+
+def test_the_tokens_of_a_rollout_continue_their_prompts():
+    tokens = rollout().tokens
+    assert tokens.prompt_of.tolist() == [0, 0, 1, 1]
+    assert torch.equal(tokens.completion_mask, rollout().completion_mask)
+    with pytest.raises(AssertionError, match="completion_mask has shape"):
+        replace(tokens, completion_mask=tokens.completion_mask[:3])
+    with pytest.raises(AssertionError, match="prompt_of has shape"):
+        replace(tokens, prompt_of=tokens.prompt_of[:3])
 
 
 def test_rollout_stats_by_hand():
@@ -75,7 +107,9 @@ def test_moving_a_batch_moves_its_tensors_and_keeps_the_rest():
     assert (moved.prompts, moved.columns) == (prompts().prompts, prompts().columns)
 
 
-@pytest.mark.parametrize("name", ["completion_ids", "completion_mask", "sampler_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["completion_ids", "completion_mask", "sampler_logprobs", "loss_mask"]
+)
 def test_a_rollout_has_group_size_rows_of_each_prompt(name):
     with pytest.raises(AssertionError, match=f"{name} has shape"):
         replace(rollout(), **{name: getattr(rollout(), name)[:3]})
@@ -176,7 +210,9 @@ def test_a_reward_part_without_weight_or_of_another_shape_is_refused():
         RewardTable({"right": total}, {"right": 1.0}, total, valid.flatten())
 
 
-@pytest.mark.parametrize("name", ["weights", "advantages", "completion_mask", "ref_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["weights", "advantages", "completion_mask", "loss_mask", "ref_logprobs"]
+)
 def test_every_row_field_of_an_experience_has_the_same_shape(name):
     with pytest.raises(AssertionError, match=f"{name} has shape"):
         replace(experience(), **{name: getattr(experience(), name)[:, :3]})
@@ -226,7 +262,23 @@ def test_a_completion_without_tokens_keeps_one_column():
 
 def test_the_tokens_of_an_experience_are_what_a_policy_is_asked_about():
     given = experience()
-    names = ("prompt_ids", "prompt_mask", "prompt_of", "completion_ids", "completion_mask")
-    assert all(
-        token is getattr(given, name) for token, name in zip(given.tokens, names, strict=True)
-    )
+    for field in fields(TokenRows):
+        assert getattr(given.tokens, field.name) is getattr(given, field.name)
+
+
+def test_selecting_tokens_is_selecting_rows_of_the_experience():
+    rows = torch.tensor([3, 1])
+    ours, theirs = experience().tokens.select(rows), experience().select(rows).tokens
+    for field in fields(TokenRows):
+        first, second = getattr(ours, field.name), getattr(theirs, field.name)
+        assert (first is None and second is None) or torch.equal(first, second)
+
+
+def test_a_selection_keeps_what_an_environment_said_last():
+    # Row 2 has two real tokens, the second of which is not the policy's.
+    given = experience()
+    mask = given.loss_mask.clone()
+    mask[2, 1] = False
+    chosen = replace(given, loss_mask=mask).select(torch.tensor([2]))
+    assert chosen.completion_ids.tolist() == [[8, 9]]
+    assert chosen.loss_mask.tolist() == [[True, False]]

@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 PUBLIC = {
     "GRPO": "litgrpo.modules.grpo",
     "SFT": "litgrpo.modules.sft",
-    "PromptData": "litgrpo.data.prompts",
-    "PairData": "litgrpo.data.pairs",
+    "PromptData": "litgrpo.modules.prompt_data",
+    "PairData": "litgrpo.modules.pair_data",
 }
 __all__ = ["GRPO", "SFT", "PairData", "PromptData"]
 

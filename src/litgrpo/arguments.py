@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 
@@ -43,3 +44,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` with the nearest known word, or nothing if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def import_by_path(path: str) -> Any:
+    """What an import path such as `package.module.name` names.
+
+    Raises:
+        ValueError: it is no such path, its module cannot be imported, or has no such name.
+    """
+    module_path, _, name = path.rpartition(".")
+    words = path.split(".")
+    require(
+        len(words) > 1 and all(word.isidentifier() for word in words),
+        f"{path!r} is not an import path such as 'package.module.name'",
+    )
+    try:
+        module = import_module(module_path)
+    except ImportError as error:
+        raise ValueError(f"cannot import module {module_path!r} of {path!r} ({error})") from error
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise ValueError(f"module {module_path!r} has no {name!r}") from error

@@ -22,8 +22,8 @@ def widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def written(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
-    """A tensor with a part written at a place that is not known beforehand.
+def index_copy(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part copied to where `place`, a tensor, says.
 
     In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
 
@@ -110,6 +110,11 @@ def pack_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order), mask.gather(1, order)
 
 
+def padding_mask(mask: Tensor) -> Tensor | None:
+    """The mask as the library takes it; None where nothing is padded: attention is faster then."""
+    return None if bool(mask.all()) else mask.long()
+
+
 def positions(mask: Tensor) -> Tensor:
     """[M, T] position of each real token in its row, counted from 0; 0 on left padding.
 
@@ -149,7 +154,7 @@ def token_logprobs(
     targets: Tensor,
     head: Head,
     *,
-    support: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int = 1024,
     entropy_grad: bool = False,
@@ -164,7 +169,8 @@ def token_logprobs(
         hidden: [K, E] hidden states that predict the targets.
         targets: [K] token ids.
         head: hidden [k, E] -> logits [k, V], after logit scale and soft-cap.
-        support: [K, S] ids of the tokens that the distribution is over, and -1; None: all tokens.
+        candidate_ids: [K, S] ids of the tokens that the distribution is over, and -1; None: all
+            tokens.
         temperature: divides the logits, as it did at sampling.
         chunk_size: tokens per chunk; see `head_chunk`.
         entropy_grad: let the gradient flow through the entropy too.
@@ -175,14 +181,14 @@ def token_logprobs(
     """
 
     def chunk_logprobs(
-        hidden: Tensor, targets: Tensor, support: Tensor | None = None
+        hidden: Tensor, targets: Tensor, candidate_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = widened(head(hidden))
         logits = logits if temperature == 1 else logits / temperature
-        return _of_logits(logits, targets, support, entropy_grad)
+        return _of_logits(logits, targets, candidate_ids, entropy_grad)
 
     def chunks() -> Iterator[tuple[Tensor, Tensor]]:
-        tensors = (hidden, targets) if support is None else (hidden, targets, support)
+        tensors = (hidden, targets) if candidate_ids is None else (hidden, targets, candidate_ids)
         for part in zip(*(torch.split(whole, chunk_size) for whole in tensors), strict=True):
             if torch.is_grad_enabled() and len(hidden) > chunk_size:
                 yield checkpoint(chunk_logprobs, *part, use_reentrant=False, context_fn=context_fn)
@@ -194,18 +200,18 @@ def token_logprobs(
 
 
 def _of_logits(
-    logits: Tensor, targets: Tensor, support: Tensor | None, entropy_grad: bool
+    logits: Tensor, targets: Tensor, candidate_ids: Tensor | None, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of targets [k] and entropies [k] from logits [k, V]."""
-    if support is None and not entropy_grad:
+    if candidate_ids is None and not entropy_grad:
         apply: Callable[..., tuple[Tensor, Tensor]] = _Chosen.apply
         return apply(logits, targets)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    if support is not None:
+    if candidate_ids is not None:
         # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
         least = torch.finfo(logits.dtype).min
-        within = logits.gather(-1, support.long().clamp(min=0))
-        logits = within.masked_fill(support < 0, least)
+        within = logits.gather(-1, candidate_ids.long().clamp(min=0))
+        logits = within.masked_fill(candidate_ids < 0, least)
     log_z = logits.logsumexp(-1)
     # H = log Z - sum_v p_v z_v
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):

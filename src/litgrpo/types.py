@@ -14,18 +14,52 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
+Rows = TypeVar("Rows", "TokenRows", "Experience")
+
+
+# Fields of one entry per prompt; every other tensor of a carrier of rows has one entry per row.
+PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 
 
 def _check(name: str, value: Tensor, *shape: int) -> None:
     assert tuple(value.shape) == shape, f"{name} has shape {tuple(value.shape)}, expected {shape}"
+
+
+def row_fields(carrier: Any) -> dict[str, Tensor]:
+    """{name: [M, C, ...]} the fields of a carrier of rows that are given, one entry per row."""
+    values = {field.name: getattr(carrier, field.name) for field in fields(carrier)}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and name not in (*PROMPT_FIELDS, "prompt_of")
+    }
+
+
+def _check_rows(carrier: Any, shape: torch.Size) -> None:
+    for name, value in row_fields(carrier).items():
+        _check(name, value, *shape, *value.shape[2:])
+    _check("prompt_of", carrier.prompt_of, shape[0])
+
+
+def _select(carrier: Rows, rows: Tensor) -> Rows:
+    """Rows of a carrier and their prompts, without columns that are padding for all of them."""
+    kept, prompt_of = torch.unique(carrier.prompt_of[rows], return_inverse=True)
+    unused = carrier.prompt_ids.shape[1] - int(carrier.prompt_mask[kept].sum(1).max())
+    used = max(1, int(carrier.completion_mask[rows].sum(1).max()))
+    chosen: dict[str, Any] = {
+        name: value[rows, :used] for name, value in row_fields(carrier).items()
+    }
+    for name in PROMPT_FIELDS:
+        chosen[name] = getattr(carrier, name)[kept, unused:]
+    return replace(carrier, prompt_of=prompt_of, **chosen)
 
 
 @dataclass(frozen=True)
@@ -49,14 +83,31 @@ class TokenRows:
     completion_mask: Tensor
     candidate_ids: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Check that every row field has M rows of one length."""
+        _check_rows(self, self.completion_ids.shape)
+
     def __len__(self) -> int:
         """Number of completions, M."""
         return self.completion_ids.shape[0]
 
+    @property
+    def lengths(self) -> Tensor:
+        """[M] tokens of each completion that a model reads."""
+        return self.completion_mask.sum(1)
+
+    def select(self, rows: Tensor) -> TokenRows:
+        """The given completions and their prompts; columns that are padding for all are cut off.
+
+        Args:
+            rows: [m] row numbers, in any order; at least one.
+        """
+        return _select(self, rows)
+
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts and everything known about them, before anybody said anything.
+    """Prompts and everything known about them.
 
     Args:
         prompt_ids: [B, P] token ids, padded on the left.
@@ -107,7 +158,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Who said what: G sampled completions of each of B prompts.
+    """G sampled completions of each of B prompts.
 
     Args:
         prompts: the B prompts.
@@ -117,9 +168,13 @@ class Rollout:
         sampler_logprobs: [N, C] float32 log-probability under the (filtered) distribution that
             the token was drawn from; 0 on padding.
         truncated: [N] True where the length limit, not the end token, stopped the completion.
-        completions: N decoded texts, empty until the module decodes them.
-        support: [N, C, S] int32 ids of the tokens that could be drawn, filled up with -1; None
-            where that is every token.
+        loss_mask: [N, C] True marks a token that the policy sampled, which is what is learned
+            from: lengths, denominators, entropy and KL count these. Within `completion_mask`,
+            which is what attention sees; the same where it is not given.
+        policy_version: how often the weights that sampled had been handed to the engine.
+        completions: N decoded texts, empty until the rollouter decodes them.
+        candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled up with -1;
+            None where that is every token.
     """
 
     prompts: PromptBatch
@@ -129,25 +184,42 @@ class Rollout:
     sampler_logprobs: Tensor
     truncated: Tensor
     completions: list[str] = field(default_factory=list)
-    support: Tensor | None = None
+    candidate_ids: Tensor | None = None
+    loss_mask: Tensor = None  # type: ignore[assignment]  # filled in below
+    policy_version: int = 0
 
     def __post_init__(self) -> None:
         """Check that there are B * G rows of one length."""
+        if self.loss_mask is None:
+            object.__setattr__(self, "loss_mask", self.completion_mask)
         rows, length = len(self.prompts) * self.group_size, self.completion_ids.shape[1]
-        for name in ("completion_ids", "completion_mask", "sampler_logprobs"):
+        for name in ("completion_ids", "completion_mask", "sampler_logprobs", "loss_mask"):
             _check(name, getattr(self, name), rows, length)
         _check("truncated", self.truncated, rows)
-        if self.support is not None:
-            _check("support", self.support, rows, length, self.support.shape[-1])
+        if self.candidate_ids is not None:
+            _check("candidate_ids", self.candidate_ids, rows, length, self.candidate_ids.shape[-1])
 
     @property
     def lengths(self) -> Tensor:
-        """[N] number of real tokens of each completion."""
-        return self.completion_mask.sum(1)
+        """[N] number of tokens of each completion that the policy sampled."""
+        return self.loss_mask.sum(1)
+
+    @property
+    def tokens(self) -> TokenRows:
+        """What a model reads of it."""
+        rows = torch.arange(len(self.completion_ids), device=self.completion_ids.device)
+        return TokenRows(
+            prompt_ids=self.prompts.prompt_ids,
+            prompt_mask=self.prompts.prompt_mask,
+            prompt_of=rows // self.group_size,
+            completion_ids=self.completion_ids,
+            completion_mask=self.completion_mask,
+            candidate_ids=self.candidate_ids,
+        )
 
     def token_lists(self) -> list[list[int]]:
         """N lists of token ids without padding, by one transfer to the host."""
-        rows = zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)
+        rows = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
 
     def stats(self) -> Stats:
@@ -162,7 +234,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RewardTable:
-    """How good it was: one number per reward function and completion.
+    """One number per reward function and completion.
 
     Args:
         parts: {name: [B, G]} float64; NaN where a function abstained or failed.
@@ -252,6 +324,20 @@ class RewardTable:
 
 
 @dataclass(frozen=True)
+class RolloutLogprobs:
+    """What models say of a rollout before its first optimizer step.
+
+    Args:
+        old: [N, C] log-probabilities under the policy; None: the policy has not moved since the
+            rows were sampled when they are learned from (ratio 1).
+        ref: [N, C] log-probabilities under the reference; None without a reference.
+    """
+
+    old: Tensor | None = None
+    ref: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Experience:
     """What to learn from: M completions with the weight and direction of each of their tokens.
 
@@ -261,14 +347,15 @@ class Experience:
         prompt_of: [M] row of `prompt_ids` that each completion continues.
         completion_ids: [M, C] token ids, padded on the right.
         completion_mask: [M, C] True marks a real token.
+        loss_mask: [M, C] True marks a token that the policy sampled.
         sampler_logprobs: [M, C] log-probability at sampling.
         advantages: [M, C] how much better than expected, per token.
         weights: [M, C] weight of each token in its optimizer step: masks and normalization in one.
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
             on-policy (ratio 1).
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
-        support: [M, C, S] ids of the tokens that could be drawn (-1: none); all log-probabilities
-            are over these. None: every token.
+        candidate_ids: [M, C, S] ids of the tokens that could be sampled (-1: none); all
+            log-probabilities are over these. None: every token.
     """
 
     prompt_ids: Tensor
@@ -276,35 +363,26 @@ class Experience:
     prompt_of: Tensor
     completion_ids: Tensor
     completion_mask: Tensor
+    loss_mask: Tensor
     sampler_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    support: Tensor | None = None
+    candidate_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
-        for name in ROW_FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                _check(name, value, *self.completion_ids.shape, *value.shape[2:])
-        _check("prompt_of", self.prompt_of, self.completion_ids.shape[0])
+        _check_rows(self, self.completion_ids.shape)
 
     def __len__(self) -> int:
         """Number of completions, M."""
         return self.completion_ids.shape[0]
 
     @property
-    def lengths(self) -> Tensor:
-        """[M] number of real tokens of each completion."""
-        return self.completion_mask.sum(1)
-
-    @property
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Prompt ids and mask, prompt of each row, completion ids and mask: `Policy.logprobs`."""
-        completions = self.completion_ids, self.completion_mask
-        return self.prompt_ids, self.prompt_mask, self.prompt_of, *completions
+    def tokens(self) -> TokenRows:
+        """What a model reads of it."""
+        return TokenRows(**{each.name: getattr(self, each.name) for each in fields(TokenRows)})
 
     def select(self, rows: Tensor) -> Experience:
         """The given completions and their prompts; columns that are padding for all are cut off.
@@ -312,26 +390,7 @@ class Experience:
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        kept, prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
-        unused = self.prompt_ids.shape[1] - int(self.prompt_mask[kept].sum(1).max())
-        used = max(1, int(self.completion_mask[rows].sum(1).max()))
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in ROW_FIELDS}
-        for name, value in chosen.items():
-            chosen[name] = None if value is None else value[rows, :used]
-        prompts = self.prompt_ids[kept, unused:], self.prompt_mask[kept, unused:]
-        return Experience(*prompts, prompt_of, **chosen)
-
-
-ROW_FIELDS = (
-    "completion_ids",
-    "completion_mask",
-    "sampler_logprobs",
-    "advantages",
-    "weights",
-    "old_logprobs",
-    "ref_logprobs",
-    "support",
-)
+        return _select(self, rows)
 
 
 @dataclass(frozen=True)
@@ -376,24 +435,3 @@ class StepReport:
     lr: float
     sums: Stats = field(default_factory=dict)
     skipped: dict[int, str] | None = None
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """An optimizer step that was not taken, because a number in it is not finite.
-
-    Args:
-        reasons: {row of the rollout: which number}; empty where no row alone explains it.
-    """
-
-    reasons: dict[int, str]
-
-
-class ReportsSteps:
-    """What a module tells of the optimizer steps of its newest iteration, in order.
-
-    Attributes:
-        steps: what was wrong with each; None for a step that was taken.
-    """
-
-    steps: list[Skipped | None]

@@ -2,13 +2,16 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized, TopShare
 from litgrpo.algorithm.objective import Objective
+from litgrpo.parallel.comm import SingleProcess
 from litgrpo.types import RewardTable
+from tests.comms import in_turns
 
 NAN, INF = float("nan"), float("inf")
 HALF = math.sqrt(0.5)
@@ -24,7 +27,7 @@ def table(rewards, valid=None, precision=EPS, **parts):
 
 def advantages(chosen, rewards, lengths=None):
     lengths = torch.ones_like(rewards.total).long() if lengths is None else torch.tensor(lengths)
-    return chosen(rewards, lengths, torch.clone)
+    return chosen(rewards, lengths, SingleProcess())
 
 
 def check(chosen, rewards, expected, **kwargs):
@@ -164,33 +167,13 @@ def test_order_of_rows_and_groups_does_not_matter(chosen):
     torch.testing.assert_close(after, before[groups][:, order])
 
 
-def in_turns(chosen, halves):
-    """Advantages of two processes that take turns: each round knows one more sum, until all are."""
-    sums: list[torch.Tensor] = []
-    while True:
-        seen: list[list[torch.Tensor]] = []
-        results = []
-        for half in halves:
-            asked: list[torch.Tensor] = []
-
-            def reduce(value, asked=asked):
-                asked.append(value)
-                return sums[len(asked) - 1] if len(asked) <= len(sums) else value
-
-            results.append(chosen(half, torch.ones(1, 2), reduce))
-            seen.append(asked)
-        if len(sums) == len(seen[0]):
-            return torch.cat(results)
-        position = len(sums)
-        sums.append(seen[0][position] + seen[1][position])
-
-
 def test_two_processes_see_the_statistics_of_the_whole_batch():
     rewards = [[1.0, 3.0], [2.0, 7.0]]
     halves = [table([row], r=[row]) for row in rewards]
     for chosen in (Normalized("batch", "batch"), Normalized(scale="batch"), DecoupledNormalized()):
         whole = advantages(chosen, table(rewards, r=rewards))
-        torch.testing.assert_close(in_turns(chosen, halves), whole)
+        found = in_turns(*(partial(chosen, half, torch.ones(1, 2)) for half in halves))
+        torch.testing.assert_close(torch.cat(found), whole)
 
 
 def test_gamma_discounts_by_the_distance_to_the_last_token():
@@ -201,3 +184,22 @@ def test_gamma_discounts_by_the_distance_to_the_last_token():
 
     assert found.dtype == torch.float32
     assert found.tolist() == [[2.0, 4.0, 8.0], [2.0, 0.0, 0.0]]
+
+
+def test_gamma_counts_the_tokens_of_the_policy_alone():
+    mask = torch.tensor([[True, False, False, True, True], [True, True, False, False, False]])
+    objective = Objective(advantages=Normalized("none", "none"), gamma=0.5)
+
+    found = objective.token_advantages(table([[8.0, 2.0]]), mask)
+
+    assert found.tolist() == [[2.0, 0.0, 0.0, 4.0, 8.0], [1.0, 2.0, 0.0, 0.0, 0.0]]
+
+
+def test_the_shortest_completion_is_the_one_with_the_fewest_tokens_of_the_policy():
+    # The first row is longer, but its environment said most of it.
+    mask = torch.tensor([[1, 0, 0, 0, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    objective = Objective(advantages=TopShare(0.3, by="shortest", of=Normalized(scale="none")))
+
+    found = objective.token_advantages(table([[5.0, 2.0, 0.0]]), mask)
+
+    assert (found != 0).any(1).tolist() == [True, False, False]

@@ -15,13 +15,15 @@ from litgrpo.algorithm.surrogates import SAPO, VESPO, Clipped, PolicyGradient
 from litgrpo.algorithm.weighting import (
     PerToken,
 )
-from litgrpo.types import Experience, TokenLogprobs
+from litgrpo.types import Experience, RewardTable, TokenLogprobs, row_fields
 from tests.algorithms import CLIP_HIGHER, PUBLISHED, SUM
+from tests.comms import Twins
 
 ALGORITHMS = PUBLISHED | {
     "DeepSeek-V3.2": Objective(
         Normalized(scale="none"), kl_coef=0.1, kl_bias_correction=True, off_policy_limit=0.01
     ),
+    "80/20, entropy bonus": Objective(top_entropy_share=0.3, entropy_coef=0.05),
     "80/20": Objective(surrogate=CLIP_HIGHER, weighting=PerToken(), top_entropy_share=0.3),
     "entropy bonus": Objective(entropy_coef=0.01, kl_coef=0.1, kl=absolute),
     "sampler": Objective(kl_coef=0.1, kl=k1, sampler_correction=SamplerCorrection()),
@@ -52,6 +54,7 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
         prompt_of=torch.tensor([0, 0, 0, 1, 1, 1]),
         completion_ids=ids,
         completion_mask=mask,
+        loss_mask=mask,
         sampler_logprobs=now + rows(-0.2, 0.2),
         advantages=rows(-1.0, 1.0),
         weights=objective.token_weights(mask, TRUNCATED, 8, dtype=dtype),
@@ -64,14 +67,14 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
 def gradients(objective, now, entropy, experience, groups):
     """Total loss and gradients over the given micro-batches, in that order."""
     now, entropy = now.clone().requires_grad_(), entropy.clone().requires_grad_()
-    whole = objective.whole(experience.weights, entropy)
+    normalizers = objective.normalizers(experience.weights, entropy)
     total = 0.0
     for rows in groups:
         # A selection is as wide as its longest row; the whole batch keeps its padding.
         micro = experience if groups is ALL else experience.select(rows)
         width = micro.weights.shape[1]
         new = TokenLogprobs(now[rows, :width], entropy[rows, :width])
-        loss = objective.loss(new, micro, whole).loss
+        loss = objective.loss(new, micro, normalizers).loss
         loss.backward()
         total += loss.item()
     unused = torch.zeros_like(entropy)
@@ -132,9 +135,9 @@ def test_more_padding_changes_nothing(name):
     def wider(values):
         return torch.nn.functional.pad(values, (0, 3))
 
-    names = ("completion_ids", "completion_mask", "sampler_logprobs", "advantages", "weights")
-    names += ("old_logprobs", "ref_logprobs")
-    padded = replace(experience, **{name: wider(getattr(experience, name)) for name in names})
+    padded = replace(
+        experience, **{name: wider(value) for name, value in row_fields(experience).items()}
+    )
     found = gradients(objective, wider(now), wider(entropy), padded, ALL)
 
     assert found[0] == pytest.approx(loss, rel=1e-12)
@@ -265,6 +268,102 @@ def test_entropy_bonus_raises_the_mean_entropy_of_all_tokens():
 
     torch.testing.assert_close(grad[LENGTHS == 5][0], torch.full((5,), -0.5 / 18).double())
     assert grad.sum().item() == pytest.approx(-0.5)
+
+
+def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
+    # Entropies 1, 2, 3, 4 and padding; the upper half is kept: the bonus is 0.5 * (3 + 4) / 2.
+    objective = Objective(top_entropy_share=0.5, entropy_coef=0.5, weighting=PerToken())
+    entropy = torch.tensor([[1.0, 4.0, 9.0], [3.0, 2.0, 9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    now = torch.full((2, 3), -1.0)
+    experience = Experience(
+        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+        prompt_of=torch.zeros(2, dtype=torch.long),
+        completion_ids=torch.zeros(2, 3, dtype=torch.long),
+        completion_mask=mask,
+        loss_mask=mask,
+        sampler_logprobs=now,
+        advantages=torch.zeros(2, 3),
+        weights=objective.token_weights(mask, torch.zeros(2, dtype=torch.bool), 3),
+    )
+
+    normalizers = objective.normalizers(experience.weights, entropy)
+    loss = objective.loss(TokenLogprobs(now, entropy), experience, normalizers).loss
+    loss.backward()
+
+    assert normalizers.num_tokens == 2
+    assert loss.item() == -0.5 * (3 + 4) / 2
+    assert entropy.grad.tolist() == [[0, -0.25, 0], [-0.25, 0, 0]]
+
+
+def test_normalizers_count_the_tokens_of_all_processes():
+    objective = Objective(top_entropy_share=0.5, entropy_coef=0.5)
+    _, entropy, experience = batch(objective)
+    alone = objective.normalizers(experience.weights, entropy)
+    twins = objective.normalizers(experience.weights, entropy, Twins())
+
+    assert twins.num_tokens == 2 * alone.num_tokens == 2 * 9
+
+
+def with_turns(objective, junk=0.0):
+    """The rows of `batch` with two tokens of an environment after the second token of each."""
+    now, entropy, experience = batch(objective)
+
+    def parted(values, said):
+        between = torch.full_like(values[:, :2], said)
+        return torch.cat([values[:, :2], between, values[:, 2:]], 1)
+
+    spoken_to = (LENGTHS > 2)[:, None]
+    fills = dict.fromkeys(("completion_ids", "loss_mask", "weights"), 0)
+    rows = {
+        name: parted(value, fills.get(name, junk)) for name, value in row_fields(experience).items()
+    }
+    width = torch.arange(7)
+    seen = width < (LENGTHS + 2 * (LENGTHS > 2))[:, None]
+    rows["completion_mask"] = seen & (spoken_to | (width < LENGTHS[:, None]))
+    return parted(now, junk), parted(entropy, junk), replace(experience, **rows)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("junk", [0.0, -3.0, math.nan, math.inf])
+def test_tokens_of_an_environment_change_nothing_whatever_they_hold(name, junk):
+    objective = ALGORITHMS[name]
+    plain = batch(objective)
+    parted = with_turns(objective, junk)
+    own = torch.tensor([0, 1, 4, 5, 6])
+
+    loss, grad, grad_entropy = gradients(objective, *plain, ALL)
+    found = gradients(objective, *parted, ALL)
+
+    assert found[0] == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(found[1][:, own], grad, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found[2][:, own], grad_entropy, rtol=1e-12, atol=1e-15)
+    assert (found[1][:, 2:4] == 0).all()
+    assert (found[2][:, 2:4] == 0).all()
+    stats = [
+        objective.loss(TokenLogprobs(now, entropy), experience).stats
+        for now, entropy, experience in (plain, parted)
+    ]
+    for key, value in stats[0].items():
+        torch.testing.assert_close(stats[1][key], value, rtol=1e-12, atol=1e-15)
+
+
+def test_weights_and_advantages_of_rows_with_turns_are_those_of_the_policys_tokens():
+    objective = Objective(gamma=0.9)
+    own = torch.tensor([0, 1, 4, 5, 6])
+    _, _, plain = batch(objective)
+    _, _, parted = with_turns(objective)
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [5.0, 1.0, 1.0]]).double()
+    table = RewardTable({"r": rewards}, {"r": 1.0}, rewards, torch.ones(2, 3, dtype=torch.bool))
+    for values in ("token_weights", "token_advantages"):
+        given = (TRUNCATED, 8) if values == "token_weights" else ()
+        results = []
+        for experience in (plain, parted):
+            first = () if given else (table,)
+            results.append(getattr(objective, values)(*first, experience.loss_mask, *given))
+        torch.testing.assert_close(results[1][:, own], results[0])
+        assert (results[1][:, 2:4] == 0).all()
 
 
 def test_needs():

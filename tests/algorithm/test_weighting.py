@@ -10,6 +10,7 @@ from litgrpo.algorithm.weighting import (
     PerToken,
     PerTokenOfMicroBatch,
 )
+from tests.comms import Twins
 
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
 UNCUT = torch.zeros(3, dtype=torch.bool)
@@ -34,7 +35,7 @@ def test_weights_by_hand(weighting, expected):
 def test_two_equal_processes_halve_the_weights(weighting, expected):
     objective = Objective(weighting=weighting)
 
-    weights = objective.token_weights(MASK, UNCUT, 4, reduce=lambda value: 2 * value)
+    weights = objective.token_weights(MASK, UNCUT, 4, comm=Twins())
 
     torch.testing.assert_close(weights, torch.tensor(expected) / 2)
 
@@ -65,3 +66,17 @@ def test_a_batch_without_tokens_has_no_weight():
     for weighting, _ in ROWS:
         weights = Objective(weighting=weighting).token_weights(MASK & False, UNCUT, 4)
         assert (weights == 0).all()
+
+
+@pytest.mark.parametrize(("weighting", "expected"), ROWS, ids=lambda row: str(row)[:30])
+def test_tokens_of_an_environment_have_no_weight_and_are_in_no_denominator(weighting, expected):
+    # The same three rows with two tokens of an environment after the first column.
+    said = torch.zeros(3, 2, dtype=torch.bool)
+    mask = torch.cat([MASK[:, :1], said, MASK[:, 1:]], 1)
+    expected = torch.tensor(expected, dtype=torch.float64)
+
+    weights = Objective(weighting=weighting).token_weights(mask, UNCUT, 4, dtype=torch.float64)
+
+    torch.testing.assert_close(
+        weights, torch.cat([expected[:, :1], said.double(), expected[:, 1:]], 1)
+    )

@@ -23,14 +23,15 @@ from typing import Any
 
 import yaml
 
-from litgrpo.data.prompts import PromptData
 from litgrpo.evaluation.dialogue import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.models.loading import load_policy
+from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.library.dialogue import lapdog
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.text import bleu, distinct_n
+from litgrpo.text.overlap import bleu, distinct_n
 from tests.benchmarks.lapdog_released import OVERLAY as RELEASED
 
 ROOT = Path(__file__).parents[2]
@@ -95,8 +96,9 @@ def judged(model: str, data: str) -> dict[str, Any]:
         said = {}
         for group_size, sampling in ((1, Sampling(temperature=0.0)), (SAMPLES, Sampling())):
             uniforms = draw_uniforms(0, "test", 0, batch.index, group_size, LENGTH)
-            rollout = LocalEngine().generate(policy, batch, group_size, uniforms, sampling)
-            ids = [row[mask].tolist() for row, mask in zip(*_tokens(rollout), strict=True)]
+            requests = Requests(policy, batch, group_size, uniforms, sampling)
+            rollout = LocalEngine().generate(requests)
+            ids = rollout.token_lists()
             said[group_size] = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
         answers = [answer for answer in batch.columns["answers"] for _ in range(SAMPLES)]
         rewards = lapdog(answers, said[SAMPLES], answers)
@@ -111,10 +113,6 @@ def judged(model: str, data: str) -> dict[str, Any]:
             found["persona"].append(batch.columns["persona"][row])
     kept.write_text(json.dumps(found))
     return found
-
-
-def _tokens(rollout: Any) -> tuple[Any, Any]:
-    return rollout.completion_ids, rollout.completion_mask
 
 
 def by_persona(runs: list[dict[str, Any]], name: str) -> list[float]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithm.advantages import Advantages, Groups
+from litgrpo.learner.learner import Learner
 from litgrpo.modules.grpo import GRPO
-from litgrpo.types import Experience, RewardTable, Rollout
+from litgrpo.types import Experience, RewardTable, Rollout, RolloutLogprobs
 
 OVERLAY: dict[str, Any] = {
     "model": {
@@ -50,12 +51,22 @@ class WrongSign(Advantages):
         return -groups.values
 
 
-class Released(GRPO):
-    """GRPO's walk, with the padding behind a reply learned too."""
+class PaddingLearner(Learner):
+    """A learner that takes the padding behind a reply for a part of it."""
 
-    def collect(
-        self, rollout: Rollout, rewards: RewardTable, unjudged: Experience | None = None
+    def experience(
+        self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
     ) -> Experience:
         """The mean of a reply is over every column of the batch."""
         everything = torch.ones_like(rollout.completion_mask)
-        return super().collect(replace(rollout, completion_mask=everything), rewards)
+        filled = replace(rollout, completion_mask=everything, loss_mask=everything)
+        return super().experience(filled, rewards, logprobs)
+
+
+class Released(GRPO):
+    """GRPO's walk, with the padding behind a reply learned too."""
+
+    def configure_model(self) -> None:
+        """Load the policy, and let it learn from padding."""
+        super().configure_model()
+        self.learner = PaddingLearner(**vars(self.learner))

@@ -21,10 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.kernels import linear as linears
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.tensors import family_buckets
-from litgrpo.types import Rollout
+from litgrpo.types import Rollout, TokenRows
 from tests.benchmarks.workload import SIZES, Work
 
 KINDS = {
@@ -59,8 +60,10 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
     numbers = draw_uniforms(0, "train", 0, prompts.index, work.group, work.max_new)
     rollouts: list[Rollout] = []
 
+    requests = Requests(policy, prompts, work.group, numbers, Sampling())
+
     def sample() -> None:
-        rollouts.append(LocalEngine().generate(policy, prompts, work.group, numbers, Sampling()))
+        rollouts.append(LocalEngine().generate(requests))
 
     found = {"rollout": shares(sample)}
     rollout = rollouts[-1]
@@ -73,11 +76,13 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
             used = int(rollout.lengths[rows].max())
             asked, own = prompt_of[rows].unique(return_inverse=True)
             out = policy.logprobs(
-                prompts.prompt_ids[asked],
-                prompts.prompt_mask[asked],
-                own,
-                rollout.completion_ids[rows, :used],
-                rollout.completion_mask[rows, :used],
+                TokenRows(
+                    prompts.prompt_ids[asked],
+                    prompts.prompt_mask[asked],
+                    own,
+                    rollout.completion_ids[rows, :used],
+                    rollout.completion_mask[rows, :used],
+                )
             )
             out.logprobs.mean().backward()
 

@@ -1,8 +1,8 @@
-"""What the guard costs: 1,000 trivial samples, in this process and in a worker.
+"""What a runner costs: 1,000 trivial samples, in this process and in a worker.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.rewards
 
-Prints Markdown: the median and the range of the time that the guard adds to calling the function
+Prints Markdown: the median and the range of the time that the runner adds to calling the function
 itself, over several repetitions, after one for warming up; and how long a hanging sample holds the
 run up.
 """
@@ -38,34 +38,34 @@ def rows() -> tuple[list[str], list[str], dict[str, list]]:
     return prompts, texts, {"completion_ids": ids}
 
 
-def times(function: Callable, guard: RewardRunner, repetitions: int) -> list[float]:
+def times(function: Callable, runner: RewardRunner, repetitions: int) -> list[float]:
     """Milliseconds of each repetition, less what the function itself takes."""
     prompts, texts, columns = rows()
-    composite = Scorer({"r": Reward(function)}, runner=guard)
-    composite(prompts, texts, columns, GROUP)
+    scorer = Scorer({"r": Reward(function)}, runner=runner)
+    scorer(prompts, texts, columns, GROUP)
     found = []
     for _ in range(repetitions):
         start = time.perf_counter()
-        composite(prompts, texts, columns, GROUP)
+        scorer(prompts, texts, columns, GROUP)
         middle = time.perf_counter()
         function(prompts, texts, columns["completion_ids"])
         found.append(1000 * (2 * middle - start - time.perf_counter()))
-    guard.close()
+    runner.close()
     return found
 
 
 def hanging() -> list[float]:
     """Seconds that one sample in a catastrophic regular expression takes, of 16, five times."""
-    guard = ProcessRunner(timeout_s=TIMEOUT_S)
-    composite = Scorer({"r": Reward(catastrophic_regex)}, runner=guard)
+    runner = ProcessRunner(timeout_s=TIMEOUT_S)
+    scorer = Scorer({"r": Reward(catastrophic_regex)}, runner=runner)
     texts = ["a"] * 15 + ["bad"]
     found = []
     for _ in range(5):
         start = time.perf_counter()
-        table = composite(["?"] * 16, texts, {}, 4)
+        table = scorer(["?"] * 16, texts, {}, 4)
         found.append(time.perf_counter() - start)
         assert table.valid.sum() == 15
-    guard.close()
+    runner.close()
     return found
 
 
@@ -77,15 +77,15 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     logging.getLogger("litgrpo").setLevel(logging.ERROR)  # of the sample that hangs
     print(f"{SAMPLES} samples of {TOKENS} tokens, {count} repetitions, {cores} cores\n")
-    print("| function | guard | median ms | lowest | highest |\n| --- | --- | --- | --- | --- |")
+    print("| function | runner | median ms | lowest | highest |\n| --- | --- | --- | --- | --- |")
     cases: list[tuple[str, Callable, RewardRunner]] = [
         ("trivial", trivial, InProcessRunner()),
         ("trivial", trivial, ProcessRunner()),
     ]
-    for name, function, guard in cases:
-        ms = times(function, guard, count)
+    for name, function, runner in cases:
+        ms = times(function, runner, count)
         numbers = (statistics.median(ms), min(ms), max(ms))
-        kind = type(guard).__name__
+        kind = type(runner).__name__
         print(f"| {name} | {kind} |" + " |".join(f" {number:.1f}" for number in numbers) + " |")
     seconds = hanging()
     print(

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.loading import as_policy, load_policy
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch, Rollout
@@ -80,7 +81,7 @@ def qwen2(spec: dict[str, int], hazard: float, longest: int) -> CausalPolicy:
 def ours(policy: CausalPolicy, prompts: PromptBatch, longest: int, engine: Any) -> Rollout:
     """One rollout of our engine, groups of eight."""
     uniforms = draw_uniforms(0, "train", 0, prompts.index, 8, longest)
-    return engine.generate(policy, prompts, 8, uniforms, Sampling())
+    return engine.generate(Requests(policy, prompts, 8, uniforms, Sampling()))
 
 
 @torch.no_grad()

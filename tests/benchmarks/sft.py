@@ -73,9 +73,10 @@ def ours(work: Work, data: list[PairBatch]) -> Timed:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             clock.start()
 
-        def on_train_batch_end(self, outputs: Any, batch: PairBatch, batch_idx: int) -> None:
-            clock.stop()
-            super().on_train_batch_end(outputs, batch, batch_idx)
+        def on_train_batch_end(self, *args: Any) -> None:
+            if args:  # without them it is called once before the first step
+                clock.stop()
+            super().on_train_batch_end(*args)
 
     sft = Timed(
         "", optimizer=lambda params: torch.optim.AdamW(params, 1e-4, weight_decay=0.0, fused=True)

@@ -3,6 +3,8 @@
     python -m tests.benchmarks.step --against trl --size tiny --hazard 0.02 \
         --peer-python PATH/bin/python --peer-script PATH/trl_bench.py [--bf16] [--json]
 
+    python -m tests.benchmarks.step --against before --size tiny --peer-checkout PATH
+
 Each side runs in processes of its own, in turns; a step is generation, rewards, loss, backward and
 optimizer. Printed: medians over the turns of each turn's median step, their ratios, tokens per
 second by phase, peak memory, and the share of the least time that the arithmetic needs on this
@@ -10,7 +12,7 @@ machine (see roofline.py), measured between the turns.
 
 A peer's script takes --size --prompts --group --prompt-len --max-new --threads --steps --warmup
 --hazard --bf16 and prints a line of JSON with step_s, cpu_s, gen_s, train_s, mean_completion_len
-and peak_rss_mib.
+and peak_rss_mib. A clone of this project, of another version, takes the arguments of this program.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ def _turn(module: str, arguments: list[str]) -> Measures:
 
 def turn_of_peer(args: argparse.Namespace) -> Measures:
     """A turn of the peer, in its own environment."""
+    if args.peer_checkout:
+        return turn_of_checkout(args)
     size = SIZES[args.size]
     command = [str(args.peer_python), str(args.peer_script.absolute()), "--size", args.size]
     shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
@@ -124,10 +128,26 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
     return _last_line(command + ["--bf16"] * args.bf16, args.peer_script.absolute().parent)
 
 
-def _last_line(command: list[str], folder: Path) -> Measures:
+def turn_of_checkout(args: argparse.Namespace) -> Measures:
+    """A turn of another version of this project, under the names of a peer's script."""
+    folder, python = args.peer_checkout.absolute(), args.peer_python or sys.executable
+    command = [str(python), "-m", "tests.benchmarks.step", "--turn", "--size", args.size]
+    command += ["--change", args.change]
+    for name in ("group", "max_new", "threads", "steps", "warmup"):
+        command += [f"--{name.replace('_', '-')}", str(vars(args)[name])]
+    if args.hazard is not None:
+        command += ["--hazard", str(args.hazard)]
+    command += ["--bf16"] * args.bf16
+    found = _last_line(command, folder, sources=folder / "src")
+    return found | {"gen_s": found["rollout_s"], "train_s": found["learn_s"]}
+
+
+def _last_line(command: list[str], folder: Path, sources: Path | None = None) -> Measures:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if folder != ROOT:
         environment.pop("PYTHONPATH", None)
+    if sources is not None:  # before the version that the environment has installed
+        environment["PYTHONPATH"] = str(sources)
     run = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -239,6 +259,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peer-python", type=Path)
     parser.add_argument("--peer-script", type=Path)
+    parser.add_argument("--peer-checkout", type=Path, help="another clone of this project")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of ours in a turn")
@@ -250,8 +271,8 @@ def main() -> None:
     parser.add_argument("--change", default="{}", help="JSON of sizes to change (ours only)")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.against and not (args.peer_python and args.peer_script):
-        parser.error("--against needs --peer-python and --peer-script")
+    if args.against and not (args.peer_checkout or (args.peer_python and args.peer_script)):
+        parser.error("--against needs --peer-python and --peer-script, or --peer-checkout")
     if args.turn:
         print(json.dumps(steps_of_ours(_work(args), args.steps, args.warmup)))
         return

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.surrogates import PolicyGradient
+from litgrpo.learner.learner import Learner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.sampling import Sampling
 from tests.benchmarks.dialogue import (
@@ -49,14 +50,19 @@ def fit(module):
     trainer.fit(module, DataLoader([prompt_batch(*TEXTS)], batch_size=None))
 
 
-def test_the_released_objective_makes_what_it_rewards_less_likely():
+def test_the_released_objective_makes_what_it_rewards_less_likely(monkeypatch):
     module, seen = subject(check_invariants=False), []
-    keep = module.update
-    module.update = lambda experience: seen.append(experience) or keep(experience)
+    learn = Learner.update
+
+    def watched(learner, experience, stepper):
+        seen.append(experience)
+        return learn(learner, experience, stepper)
+
+    monkeypatch.setattr(Learner, "update", watched)
     fit(module)
     (experience,) = seen
     before, after = (
-        policy.logprobs(*experience.tokens).logprobs.mean()
+        policy.logprobs(experience.tokens).logprobs.mean()
         for policy in (subject().policy, module.policy.eval())
     )
     assert after < before - 0.01
@@ -64,10 +70,12 @@ def test_the_released_objective_makes_what_it_rewards_less_likely():
 
 def test_the_released_objective_learns_padding_too():
     module = subject()
-    rollout = module.generate(prompt_batch(*TEXTS), "train", 1, module.sampling)
+    module.configure_model()
+    rollout = module.rollouter.generate(prompt_batch(*TEXTS), "train")
     assert not rollout.completion_mask.all()
-    module.trainer = Trainer(logger=False, enable_checkpointing=False)
-    experience = module.collect(rollout, module.reward(rollout))
+    rewards = module.scorer.submit(rollout).result()
+    logprobs = module.learner.old_and_reference_logprobs(rollout)
+    experience = module.learner.experience(rollout, rewards, logprobs)
     assert experience.completion_mask.all()
     length = rollout.completion_mask.shape[1]
     assert experience.weights.unique().tolist() == pytest.approx([1 / length / 4])

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.device import mark_step
-from litgrpo.rollout.engines import static as static_engine
+from litgrpo.parallel.device import Backend
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
@@ -31,12 +31,14 @@ SIZES = dict(hidden_size=128, num_hidden_layers=4, intermediate_size=256, head_d
 PROMPT_LEN = 16
 
 
-def lazily(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The function as it is, what it asks for begun at its end."""
+def lazily(
+    self: Backend, function: Callable[..., Any], *, replay: bool = False
+) -> Callable[..., Any]:
+    """In place of `Backend.compile`: the function as it is, what it asks for begun at its end."""
 
     def run(*args: Any) -> Any:
         result = function(*args)
-        mark_step(device)
+        self.flush()
         return result
 
     return run
@@ -50,7 +52,7 @@ def rollout_s(policy: Policy, rows: int, length: int, iteration: int) -> tuple[f
     engine = StaticEngine(prompt_buckets=PROMPT_LEN, look_every=length)
     uniforms = draw_uniforms(0, "train", iteration, index, 1, length)
     wall, cpu = time.perf_counter(), time.process_time()
-    engine.generate(policy, prompts, 1, uniforms, Sampling())
+    engine.generate(Requests(policy, prompts, 1, uniforms, Sampling()))
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
@@ -63,14 +65,14 @@ def main() -> None:
     args = parser.parse_args()
     policy = tiny_policy("gemma2", **SIZES)
     policy.eos_ids = ()  # every row says all of its tokens
-    import_module("torch_xla")  # torch knows the device from then on
+    backend = import_module("litgrpo.parallel.xla.backend").XlaBackend
     policy.model.to("xla")
-    modes = {"graphs": static_engine.compile_step, "lazy": lazily}
+    modes = {"graphs": backend.compile, "lazy": lazily}
     for rows in args.rows:
         runs: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
         for repeat in range(args.repeats + 1):  # the first compiles; modes alternate
-            for mode, compile_step in modes.items():
-                static_engine.compile_step = compile_step
+            for mode, compile_with in modes.items():
+                backend.compile = compile_with
                 runs[mode].append(rollout_s(policy, rows, args.length, repeat))
         walls, cpus = (
             {mode: statistics.median(run[which] for run in each[1:]) for mode, each in runs.items()}

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from litgrpo.callbacks.completions import Completions, cell, markdown_table, sample_rows
+from litgrpo.callbacks.completions import Completions, cell, cells, markdown_table, sample_rows
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn, prompts, rewards_of, rollout_of
 
@@ -48,8 +48,9 @@ def test_text_shows_in_a_markdown_cell_as_it_is(text, shown):
 
 def test_the_table_has_one_line_per_completion():
     rollout = rollout_of(prompts("1|1"))
-    rows = sample_rows(1, rollout, rewards_of(rollout), None)
-    assert markdown_table(rows).splitlines() == [
+    unknown = torch.full((1, 2), torch.nan)
+    rows = sample_rows(1, rollout, rewards_of(rollout), unknown)
+    assert markdown_table(cells(rows)).splitlines() == [
         "| prompt | completion | correct | format | reward | advantage |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 1&#124;1 | &lt;answer&gt;0&lt;/answer&gt; | 1 |  | 1 |  |",

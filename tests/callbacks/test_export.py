@@ -65,7 +65,7 @@ def test_a_rehearsal_writes_no_folder(tmp_path):
 def test_numbers_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="every_n_iterations is -1"):
         CheckpointFolders(every_n_iterations=-1)
-    with pytest.raises(ValueError, match="keep_last 0"):
+    with pytest.raises(ValueError, match="keep_last is 0"):
         CheckpointFolders(keep_last=0)
     with pytest.raises(FileNotFoundError, match=r"training_state\.ckpt"):
         checkpoint_file(str(tmp_path))

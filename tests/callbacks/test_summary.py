@@ -94,6 +94,6 @@ def test_columns_line_up():
 
 
 def test_samples_stand_under_each_other():
-    before = dict(samples=[dict(prompt="1+1=", completion="3")])
-    after = dict(samples=[dict(prompt="1+1=", completion="2")])
+    before, after = [[dict(prompt="1+1=", completion=said)] for said in "32"]
     assert samples_page(before, after) == "prompt: 1+1=\nbefore: 3\nafter:  2"
+    assert samples_page([], after) == "prompt: 1+1=\nafter:  2"

@@ -44,5 +44,5 @@ def test_a_run_that_hangs_shows_where_and_ends(tmp_path):
 
 def test_a_run_that_goes_on_is_left_alone(tmp_path):
     assert fit(tmp_path, Watchdog(30.0), module=StandIn(3)).iteration == 3
-    with pytest.raises(ValueError, match=r"watchdog.timeout_s is 0; give seconds"):
+    with pytest.raises(ValueError, match=r"watchdog.timeout_s is 0; it must be above 0"):
         Watchdog(0)

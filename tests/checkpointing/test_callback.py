@@ -7,7 +7,7 @@ import torch
 
 from litgrpo.callbacks.run_folder import RunFolder, saved_config
 from litgrpo.checkpointing import io as checkpoint_io
-from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.checkpointing.callback import IterationCheckpoint, goodness
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 
@@ -40,8 +40,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 def test_of_a_loss_the_smallest_is_best(tmp_path):
     checkpoint = IterationCheckpoint()
-    assert checkpoint._goodness({"loss": 2.0}) == -2.0
-    assert checkpoint._goodness({"avg@4": 0.5, "loss": 2.0}) == 0.5
+    assert goodness({"loss": 2.0}, checkpoint.monitor, checkpoint.mode) == -2.0
+    assert goodness({"avg@4": 0.5, "loss": 2.0}, checkpoint.monitor, checkpoint.mode) == 0.5
 
 
 def test_an_unknown_monitor_is_named(tmp_path):

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.checkpointing import logger_state as journal
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.logger_state import Journal, never_failing
+from litgrpo.checkpointing.logger_state import LoggerState, never_failing
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 def run(folder: Path, module: StandIn, resume: Path | None = None) -> None:
     board = TensorBoardLogger(folder, name="", version="", default_hp_metric=False)
-    callbacks = (IterationCheckpoint(2, keep_last=9), Journal(folder))
+    callbacks = (IterationCheckpoint(2, keep_last=9), LoggerState(folder))
     loggers = [board, MetricsCSV(folder)]
     fit(folder, *callbacks, module=module, resume=resume, logger=loggers, val_check_interval=3)
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.rng_state import ExactResume, all_random_state, set_all_random_state
+from litgrpo.checkpointing.rng_state import RngState, all_random_state, set_all_random_state
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 
@@ -36,7 +36,7 @@ class Draws(StandIn):
 def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path):
     def run(iterations, folder, resume=None):
         module = Draws(iterations)
-        fit(folder, IterationCheckpoint(2), ExactResume(), module=module, resume=resume)
+        fit(folder, IterationCheckpoint(2), RngState(), module=module, resume=resume)
         return module.seen
 
     random.seed(1), np.random.seed(1), torch.manual_seed(1)

@@ -11,20 +11,23 @@ from torch.utils.data import DataLoader
 from litgrpo.algorithm.advantages import Normalized
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerSequence, PerTokenOfMicroBatch
+from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
-from litgrpo.data.prompts import PromptData
 from litgrpo.learner.config import UpdateConfig
+from litgrpo.learner.learner import Learner
+from litgrpo.learner.micro_batches import Limits
 from litgrpo.models import causal, seq2seq
+from litgrpo.models import policy as policies
 from litgrpo.models.attention import decode_shared_prefix as attention
-from litgrpo.models.attention.packed_shared_prefix import PromptTree
+from litgrpo.models.attention.packing import Packing
 from litgrpo.models.kernels.fused_decoder import FusedDecoder
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
-from litgrpo.modules.answering import AnsweringModule
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward
-from litgrpo.rollout.engines import local as eager_engine
-from litgrpo.rollout.engines.interface import Transcript
+from litgrpo.modules.prompt_data import PromptData
+from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rollout.engines import local as local_engine
+from litgrpo.rollout.engines.buffer import CompletionBuffer
 from litgrpo.rollout.sampling import Sampling
 from tests.algorithms import PUBLISHED
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -49,7 +52,7 @@ def module(architecture="qwen2", *, policy=None, **settings):
     chosen = dict(group_size=4, max_completion_len=12, max_iterations=1) | settings
     grpo = GRPO("", {"letters": Reward(letters)}, **chosen)
     grpo.policy = tiny_policy(architecture) if policy is None else policy
-    if grpo.objective.needs_reference:
+    if grpo.coefficients.objective.needs_reference:
         grpo.reference = FrozenModel(tiny_policy(architecture))
     return grpo
 
@@ -112,9 +115,9 @@ def half_the_soft_cap(patch):
 
 
 def temperature_missing_in_learning(patch):
-    right = causal.token_logprobs
+    right = policies.token_logprobs
     patch(
-        causal,
+        policies,
         "token_logprobs",
         lambda *args, temperature, **rest: right(*args, temperature=1.0, **rest),
     )
@@ -122,8 +125,8 @@ def temperature_missing_in_learning(patch):
 
 
 def temperature_missing_in_sampling(patch):
-    right = eager_engine.sample
-    patch(eager_engine, "sample", lambda z, u, s: right(z, u, replace(s, temperature=1.0)))
+    right = local_engine.sample
+    patch(local_engine, "sample", lambda z, u, s: right(z, u, replace(s, temperature=1.0)))
     return module(sampling=Sampling(temperature=0.7))
 
 
@@ -132,24 +135,25 @@ def shifted_by_one(patch):
     return row_by_row(module())
 
 
-def shifted_by_one_in_the_tree(patch):
-    right = PromptTree.grow
+def shifted_by_one_in_the_packing(patch):
+    right = Packing.of_groups
 
-    def grow(*rows):
-        tree = right(*rows)
-        return replace(tree, predicting=(tree.predicting + 1).clamp(max=len(tree.ids) - 1))
+    def of_groups(rows):
+        packing = right(rows)
+        shifted = (packing.predicting + 1).clamp(max=len(packing.ids) - 1)
+        return replace(packing, predicting=shifted)
 
-    patch(PromptTree, "grow", grow)
+    patch(Packing, "of_groups", of_groups)
     return module()
 
 
-def branches_of_another_prompt(patch):
-    right = PromptTree.grow
+def suffixes_of_another_prefix(patch):
+    right = Packing.of_groups
 
-    def grow(prompt_ids, prompt_mask, prompt_of, *completions):
-        return right(prompt_ids, prompt_mask, prompt_of.roll(1), *completions)
+    def of_groups(rows):
+        return right(replace(rows, prompt_of=rows.prompt_of.roll(1)))
 
-    patch(PromptTree, "grow", grow)
+    patch(Packing, "of_groups", of_groups)
     return module()
 
 
@@ -163,7 +167,7 @@ def pads_attended_in_learning(patch):
         output = self.bare_model.base_model(input_ids=ids, position_ids=causal.positions(mask))
         return output.last_hidden_state
 
-    patch(causal.CausalPolicy, "hidden", hidden)
+    patch(causal.CausalPolicy, "_row_hidden", hidden)
     return row_by_row(module())
 
 
@@ -187,20 +191,20 @@ def pads_read_by_the_encoder(patch):
 
 
 def pads_attended_by_the_decoder(patch):
-    right = seq2seq.SideBySide.__init__
+    right = seq2seq.GroupedCrossAttention.__init__
 
     def arranged(self, prompt_mask, prompt_of):
         right(self, prompt_mask, prompt_of)
-        self.real = None
+        self.mask = None
 
-    patch(seq2seq.SideBySide, "__init__", arranged)
+    patch(seq2seq.GroupedCrossAttention, "__init__", arranged)
     return module("t5")
 
 
 def prompts_of_other_rows_attended(patch):
-    right = seq2seq.SideBySide.__init__
+    right = seq2seq.GroupedCrossAttention.__init__
     patch(
-        seq2seq.SideBySide,
+        seq2seq.GroupedCrossAttention,
         "__init__",
         lambda self, mask, prompt_of: right(self, mask, (prompt_of + 1) % len(mask)),
     )
@@ -227,26 +231,30 @@ def no_position_ids(patch):
 
 
 def top_k_ignored_in_logprobs(patch):
-    right = eager_engine.sample
+    right = local_engine.sample
 
     def sample(logits, uniforms, sampling):
         drawn = right(logits, uniforms, sampling)
         everything = logits.log_softmax(-1).gather(-1, drawn.tokens[:, None]).squeeze(-1)
         return drawn._replace(logprobs=everything)
 
-    patch(eager_engine, "sample", sample)
+    patch(local_engine, "sample", sample)
     return module(sampling=Sampling(top_k=5))
 
 
 def top_k_ignored_in_learning(patch):
-    right = causal.token_logprobs
-    patch(causal, "token_logprobs", lambda *args, **how: right(*args, **how | {"support": None}))
+    right = policies.token_logprobs
+
+    def over_all_tokens(*args, **how):
+        return right(*args, **how | {"candidate_ids": None})
+
+    patch(policies, "token_logprobs", over_all_tokens)
     return module(sampling=Sampling(top_k=5))
 
 
 def top_k_ignored_in_drawing(patch):
-    right = eager_engine.sample
-    patch(eager_engine, "sample", lambda z, u, s: right(z, u, replace(s, top_k=0)))
+    right = local_engine.sample
+    patch(local_engine, "sample", lambda z, u, s: right(z, u, replace(s, top_k=0)))
     return module(sampling=Sampling(top_k=5))
 
 
@@ -265,61 +273,62 @@ def dropout_in_the_update(patch):
 
 
 def end_token_out_of_the_mask(patch):
-    right = Transcript.add_all
+    right = CompletionBuffer.write_steps
 
-    def add_all(self, spoken, is_end):
-        right(self, spoken, is_end)
+    def write_steps(self, steps, is_end):
+        right(self, steps, is_end)
         self.mask &= ~is_end[self.ids]
 
-    patch(Transcript, "add_all", add_all)
+    patch(CompletionBuffer, "write_steps", write_steps)
     return module()
 
 
 def mask_goes_on_after_the_end(patch):
-    right = Transcript.rollout
+    right = CompletionBuffer.rollout
 
     def rollout(self, prompts, group_size):
         self.mask |= self.mask.roll(1, 1)
         return right(self, prompts, group_size)
 
-    patch(Transcript, "rollout", rollout)
+    patch(CompletionBuffer, "rollout", rollout)
     return module()
 
 
 def completions_interleaved(patch):
-    right = eager_engine.LocalEngine.generate
+    right = local_engine.LocalEngine.generate
 
-    def generate(self, policy, prompts, group_size, uniforms, sampling):
-        rollout = right(self, policy, prompts, group_size, uniforms, sampling)
-        order = torch.arange(len(uniforms)).view(-1, group_size).T.flatten()
+    def generate(self, requests):
+        rollout = right(self, requests)
+        order = torch.arange(requests.num_rows).view(-1, requests.group_size).T.flatten()
         fields = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated")
+        fields += ("loss_mask",)
         return replace(rollout, **{name: getattr(rollout, name)[order] for name in fields})
 
-    patch(eager_engine.LocalEngine, "generate", generate)
+    patch(local_engine.LocalEngine, "generate", generate)
     return module()
 
 
 def prompts_of_completions_interleaved(patch):
-    right = GRPO.collect
+    right = Learner.experience
 
-    def collect(self, rollout, rewards):
-        experience = right(self, rollout, rewards)
+    def interleaved(self, rollout, rewards, logprobs):
+        experience = right(self, rollout, rewards, logprobs)
         prompt_of = torch.arange(len(experience)) % len(rollout.prompts)
         return replace(experience, prompt_of=prompt_of)
 
-    patch(GRPO, "collect", collect)
+    patch(Learner, "experience", interleaved)
     return module()
 
 
 def rewards_interleaved(patch):
-    right = AnsweringModule.reward
+    right = Scorer.submit
 
-    def reward(self, rollout):
+    def submit(self, rollout, *args):
         texts = rollout.completions
         shuffled = [texts[n] for n in torch.arange(len(texts)).view(-1, 4).T.flatten()]
-        return right(self, replace(rollout, completions=shuffled))
+        return right(self, replace(rollout, completions=shuffled), *args)
 
-    patch(AnsweringModule, "reward", reward)
+    patch(Scorer, "submit", submit)
     return module()
 
 
@@ -331,8 +340,8 @@ class Following(Reference):
         self.policy = (policy,)
 
     @torch.no_grad()
-    def logprobs(self, *tokens, **sampled):
-        return self.policy[0].logprobs(*tokens, **sampled)
+    def logprobs(self, rows, *, temperature=1.0):
+        return self.policy[0].logprobs(rows, temperature=temperature)
 
 
 def reference_is_the_policy(patch):
@@ -365,13 +374,13 @@ def mean_of_means_over_tokens(patch):
 
 
 def mean_over_micro_batches(patch):
-    right = GRPO.losses
+    right = Learner.losses
 
-    def losses(self, experience, learning):
-        parts = list(right(self, experience, learning))
+    def losses(self, experience, limits):
+        parts = list(right(self, experience, limits))
         return [(replace(part, loss=part.loss / len(parts)), last) for part, last in parts]
 
-    patch(GRPO, "losses", losses)
+    patch(Learner, "losses", losses)
     return module()
 
 
@@ -387,13 +396,13 @@ SEEDED = {
     ],
     "shift by one": [
         (shifted_by_one, "2 "),
-        (shifted_by_one_in_the_tree, "2 "),
+        (shifted_by_one_in_the_packing, "2 "),
         (start_token_left_out, "2 "),
     ],
     "pads attended": [
         (pads_attended_in_learning, "4 "),
         (pads_attended_in_decoding, "4 "),
-        (branches_of_another_prompt, "4 "),
+        (suffixes_of_another_prefix, "4 "),
         (pads_read_by_the_encoder, "4 "),
         (pads_attended_by_the_decoder, "4 "),
         (prompts_of_other_rows_attended, "4 "),
@@ -476,14 +485,14 @@ def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):
     with pytest.raises(ValueError, match="cached decoding equals the full forward"):
         fit(grpo)
     assert grpo.policy.can_fuse
-    fit(module("gemma2", engine=eager_engine.LocalEngine(fused=False)))
+    fit(module("gemma2", engine=local_engine.LocalEngine(fused=False)))
 
 
 # --- no false alarms ---
 
 
 def test_no_false_alarm_when_the_engine_is_of_lower_precision(architecture):
-    engine = eager_engine.LocalEngine(dtype="bfloat16")
+    engine = local_engine.LocalEngine(dtype="bfloat16")
     assert fit(module(architecture, engine=engine)).lightning_module.iteration == 1
 
 
@@ -610,22 +619,23 @@ def test_a_run_is_bit_identical_with_the_checks_on_or_off_and_when_resumed(data,
 
 def test_the_checks_leave_weights_gradients_modes_and_settings_as_they_were(monkeypatch):
     grpo = with_adapters()
-    before = weights(grpo), dict(vars(grpo)), grpo.policy, grpo.policy.eos_ids
+    before = weights(grpo), grpo.policy, grpo.policy.eos_ids
     modes = [part.training for part in grpo.modules()]
     seen = []
-    right = GRPO.on_fit_start
+    right = InvariantChecks.on_fit_start
 
-    def start(self):
-        untouched = dict(vars(self))
-        right(self)
-        assert vars(self) == untouched
-        assert all(p.grad is None for p in self.parameters())
-        assert [part.training for part in self.modules()] == modes
-        assert torch.equal(weights(self), before[0])
-        assert (self.policy, self.policy.eos_ids) == before[2:]
+    def start(self, trainer, grpo):
+        parts = (grpo, grpo.rollouter, grpo.learner, grpo.coefficients)
+        untouched = [dict(vars(part)) for part in parts]
+        right(self, trainer, grpo)
+        assert [vars(part) for part in parts] == untouched
+        assert all(p.grad is None for p in grpo.parameters())
+        assert [part.training for part in grpo.modules()] == modes
+        assert torch.equal(weights(grpo), before[0])
+        assert (grpo.policy, grpo.policy.eos_ids) == before[1:]
         seen.append(True)
 
-    monkeypatch.setattr(GRPO, "on_fit_start", start)
+    monkeypatch.setattr(InvariantChecks, "on_fit_start", start)
     fit(grpo)
     assert seen == [True]
 
@@ -660,8 +670,10 @@ def test_data_without_prompts_are_left_to_training_to_complain_about():
 def experience_of(grpo, batch):
     """Ragged completions, and a policy that has moved since, so that ratios are not 1."""
     grpo.policy.eos_ids = tuple(range(2, 40))
-    rollout = grpo.generate(batch, "train", grpo.group_size, grpo.sampling)
-    experience = grpo.collect(rollout, grpo.reward(rollout))
+    learner = grpo.learner
+    rollout = grpo.rollouter.generate(batch, "train")
+    logprobs = learner.old_and_reference_logprobs(rollout)
+    experience = learner.experience(rollout, grpo.scorer.submit(rollout).result(), logprobs)
     noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
     return replace(experience, old_logprobs=experience.sampler_logprobs + noise)
 
@@ -669,16 +681,16 @@ def experience_of(grpo, batch):
 def with_more_padding(logprobs):
     """The same with more padding on the left."""
 
-    def padded(prompt_ids, prompt_mask, *rest, **how):
-        ids = torch.nn.functional.pad(prompt_ids, (4, 0), value=7)
-        mask = torch.nn.functional.pad(prompt_mask, (4, 0))
-        return logprobs(ids, mask, *rest, **how)
+    def padded(rows, **how):
+        ids = torch.nn.functional.pad(rows.prompt_ids, (4, 0), value=7)
+        mask = torch.nn.functional.pad(rows.prompt_mask, (4, 0))
+        return logprobs(replace(rows, prompt_ids=ids, prompt_mask=mask), **how)
 
     return padded
 
 
 def split_into(rows):
-    return lambda learning: replace(learning, micro_batch_size=rows)
+    return lambda limits: replace(limits, max_rows=rows)
 
 
 VARIATIONS = {
@@ -686,7 +698,7 @@ VARIATIONS = {
     "rows 2": (split_into(2), None),
     "rows 3": (split_into(3), None),
     "rows 5": (split_into(5), None),
-    "tokens 40": (lambda learning: replace(learning, micro_batch_tokens=40), None),
+    "tokens 40": (lambda limits: replace(limits, max_tokens=40), None),
     "order": (split_into(5), lambda e: e.select(torch.arange(len(e)).flip(0))),
     "padding": (split_into(None), None),
     "chunk 7": (split_into(None), None),
@@ -711,11 +723,11 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
             continue  # defined by the split
         policy = tiny_policy(architecture, **usual).to(getattr(torch, dtype))
         grpo = module(policy=policy, objective=objective, max_completion_len=8)
-        grpo.trainer = runner()
         grpo.reference = FrozenModel(tiny_policy(architecture, seed=1).to(getattr(torch, dtype)))
+        grpo.configure_model()
         experience = experience_of(grpo, prompt_batch(*TEXTS))
-        whole = UpdateConfig(micro_batch_tokens=None)
-        expected = invariants.gradient(grpo, experience, whole)
+        whole = Limits(shared=policy.shares_prompts)
+        expected = invariants.gradient(grpo.learner, experience, whole)
         errors = []
         for variation, (limits, changed) in VARIATIONS.items():
             with monkeypatch.context() as patch:
@@ -724,7 +736,7 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
                 if variation == "padding":
                     patch.setattr(policy, "logprobs", with_more_padding(policy.logprobs))
                 rows = experience if changed is None else changed(experience)
-                got = invariants.gradient(grpo, rows, limits(whole))
+                got = invariants.gradient(grpo.learner, rows, limits(whole))
             off = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
             errors.append(float((off / sum(a.square().sum() for a in expected)).sqrt()))
         table.append(f"{name:<20}" + "".join(f"{error:>11.1e}" for error in errors))

@@ -4,12 +4,12 @@ import pytest
 
 from litgrpo.data.rendering import (
     Chat,
+    ChatStyle,
     LengthLimit,
-    PromptStyle,
     Template,
-    as_chat,
     checked,
-    find_tokenizer,
+    load_tokenizer,
+    prompt_style,
 )
 from litgrpo.data.sources import read
 from tests.conftest import byte_tokenizer
@@ -27,8 +27,8 @@ def chat_tokenizer(template=CHAT_TEMPLATE):
     return tokenizer
 
 
-def texts(rows, template=None, chat=None, tokenizer=None):
-    style = PromptStyle(Template("prompt", template), chat)
+def texts(rows, template=None, chat=False, tokenizer=None):
+    style = prompt_style(template, chat)
     return style.texts(read(rows), tokenizer or chat_tokenizer())
 
 
@@ -48,7 +48,7 @@ def test_a_prompt_can_be_a_list_of_messages():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"prompt": messages}]
     assert texts(rows, chat=Chat()) == ["<bos>[user]a[assistant]b[assistant]"]
-    assert list(PromptStyle(Template("prompt"), Chat()).plain(read(rows))) == ["a\nb"]
+    assert list(prompt_style(None, Chat()).plain(read(rows))) == ["a\nb"]
     with pytest.raises(ValueError, match=r"row 1, field 'prompt': .*needs `chat: true`"):
         texts(rows)
     with pytest.raises(ValueError, match="row 1: the prompt is empty"):
@@ -56,17 +56,17 @@ def test_a_prompt_can_be_a_list_of_messages():
 
 
 @pytest.mark.filterwarnings("ignore:1 of 1 prompts write the begin token")
-@pytest.mark.parametrize("chat", [None, Chat()])
+@pytest.mark.parametrize("chat", [False, Chat()])
 def test_there_is_one_begin_token_whoever_writes_it(chat):
-    style, tokenizer = PromptStyle(Template("prompt"), chat), chat_tokenizer()
-    for text in ("hi", "<bos>hi") if chat is None else ("hi",):
+    style, tokenizer = prompt_style(None, chat), chat_tokenizer()
+    for text in ("hi", "<bos>hi") if chat is False else ("hi",):
         (ids,) = style.encode(style.texts(read([text]), tokenizer), tokenizer)
         assert ids[0] == tokenizer.bos_token_id
         assert ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_a_doubled_begin_token_is_one_warning():
-    style, tokenizer = PromptStyle(Template("prompt"), None), chat_tokenizer()
+    style, tokenizer = prompt_style(None, False), chat_tokenizer()
     said = r"2 of 3 prompts write the begin token \('<bos>'\) that the tokenizer adds"
     with pytest.warns(UserWarning, match=said) as warned:
         style.encode(["<bos>a", "b", "<bos>c"], tokenizer)
@@ -75,7 +75,7 @@ def test_a_doubled_begin_token_is_one_warning():
 
 def test_a_chat_format_without_begin_token_gets_none():
     style, tokenizer = (
-        PromptStyle(Template("prompt"), Chat()),
+        prompt_style(None, Chat()),
         chat_tokenizer("{{ messages[0].content }}"),
     )
     assert style.encode(style.texts(read(["a"]), tokenizer), tokenizer) == [
@@ -86,7 +86,7 @@ def test_a_chat_format_without_begin_token_gets_none():
 def test_a_tokenizer_that_adds_no_begin_token_gets_none():
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
-    assert PromptStyle(Template("prompt"), None).encode(["a"], tokenizer) == [
+    assert prompt_style(None, False).encode(["a"], tokenizer) == [
         tokenizer.convert_tokens_to_ids(["a"])
     ]
 
@@ -116,7 +116,7 @@ def test_a_template_that_is_not_jinja_is_refused():
 
 
 def test_the_conversation_is_what_is_asked_without_the_chat_format():
-    style = PromptStyle(Template("prompt", "Say {{ prompt }}"), Chat(system="be kind"))
+    style = ChatStyle(Template("prompt", "Say {{ prompt }}"), Chat(system="be kind"))
     said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Say hi"}]
     assert style.conversations(read(["hi"])) == [said]
 
@@ -132,9 +132,9 @@ def test_a_chat_template_without_system_messages_is_explained():
 
 
 def test_chat_is_true_false_or_settings():
-    assert as_chat(False) is None
-    assert as_chat(True) == Chat()
-    assert as_chat(Chat("s")) == Chat("s")
+    assert not isinstance(prompt_style(None, False), ChatStyle)
+    assert prompt_style(None, True).chat == Chat()
+    assert prompt_style(None, Chat("s")).chat == Chat("s")
 
 
 @pytest.mark.parametrize("name", ["pad", "eos"])
@@ -147,11 +147,9 @@ def test_a_tokenizer_without_pad_or_eos_token_is_refused(name):
 
 def test_a_named_tokenizer_is_loaded(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
-    assert find_tokenizer(str(tmp_path), None, []).eos_token_id == 2
-    with pytest.raises(ValueError, match="set tokenizer"):
-        find_tokenizer(None, None, [])
+    assert load_tokenizer(str(tmp_path)).eos_token_id == 2
     with pytest.raises(ValueError, match=r"data tokenizer '.*nothing' cannot be loaded"):
-        find_tokenizer(str(tmp_path / "nothing"), None, [])
+        load_tokenizer(str(tmp_path / "nothing"))
 
 
 def test_too_long_rows_are_dropped_and_counted_in_one_warning():
@@ -159,27 +157,23 @@ def test_too_long_rows_are_dropped_and_counted_in_one_warning():
     with pytest.warns(
         UserWarning, match=r"2 of 3 .*max_len=1 .*longest 3, .*row 3\): dropped"
     ) as w:
-        assert LengthLimit("max_len", 1, "drop").keeps([1, 2, 3], rows, "train") == [
-            True,
-            False,
-            False,
-        ]
+        assert LengthLimit("max_len", 1, "drop").kept([1, 2, 3], rows, "train") == [0]
     assert len(w) == 1
-    assert LengthLimit("max_len", 3, "drop").keeps([1, 2, 3], rows, "train") == [True] * 3
+    assert LengthLimit("max_len", 3, "drop").kept([1, 2, 3], rows, "train") == [0, 1, 2]
 
 
 def test_too_long_rows_are_kept_to_be_truncated_or_stop_as_asked():
     rows = read(["a", "bb"])
     with pytest.warns(UserWarning, match="1 of 2 .*: truncated"):
-        assert LengthLimit("max_len", 1, "truncate").keeps([1, 2], rows, "train") == [True, True]
+        assert LengthLimit("max_len", 1, "truncate").kept([1, 2], rows, "train") == [0, 1]
     with pytest.raises(ValueError, match=r"1 of 2 .*raise max_len or say"):
-        LengthLimit("max_len", 1, "error").keeps([1, 2], rows, "train")
+        LengthLimit("max_len", 1, "error").kept([1, 2], rows, "train")
     with pytest.raises(ValueError, match=r"2 of 2 .*none is left"):
-        LengthLimit("max_len", 1, "drop").keeps([2, 2], rows, "train")
+        LengthLimit("max_len", 1, "drop").kept([2, 2], rows, "train")
 
 
 def test_limits_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="overlong is 'cut', allowed: 'drop'"):
+    with pytest.raises(ValueError, match="overlong is 'cut'; it must be one of: drop, truncate"):
         LengthLimit("max_len", 1, "cut")
     with pytest.raises(ValueError, match="max_len is 0"):
         LengthLimit("max_len", 0, "drop")

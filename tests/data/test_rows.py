@@ -141,7 +141,7 @@ def test_the_fingerprint_depends_on_prompts_and_order():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"overlap": "ignore"}, "overlap is 'ignore', allowed: 'drop', 'error', 'keep'"),
+        ({"overlap": "ignore"}, "overlap is 'ignore'; it must be one of: drop"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0"),
         ({"extract": {"answer": "("}}, r"extract.answer: '\(' is no pattern"),
         ({"extract": {"answer": "a"}}, "has 0 groups, expected one"),

@@ -113,7 +113,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         ([], "the given list holds no rows"),
         (["a", 3], "the given list, row 2: is a int"),
         ("python:nowhere.rows", "No module named 'nowhere'"),
-        ("python:json.nothing", "has no attribute 'nothing'"),
+        ("python:json.nothing", "has no 'nothing'"),
         ("python:rows", "write python:package.module.function"),
         (f"python:{__name__}.rows_for_tests?sise=1", r"unexpected .* 'sise'; signature: \(size"),
     ],

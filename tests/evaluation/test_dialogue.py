@@ -8,11 +8,11 @@ from sacrebleu import corpus_bleu
 from torch.utils.data import DataLoader
 
 from litgrpo.evaluation.dialogue import DialogueScores, reply_counts
-from litgrpo.learner.config import Evaluation
+from litgrpo.evaluation.settings import Evaluation
 from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.text import token_f1, without_articles
+from litgrpo.text.overlap import token_f1, without_articles
 from litgrpo.types import PromptBatch
 from tests.conftest import prompt_batch, tiny_policy
 
@@ -110,7 +110,9 @@ def test_a_validation_reports_them_for_the_replies_it_would_give(greedy):
     trainer = Trainer(logger=False, enable_progress_bar=False)
     (report,) = trainer.validate(grpo, DataLoader([batch], batch_size=None), verbose=False)
     sampling = Sampling(temperature=0.0 if greedy else 1.0)
-    replies = grpo.generate(batch, "val", 1 if greedy else 2, sampling).completions
+    group_size = 1 if greedy else 2
+    sampled = grpo.rollouter.generate(batch, "val", group_size=group_size, sampling=sampling)
+    replies = sampled.completions
     expected = scores(replies[:: 1 if greedy else 2], columns["answers"]).compute()
     assert {f"val/{name}": float(value) for name, value in expected.items()}.items() <= {
         name: value for name, value in report.items() if name.startswith("val/corpus_")

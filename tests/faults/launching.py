@@ -71,7 +71,7 @@ def preload() -> None:
 
 
 def _program(words: list[str], prepare: Preparation) -> int:
-    from litgrpo.cli.commands import main
+    from litgrpo.program import main
 
     os.chdir(ROOT)
     os.environ.update(ENVIRONMENT)

@@ -22,9 +22,9 @@ RECIPE: dict[str, Any] = {
     "model": {
         "init_args": {
             "rewards": {
-                "correct": {"function": "litgrpo.rewards.library.math.correctness", "weight": 0.8},
+                "correct": {"function": "litgrpo.rewards.correctness", "weight": 0.8},
                 "format": {
-                    "function": "litgrpo.rewards.library.format.reasoning_answer",
+                    "function": "litgrpo.rewards.reasoning_answer",
                     "weight": 0.2,
                 },
                 "words": {"function": "tests.faults.killer.reward", "weight": 0.01},

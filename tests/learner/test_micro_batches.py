@@ -5,10 +5,11 @@ from litgrpo.algorithm.advantages import Normalized, TopShare
 from litgrpo.algorithm.objective import Objective
 from litgrpo.learner.config import KEPT_BYTES, UpdateConfig
 from litgrpo.learner.micro_batches import (
+    Limits,
+    Ragged,
     check_centered,
-    micro_batches,
     mini_batches,
-    rows_that_teach,
+    rows_with_gradient,
 )
 from litgrpo.types import Experience
 from tests.conftest import tiny_policy
@@ -24,6 +25,7 @@ def experience(advantages, weights=None):
         prompt_of=torch.zeros(4, dtype=torch.long),
         completion_ids=mask.long(),
         completion_mask=mask,
+        loss_mask=mask,
         sampler_logprobs=zeros,
         advantages=torch.tensor(advantages)[:, None] * mask,
         weights=mask.float() if weights is None else torch.tensor(weights)[:, None] * mask,
@@ -37,19 +39,17 @@ def test_mini_batches_keep_groups_whole_and_hold_every_row_once():
 
 def test_micro_batches_hold_rows_of_similar_length_within_the_limits():
     rows = experience([1.0, 1.0, 1.0, 1.0])
-    by_tokens = micro_batches(
-        rows, UpdateConfig(micro_batch_tokens=11), shared=False
-    )  # 6 + 5, 4 + 3 tokens
+    by_tokens = Ragged().buckets(rows, Limits(max_tokens=11))  # 6 + 5, 4 + 3 tokens
     assert [bucket.tolist() for bucket in by_tokens] == [[3], [2, 1], [0]]
-    by_rows = micro_batches(rows, UpdateConfig(micro_batch_size=3), shared=False)
+    by_rows = Ragged().buckets(rows, Limits(max_rows=3))
     assert [bucket.tolist() for bucket in by_rows] == [[3, 2, 1], [0]]
 
 
 def test_a_shared_prompt_counts_once_in_a_micro_batch():
     rows = experience([1.0, 1.0, 1.0, 1.0])
-    whole = micro_batches(rows, UpdateConfig(micro_batch_tokens=12), shared=True)
+    whole = Ragged().buckets(rows, Limits(max_tokens=12, shared=True))
     assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
-    parts = micro_batches(rows, UpdateConfig(micro_batch_tokens=8), shared=True)
+    parts = Ragged().buckets(rows, Limits(max_tokens=8, shared=True))
     assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
 
 
@@ -86,12 +86,12 @@ def test_a_large_model_takes_the_least_and_a_given_number_stays():
 
 
 def test_rows_without_advantage_or_weight_are_left_out_but_never_all():
-    assert rows_that_teach(experience([0.0, 1.0, -1.0, 0.0])).tolist() == [1, 2]
-    assert rows_that_teach(experience([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0])).tolist() == [
+    assert rows_with_gradient(experience([0.0, 1.0, -1.0, 0.0])).tolist() == [1, 2]
+    assert rows_with_gradient(experience([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0])).tolist() == [
         1,
         2,
     ]
-    assert rows_that_teach(experience([0.0, 0.0, 0.0, 0.0])).tolist() == [0]
+    assert rows_with_gradient(experience([0.0, 0.0, 0.0, 0.0])).tolist() == [0]
 
 
 def test_advantages_that_do_not_sum_to_zero_in_a_group_are_refused():

@@ -5,15 +5,18 @@ import torch
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.learner.schedules import (
+    Coefficients,
     Controllers,
     EntropyTarget,
     KLTarget,
     ReferenceSync,
-    Steering,
 )
 from litgrpo.models.loading import LoRA
 from litgrpo.models.reference import AdapterOff, FrozenModel
-from tests.conftest import tiny_policy
+from litgrpo.parallel.comm import SingleProcess
+from litgrpo.types import Rollout
+from tests.comms import Twins
+from tests.conftest import prompt_batch, tiny_policy
 from tests.modules.test_grpo import batches, module, train
 
 KL = Objective(kl_coef=0.1)
@@ -26,11 +29,31 @@ def test_the_entropy_bonus_grows_below_the_target_shrinks_above_and_stays_in_bou
     assert target.next(0.0, 2.0) == 0.0
 
 
+def sampled_with(entropy):
+    """Two rows of a policy whose tokens were as surprising; an environment said the others."""
+    loss_mask = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
+    seen = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    return Rollout(
+        prompt_batch("a"),
+        2,
+        seen.long(),
+        seen,
+        -entropy * loss_mask.float(),
+        torch.zeros(2, dtype=torch.bool),
+        loss_mask=loss_mask,
+    )
+
+
 def test_the_entropy_bonus_counts_only_where_the_entropy_is_not_above_the_target():
     target = EntropyTarget(target=1.0, step=0.25)
-    steering = Steering(Controllers(entropy=target), Objective(entropy_coef=1.0))
-    assert steering.by_entropy(Objective(), 1.5).entropy_coef == 0
-    assert steering.entropy_coef == 0.1  # within the bound
+    coefficients = Coefficients(Controllers(entropy=target), Objective(entropy_coef=1.0))
+    coefficients.follow_entropy(sampled_with(1.5), SingleProcess())
+    assert coefficients.sampled_entropy == 1.5
+    assert coefficients.objective.entropy_coef == 0
+    assert coefficients.entropy_coef == 0.1  # within the bound
+    coefficients.follow_entropy(sampled_with(0.5), Twins())
+    assert coefficients.sampled_entropy == 0.5
+    assert coefficients.objective.entropy_coef == coefficients.entropy_coef == 0.1
 
 
 def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
@@ -43,9 +66,10 @@ def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
 
 def test_nothing_moves_unless_asked_for():
     objective = Objective(kl_coef=0.1, entropy_coef=0.2)
-    steering = Steering(Controllers(), objective)
-    assert steering.by_entropy(objective, 0.0) is objective
-    assert steering.by_kl(objective, 9.0) is objective
+    coefficients = Coefficients(Controllers(), objective)
+    coefficients.follow_entropy(sampled_with(0.0), SingleProcess())
+    coefficients.follow_kl({"policy/kl": torch.tensor(9.0)})
+    assert coefficients.objective is objective
 
 
 @pytest.mark.parametrize(
@@ -86,13 +110,14 @@ def test_the_reference_goes_half_the_way_every_second_iteration():
     start = torch.cat([p.flatten() for p in tiny_policy("qwen2").parameters()])
     for iterations, share in [(1, 0.0), (2, 0.5), (3, 0.5)]:
         grpo, after = steered(iterations), {}
-        follow = grpo.follow
+        grpo.configure_model()
+        follow = grpo.learner.follow
 
-        def remember(stats, grpo=grpo, after=after, follow=follow):
-            after[grpo.iteration] = torch.cat([p.flatten() for p in grpo.policy.parameters()])
-            follow(stats)
+        def remember(stats, iteration, grpo=grpo, after=after, follow=follow):
+            after[iteration] = torch.cat([p.flatten() for p in grpo.policy.parameters()])
+            follow(stats, iteration)
 
-        grpo.follow = remember
+        grpo.learner.follow = remember
         train(grpo, batches("a", "hello"))
         reference = torch.cat([p.flatten() for p in grpo.reference.policy.parameters()])
         expected = start if iterations < 2 else start + share * (after[2] - start)
@@ -115,8 +140,8 @@ def test_a_resumed_run_goes_on_with_coefficients_and_reference(stop, tmp_path):
     runner.save_checkpoint(tmp_path / "stopped.ckpt")
     resumed = steered(5)
     train(resumed, batches("a", "hello"), ckpt=tmp_path / "stopped.ckpt")
-    assert resumed.steering.state_dict() == whole.steering.state_dict()
-    assert resumed.objective == whole.objective
+    assert resumed.coefficients.state_dict() == whole.coefficients.state_dict()
+    assert resumed.learner.objective == whole.learner.objective
     for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -124,12 +149,13 @@ def test_a_resumed_run_goes_on_with_coefficients_and_reference(stop, tmp_path):
 def test_a_coefficient_that_nothing_steers_is_the_recipes_on_resume(tmp_path):
     runner = train(steered(1), batches("a", "hello"))
     runner.save_checkpoint(tmp_path / "stopped.ckpt")
-    grpo = module(objective=Objective(kl_coef=0.7, entropy_coef=0.3), max_iterations=2)
-    grpo.controllers = Controllers(reference=ReferenceSync())
+    recipe = Objective(kl_coef=0.7, entropy_coef=0.3)
+    controllers = Controllers(reference=ReferenceSync())
+    grpo = module(objective=recipe, controllers=controllers, max_iterations=2)
     grpo.reference = FrozenModel(tiny_policy("qwen2"))
     grpo.optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
     train(grpo, batches("a", "hello"), ckpt=tmp_path / "stopped.ckpt")
-    assert (grpo.objective.kl_coef, grpo.objective.entropy_coef) == (0.7, 0.3)
+    assert (grpo.learner.objective.kl_coef, grpo.learner.objective.entropy_coef) == (0.7, 0.3)
 
 
 def test_a_reference_that_follows_cannot_go_with_adapters():

@@ -1,18 +1,18 @@
-"""Learning in fixed shapes, on the processor: the same gradient, padding and all."""
+"""Learning in static shapes, on the processor: the same gradient, padding and all."""
 
 import pytest
 import torch
 
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.static_batches import Rows, check_fits
-from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.learner.micro_batches import Limits
+from litgrpo.learner.static_batches import Static
+from litgrpo.parallel.device import backend
+from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import Experience
 from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import learner_of
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
 
-CPU = torch.device("cpu")
+STATIC = Static(backend(torch.device("cpu")))
 
 
 def experience(rows: int = 5) -> Experience:
@@ -26,6 +26,7 @@ def experience(rows: int = 5) -> Experience:
         torch.arange(rows) % 2,
         torch.randint(3, 259, mask.shape),
         mask,
+        mask,
         -ones,
         ones,
         ones / mask.sum(),
@@ -33,19 +34,21 @@ def experience(rows: int = 5) -> Experience:
 
 
 def test_every_micro_batch_has_one_shape_and_filling_counts_nothing():
-    rows = Rows(experience(), UpdateConfig(micro_batch_size=3), CPU)
-    parts = [rows.micro(chosen) for chosen in rows.split(torch.arange(5))]
+    split = list(STATIC.split(experience(), None, Limits(max_rows=3)))
+    parts = [part for part, _ in split]
+    assert [is_last for _, is_last in split] == [False, True]
     assert [part.completion_ids.shape for part in parts] == [(3, 6), (3, 6)]
     assert [part.prompt_ids.shape for part in parts] == [parts[0].prompt_ids.shape] * 2
     assert parts[1].weights.sum(1).tolist()[2] == 0
     assert not parts[1].completion_mask[2].any()
+    assert not parts[1].loss_mask[2].any()
     assert torch.cat([p.weights for p in parts]).sum() == pytest.approx(1.0)
 
 
 def test_tokens_limit_the_rows_with_padding_counted():
     data = experience()
     width = data.prompt_ids.shape[1] + 6
-    assert Rows(data, UpdateConfig(micro_batch_tokens=2 * width), CPU).at_once == 2
+    assert STATIC.rows_at_once(data, Limits(max_tokens=2 * width)) == 2
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2", "llama", "gpt2", "t5"])
@@ -53,25 +56,20 @@ def test_tokens_limit_the_rows_with_padding_counted():
 def test_log_probabilities_and_gradient_do_not_depend_on_the_path(architecture, chunk):
     policy, data, found = tiny_policy(architecture), experience(), []
     policy.head_chunk = chunk
-    for policy.fixed_shapes in (False, True):
+    for policy.static_shapes in (False, True):
         policy.zero_grad()
-        out = policy.logprobs(*data.tokens, temperature=0.8)
+        out = learner_of(policy, sampling=Sampling(temperature=0.8)).logprobs(data.tokens)
         (out.logprobs * torch.linspace(0, 1, 30).view(5, 6)).sum().backward()
         grad = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         found.append((out.logprobs.detach(), out.entropy, grad / grad.norm()))
-    for ragged, fixed in zip(*found, strict=True):
-        torch.testing.assert_close(ragged, fixed, atol=1e-5, rtol=1e-5)
+    for ragged, static in zip(*found, strict=True):
+        torch.testing.assert_close(ragged, static, atol=1e-5, rtol=1e-5)
 
 
-def test_a_run_with_the_static_engine_is_the_run_with_the_eager_one():
+def test_a_run_with_the_static_engine_is_the_run_with_the_local_one():
     engine = {"class_path": "litgrpo.rollout.engines.static.StaticEngine"}
     static = {"model": {"init_args": {"engine": engine}}}
     one, other = fit("cpu", 2, SMALL), fit("cpu", 2, SMALL, static)
     assert same_tokens(one.rollouts[0], other.rollouts[0]) >= 0.999
     assert distance(one.gradients, other.gradients) < 1e-5
     assert one.column("policy/loss") == pytest.approx(other.column("policy/loss"), abs=1e-5)
-
-
-def test_a_weighting_that_counts_rows_is_refused():
-    with pytest.raises(ValueError, match="Take PerToken"):
-        check_fits(StaticEngine(), Objective(weighting=PerTokenOfMicroBatch()), CPU)

@@ -1,10 +1,12 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel
+from litgrpo.types import TokenRows
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
 TEXTS = ("a", "what is 3+4?", "hello")
@@ -20,15 +22,15 @@ def tokens(policy, *, dtype=torch.float32):
     lengths = torch.tensor([7, 1, 4, 6, 2, 5])
     mask = torch.arange(LENGTH) < lengths[:, None]
     prompt_of = torch.arange(len(TEXTS)).repeat_interleave(GROUP)
-    return prompts.prompt_ids, prompts.prompt_mask, prompt_of, ids, mask
+    return TokenRows(prompts.prompt_ids, prompts.prompt_mask, prompt_of, ids, mask)
 
 
-def dense_logprobs(policy, prompt_ids, prompt_mask, prompt_of, ids, mask, temperature=1.0):
+def dense_logprobs(policy, asked, temperature=1.0):
     """The definition, with every logit in memory, one row at a time and nothing padded."""
     rows = []
-    for row in range(len(ids)):
-        real = prompt_mask[prompt_of[row]]
-        prompt, said = prompt_ids[prompt_of[row]][real][None], ids[row][mask[row]][None]
+    for row, prompt_of in enumerate(asked.prompt_of):
+        prompt = asked.prompt_ids[prompt_of][asked.prompt_mask[prompt_of]][None]
+        said = asked.completion_ids[row][asked.completion_mask[row]][None]
         logits = policy.dense_logits(prompt, torch.ones_like(prompt, dtype=torch.bool), said)
         logprobs = (logits[0, :-1].float() / temperature).log_softmax(-1)
         rows.append(logprobs.gather(-1, said[0][:, None]).squeeze(-1))
@@ -38,17 +40,19 @@ def dense_logprobs(policy, prompt_ids, prompt_mask, prompt_of, ids, mask, temper
 def test_logprobs_equal_one_dense_unpadded_row_at_a_time(architecture):
     policy = tiny_policy(architecture)
     arguments = tokens(policy)
-    got = policy.logprobs(*arguments, temperature=0.7).logprobs
-    expected = dense_logprobs(policy, *arguments, temperature=0.7)
+    got = policy.logprobs(arguments, temperature=0.7).logprobs
+    expected = dense_logprobs(policy, arguments, temperature=0.7)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_equal_those_of_dense_logits(architecture):
     policy = tiny_policy(architecture)
     arguments = tokens(policy)
-    weights = torch.randn(arguments[3].shape, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        arguments.completion_ids.shape, generator=torch.Generator().manual_seed(1)
+    )
     grads = []
-    for logprobs in (policy.logprobs(*arguments).logprobs, dense_logprobs(policy, *arguments)):
+    for logprobs in (policy.logprobs(arguments).logprobs, dense_logprobs(policy, arguments)):
         policy.zero_grad()
         (logprobs * weights).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
@@ -62,7 +66,7 @@ def test_chunks_of_the_head_change_neither_values_nor_gradients(architecture):
     results = []
     for policy.head_chunk in (3, 1024):
         policy.zero_grad()
-        out = policy.logprobs(*arguments, entropy_grad=True)
+        out = policy.logprobs(arguments, entropy_grad=True)
         (out.logprobs.sum() + out.entropy.sum()).backward()
         grads = torch.cat([p.grad.flatten() for p in policy.parameters()])
         results.append((out.logprobs.detach(), out.entropy.detach(), grads))
@@ -72,20 +76,21 @@ def test_chunks_of_the_head_change_neither_values_nor_gradients(architecture):
 
 def test_more_left_padding_changes_nothing(architecture):
     policy = tiny_policy(architecture)
-    prompt_ids, prompt_mask, *rest = tokens(policy)
+    rows = tokens(policy)
     wide = prompt_batch(*TEXTS, length=20)
-    narrow = policy.logprobs(prompt_ids, prompt_mask, *rest).logprobs
-    padded = policy.logprobs(wide.prompt_ids, wide.prompt_mask, *rest).logprobs
+    narrow = policy.logprobs(rows).logprobs
+    wider = replace(rows, prompt_ids=wide.prompt_ids, prompt_mask=wide.prompt_mask)
+    padded = policy.logprobs(wider).logprobs
     torch.testing.assert_close(padded, narrow, atol=1e-5, rtol=1e-5)
 
 
 def test_entropy_is_that_of_the_distribution():
     policy = tiny_policy("gemma2")
     arguments = tokens(policy)
-    got = policy.logprobs(*arguments).entropy
-    prompt_ids, prompt_mask, prompt_of, ids, mask = arguments
-    logits = policy.dense_logits(prompt_ids[prompt_of], prompt_mask[prompt_of], ids)[:, :-1]
-    expected = torch.distributions.Categorical(logits=logits).entropy() * mask
+    got = policy.logprobs(arguments).entropy
+    prompts = (part[arguments.prompt_of] for part in (arguments.prompt_ids, arguments.prompt_mask))
+    logits = policy.dense_logits(*prompts, arguments.completion_ids)[:, :-1]
+    expected = torch.distributions.Categorical(logits=logits).entropy() * arguments.completion_mask
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -95,7 +100,7 @@ def test_gradient_checkpointing_changes_no_gradient():
     frugal = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision)
     grads = []
     for policy in (plain.train(), frugal.train()):
-        policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+        policy.logprobs(tokens(policy)).logprobs.sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
@@ -103,27 +108,27 @@ def test_gradient_checkpointing_changes_no_gradient():
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
 def test_lora_trains_adapters_only_and_its_base_is_the_reference():
     base = tiny_policy("qwen2")
-    start = base.logprobs(*tokens(base)).logprobs.detach()
+    start = base.logprobs(tokens(base)).logprobs.detach()
     policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     for _ in range(2):  # the first step moves only one of the two matrices
-        policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+        policy.logprobs(tokens(policy)).logprobs.sum().backward()
         optimizer.step()
-    moved = policy.logprobs(*tokens(policy)).logprobs
+    moved = policy.logprobs(tokens(policy)).logprobs
     assert (moved - start).abs().max() > 1e-3
-    reference = AdapterOff(policy).logprobs(*tokens(policy), temperature=1.0).logprobs
+    reference = AdapterOff(policy).logprobs(tokens(policy), temperature=1.0).logprobs
     torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
 
 
 def test_a_frozen_reference_stays_as_it_is_while_the_policy_moves():
     policy = tiny_policy("llama")
     reference = FrozenModel(copy.deepcopy(policy))
-    before = reference.logprobs(*tokens(policy), temperature=1.0).logprobs
-    policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+    before = reference.logprobs(tokens(policy), temperature=1.0).logprobs
+    policy.logprobs(tokens(policy)).logprobs.sum().backward()
     torch.optim.SGD(policy.parameters(), lr=0.1).step()
     assert not [p for p in reference.parameters() if p.requires_grad]
-    assert torch.equal(reference.logprobs(*tokens(policy), temperature=1.0).logprobs, before)
+    assert torch.equal(reference.logprobs(tokens(policy), temperature=1.0).logprobs, before)
     assert not reference.train().policy.training

@@ -1,6 +1,7 @@
 """A causal policy's log-probabilities and gradients against those of a widely used trainer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.loading import as_policy
+from litgrpo.types import TokenRows
 from tests.conftest import byte_tokenizer
 
 FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
@@ -30,16 +32,16 @@ def oracle_model(dtype):
 
 
 def tokens():
-    """Prompt ids and mask, prompt of each row, completion ids and mask; every prompt is its own."""
+    """Completions, each of a prompt of its own."""
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     prompt_ids, prompt_mask, ids, mask = (ARRAYS[CASE[name]] for name in names)
-    return prompt_ids, prompt_mask.bool(), torch.arange(len(ids)), ids, mask.bool()
+    return TokenRows(prompt_ids, prompt_mask.bool(), torch.arange(len(ids)), ids, mask.bool())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_log_probabilities_and_gradients_equal_the_oracle(dtype):
     policy = as_policy(oracle_model(dtype), byte_tokenizer())
-    new = policy.logprobs(*tokens(), temperature=CASE["temperature"])
+    new = policy.logprobs(tokens(), temperature=CASE["temperature"])
     np.testing.assert_allclose(new.logprobs.detach(), ARRAYS[CASE["logps"]], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(new.entropy, ARRAYS[CASE["entropies"]], rtol=1e-5, atol=1e-5)
 
@@ -53,17 +55,14 @@ def test_log_probabilities_and_gradients_equal_the_oracle(dtype):
 
 
 def test_padding_holds_junk_and_does_not_matter():
-    prompt_ids, prompt_mask, prompt_of, ids, mask = tokens()
+    rows = tokens()
     policy = as_policy(oracle_model(torch.float64), byte_tokenizer())
-    junk = torch.full_like(ids, 5)
+    junk = replace(
+        rows,
+        prompt_ids=torch.where(rows.prompt_mask, rows.prompt_ids, 7),
+        completion_ids=torch.where(rows.completion_mask, rows.completion_ids, 5),
+    )
     with torch.no_grad():
-        one = policy.logprobs(prompt_ids, prompt_mask, prompt_of, ids, mask)
-        other = policy.logprobs(
-            torch.where(prompt_mask, prompt_ids, 7),
-            prompt_mask,
-            prompt_of,
-            torch.where(mask, ids, junk),
-            mask,
-        )
+        one, other = policy.logprobs(rows), policy.logprobs(junk)
     assert torch.equal(one.logprobs, other.logprobs)
-    assert (one.logprobs[~mask] == 0).all()
+    assert (one.logprobs[~rows.completion_mask] == 0).all()

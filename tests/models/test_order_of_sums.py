@@ -33,7 +33,7 @@ class Sums(TorchDispatchMode):
 def test_no_gradient_is_added_in_an_order_that_threads_choose(architecture, share):
     policy = tiny_policy(architecture)
     policy.share_prompts = share
-    out = policy.logprobs(*rows(), entropy_grad=True)
+    out = policy.logprobs(rows(), entropy_grad=True)
     with Sums() as sums:
         (out.logprobs.sum() + out.entropy.sum()).backward()
     assert sums.repeated == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.models.scratch import Scratch
+from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 
 TEXTS = ["Tom has 47 apples.<reasoning>47+3=50</reasoning><answer>50</answer>"] * 3
 ARCHITECTURES = {
@@ -119,3 +119,13 @@ def test_sizes_that_the_tokenizer_decides_are_refused():
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(ValueError, match=r"vocab_size is 100.* 263"):
         scratch(vocab_size=100)
+
+
+def test_a_tokenizer_comes_back_from_the_texts_of_its_files(tokenizer):
+    files = tokenizer_files(tokenizer)
+    again = tokenizer_from(files)
+
+    assert {type(text) for text in files.values()} == {str}
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (again.padding_side, again.pad_token, again.eos_token) == ("left", "<pad>", "<eos>")
+    assert tokens_of(again, TEXTS[0]) == tokens_of(tokenizer, TEXTS[0])

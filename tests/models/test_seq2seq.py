@@ -1,5 +1,7 @@
 """What is special about encoder-decoder models; what all policies share is in the other files."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -8,6 +10,7 @@ from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_poli
 from litgrpo.models.reference import AdapterOff
 from litgrpo.models.scratch import Scratch
 from litgrpo.models.seq2seq import Seq2SeqPolicy
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.tensors import pad_left
@@ -41,7 +44,7 @@ def said(policy, engine, group_size=3, length=10):
     policy.eos_ids = tuple(range(2, 30))
     prompts = prompt_batch(*TEXTS)
     uniforms = draw_uniforms(5, "train", 0, prompts.index, group_size, length)
-    return engine.generate(policy, prompts, group_size, uniforms, Sampling())
+    return engine.generate(Requests(policy, prompts, group_size, uniforms, Sampling()))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -55,8 +58,8 @@ def test_the_whole_family_says_the_same_with_both_engines(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logprobs_of_the_whole_family_equal_the_librarys_forward(name):
     policy = variant(name)
-    got = policy.logprobs(*tokens(policy), temperature=0.7).logprobs
-    expected = dense_logprobs(policy, *tokens(policy), temperature=0.7)
+    got = policy.logprobs(tokens(policy), temperature=0.7).logprobs
+    expected = dense_logprobs(policy, tokens(policy), temperature=0.7)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -66,8 +69,8 @@ def test_an_exported_member_of_the_family_reloads_as_itself(name, tmp_path):
     export(policy, tmp_path)
     again = load_policy(str(tmp_path))
     assert isinstance(again, Seq2SeqPolicy)
-    expected = policy.logprobs(*tokens(policy)).logprobs
-    torch.testing.assert_close(again.logprobs(*tokens(policy)).logprobs, expected)
+    expected = policy.logprobs(tokens(policy)).logprobs
+    torch.testing.assert_close(again.logprobs(tokens(policy)).logprobs, expected)
     tied = name == "more decoder layers"
     config = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert config["decoder_start_token_id"] == 0
@@ -79,7 +82,7 @@ def test_the_encoder_reads_each_prompt_once_for_all_completions_of_it():
     policy.encoder.register_forward_hook(lambda _, args, out: rows.append(len(out[0])))
     said(policy, LocalEngine())
     assert rows == [len(TEXTS)]
-    policy.logprobs(*tokens(policy))
+    policy.logprobs(tokens(policy))
     assert rows == [len(TEXTS)] * 2
 
 
@@ -103,18 +106,21 @@ def test_cross_attention_keys_are_held_once_per_prompt_and_leave_with_its_last_r
 
 def test_logprobs_do_not_depend_on_the_order_of_rows_or_on_prompts_without_rows():
     policy = tiny_policy("t5")
-    ids, mask, prompt_of, *said = tokens(policy)
-    whole = policy.logprobs(ids, mask, prompt_of, *said).logprobs
+    asked = tokens(policy)
+    whole = policy.logprobs(asked).logprobs
     rows = torch.tensor([5, 0, 4])  # two of the last prompt, around one of the first
-    some = policy.logprobs(ids, mask, prompt_of[rows], *(part[rows] for part in said)).logprobs
+    of_rows = ("prompt_of", "completion_ids", "completion_mask")
+    chosen = replace(asked, **{name: getattr(asked, name)[rows] for name in of_rows})
+    some = policy.logprobs(chosen).logprobs
     torch.testing.assert_close(some, whole[rows], atol=1e-5, rtol=1e-5)
 
 
 def test_what_stands_in_the_padding_of_a_prompt_is_not_read():
     policy = tiny_policy("t5")
-    ids, mask, *rest = tokens(policy)
-    whole = policy.logprobs(ids, mask, *rest).logprobs
-    filled = policy.logprobs(ids.masked_fill(~mask, 77), mask, *rest).logprobs
+    asked = tokens(policy)
+    whole = policy.logprobs(asked).logprobs
+    other = asked.prompt_ids.masked_fill(~asked.prompt_mask, 77)
+    filled = policy.logprobs(replace(asked, prompt_ids=other)).logprobs
     torch.testing.assert_close(filled, whole, atol=1e-6, rtol=0)
 
 
@@ -123,14 +129,14 @@ def test_gradient_checkpointing_changes_no_gradient():
     frugal = as_policy(tiny_model("t5"), byte_tokenizer(), precision=precision)
     grads = []
     for policy in (tiny_policy("t5").train(), frugal.train()):
-        policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+        policy.logprobs(tokens(policy)).logprobs.sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
     assert (grads[0] - grads[1]).norm() / grads[0].norm() < 1e-5
 
 
 def test_lora_trains_adapters_only_and_its_base_is_the_reference(tmp_path):
     base = tiny_policy("t5")
-    start = base.logprobs(*tokens(base)).logprobs.detach()
+    start = base.logprobs(tokens(base)).logprobs.detach()
     policy = as_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=4))
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert {part for name in trained for part in ("encoder", "decoder") if part in name} == {
@@ -140,14 +146,14 @@ def test_lora_trains_adapters_only_and_its_base_is_the_reference(tmp_path):
     assert all("lora_" in name for name in trained)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):  # the first step moves only one of the two matrices
-        policy.logprobs(*tokens(policy)).logprobs.sum().backward()
+        policy.logprobs(tokens(policy)).logprobs.sum().backward()
         optimizer.step()
-    moved = policy.logprobs(*tokens(policy)).logprobs
+    moved = policy.logprobs(tokens(policy)).logprobs
     assert (moved - start).abs().max() > 1e-3
-    reference = AdapterOff(policy).logprobs(*tokens(policy), temperature=1.0).logprobs
+    reference = AdapterOff(policy).logprobs(tokens(policy), temperature=1.0).logprobs
     torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
     export(policy, tmp_path)
-    merged = load_policy(str(tmp_path)).logprobs(*tokens(policy)).logprobs
+    merged = load_policy(str(tmp_path)).logprobs(tokens(policy)).logprobs
     torch.testing.assert_close(merged, moved, atol=1e-3, rtol=1e-4)
 
 
@@ -171,7 +177,7 @@ def test_a_family_whose_attention_is_not_known_is_refused():
     heads = dict(encoder_attention_heads=1, decoder_attention_heads=1)
     ffn = dict(encoder_ffn_dim=8, decoder_ffn_dim=8)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **heads, **ffn))
-    with pytest.raises(ValueError, match="model type 'bart' is not supported; supported: t5, mt5"):
+    with pytest.raises(ValueError, match="model type 'bart' is not supported; supported: mt5, t5"):
         as_policy(model, byte_tokenizer())
 
 

@@ -10,21 +10,14 @@ EVERY_TOKEN, NO_TOKEN = tuple(range(259)), (10_000,)
 BATCH = ("a", "hello there")
 
 
-def learned(monkeypatch, eos_ids, pad_id=0, **settings):
-    """What an iteration collects and logs where these tokens end a completion."""
+def learned(updates, eos_ids, pad_id=0, **settings):
+    """What an iteration learns from and logs where these tokens end a completion."""
     grpo = module(check_invariants=False, reward=by_length_of_prompt, **settings)
     grpo.policy.eos_ids, grpo.policy.pad_id = eos_ids, pad_id
-    seen = []
-    collect = grpo.collect
-
-    def remember(*args):
-        seen.append(collect(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(grpo, "collect", remember)
     runner = train(grpo, batches(*BATCH))
-    assert grpo.steps == [None]
-    return seen[0], {name: float(value) for name, value in runner.logged_metrics.items()}
+    ((experience, (report,)),) = updates
+    assert report.skipped is None
+    return experience, {name: float(value) for name, value in runner.logged_metrics.items()}
 
 
 def by_length_of_prompt(prompts, completions):
@@ -36,18 +29,18 @@ def by_length_of_prompt(prompts, completions):
     ("eos_ids", "length", "truncated"), [(EVERY_TOKEN, 1, 0.0), (NO_TOKEN, LENGTH, 1.0)]
 )
 def test_all_that_ends_at_once_or_never_has_a_mask_and_a_finite_loss(
-    monkeypatch, objective, eos_ids, length, truncated
+    updates, objective, eos_ids, length, truncated
 ):
-    experience, logged = learned(monkeypatch, eos_ids, objective=objective)
+    experience, logged = learned(updates, eos_ids, objective=objective)
     assert experience.completion_mask.shape == (8, length)
     assert bool(experience.completion_mask.all())
     assert logged["completion/truncated_frac"] == truncated
     assert all(torch.isfinite(torch.tensor(value)) for value in logged.values())
 
 
-def test_an_end_token_that_is_the_padding_too_counts_once(monkeypatch):
+def test_an_end_token_that_is_the_padding_too_counts_once(updates):
     end = 2
-    experience, logged = learned(monkeypatch, (end, *range(100, 200)), pad_id=end)
+    experience, logged = learned(updates, (end, *range(100, 200)), pad_id=end)
     for ids, mask in zip(experience.completion_ids, experience.completion_mask, strict=True):
         real = int(mask.sum())
         assert bool(mask[:real].all())
@@ -56,7 +49,7 @@ def test_an_end_token_that_is_the_padding_too_counts_once(monkeypatch):
     assert torch.isfinite(torch.tensor(logged["optim/grad_norm"]))
 
 
-def test_completions_that_never_end_can_be_left_out_of_the_loss(monkeypatch):
-    experience, logged = learned(monkeypatch, NO_TOKEN, objective=Objective(mask_truncated=True))
+def test_completions_that_never_end_can_be_left_out_of_the_loss(updates):
+    experience, logged = learned(updates, NO_TOKEN, objective=Objective(mask_truncated=True))
     assert bool((experience.weights == 0).all())
     assert logged["optim/grad_norm"] == 0.0

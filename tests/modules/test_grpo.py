@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from lightning import Trainer
@@ -6,8 +8,8 @@ from torch.utils.data import DataLoader
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.data.pairs import PairBatch
-from litgrpo.learner.config import Evaluation, UpdateConfig
-from litgrpo.learner.metrics import Totals
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel
 from litgrpo.modules.grpo import GRPO
@@ -16,6 +18,8 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.learner.parts import learner_of
+from tests.learner.test_learner import Broken, Tight, first_token
 
 GROUP, LENGTH = 4, 6
 
@@ -37,6 +41,18 @@ def module(architecture="qwen2", *, reward=letters, **settings):
     grpo = GRPO("", {"letters": Reward(reward)}, **settings)
     grpo.policy = tiny_policy(architecture)
     return grpo
+
+
+def sampled(grpo, batch, purpose="train", **settings):
+    """Completions of a module that need not have a trainer."""
+    grpo.configure_model()
+    return grpo.rollouter.generate(batch, purpose, **settings)
+
+
+def mean_reward(grpo):
+    """Of 64 completions of each of two prompts."""
+    rollout = sampled(grpo, prompt_batch("a", "b"), "val", group_size=64)
+    return grpo.scorer.submit(rollout).result().total.mean()
 
 
 def loader(batch, num=1000):
@@ -79,7 +95,7 @@ def test_the_gradient_is_that_of_the_papers_formula(architecture):
     # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
     policy = tiny_policy(architecture)
     grpo = module(architecture)
-    rollout = grpo.generate(batch, "train", GROUP, Sampling())
+    rollout = sampled(grpo, batch)
     loss = torch.zeros(())
     for prompt in range(len(batch)):
         rows = range(prompt * GROUP, (prompt + 1) * GROUP)
@@ -145,7 +161,7 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
     assert abs(float(logged[1]["policy/log_ratio"])) > 1e-6
 
 
-def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
+def test_old_logprobs_are_the_samplers_only_where_those_are_exact(not_learned):
     batch = prompt_batch("a", "hello there")
     two_epochs = UpdateConfig(inner_epochs=2)
     for sampling, exact in [
@@ -154,17 +170,12 @@ def test_old_logprobs_are_the_samplers_only_where_those_are_exact():
         (Sampling(temperature=0.0), False),
     ]:
         grpo = module(update=two_epochs, sampling=sampling)
-        seen = []
-        grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
         train(grpo, loader(batch))
-        (experience,) = seen
+        experience = not_learned.pop()
+        assert not not_learned
         same = experience.old_logprobs is experience.sampler_logprobs
         assert same == exact
-        fresh = grpo.policy.logprobs(
-            *experience.tokens,
-            support=experience.support,
-            temperature=sampling.policy_temperature,
-        ).logprobs
+        fresh = grpo.learner.logprobs(experience.tokens).logprobs
         torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
 
 
@@ -174,7 +185,7 @@ def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
     grpo = module(sampling=sampling, update=UpdateConfig(max_grad_norm=None))
     got = step_gradient(grpo, batch)
     grpo = module(sampling=sampling)
-    rollout = grpo.generate(batch, "train", GROUP, sampling)
+    rollout = sampled(grpo, batch)
     rewards = torch.tensor(letters([], rollout.completions)).view(-1, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     loss = torch.zeros(())
@@ -191,12 +202,20 @@ def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
     assert (got - expected).norm() / expected.norm() < 1e-5
 
 
+def drawn(sampling):
+    """What a run samples by."""
+    grpo = module(sampling=sampling)
+    grpo.configure_model()
+    assert grpo.rollouter.sampling == grpo.learner.sampling
+    return grpo.rollouter.sampling
+
+
 def test_a_set_too_large_to_remember_is_refused_and_an_open_one_is_bounded():
     with pytest.raises(ValueError, match=r"top_k is 300, .* remembers 256 .* Lower top_k"):
         module(sampling=Sampling(top_k=300))
-    assert module(sampling=Sampling(top_k=300, max_support=300)).sampling.top_k == 300
-    assert module(sampling=Sampling(top_p=0.9)).sampling.top_k == 256
-    assert module(sampling=Sampling()).sampling.top_k == 0
+    assert drawn(Sampling(top_k=300, max_support=300)).top_k == 300
+    assert drawn(Sampling(top_p=0.9)).top_k == 256
+    assert drawn(Sampling()).top_k == 0
 
 
 def test_mini_batches_take_one_optimizer_step_each():
@@ -215,9 +234,9 @@ def test_it_learns_to_say_vowels(kind):
         group_size=8,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
     )
-    start = grpo.reward(grpo.generate(prompt_batch("a", "b"), "val", 64, Sampling())).total.mean()
+    start = mean_reward(grpo)
     train(grpo, batches("a", "b", "c", "d"))
-    end = grpo.reward(grpo.generate(prompt_batch("a", "b"), "val", 64, Sampling())).total.mean()
+    end = mean_reward(grpo)
     assert start < 0.1
     assert end > 0.6
 
@@ -326,15 +345,14 @@ def test_a_precision_that_converts_prompts_is_refused():
         train(module(), batches("a"), precision="bf16-true")
 
 
-def test_low_precision_weights_recompute_the_old_logprobs():
+def test_low_precision_weights_recompute_the_old_logprobs(not_learned):
     for dtype, same in [("float32", True), ("bfloat16", False)]:
         learning = UpdateConfig(inner_epochs=2)
         grpo = module(update=learning, precision=Precision(dtype=dtype))
         grpo.policy.to(getattr(torch, dtype))
-        seen = []
-        grpo.update = lambda experience, seen=seen: seen.append(experience) or Totals()
         train(grpo, batches("a", "hello"))
-        assert (seen[0].old_logprobs is seen[0].sampler_logprobs) == same
+        experience = not_learned.pop()
+        assert (experience.old_logprobs is experience.sampler_logprobs) == same
 
 
 def test_pairs_instead_of_prompts_are_refused():
@@ -344,23 +362,21 @@ def test_pairs_instead_of_prompts_are_refused():
         train(module(), loader(pairs))
 
 
-def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed():
+def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(updates):
     engine = LocalEngine(dtype="bfloat16")
     grpo = module(engine=engine, update=UpdateConfig(inner_epochs=2))
-    seen, update = [], grpo.update
-    grpo.update = lambda experience: seen.append(experience) or update(experience)
     runner = train(grpo, batches("a", "hello there"))
-    (experience,) = seen
-    fresh = tiny_policy("qwen2").logprobs(*experience.tokens).logprobs
+    ((experience, _),) = updates
+    fresh = learner_of(tiny_policy("qwen2")).logprobs(experience.tokens).logprobs
     torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
     gap = (experience.old_logprobs - experience.sampler_logprobs).abs()
     expected = gap[experience.completion_mask].mean()
     assert 1e-4 < expected < 0.1
-    torch.testing.assert_close(runner.logged_metrics["policy/sampler_gap"], expected)
+    torch.testing.assert_close(runner.logged_metrics["policy/sampler_mismatch"], expected)
     weights = SamplerCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
     assert 1e-4 < (weights - 1).abs().mean() < 0.1
     exact = module(update=UpdateConfig(inner_epochs=2))
-    assert "policy/sampler_gap" not in train(exact, batches("a")).logged_metrics
+    assert "policy/sampler_mismatch" not in train(exact, batches("a")).logged_metrics
 
 
 def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
@@ -374,3 +390,77 @@ def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
         assert abs(float(runner.callback_metrics["policy/advantage_mean"])) < 1e-5
     assert abs(losses[0]) > 1e-3  # the second epoch is not on-policy
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+# --- numbers that are not finite, and memory that is short ---
+
+
+def test_the_moments_of_earlier_steps_stay_and_training_goes_on():
+    good, bad = Objective(), Broken(prompt=first_token("a"))
+    seen = []
+
+    class Now(GRPO):
+        def training_step(self, prompts, batch_idx):
+            self.coefficients.objective = bad if self.iteration == 1 else good
+            output = super().training_step(prompts, batch_idx)
+            state = self.optimizers().optimizer.state_dict()["state"]
+            flat = torch.cat([p.detach().flatten() for p in self.policy.parameters()])
+            seen.append((flat, state[0]["exp_avg"].clone(), float(state[0]["step"])))
+            return output
+
+    grpo = module(max_iterations=3, check_invariants=False)
+    grpo.__class__ = Now
+    train(grpo, batches("a", "hello there"))
+    for second, first in zip(seen[1], seen[0], strict=True):
+        assert torch.equal(torch.as_tensor(second), torch.as_tensor(first))
+    assert not torch.equal(seen[2][0], seen[1][0])
+    assert [step for *_, step in seen] == [1.0, 1.0, 2.0]
+
+
+def test_weights_that_are_no_numbers_sample_without_a_crash_and_are_named(updates):
+    grpo = module(check_invariants=False)
+    next(grpo.policy.parameters()).data.fill_(torch.nan)
+    train(grpo, batches("a", "hello there"))
+    ((_, (report,)),) = updates
+    assert report.skipped is not None
+    assert set(report.skipped.values()) <= {"log-probability at sampling", "advantage"}
+    assert grpo.iteration == 1
+
+
+@dataclass(frozen=True)
+class TightEngine(LocalEngine):
+    """Memory suffices for eight rows."""
+
+    def generate(self, requests):
+        if requests.max_rows is None or requests.max_rows > 8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ...")
+        return super().generate(requests)
+
+
+@pytest.mark.filterwarnings("ignore:out of memory in the rollout")
+def test_short_memory_halves_the_rollout_and_keeps_the_completions():
+    prompts = prompt_batch(*"abcdefgh")
+    whole = sampled(module(), prompts)
+    grpo = module(engine=TightEngine())
+    with pytest.warns(UserWarning, match=r"engine.max_rows is 8 from now on"):
+        halved = sampled(grpo, prompts)
+    assert grpo.rollouter.max_rows == 8
+    assert torch.equal(whole.completion_ids, halved.completion_ids)
+
+
+def test_lower_limits_are_part_of_the_checkpoint(tmp_path):
+    first = module(
+        objective=Tight(),
+        engine=TightEngine(),
+        update=UpdateConfig(micro_batch_size=4),
+        check_invariants=False,
+    )
+    with (
+        pytest.warns(UserWarning, match="update.micro_batch_size is 2"),
+        pytest.warns(UserWarning, match="engine.max_rows is 8"),
+    ):
+        train(first, batches(*"abcd")).save_checkpoint(tmp_path / "a.ckpt")
+    again = module(max_iterations=2, update=UpdateConfig(micro_batch_size=4))
+    train(again, batches(*"abcd"), ckpt=tmp_path / "a.ckpt")
+    assert again.iteration == 2
+    assert (again.learner.max_rows, again.rollouter.max_rows) == (2, 8)

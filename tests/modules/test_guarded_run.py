@@ -21,17 +21,17 @@ def sometimes_hangs(prompts, completions):
         re.match("(a+)+$", "a" * 60 + "b")
     return [float(len(set(text))) for text in completions]
 
-guard = ProcessRunner(timeout_s=6.0, workers=1)
+runner = ProcessRunner(timeout_s=6.0, workers=1)
 module = GRPO("", {"letters": Reward(sometimes_hangs)}, group_size=4, max_completion_len=8,
-              max_iterations=4, check_invariants=False, reward_runner=guard)
+              max_iterations=4, check_invariants=False, reward_runner=runner)
 module.policy = tiny_policy("llama")
 start = time.monotonic()
 batch = prompt_batch("one", "two")
 trainer = Trainer(max_epochs=-1, accelerator="cpu", logger=False, enable_checkpointing=False,
                   enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
-print("iterations", module.iteration, "failures", dict(module.rewards.failures))
-print("workers left", len(guard.crew.launchers))
+print("iterations", module.iteration, "failures", dict(module.scorer.failures))
+print("workers left", len(runner.pool.launchers))
 """
 
 

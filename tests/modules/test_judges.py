@@ -4,9 +4,9 @@ import pytest
 import torch
 from lightning import Trainer
 
-from litgrpo.data.prompts import PromptData
 from litgrpo.models.loading import export
 from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.models import RewardModel
 from litgrpo.rewards.scorer import Reward
 from tests.conftest import tiny_policy

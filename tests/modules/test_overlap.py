@@ -1,18 +1,20 @@
 """While other processes judge completions, this one asks its models what they do not depend on."""
 
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
 
 from litgrpo.algorithm.objective import Objective
-from litgrpo.data.prompts import PromptData
-from litgrpo.learner.config import Evaluation, UpdateConfig
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.reference import FrozenModel
+from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards import InProcessRunner, ProcessRunner
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
-from tests.modules.test_grpo import GROUP, letters, module, train
+from tests.modules.test_grpo import GROUP, letters, module, sampled, train
 from tests.rewards import faulty
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?"]
@@ -20,10 +22,10 @@ KL = Objective(kl_coef=0.1)
 
 
 @pytest.fixture
-def guard():
-    guard = ProcessRunner(timeout_s=20, workers=2)
-    yield guard
-    guard.close()
+def runner():
+    runner = ProcessRunner(timeout_s=20, workers=2)
+    yield runner
+    runner.close()
 
 
 class Watched(FrozenModel):
@@ -33,9 +35,9 @@ class Watched(FrozenModel):
         super().__init__(policy)
         self.told = told
 
-    def logprobs(self, *tokens, **sampled):
-        self.told(len(tokens[3]))
-        return super().logprobs(*tokens, **sampled)
+    def logprobs(self, rows, **sampled):
+        self.told(len(rows))
+        return super().logprobs(rows, **sampled)
 
 
 def learner(told=lambda rows: None, **settings):
@@ -45,37 +47,39 @@ def learner(told=lambda rows: None, **settings):
     return grpo
 
 
-def test_the_reference_is_asked_while_workers_judge(guard, tmp_path):
+def test_the_reference_is_asked_while_workers_judge(runner, tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = learner(lambda rows: path.touch(), reward=reward, reward_runner=guard)
+    grpo = learner(lambda rows: path.touch(), reward=reward, reward_runner=runner)
     logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
-    assert not guard.failures  # no row waited for the reference in vain
+    assert not runner.failures  # no row waited for the reference in vain
     assert {"time/rollout_s", "time/reward_s", "time/reference_s", "time/learn_s"} <= {*logged}
 
 
-def test_greedy_completions_are_sampled_while_workers_judge(guard, tmp_path):
+def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = module(reward=reward, reward_runner=guard, evaluation=Evaluation(samples=4))
-    generate = grpo.generate
+    grpo = module(reward=reward, reward_runner=runner, evaluation=Evaluation(samples=4))
+    grpo.configure_model()
+    generate = grpo.rollouter.generate
 
-    def sampled(prompts, purpose, group_size, sampling):
+    def watched(*args, sampling, **settings):
         if sampling == Sampling(temperature=0.0):
             path.touch()
-        return generate(prompts, purpose, group_size, sampling)
+        return generate(*args, sampling=sampling, **settings)
 
-    grpo.generate = sampled
-    grpo._evaluate(prompt_batch(*TEXTS), "val")
-    assert not guard.failures
+    grpo.rollouter.generate = watched
+    grpo.validation_step(prompt_batch(*TEXTS), 0)
+    assert path.exists()
+    assert not runner.failures
 
 
 @pytest.mark.parametrize(
     "learning", [UpdateConfig(), UpdateConfig(inner_epochs=2, num_mini_batches=2)]
 )
-def test_the_weights_are_the_same_to_the_last_bit(guard, learning):
+def test_the_weights_are_the_same_to_the_last_bit(runner, learning):
     ends = []
-    for how in (InProcessRunner(), guard):
+    for how in (InProcessRunner(), runner):
         grpo = learner(reward=faulty.letters, reward_runner=how, update=learning, max_iterations=3)
         train(grpo, PromptData(TEXTS, batch_size=2))
         ends.append(grpo.policy.state_dict())
@@ -104,26 +108,25 @@ def test_no_reference_is_asked_about_groups_that_may_be_replaced():
     assert "rewards" not in events[events.index("reference") :]
 
 
-def test_what_was_never_gathered_ends_with_the_next_question_or_the_guard(guard, tmp_path):
-    grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), reward_runner=guard)
-    rollout = grpo.generate(prompt_batch(*TEXTS), "train", GROUP, Sampling())
-    grpo.start_reward(rollout)
-    grpo.start_reward(rollout)
-    assert len(guard.crew.busy) == 1
+def test_what_was_never_gathered_ends_with_the_next_submit_or_the_runner(runner, tmp_path):
+    grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), reward_runner=runner)
+    rollout = sampled(grpo, prompt_batch(*TEXTS))
+    first = grpo.scorer.submit(rollout)
+    grpo.scorer.submit(rollout)
+    assert len(runner.pool.busy) == 1
+    with pytest.raises(CancelledError):
+        first.result()
     grpo.teardown("fit")
-    assert not guard.crew.busy
-    assert not guard.crew.launchers
+    assert not runner.pool.busy
+    assert not runner.pool.launchers
 
 
 def test_time_in_which_nobody_looks_is_not_the_rows():
-    guard = ProcessRunner(timeout_s=1.0, workers=2)
-    grpo = module(reward=faulty.sleeps, reward_runner=guard)
-    rollout = grpo.generate(prompt_batch("a", "b"), "train", GROUP, Sampling())
+    runner = ProcessRunner(timeout_s=2.0, workers=2)
+    grpo = module(reward=faulty.sleeps, reward_runner=runner)
+    rollout = sampled(grpo, prompt_batch("a", "b"))
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]
-    gather = grpo.start_reward(rollout)
-    time.sleep(2.0)  # the models take longer than the functions may
-    start = time.monotonic()
-    rewards = gather()
-    assert time.monotonic() - start < 2.0
-    assert rewards.valid.flatten().tolist() == [True, False, *[True] * 6]
-    guard.close()
+    pending = grpo.scorer.submit(rollout)
+    time.sleep(3.0)  # the models take longer than the functions may
+    assert pending.result().valid.flatten().tolist() == [True, False, *[True] * 6]
+    runner.close()

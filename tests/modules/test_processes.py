@@ -10,12 +10,13 @@ import torch
 from lightning import Trainer
 
 from litgrpo.algorithm.objective import Objective
-from litgrpo.data.prompts import PromptData
 from litgrpo.evaluation.dialogue import DialogueScores
-from litgrpo.learner.config import Evaluation, UpdateConfig
-from litgrpo.learner.metrics import Clock, Totals
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.reference import FrozenModel
 from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.prompt_data import PromptData
+from litgrpo.modules.trainer import TrainerStepper
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Reward
 from tests.algorithms import PUBLISHED
@@ -88,22 +89,25 @@ class Gradients(GRPO):
     """Takes the gradient of every published algorithm on one rollout instead of learning."""
 
     def training_step(self, prompts, batch_idx):
-        rollout, rewards = self.ask(prompts, Clock(self.device))
+        rollout = self.rollouter.generate(prompts, "train", self.iteration)
+        rewards = self.scorer.submit(rollout, self.iteration).result()
+        logprobs = self.learner.old_and_reference_logprobs(rollout)
+        self.policy.train()
         self.found = {}
         for name, objective in PUBLISHED.items():
             if name == "bnpo":
                 continue  # defined by the split
-            self.objective = objective
-            experience = self.collect(rollout, rewards)
+            self.coefficients.objective = objective
+            experience = self.learner.experience(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
             moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
             old = experience.sampler_logprobs + moved
             self.name = name
-            self._optimizer_step(replace(experience, old_logprobs=old), Totals())
+            self.learner.step(replace(experience, old_logprobs=old), TrainerStepper(self))
         if self.global_rank == 0:
             torch.save(self.found, self.file)
         self.iteration += 1
-        self._stop_when_done()
+        self.stop_when_done()
 
     def on_before_optimizer_step(self, optimizer):
         gradients = [p.grad.double().flatten() for p in self.policy.parameters()]
@@ -123,7 +127,7 @@ def take_gradients(num_processes, folder):
             reference="another",
             check_invariants=False,
             reward_runner=InProcessRunner(),
-            update=UpdateConfig(micro_batch_size=3),
+            update=UpdateConfig(micro_batch_size=3, max_grad_norm=None),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         )
         grpo.policy = tiny_policy("qwen2").to(dtype)

@@ -1,19 +1,25 @@
 """Supervised training of real, tiny models, against the loss of plain transformers."""
 
 import csv
+import json
+import sys
 from functools import partial
 
 import pytest
 import torch
+import yaml
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.data.pairs import PairBatch, PairData
+from litgrpo.cli.trainer_cli import load_module
+from litgrpo.data.pairs import PairBatch
 from litgrpo.models.loading import LoRA, export
 from litgrpo.models.scratch import Scratch
+from litgrpo.modules.pair_data import PairData
 from litgrpo.modules.sft import SFT
+from litgrpo.program import main
 from tests.conftest import byte_tokenizer, tiny_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8}
@@ -253,3 +259,86 @@ def test_adapters_on_random_weights_are_refused():
 def test_less_than_one_iteration_is_refused(folder):
     with pytest.raises(ValueError, match="max_iterations is 0"):
         SFT(folder, max_iterations=0)
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["cli.py", *words])
+    assert main() == 0
+
+
+@pytest.fixture
+def scratch_run(tmp_path, monkeypatch):
+    """The folder of a short training from scratch, whose training pairs are gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    scratch = {"architecture": SCRATCH.architecture, "vocab_size": SCRATCH.vocab_size}
+    settings = {"scratch": scratch, "max_iterations": 2}
+    recipe = {
+        "model": {"class_path": "litgrpo.SFT", "init_args": settings},
+        "data": {"class_path": "litgrpo.PairData", "init_args": {"train": "pairs.jsonl"}},
+        "trainer": {"accelerator": "cpu"},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    run(monkeypatch, "fit", "-c", "tiny.yaml", "--trainer.enable_progress_bar", "false")
+    (tmp_path / "pairs.jsonl").unlink()
+    return tmp_path / "runs" / "tiny"
+
+
+def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, monkeypatch):
+    run(monkeypatch, "export", str(scratch_run), "exported")
+
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+    model = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    sft = load_module(scratch_run / "checkpoints" / "last.ckpt")
+    ids = tokenizer("What is 7?<answer>7</answer>", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [sft.policy.tokenizer("What is 7?<answer>7</answer>")["input_ids"]]
+    assert torch.equal(model(ids).logits, sft.policy.model.eval()(ids).logits)
+    for name in ("tokenizer.json", "model.safetensors"):
+        here, at_the_end = (scratch_run.parents[1] / "exported", scratch_run / "final_model")
+        assert (here / name).read_bytes() == (at_the_end / name).read_bytes()
+
+
+def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
+    scratch_run, monkeypatch
+):
+    other = [{"prompt": f"Who are {n} others", "completion": f"nobody {n}"} for n in range(9)]
+    (scratch_run.parents[1] / "pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in other)
+    )
+    loss = []
+    score = SFT.score
+
+    def noted(self, batch):
+        loss.append(self.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True))
+        return score(self, batch)
+
+    monkeypatch.setattr(SFT, "score", noted)
+    words = ["--ckpt_path", "last", "--data.val", json.dumps(other[:1]), "--data.overlap", "keep"]
+    with pytest.warns(UserWarning, match="kept"):
+        run(monkeypatch, "validate", "-c", str(scratch_run / "config.yaml"), *words)
+    assert loss == ["Who are 0 othersnobody 0"]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_report_of_a_step_comes_with_the_batch_that_ends_it(folder, batches):
+    class Noted(SFT):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs["reports"])
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+    seen = []
+    sft = Noted(folder, optimizer=partial(torch.optim.SGD, lr=0.5))
+    fit(sft, [batch_of(SHORT)] * 2, accumulate_grad_batches=batches)
+    assert [len(reports) for reports in seen] == ([1, 1] if batches == 1 else [0, 1])
+    (report,) = seen[-1]
+    assert (report.lr, report.skipped) == (0.5, None)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(folder):
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.5))
+    sft.configure_model()
+    before = [value.clone() for value in sft.policy.parameters()]
+    next(sft.policy.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+    fit(sft, [batch_of(SHORT)])
+    assert [report.skipped for report in sft.reports] == [{}]
+    assert all(map(torch.equal, before, sft.policy.parameters()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from litgrpo.algorithm import kl
 from litgrpo.algorithm.advantages import Advantages, DecoupledNormalized, Normalized
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective, Whole
+from litgrpo.algorithm.objective import Normalizers, Objective
 from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
 from litgrpo.algorithm.weighting import (
     Constant,
@@ -126,9 +126,9 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
         The loss, [8, 12] and [8, 12].
     """
     chosen = objective(case)
-    mask = _tensor(arrays, case["mask"]).bool()
+    seen = mask = _tensor(arrays, case["mask"]).bool()
     if case["tool_mask"]:
-        mask &= _tensor(arrays, "tool_mask").bool()
+        mask = seen & _tensor(arrays, "tool_mask").bool()
     logprobs, entropy = _tensor(arrays, "logps"), _tensor(arrays, "entropies")
     logprobs.requires_grad_()
     entropy.requires_grad_()
@@ -144,16 +144,17 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
         prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
         prompt_of=torch.arange(rows),
         completion_ids=torch.zeros(rows, length, dtype=torch.long),
-        completion_mask=mask,
+        completion_mask=seen,
+        loss_mask=mask,
         sampler_logprobs=_sampler_logprobs(case, arrays, known_old, mask),
         advantages=advantages if advantages.ndim == 2 else advantages[:, None].expand(rows, length),
         weights=weights * of_weights,
         old_logprobs=old,
         ref_logprobs=_tensor(arrays, "ref_logps") if chosen.needs_reference else None,
     )
-    whole = chosen.whole(experience.weights, entropy)
-    whole = Whole(whole.num_tokens / of_bonus, whole.entropy_threshold)
-    value = chosen.loss(TokenLogprobs(logprobs, entropy), experience, whole).loss
+    found = chosen.normalizers(experience.weights, entropy)
+    scaled = Normalizers(found.num_tokens / of_bonus, found.entropy_threshold)
+    value = chosen.loss(TokenLogprobs(logprobs, entropy), experience, scaled).loss
     value.backward()
     gradients = [
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (logprobs, entropy)

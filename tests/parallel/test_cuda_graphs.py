@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from litgrpo.parallel import cuda_graphs as replay
-from litgrpo.parallel.cuda_graphs import Replayed
+from litgrpo.parallel.cuda_graphs import MOST_KEPT, Replayed
+from litgrpo.parallel.device import Backend
 from litgrpo.rollout.engines import static as static_engine
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
@@ -34,13 +35,17 @@ def record(run):
 @pytest.fixture
 def replayed(monkeypatch):
     """Let the static engine replay, as on a device that can record."""
-    step = Replayed(static_engine._go_on, record)
-    monkeypatch.setattr(static_engine, "can_record", lambda device: True)
-    monkeypatch.setattr(static_engine, "_replayed", step)
+    step = Replayed(static_engine._decode_step, record)
+
+    class Recording(Backend):
+        def compile(self, function, *, replay=False):
+            return step if replay else function
+
+    monkeypatch.setattr(static_engine, "backend", Recording)
     return step
 
 
-def test_replayed_steps_say_what_the_eager_engine_says_also_with_new_weights(
+def test_replayed_steps_say_what_the_local_engine_says_also_with_new_weights(
     architecture, replayed
 ):
     policy = ragged(tiny_policy(architecture))
@@ -65,8 +70,22 @@ def test_other_prompts_settings_or_weights_elsewhere_are_other_recordings(replay
     assert_same(said(policy, ENGINE), said(policy, LocalEngine()))
     with torch.autocast("cpu", torch.bfloat16):
         said(policy, ENGINE)
-    assert len(replayed.kept[policy]) == replay.MOST_KEPT
+    assert len(replayed.kept[policy]) == MOST_KEPT
     assert_same(said(policy, ENGINE), said(policy, LocalEngine()))
+
+
+def test_a_rollout_stays_as_it_is_while_the_next_one_is_sampled(replayed):
+    policy = ragged(tiny_policy("qwen2"))
+    first, numbers = prompt_batch(*TEXTS), uniforms_for(prompt_batch(*TEXTS))
+    rollout = ENGINE.generate(Requests(policy, first, GROUP, numbers, Sampling(top_k=20)))
+    kept = [each.clone() for each in (rollout.completion_ids, rollout.sampler_logprobs)]
+    candidate_ids = rollout.candidate_ids.clone()
+    other = ENGINE.generate(Requests(policy, first, GROUP, 1 - numbers, Sampling(top_k=20)))
+    assert len(replayed.kept[policy]) == 1
+    assert not torch.equal(other.completion_ids[:, :1], rollout.completion_ids[:, :1])
+    assert torch.equal(rollout.completion_ids, kept[0])
+    assert torch.equal(rollout.sampler_logprobs, kept[1])
+    assert torch.equal(rollout.candidate_ids, candidate_ids)
 
 
 def test_only_the_newest_recordings_are_kept_and_none_of_a_module_that_is_gone():
@@ -74,9 +93,9 @@ def test_only_the_newest_recordings_are_kept_and_none_of_a_module_that_is_gone()
         return (lambda: None), run()  # as a graph, which knows addresses and no objects
 
     step, module = Replayed(lambda module, x: x + 1, forgetful), nn.Linear(1, 1)
-    for size in range(1, replay.MOST_KEPT + 3):
+    for size in range(1, MOST_KEPT + 3):
         assert step(module, torch.ones(size)).tolist() == [2.0] * size
-    assert len(step.kept[module]) == replay.MOST_KEPT
+    assert len(step.kept[module]) == MOST_KEPT
     del module
     assert not step.kept
 
@@ -93,7 +112,7 @@ def test_a_gpu_says_what_the_processor_says(architecture, engine):
     expected, numbers = said(policy, LocalEngine()), uniforms_for(prompts)
     policy.to(GPU)
     for _ in range(2):  # recorded, and replayed
-        found = engine.generate(policy, prompts.to(GPU), GROUP, numbers, Sampling())
+        found = engine.generate(Requests(policy, prompts.to(GPU), GROUP, numbers, Sampling()))
         assert torch.equal(found.completion_ids.cpu(), expected.completion_ids)
         assert torch.allclose(
             found.sampler_logprobs.cpu(), expected.sampler_logprobs, rtol=0, atol=1e-4

@@ -145,8 +145,33 @@ async def async_crashes(completions):
     return lengths(completions)
 
 
-async def async_waits(completions):
-    await asyncio.sleep(0.3)
+def all_are_there(path, name, of):
+    """Leave a file, and say whether all others have left theirs."""
+    open(os.path.join(path, name), "w").close()
+    return len(os.listdir(path)) >= of
+
+
+def meeting(path, name, of):
+    """A function that answers when so many of them have begun."""
+
+    def meets(completions):
+        while not all_are_there(path, name, of):
+            time.sleep(0.01)
+        return lengths(completions)
+
+    return meets
+
+
+@pure
+def pure_meeting(completions, path):
+    while not all_are_there(path[0], completions[0], 2):
+        time.sleep(0.01)
+    return lengths(completions)
+
+
+async def async_meeting(completions, path, name, of):
+    while not all_are_there(path[0], name, of):
+        await asyncio.sleep(0.01)
     return lengths(completions)
 
 
@@ -171,11 +196,6 @@ def pure_waits(completions):
 @whole_batch
 def compares_and_hangs(completions):
     return sleeps(completions)
-
-
-def waits(completions):
-    time.sleep(0.4)
-    return lengths(completions)
 
 
 def its_process(completions):

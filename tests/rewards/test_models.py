@@ -270,7 +270,7 @@ def test_the_policy_as_its_own_judge_is_refused_with_the_reason(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"output": "score"}, "output is 'score'; it can be 'logit', 'probability'"),
+        ({"output": "score"}, "output is 'score'; it must be one of: logit, probability"),
         ({"form": "jinja"}, "form is 'jinja'"),
         ({"overlong": "drop"}, "overlong is 'drop'"),
         ({"dtype": "fp32"}, "dtype is 'fp32'"),

@@ -54,8 +54,8 @@ def test_a_judge_gets_the_columns_that_it_names_and_is_judged_as_one_part():
         return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
 
     columns = {"answer": ["right", "wrong", "x", "right"], "other": [0] * 4}
-    composite = Scorer({"rubric": Reward(Rubric(CRITERIA, knowing), weight=2.0)})
-    table = composite(PROMPTS, TEXTS, columns, group_size=2)
+    scorer = Scorer({"rubric": Reward(Rubric(CRITERIA, knowing), weight=2.0)})
+    table = scorer(PROMPTS, TEXTS, columns, group_size=2)
     assert table.total.tolist() == [[0.0, 2.0], [0.0, 2.0]]
 
 
@@ -142,11 +142,11 @@ def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
         "with_weights": Rubric(CRITERIA, Placed(), highest=1e9),
         "plain": Rubric(CRITERIA, placed, highest=1e9),
     }
-    guard = ProcessRunner(workers=1)
+    runner = ProcessRunner(workers=1)
     rewards = {name: Reward(function) for name, function in parts.items()}
-    composite = Scorer(rewards, runner=guard)
-    table = composite(PROMPTS, TEXTS, {}, group_size=2)
-    composite.runner.close()
+    scorer = Scorer(rewards, runner=runner)
+    table = scorer(PROMPTS, TEXTS, {}, group_size=2)
+    scorer.runner.close()
     here = os.getpid()
     assert table.parts["weights"][0, 0] == here
     assert table.parts["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)

@@ -143,12 +143,15 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
+        ("litgrpo.rewards.corectness",
+        "'litgrpo.rewards' has no 'corectness' .did you mean 'litgrpo.rewards.correctness'"),
         ("litgrpo.rewards.library.math.corectness",
-        "'litgrpo.rewards.library.math' has no 'corectness' .did you mean 'correctness'"),
+        "'litgrpo.rewards.library.math' has no 'corectness' .did you mean 'litgrpo.rewards.corr"),
+        ("tests.rewards.faulty.lengthz", "did you mean 'tests.rewards.faulty.lengths'"),
         ("litgrpo.rewards.maths.correctness",
-        "cannot import module 'litgrpo.rewards.maths'.*'litgrpo.rewards.library.math.correctness'"),
+        "cannot import module 'litgrpo.rewards.maths'.*'litgrpo.rewards.correctness'"),
         ("correctnes",
-        "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.library.math.correctness'"),  # noqa: E501
+        "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
         ("litgrpo.rewards.library.math.Fraction", "must be a function"),
         ("litgrpo.rewards.runner.calls.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),  # noqa: E501
@@ -166,8 +169,8 @@ def test_a_function_that_cannot_be_imported_is_named_with_its_nearest(
     ("parts", "message"),
     [
         ({}, "there are no rewards"),
-        ({"a": Reward(size, weight=float("nan"))}, "weight of reward 'a' must be finite, got nan"),
-        ({"a": Reward(size, weight="1")}, "weight of reward 'a' must be a number, got '1'"),
+        ({"a": Reward(size, weight=float("nan"))}, "reward 'a' must be a finite number, got nan"),
+        ({"a": Reward(size, weight="1")}, "weight of reward 'a' must be a finite number, got '1'"),
         ({"a": Reward(size, weight=0)}, "every reward has weight 0"),
         ({"a": Reward(size), "b": Reward(size)}, "'a' and 'b' are the same function"),
         ({"mean": Reward(size)}, "cannot be named 'mean'"),
@@ -189,7 +192,7 @@ def test_wrong_inputs_are_refused_with_names_and_numbers() -> None:
         composite(PROMPTS, TEXTS, {"answer": ["1"] * 3}, 2)
     with pytest.raises(ValueError, match="4 completions do not make whole groups of 3"):
         composite(PROMPTS, TEXTS, COLUMNS, 3)
-    with pytest.raises(ValueError, match="reward_format must be 'text' or 'chat', got 'json'"):
+    with pytest.raises(ValueError, match="reward_format is 'json'; it must be one of: text, chat"):
         Scorer({"a": Reward(size)}, reward_format="json")  # type: ignore[arg-type]
 
 
@@ -213,8 +216,8 @@ def test_rewards_are_read_from_yaml(tmp_path) -> None:
     parser.add_class_arguments(Holder, "holder")
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "holder: {rewards: {correct: {function: litgrpo.rewards.library.math.correctness, weight: 1e-1,"  # noqa: E501
-        " kwargs: {require_tags: false}}, size: {function: litgrpo.rewards.library.format.think_format}}}"  # noqa: E501
+        "holder: {rewards: {correct: {function: litgrpo.rewards.correctness, weight: 1e-1,"
+        " kwargs: {require_tags: false}}, size: {function: litgrpo.rewards.think_format}}}"
     )
     arguments = [f"--config={path}", "--holder.rewards.size.weight=0.5"]
     rewards = parser.instantiate(parser.parse_args(arguments)).holder.rewards
@@ -281,7 +284,10 @@ def test_only_rewards_behind_open_gates_are_compared() -> None:
     [
         (Reward(size, gate="rigth"), "gate of reward 'b' is 'rigth' .did you mean 'right'"),
         (Reward(size, gate="b"), "must name another reward: right"),
-        (Reward(size, normalize="std"), "must be none, group or batch, got 'std'"),  # type: ignore[arg-type]
+        (
+            Reward(size, normalize="std"),
+            "normalize of reward 'b' is 'std'; it must be one of: none, group, batch",
+        ),  # type: ignore[arg-type]
         (Reward(size, schedule={-1: 1.0}), "schedule of reward 'b' must map iterations"),
         (Reward(size, schedule={0: float("nan")}), "got 0: nan"),
     ],
@@ -302,8 +308,8 @@ def test_gates_schedules_and_normalization_are_read_from_yaml(tmp_path) -> None:
     parser.add_class_arguments(Holder, "holder")
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "holder: {rewards: {right: {function: litgrpo.rewards.library.math.correctness}, size: {function:"  # noqa: E501
-        " litgrpo.rewards.library.format.think_format, gate: right, gate_threshold: 0.5, normalize: group,"  # noqa: E501
+        "holder: {rewards: {right: {function: litgrpo.rewards.correctness}, size: {function:"
+        " litgrpo.rewards.think_format, gate: right, gate_threshold: 0.5, normalize: group,"
         " schedule: {0: 1.0, 100: 0}}}}"
     )
     config = parser.parse_args([f"--config={path}"])

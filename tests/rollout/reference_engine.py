@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.interface import RolloutEngine, Transcript
-from litgrpo.rollout.sampling import Sampling, sample
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.rollout.engines.buffer import CompletionBuffer
+from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.rollout.sampling import sample
+from litgrpo.types import Rollout
 
 
 class ReferenceEngine(RolloutEngine):
     """The oracle that other engines are compared with, token for token."""
 
     @torch.no_grad()
-    def generate(
-        self,
-        policy: Policy,
-        prompts: PromptBatch,
-        group_size: int,
-        uniforms: Tensor,
-        sampling: Sampling,
-    ) -> Rollout:
+    def generate(self, requests: Requests) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
+        policy, prompts, group_size = requests.policy, requests.prompts, requests.group_size
         device = prompts.prompt_ids.device
         prompt_ids = prompts.prompt_ids.repeat_interleave(group_size, 0)
         prompt_mask = prompts.prompt_mask.repeat_interleave(group_size, 0)
-        said = Transcript.empty(uniforms.shape, policy.pad_id, device)
+        uniforms = requests.uniforms.to(device)
+        buffer = CompletionBuffer.empty(uniforms.shape, policy.pad_id, device)
         rows = torch.arange(len(uniforms), device=device)
         eos_ids = torch.tensor(policy.eos_ids, device=device)
-        uniforms = uniforms.to(device)
         for column in range(uniforms.shape[1]):
-            logits = policy.dense_logits(prompt_ids, prompt_mask, said.ids[:, :column])[:, -1]
-            said.add(column, rows, sample(logits, uniforms[:, column], sampling), eos_ids)
-            if bool(said.ended.all()):
+            logits = policy.dense_logits(prompt_ids, prompt_mask, buffer.ids[:, :column])[:, -1]
+            drawn = sample(logits, uniforms[:, column], requests.sampling)
+            buffer.write_column(column, rows, drawn, eos_ids)
+            if bool(buffer.ended.all()):
                 break
-        return said.rollout(prompts, group_size)
+        return buffer.rollout(prompts, group_size)

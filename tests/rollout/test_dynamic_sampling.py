@@ -1,16 +1,18 @@
 """Dynamic sampling: what is replaced, by what, how often, and that a resumed run does the same."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from lightning import Callback
 
-from litgrpo.data.prompts import PromptData
-from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward
-from litgrpo.rollout.dynamic_sampling import informative, redrawn, with_groups
-from litgrpo.rollout.sampling import Sampling
+from litgrpo.modules.prompt_data import PromptData
+from litgrpo.parallel.clock import Clock
+from litgrpo.parallel.comm import SingleProcess
+from litgrpo.rollout.dynamic_sampling import DynamicSampling, informative, with_groups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import rollouter_of
 from tests.modules.test_grpo import GROUP, loader, module, train
 
 TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
@@ -21,7 +23,7 @@ def table(*groups):
     return RewardTable({"r": total}, {"r": 1.0}, total, torch.ones_like(total, dtype=torch.bool))
 
 
-def said(prompts, length, token, support=None):
+def said(prompts, length, token, candidates=None):
     """A rollout of two completions of each prompt, of one length and token."""
     rows = 2 * len(prompts)
     ids = torch.full((rows, length), token)
@@ -33,7 +35,9 @@ def said(prompts, length, token, support=None):
         sampler_logprobs=torch.full((rows, length), -float(token)),
         truncated=torch.zeros(rows, dtype=torch.bool),
         completions=[f"{token}{row}" for row in range(rows)],
-        support=None if support is None else torch.full((rows, length, support), token).int(),
+        candidate_ids=None
+        if candidates is None
+        else torch.full((rows, length, candidates), token).int(),
     )
 
 
@@ -45,8 +49,8 @@ def test_a_group_is_informative_if_its_rewards_differ_by_more_than_rounding():
 
 
 def test_groups_take_each_others_place_whatever_their_padding():
-    old = said(prompt_batch("a", "bcd"), length=3, token=4, support=2)
-    new = said(prompt_batch("longer", "x"), length=1, token=5, support=3)
+    old = said(prompt_batch("a", "bcd"), length=3, token=4, candidates=2)
+    new = said(prompt_batch("longer", "x"), length=1, token=5, candidates=3)
     mixed = with_groups(old, torch.tensor([0]), new, torch.tensor([1]))
     assert mixed.prompts.prompts == ["x", "bcd"]
     assert [int(n) for n in mixed.prompts.prompt_mask.sum(1)] == [
@@ -63,30 +67,72 @@ def test_groups_take_each_others_place_whatever_their_padding():
     assert mixed.lengths.tolist() == [1, 1, 3, 3]
     assert mixed.completions == ["52", "53", "42", "43"]
     assert mixed.sampler_logprobs[:, 0].tolist() == [-5, -5, -4, -4]
-    assert (mixed.support >= 0).sum(-1)[:, 0].tolist() == [3, 3, 2, 2]
-    assert not mixed.support[:2, 1:].ge(0).any()
+    assert (mixed.candidate_ids >= 0).sum(-1)[:, 0].tolist() == [3, 3, 2, 2]
+    assert not mixed.candidate_ids[:2, 1:].ge(0).any()
 
 
-def test_redraws_ask_for_what_is_missing_at_the_share_found_so_far():
-    counts = []
+class Answers:
+    """Rollouter and judge of one: what is found in each resampling is given.
 
-    def more(count):
-        counts.append(count)
+    Args:
+        found: {attempt: informative groups}; None for all.
+    """
+
+    def __init__(self, found):
+        self.found = found
+        self.clock = Clock()
+        self.attempts = []
+
+    def generate(self, prompts, purpose, iteration, *, attempt):
+        assert (purpose, iteration) == ("train", 7)
+        self.attempts.append(attempt)
+        return said(prompts, length=1, token=attempt)
+
+    def submit(self, rollout, iteration):
+        assert iteration == 7
+        found = self.found[self.attempts[-1]]
+        found = len(rollout.prompts) if found is None else found
+        done = Future()
+        groups = range(len(rollout.prompts))
+        done.set_result(table(*([0, 1] if number < found else [1, 1] for number in groups)))
+        return done
+
+
+class MorePrompts:
+    """Training data that remember how many prompts they were asked for."""
+
+    def __init__(self):
+        self.counts = []
+
+    def more(self, count):
+        self.counts.append(count)
         return prompt_batch(*(f"new {n}" for n in range(count)))
 
-    def ask(prompts, attempt):
-        # The first redraw finds nothing, the second one group, the third everything.
-        found = {1: 0, 2: 1, 3: len(prompts)}[attempt]
-        groups = [[0, 1] if number < found else [1, 1] for number in range(len(prompts))]
-        return said(prompts, length=1, token=attempt), table(*groups)
 
+def sampling_of(found, max_resamples, **settings):
+    """Dynamic sampling, and the prompts that it takes."""
+    answers, source = Answers(found), MorePrompts()
+    dynamic = DynamicSampling(answers, answers, max_resamples, torch.device("cpu"), **settings)
+    dynamic.connect(source)
+    return dynamic, source
+
+
+def done(rewards):
+    """Rewards that are known already."""
+    future = Future()
+    future.set_result(rewards)
+    return future
+
+
+def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
+    # The first resampling finds nothing, the second one group, the third everything.
+    dynamic, source = sampling_of({1: 0, 2: 1, 3: None}, max_resamples=8)
     first = said(prompt_batch(*"abcd"), length=1, token=9)
     rewards = table([0, 1], [1, 1], [0, 0], [1, 0])
-    rollout, rewards, stats = redrawn(
-        first, rewards, more=more, ask=ask, most=lambda number: number, max_resamples=8
-    )
+    rollout, rewards, stats = dynamic.resampled(first, rewards, 7)
     # Missing 2, found 2 of 4: ask 4. Then 2 of 8: 8, but 4 at most. Then missing 1, 3 of 12: 4.
-    assert counts == [4, 4, 4]
+    assert source.counts == [4, 4, 4]
+    assert dynamic.rollouter.attempts == [1, 2, 3]
     assert rollout.completion_ids[:, 0].tolist() == [9, 9, 2, 2, 3, 3, 9, 9]
     assert rollout.prompts.prompts == ["a", "new 0", "new 0", "d"]
     assert informative(rewards).all()
@@ -98,20 +144,60 @@ def test_redraws_ask_for_what_is_missing_at_the_share_found_so_far():
     }
 
 
-def test_after_the_last_redraw_the_groups_that_teach_nothing_stay():
+@pytest.mark.parametrize(("static_shapes", "count"), [(False, 2), (True, 4)])
+def test_where_shapes_are_static_as_many_prompts_are_taken_as_at_first(static_shapes, count):
+    dynamic, source = sampling_of({1: None}, 1, static_shapes=static_shapes)
+    first = said(prompt_batch(*"abcd"), length=1, token=9)
+    rollout, _, stats = dynamic.resampled(first, table([0, 1], [1, 1], [0, 1], [1, 0]), 7)
+    assert source.counts == [count]
+    assert rollout.prompts.prompts == ["a", "new 0", "c", "d"]
+    assert stats["dynamic/filled_frac"] == 1
+
+
+def test_all_processes_resample_while_one_of_them_misses_a_group():
+    class Elsewhere(SingleProcess):
+        """Another process misses two groups at first, and one after the first resampling."""
+
+        def __init__(self):
+            self.missing = [2, 4, 1, 4, 0]
+
+        def max(self, value):
+            return torch.maximum(value, torch.tensor(float(self.missing.pop(0))))
+
+    dynamic, source = sampling_of({1: None, 2: None}, 8, comm=Elsewhere())
+    first = said(prompt_batch(*"abcd"), length=1, token=9)
+    rollout, _, stats = dynamic.resampled(first, table(*[[0, 1]] * 4), 7)
+    assert source.counts == [4, 4]
+    assert rollout.completions == first.completions
+    assert stats["dynamic/resamples"] == 2
+
+
+def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
+    dynamic, _ = sampling_of({1: 0, 2: 0}, max_resamples=2)
     first = said(prompt_batch("a", "b"), length=1, token=9)
-    rollout, rewards, stats = redrawn(
-        first,
-        table([1, 1], [0, 1]),
-        more=lambda count: prompt_batch(*"xy"[:count]),
-        ask=lambda prompts, _: (said(prompts, 1, 3), table(*[[0, 0]] * len(prompts))),
-        most=lambda number: number,
-        max_resamples=2,
-    )
+    rollout, rewards, stats = dynamic.resampled(first, table([1, 1], [0, 1]), 7)
     assert rollout.completions == first.completions
     assert rewards.total.tolist() == [[1, 1], [0, 1]]
     assert stats["dynamic/resamples"] == 2
     assert stats["dynamic/filled_frac"] == 0.5
+
+
+def test_the_statistics_are_those_of_the_prompts_that_came_first():
+    dynamic, _ = sampling_of({1: None}, max_resamples=8)
+    first, rewards = said(prompt_batch("a", "b"), length=3, token=9), table([1, 1], [0, 1])
+    rollout, pending, stats = dynamic.replace_uninformative(first, done(rewards), 7)
+    assert rollout.prompts.prompts == ["new 0", "b"]
+    assert pending.result().total.tolist() == [[0, 1], [0, 1]]
+    assert stats["reward/mean"] == 0.75
+    assert stats["completion/len_mean"] == 3
+    assert stats["dynamic/resamples"] == 1
+
+
+def test_nothing_is_waited_for_where_nothing_may_be_replaced():
+    dynamic, source = sampling_of({}, max_resamples=0)
+    first, pending = said(prompt_batch("a"), length=1, token=9), Future()
+    assert dynamic.replace_uninformative(first, pending, 7) == (first, pending, {})
+    assert not source.counts
 
 
 def long_prompts_only(prompts, completions):
@@ -128,13 +214,15 @@ def learner(**settings):
     return grpo
 
 
-def test_a_batch_is_filled_with_prompts_that_teach_and_the_cap_holds():
+def test_a_batch_is_filled_with_informative_prompts_and_the_limit_holds():
     seen = []
+
+    class Seeing(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, *rest):
+            seen.append(outputs["rollout"])
+
     grpo = learner(max_iterations=4)
-    collect = grpo.collect
-    grpo.collect = lambda rollout, *rest: seen.append(rollout) or collect(rollout, *rest)
-    runner = train(grpo, PromptData(TEXTS, batch_size=4))
-    seen = seen[1:]  # the first was that of the check at the start
+    runner = train(grpo, PromptData(TEXTS, batch_size=4), callbacks=[Seeing()])
     assert len(seen) == 4
     assert runner.logged_metrics["dynamic/filled_frac"] == 1
     for rollout in seen:
@@ -166,7 +254,7 @@ class SavedAt(Callback):
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_resumed_run_redraws_the_same_prompts(stop, tmp_path):
+def test_a_resumed_run_resamples_the_same_prompts(stop, tmp_path):
     whole = learner(max_iterations=5)
     train(whole, PromptData(TEXTS, batch_size=4))
     saved = SavedAt(tmp_path / "stopped.ckpt")
@@ -179,20 +267,20 @@ def test_a_resumed_run_redraws_the_same_prompts(stop, tmp_path):
 
 
 def test_data_that_cannot_give_more_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"max_resamples is 8, .* Use litgrpo.data.prompts"):
+    with pytest.raises(ValueError, match=r"max_resamples is 8, .* Use litgrpo.PromptData"):
         train(learner(), loader(prompt_batch("a", "b")))
 
 
-def test_the_first_draw_is_the_same_with_and_without_redraws():
-    batch = prompt_batch("a", "hello")
-    grpo = GRPO("", {"r": Reward(long_prompts_only)}, group_size=2, max_completion_len=4)
-    grpo.policy = tiny_policy("qwen2")
-    drawn = [grpo.generate(batch, "train", 2, Sampling(), attempt) for attempt in (0, 0, 1)]
-    assert torch.equal(drawn[0].completion_ids, drawn[1].completion_ids)
-    assert drawn[0].completions != drawn[2].completions
+def test_the_first_rollout_is_the_same_with_and_without_resampling():
+    batch, rollouter = prompt_batch("a", "hello"), rollouter_of(tiny_policy("qwen2"))
+    first, again, other = (
+        rollouter.generate(batch, "train", 2, attempt=attempt) for attempt in (0, 0, 1)
+    )
+    assert torch.equal(first.completion_ids, again.completion_ids)
+    assert first.completions != other.completions
 
 
 def test_training_stops_when_its_tokens_are_sampled():
     grpo = module(max_iterations=None, max_generated_tokens=100)
     train(grpo, PromptData(TEXTS, batch_size=4))
-    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.max_completion_len
+    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.settings.max_completion_len

@@ -46,14 +46,14 @@ def test_temperature_divides_the_logits():
 def test_filters_keep_the_tokens_worked_out_by_hand(sampling, kept):
     logits = PROBS.log() + 1e-6 * torch.tensor([0.0, 0.0, 0.0, 1.0])
     assert filtered(logits, sampling).isfinite().squeeze(0).nonzero().squeeze(1).tolist() == kept
-    support = sample(logits, torch.zeros(1, dtype=torch.float64), sampling).support
-    assert sorted(support.squeeze(0).tolist()) == kept
+    candidate_ids = sample(logits, torch.zeros(1, dtype=torch.float64), sampling).candidate_ids
+    assert sorted(candidate_ids.squeeze(0).tolist()) == kept
 
 
-fixed_or_not = pytest.mark.parametrize("fixed_shapes", [False, True], ids=["free", "fixed"])
+static_or_not = pytest.mark.parametrize("static_shapes", [False, True], ids=["free", "static"])
 
 
-@fixed_or_not
+@static_or_not
 @pytest.mark.parametrize("size", [50, 700, 5000])
 @pytest.mark.parametrize(
     "sampling",
@@ -66,7 +66,7 @@ fixed_or_not = pytest.mark.parametrize("fixed_shapes", [False, True], ids=["free
         Sampling(temperature=2.0),
     ],
 )
-def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, fixed_shapes):
+def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, static_shapes):
     logits = torch.randn(20, size, generator=torch.Generator().manual_seed(size)) * 2
     logits[0] = torch.linspace(-61, -60, size)  # but for one token, which is sure
     logits[0, size // 2] = 60.0
@@ -74,19 +74,21 @@ def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, fi
     plain = filtered(logits, sampling).double()
     cumulative = plain.softmax(-1).cumsum(-1)
     expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)
-    tokens, logprobs, support = sample(logits, uniforms, sampling, fixed_shapes=fixed_shapes)
+    tokens, logprobs, candidate_ids = sample(
+        logits, uniforms, sampling, static_shapes=static_shapes
+    )
     assert torch.equal(tokens, expected)
     exact = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=1e-6)
-    if support is not None:
+    if candidate_ids is not None:
         kept = [set(row.nonzero().flatten().tolist()) for row in plain.isfinite()]
-        assert [set(row.tolist()) - {-1} for row in support] == kept
+        assert [set(row.tolist()) - {-1} for row in candidate_ids] == kept
 
 
 def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():
     for uniform in (0.0, 0.3, 0.999999, 1.0):
-        tokens, logprobs, support = drawn(uniform, Sampling(top_k=2))
-        assert support.tolist() == [[1, 2]]
+        tokens, logprobs, candidate_ids = drawn(uniform, Sampling(top_k=2))
+        assert candidate_ids.tolist() == [[1, 2]]
         assert tokens.item() in (1, 2)
         torch.testing.assert_close(logprobs.exp(), PROBS[0, tokens] / 0.7)
 
@@ -94,10 +96,10 @@ def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():
 def test_the_tokens_that_could_be_drawn_are_remembered_row_by_row():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.01, 0.96, 0.02, 0.01]]).log()
     uniforms = torch.zeros(2, dtype=torch.float64)
-    support = sample(logits, uniforms, Sampling(top_p=0.8)).support
-    assert support.dtype == torch.int32
-    assert support.tolist() == [[3, 2, 1], [1, -1, -1]]
-    assert sample(logits, uniforms, Sampling()).support is None
+    candidate_ids = sample(logits, uniforms, Sampling(top_p=0.8)).candidate_ids
+    assert candidate_ids.dtype == torch.int32
+    assert candidate_ids.tolist() == [[3, 2, 1], [1, -1, -1]]
+    assert sample(logits, uniforms, Sampling()).candidate_ids is None
 
 
 def chi_square(tokens, probs):
@@ -129,22 +131,24 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
     assert chi_square(number[classes[tokens]], rest) < 24.3  # 99.9 % with 7 degrees of freedom
 
 
-@fixed_or_not
+@static_or_not
 @pytest.mark.parametrize("size", [LARGE, 50_257, 256_000])
-def test_large_vocabularies_keep_their_tails(size, fixed_shapes):
+def test_large_vocabularies_keep_their_tails(size, static_shapes):
     logits = torch.zeros(4, size)
     middle = [0, size // 3, size - 2, size - 1]
     uniforms = torch.tensor([(token + 0.5) / size for token in middle], dtype=torch.float64)
-    assert sample(logits, uniforms, Sampling(), fixed_shapes=fixed_shapes).tokens.tolist() == middle
+    assert (
+        sample(logits, uniforms, Sampling(), static_shapes=static_shapes).tokens.tolist() == middle
+    )
     rare = torch.full((3, size), -1e4)
     rare[:, [3, size // 2, size - 1]] = torch.tensor([0.0, 2.0, -14.0])
     total = rare[0].double().logsumexp(-1)
     edges = torch.tensor([0.0, 1 / total.exp() + 1e-9, 1 - 1e-9], dtype=torch.float64)
-    tokens = sample(rare, edges, Sampling(), fixed_shapes=fixed_shapes).tokens
+    tokens = sample(rare, edges, Sampling(), static_shapes=static_shapes).tokens
     assert tokens.tolist() == [3, size // 2, size - 1]
     assert (
         sample(
-            rare, torch.ones(3, dtype=torch.float64), Sampling(), fixed_shapes=fixed_shapes
+            rare, torch.ones(3, dtype=torch.float64), Sampling(), static_shapes=static_shapes
         ).tokens[0]
         == size - 1
     )
@@ -179,11 +183,11 @@ def test_settings_out_of_range_are_refused(wrong):
         Sampling(**wrong)
 
 
-@fixed_or_not
+@static_or_not
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(top_k=2)])
-def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling, fixed_shapes):
+def test_logits_that_are_no_numbers_give_a_token_whose_logprob_tells(sampling, static_shapes):
     logits = torch.tensor([[0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [0.0, 1.0, 0.0]])
     uniforms = torch.tensor([0.0, 0.5, 0.99])
-    drawn = sample(logits, uniforms, sampling, fixed_shapes=fixed_shapes)
+    drawn = sample(logits, uniforms, sampling, static_shapes=static_shapes)
     assert bool(((drawn.tokens >= 0) & (drawn.tokens < 3)).all())
     assert drawn.logprobs.isfinite().tolist() == [False, False, True]

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from litgrpo.tools.audit import merged
-from tests.cli.test_cli import cli  # noqa: F401 (a fixture)
-from tests.rewards.audit.test_run import WORKED
+from tests.cli.running import cli  # noqa: F401 (a fixture)
+from tests.rewards.audit.test_cases import WORKED
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -41,9 +41,7 @@ def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, gold) -> None: 
 
 def test_an_overlay_and_gold_of_ones_own_are_used(cli, gold, tmp_path) -> None:  # noqa: F811
     overlay = tmp_path / "overlay.yaml"
-    overlay.write_text(
-        "model: {init_args: {rewards: {right: {function: litgrpo.rewards.library.math.gsm8k}}}}"
-    )
+    overlay.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
     code, out, _ = cli(
         *("audit", "-c", FAULTY, "-c", str(overlay), "--gold", gold, "--threshold", "1.0"),
         *("--form", "{reasoning}\n#### {answer}"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.cli.commands import main
+from litgrpo.program import main
 from litgrpo.tools import compare as comparing
 from litgrpo.tools.compare import Run, compare, fit, holm, overlay, read, rows_of, smooth, table
 
@@ -92,13 +92,13 @@ def test_a_run_that_fails_is_named_with_its_last_words(monkeypatch, tmp_path):
     program.write_text("raise SystemExit('no such recipe')")
     monkeypatch.setattr(sys, "argv", [str(program)])
     with pytest.raises(ValueError, match=r"seed=1 ended with exit code 1:\nno such recipe"):
-        fit(tmp_path / "seed=1", ["-c", "none"], one_thread=True)
+        fit(tmp_path / "seed=1", ["-c", "none"], {"OMP_NUM_THREADS": "1"})
 
 
 def test_a_run_that_is_there_is_not_repeated(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["/does/not/exist"])
     (tmp_path / "summary.json").write_text("{}")
-    fit(tmp_path, [], one_thread=False)
+    fit(tmp_path, [], {})
 
 
 def test_a_run_is_read_from_its_numbers(tmp_path):

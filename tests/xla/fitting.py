@@ -13,8 +13,8 @@ import yaml
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from litgrpo.cli.commands import main
 from litgrpo.parallel.device import to_host
+from litgrpo.program import main
 from litgrpo.types import Rollout
 from tests.faults.running import merged
 
@@ -24,9 +24,9 @@ SMALL: dict[str, Any] = {
     "model": {
         "init_args": {
             "rewards": {
-                "correct": {"function": "litgrpo.rewards.library.math.correctness", "weight": 0.8},
+                "correct": {"function": "litgrpo.rewards.correctness", "weight": 0.8},
                 "format": {
-                    "function": "litgrpo.rewards.library.format.reasoning_answer",
+                    "function": "litgrpo.rewards.reasoning_answer",
                     "weight": 0.2,
                 },
             },

@@ -31,53 +31,56 @@ def is_cut(spec: str) -> bool:
 
 
 def note_caches_and_batches(monkey) -> None:
-    """Look at the cache after each token, and at every tensor of a micro-batch."""
-    from litgrpo.learner import static_batches as fixed_shapes
-    from litgrpo.rollout.engines import static as static_engine
+    """Look at the cache after each token, and at every tensor of rows that goes to the device."""
+    from litgrpo.parallel.xla.backend import SpmdBackend
 
-    compile_step, rows_to = static_engine.compile_step, fixed_shapes.rows_to
+    compile_steps, rows_to = SpmdBackend.compile, SpmdBackend.rows_to
 
-    def watched(function, device):
-        compiled = compile_step(function, device)
+    def watched(self, function, *, replay=False):
+        compiled = compile_steps(self, function, replay=replay)
 
         def call(*arguments: Any):
-            said, state = compiled(*arguments)
+            output, state = compiled(*arguments)
             KINDS["cache"] += [spec_of(each) for each in (*state.own, *state.prompts)]
-            return said, state
+            return output, state
 
         return call
 
-    def moved(tensor, device):
-        found = rows_to(tensor, device)
+    def moved(self, tensor):
+        found = rows_to(self, tensor)
         KINDS["batch"].append(spec_of(found))
         return found
 
-    monkey.setattr(static_engine, "compile_step", watched)
-    monkey.setattr(fixed_shapes, "rows_to", moved)
+    monkey.setattr(SpmdBackend, "compile", watched)
+    monkey.setattr(SpmdBackend, "rows_to", moved)
 
 
 def note_gradients(monkey) -> None:
     """Look at gradients where the program of a micro-batch has ended."""
     import torch_xla
 
-    from litgrpo.learner import learner as learning
+    from litgrpo.parallel.xla.backend import SpmdBackend
     from litgrpo.parallel.xla.strategy import XLASPMDStrategy
 
-    mark_step, post_backward = learning.mark_step, XLASPMDStrategy.post_backward
-    models = []
+    flush, post_backward = SpmdBackend.flush, XLASPMDStrategy.post_backward
+    models, fresh = [], []
 
     def after_backward(self, loss):
         models[:] = [self.model]
+        fresh[:] = [True]
         post_backward(self, loss)
 
-    def at_end(device):
-        mark_step(device)
+    def at_end(self):
+        flush(self)
+        if not fresh:
+            return
+        fresh.clear()
         torch_xla.sync(wait=True)
         large = [p for model in models for p in model.parameters() if p.numel() >= 1024]
         KINDS["gradients"] += [piece_of(p.grad) for p in large if p.grad is not None]
 
     monkey.setattr(XLASPMDStrategy, "post_backward", after_backward)
-    monkey.setattr(learning, "mark_step", at_end)
+    monkey.setattr(SpmdBackend, "flush", at_end)
 
 
 def shards(trainer, module) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from litgrpo.models.policy import Policy
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms, sample
 from tests.conftest import prompt_batch, tiny_policy
@@ -30,7 +31,7 @@ def pair(architecture: str) -> tuple[Policy, Policy]:
 def rollout(policy, engine, sampling, texts=TEXTS, iteration=0):
     prompts = prompt_batch(*texts)
     uniforms = draw_uniforms(7, "train", iteration, prompts.index, GROUP, LENGTH)
-    return engine.generate(policy, prompts, GROUP, uniforms, sampling)
+    return engine.generate(Requests(policy, prompts, GROUP, uniforms, sampling))
 
 
 def assert_agree(plain, static):
@@ -45,8 +46,8 @@ def assert_agree(plain, static):
     assert torch.equal(plain.lengths[whole], static.lengths[whole])
     assert torch.equal(plain.truncated[whole], static.truncated[whole])
     assert static.completion_ids.shape == (len(TEXTS) * GROUP, LENGTH)
-    if plain.support is not None:
-        pairs = zip(plain.support[whole], static.support[whole, :used], strict=True)
+    if plain.candidate_ids is not None:
+        pairs = zip(plain.candidate_ids[whole], static.candidate_ids[whole, :used], strict=True)
         for one, other in pairs:
             for some, others in zip(one.tolist(), other.tolist(), strict=True):
                 assert set(some) | {-1} == set(others) | {-1}
@@ -112,7 +113,7 @@ def test_draws_from_a_large_vocabulary_are_those_of_the_host():
         plain = sample(logits, uniforms, sampling)
         there = logits.to(device), uniforms.to(device)
         metrics.clear_counters()
-        static = sample(*there, sampling, fixed_shapes=True)
+        static = sample(*there, sampling, static_shapes=True)
         assert torch.equal(static.tokens.cpu(), plain.tokens)
         torch.testing.assert_close(static.logprobs.cpu(), plain.logprobs, atol=1e-5, rtol=1e-5)
         assert not [name for name in metrics.counter_names() if name.startswith("aten::")]

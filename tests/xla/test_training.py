@@ -13,10 +13,13 @@ LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the overlay
 
 @own_process()
 def test_the_quickstart_is_the_run_of_the_cpu_and_is_compiled_once():
-    from litgrpo.parallel.device import counters
+    import torch_xla
 
+    from litgrpo.parallel.device import backend
+
+    torch_xla.device()  # autograd counts devices at its first backward pass, on the CPU here
     expected = fit("cpu", 1, SMALL)
-    Watcher.look = lambda trainer, module: counters(module.device)
+    Watcher.look = lambda trainer, module: backend(module.device).counters()
     found = fit("xla", 12, SMALL)
     assert same_tokens(expected.rollouts[0], found.rollouts[0]) >= 0.999
     loss, same_loss = (seen.rows[0]["policy/loss"] for seen in (expected, found))

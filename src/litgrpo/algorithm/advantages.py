@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from litgrpo.parallel.comm import Comm
 from litgrpo.types import RewardTable
 
-Reduce = Callable[[Tensor], Tensor]
 LARGEST_REWARD = 1e20  # beyond it float32 could not hold the loss; counts as infinite
 
 
@@ -21,15 +20,15 @@ class Groups:
     """The rewards of a batch by prompt, with the statistics that advantages are made of.
 
     Args:
-        table: what the reward functions said.
-        lengths: [B, G] tokens of each completion.
-        reduce: sums a tensor over processes.
+        table: rewards of B * G completions.
+        lengths: [B, G] tokens of the policy in each completion.
+        comm: of the processes that share the batch.
         values: [B, G] float64 rewards in use; NaN where a row teaches nothing.
     """
 
     table: RewardTable
     lengths: Tensor
-    reduce: Reduce
+    comm: Comm
     values: Tensor
 
     def use(self, rewards: Tensor, valid: Tensor) -> Groups:
@@ -53,9 +52,9 @@ class Groups:
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """[B, G] distance from the mean of all processes' rewards, [] their standard deviation."""
-        count = self.reduce((~self.values.isnan()).sum().double())
-        mean = self.reduce(self.values.nansum()) / count.clamp(min=1)
-        squares = self.reduce((self.values - mean).square().nansum())
+        count = self.comm.sum((~self.values.isnan()).sum().double())
+        mean = self.comm.sum(self.values.nansum()) / count.clamp(min=1)
+        squares = self.comm.sum((self.values - mean).square().nansum())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         differ = std > 4 * self.table.precision * mean.abs()
         return torch.where(differ, self.values - mean, 0.0), std
@@ -69,9 +68,9 @@ class Advantages(ABC):
         """Whether a prompt needs two completions at least."""
         return True
 
-    def __call__(self, table: RewardTable, lengths: Tensor, reduce: Reduce) -> Tensor:
+    def __call__(self, table: RewardTable, lengths: Tensor, comm: Comm) -> Tensor:
         """[B, G] float64 advantages, 0 for rows that teach nothing; arguments as in `Groups`."""
-        groups = Groups(table, lengths, reduce, table.total).use(table.total, table.valid)
+        groups = Groups(table, lengths, comm, table.total).use(table.total, table.valid)
         return torch.where(groups.values.isnan(), 0.0, self.estimate(groups)).nan_to_num(0.0)
 
     @abstractmethod

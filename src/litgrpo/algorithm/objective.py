@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithm import importance, kl
-from litgrpo.algorithm.advantages import Advantages, Normalized, Reduce
+from litgrpo.algorithm.advantages import Advantages, Normalized
 from litgrpo.algorithm.surrogates import Clipped, Surrogate, Tokens
 from litgrpo.algorithm.weighting import PerSequence, Weighting
+from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.tensors import bounded_exp, row_mean
 from litgrpo.types import Experience, LossOutput, RewardTable, TokenLogprobs
 
-alone: Reduce = torch.clone  # the sum over a single process
+ALONE = SingleProcess()
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What a micro-batch cannot know of the optimizer step that it belongs to.
+class Normalizers:
+    """Numbers over all micro-batches and processes of one optimizer step.
 
     Args:
-        num_tokens: [] tokens that count, of all micro-batches and processes.
+        num_tokens: [] tokens that the entropy bonus is a mean over.
         entropy_threshold: [] least entropy of a token to learn from; None for all tokens.
     """
 
@@ -42,7 +43,7 @@ class Objective:
         kl_coef: weight of the penalty for leaving the reference; 0 loads no reference.
         kl: estimator of that penalty, a function of litgrpo.algorithm.kl: k1, k2, k3, absolute.
         kl_bias_correction: multiply it by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556).
-        entropy_coef: weight of a bonus for the mean entropy of a token.
+        entropy_coef: weight of a bonus for the mean entropy of the tokens that are learned from.
         gamma: an advantage shrinks by this factor per token before the last one; 1: not at all.
         mask_truncated: learn nothing from completions cut off by the length limit (DAPO).
         top_entropy_share: learn from this share of tokens, of highest entropy (arXiv:2506.01939).
@@ -82,80 +83,86 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `whole` must see every token's entropy before the update."""
+        """Whether `normalizers` must see every token's entropy before the update."""
         return self.top_entropy_share < 1
 
     def token_advantages(
-        self, rewards: RewardTable, completion_mask: Tensor, reduce: Reduce = alone
+        self, rewards: RewardTable, loss_mask: Tensor, comm: Comm = ALONE
     ) -> Tensor:
-        """[N, C] float32 advantage of every token of a rollout, 0 on padding.
+        """[N, C] float32 advantage of every token of a rollout, 0 off `loss_mask`.
 
         Args:
             rewards: what the N = B * G completions earned.
-            completion_mask: [N, C] True marks a real token.
-            reduce: sums a tensor over processes; the default is for a single one.
+            loss_mask: [N, C] True marks a token of the policy.
+            comm: of the processes that share the batch.
         """
-        mask = completion_mask.to(rewards.total.device)
+        mask = loss_mask.to(rewards.total.device)
         lengths = mask.sum(1).view_as(rewards.total)
-        per_row = self.advantages(rewards, lengths, reduce).reshape(-1, 1)
+        per_row = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        # The last token has the whole advantage: gamma ** (tokens of the policy after this one).
         to_come = (mask.flip(1).cumsum(1).flip(1) - 1).clamp(min=0)
         discounted = torch.where(mask, per_row * self.gamma ** to_come.double(), 0.0)
-        return discounted.to(completion_mask.device, torch.float32)
+        return discounted.to(loss_mask.device, torch.float32)
 
     def token_weights(
         self,
-        completion_mask: Tensor,
+        loss_mask: Tensor,
         truncated: Tensor,
         max_completion_len: int,
-        reduce: Reduce = alone,
+        comm: Comm = ALONE,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """[N, C] weight of every token of an optimizer step; exactly 0 where a token has no part.
 
         Args:
-            completion_mask: [N, C] True marks a real token.
+            loss_mask: [N, C] True marks a token of the policy.
             truncated: [N] True where the length limit stopped the completion.
             max_completion_len: that limit, in tokens.
-            reduce: sums a tensor over processes.
+            comm: of the processes that share the step.
             dtype: of the weights.
         """
-        mask = (completion_mask & ~(truncated[:, None] & self.mask_truncated)).to(dtype)
-        rows = reduce(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
-        return self.weighting(mask, rows, reduce(mask.sum()).clamp(min=1), max_completion_len)
+        mask = (loss_mask & ~(truncated[:, None] & self.mask_truncated)).to(dtype)
+        rows = comm.sum(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
+        return self.weighting(mask, rows, comm.sum(mask.sum()).clamp(min=1), max_completion_len)
 
-    def whole(
-        self, weights: Tensor, entropy: Tensor, reduce: Reduce = alone, gather: Reduce = alone
-    ) -> Whole:
+    def normalizers(
+        self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
+    ) -> Normalizers:
         """What the micro-batches of one optimizer step must agree on.
 
         Args:
             weights: [N, C] of all rows of the step on this process.
-            entropy: [N, C] before the update; looked at only if `needs_entropy`.
-            reduce: sums a tensor over processes.
-            gather: concatenates a flat tensor over processes.
+            entropy: [N, C] before the update; needed only if `needs_entropy`.
+            comm: of the processes that share the step.
         """
         active, threshold = weights != 0, None
         if self.needs_entropy:
+            assert entropy is not None, "top_entropy_share < 1 needs entropies"
             # float32: a quantile that falls on a token must not miss it by rounding in 1 - share.
-            counted = entropy.detach().float().masked_fill(~active, torch.nan)
-            threshold = gather(counted.flatten()).nanquantile(1 - self.top_entropy_share)
-        return Whole(reduce(active.sum()).clamp(min=1), threshold)
+            counted = entropy.detach().float()
+            flat = counted.masked_fill(~active, torch.nan).flatten()
+            threshold = comm.gather(flat).nanquantile(1 - self.top_entropy_share)
+            active = active & (counted >= threshold)
+        return Normalizers(comm.sum(active.sum()).clamp(min=1), threshold)
 
     def loss(
-        self, new: TokenLogprobs, experience: Experience, whole: Whole | None = None
+        self, new: TokenLogprobs, experience: Experience, normalizers: Normalizers | None = None
     ) -> LossOutput:
         """The share of a micro-batch in the loss of its optimizer step; the shares add up.
 
         Args:
             new: log-probabilities and entropies [M, C] now, with gradient.
             experience: M completions; no `old_logprobs`: the policy has not moved since sampling.
-            whole: of the step, for the entropy bonus and mask; None if these rows are all of it.
+            normalizers: of the step, for the entropy bonus and mask; None if these rows are all
+                of it.
         """
-        whole = self.whole(experience.weights, new.entropy) if whole is None else whole
+        if normalizers is None:
+            normalizers = self.normalizers(experience.weights, new.entropy)
         tokens, active = self._tokens(new, experience), experience.weights != 0
         entropy, keep = torch.where(active, new.entropy, 0.0), active
-        if whole.entropy_threshold is not None:
-            keep = keep & (entropy >= whole.entropy_threshold)
+        if normalizers.entropy_threshold is not None:
+            keep = keep & (entropy.detach().float() >= normalizers.entropy_threshold)
+        bonus = torch.where(keep, entropy, 0.0).sum()
         if self.off_policy_limit is not None:
             drift = torch.where(active, experience.sampler_logprobs - tokens.logprobs.detach(), 0.0)
             drift = row_mean(drift.nan_to_num(0.0), active)
@@ -175,7 +182,7 @@ class Objective:
             penalty = penalty * tokens.ratio if self.kl_bias_correction else penalty
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
         loss = (self.weighting.within(experience.weights, active) * token_loss).sum()
-        loss = loss - self.entropy_coef * entropy.sum() / whole.num_tokens
+        loss = loss - self.entropy_coef * bonus / normalizers.num_tokens
         sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
         return LossOutput(loss, {name: torch.stack([x, active.sum()]) for name, x in sums.items()})
 

@@ -1,5 +1,6 @@
-"""What watches a run and writes it down.
+"""Callbacks that show, record and limit a run.
 
-Callbacks read what the steps return and the module's public `policy`, `iteration`, `max_iterations`
-and `evaluation_report`. They write to the trainer's `default_root_dir`, the run folder.
+They read what the steps return (`rollout`, `rewards`, `advantages`, `reports`) and the module's
+public `policy`, `iteration`, `max_iterations` and `evaluation_report`, and change none of it. They
+write to the trainer's `default_root_dir`, the run folder.
 """

@@ -1,10 +1,9 @@
-"""What the policy says: completions with their rewards as tables, histograms and lines of JSON."""
+"""Completions with their rewards as tables, histograms and lines of JSON."""
 
 from __future__ import annotations
 
 import html
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,10 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from litgrpo.callbacks.run_folder import may_write, run_folder
+from litgrpo.arguments import at_least
+from litgrpo.callbacks.metrics_csv import loggers_of
+from litgrpo.callbacks.report import finite, markdown
+from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.types import RewardTable, Rollout
 
 
@@ -30,9 +32,7 @@ class Completions(Callback):
     def __init__(
         self, every_n_iterations: int = 10, num_prompts: int = 2, num_logged_groups: int = 3
     ) -> None:
-        """Check the numbers."""
-        if every_n_iterations < 0:
-            raise ValueError("completions.every_n_iterations must not be negative; 0 is off.")
+        at_least("completions.every_n_iterations", every_n_iterations, 0)
         self.every_n_iterations = every_n_iterations
         self.num_prompts = num_prompts
         self.num_logged_groups = num_logged_groups
@@ -41,32 +41,28 @@ class Completions(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Look at the rollout that `training_step` returned, if it samples at all."""
-        if not trainer.is_global_zero or "rollout" not in outputs or not self.every_n_iterations:
+        if "rollout" not in outputs or not self.every_n_iterations:
             return
         n = pl_module.iteration
-        rollout, rewards, advantages = (
-            outputs.get(k) for k in ("rollout", "rewards", "advantages")
-        )
+        rollout, rewards, advantages = (outputs[k] for k in ("rollout", "rewards", "advantages"))
         if n == 1:
             pl_module.print(first_groups(rewards, advantages, self.num_logged_groups))
         due = n % self.every_n_iterations == 0 or n in (1, pl_module.max_iterations)
-        if not due or not may_write(trainer):
+        if not due or not writes_files(trainer):
             return
         rows = sample_rows(n, rollout, rewards, advantages)
         write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows)
-        shown = rows[: self.num_prompts * rollout.group_size]
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                head, *cells = table(shown)
-                logger.log_table("completions", columns=head, data=cells, step=n)
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("completions", markdown_table(shown), n)
-                for name, values in histograms(rollout, rewards, advantages).items():
-                    logger.experiment.add_histogram(name, values, n)
+        head, *lines = cells(rows[: self.num_prompts * rollout.group_size])
+        for wandb in loggers_of(trainer, WandbLogger):
+            wandb.log_table("completions", columns=head, data=lines, step=n)
+        for board in loggers_of(trainer, TensorBoardLogger):
+            board.experiment.add_text("completions", markdown_table([head, *lines]), n)
+            for name, values in histograms(rollout, rewards, advantages).items():
+                board.experiment.add_histogram(name, values, n)
 
 
 def sample_rows(
-    iteration: int, rollout: Rollout, rewards: RewardTable, advantages: Tensor | None
+    iteration: int, rollout: Rollout, rewards: RewardTable, advantages: Tensor
 ) -> list[dict[str, Any]]:
     """One plain dictionary per completion.
 
@@ -74,23 +70,22 @@ def sample_rows(
         iteration: when they were sampled.
         rollout: N completions of B prompts.
         rewards: [B, G] per reward function.
-        advantages: [B, G], if the module has them.
+        advantages: [B, G].
 
     Returns:
         N rows; a number that is not finite (a function that abstained) is None.
     """
     lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
-    parts = {name: part.flatten().tolist() for name, part in rewards.parts.items()}
-    total = rewards.total.flatten().tolist()
-    advantage = [None] * len(total) if advantages is None else advantages.flatten().tolist()
+    parts = {name: finite(part) for name, part in rewards.parts.items()}
+    total, advantage = finite(rewards.total), finite(advantages)
     return [
         {
             "iteration": iteration,
             "prompt": rollout.prompts.prompts[row // rollout.group_size],
             "completion": completion,
-            "reward": _finite(total[row]),
-            "rewards": {name: _finite(values[row]) for name, values in parts.items()},
-            "advantage": _finite(advantage[row]),
+            "reward": total[row],
+            "rewards": {name: values[row] for name, values in parts.items()},
+            "advantage": advantage[row],
             "length": lengths[row],
             "truncated": truncated[row],
             "columns": {
@@ -109,7 +104,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
+def cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
     """The rows as lines of cells, the names of the columns first."""
     names = list(rows[0]["rewards"]) if rows else []
     lines: list[list[Any]] = [["prompt", "completion", *names, "reward", "advantage"]]
@@ -119,14 +114,14 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
     return lines
 
 
-def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, one line per completion."""
-    head, *lines = table(rows)
-    shown = [head, ["---"] * len(head)]
-    for prompt, completion, *numbers in lines:
-        texts = [cell(prompt), cell(completion)]
-        shown.append(texts + ["" if x is None else f"{x:.3g}" for x in numbers])
-    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+def markdown_table(lines: list[list[Any]]) -> str:
+    """Lines of `cells` as a Markdown table, one line per completion."""
+    head, *others = lines
+    shown = [
+        [cell(prompt), cell(completion), *("" if x is None else f"{x:.3g}" for x in numbers)]
+        for prompt, completion, *numbers in others
+    ]
+    return markdown([head, *shown])
 
 
 def cell(text: str) -> str:
@@ -145,19 +140,18 @@ def cell(text: str) -> str:
     return escaped.replace("\r", "").replace("\n", "<br>")
 
 
-def histograms(
-    rollout: Rollout, rewards: RewardTable, advantages: Tensor | None
-) -> dict[str, Tensor]:
+def histograms(rollout: Rollout, rewards: RewardTable, advantages: Tensor) -> dict[str, Tensor]:
     """What is worth seeing as a distribution, without what is not a number."""
-    values = {"reward/distribution": rewards.total[rewards.valid]}
-    values["completion/len_distribution"] = rollout.lengths.float()
-    if advantages is not None:
-        values["policy/advantage_distribution"] = advantages.flatten()
+    values = {
+        "reward/distribution": rewards.total[rewards.valid],
+        "completion/len_distribution": rollout.lengths.float(),
+        "policy/advantage_distribution": advantages.flatten(),
+    }
     finite = {name: x[x.isfinite()].cpu() for name, x in values.items()}
     return {name: x for name, x in finite.items() if x.numel()}
 
 
-def first_groups(rewards: RewardTable, advantages: Tensor | None, num_groups: int) -> str:
+def first_groups(rewards: RewardTable, advantages: Tensor, num_groups: int) -> str:
     """The rewards and advantages of the first groups, to see at once whether they make sense."""
 
     def numbers(values: Tensor) -> str:
@@ -166,10 +160,5 @@ def first_groups(rewards: RewardTable, advantages: Tensor | None, num_groups: in
     lines = []
     for group in range(min(num_groups, rewards.total.shape[0])):
         lines.append(f"group {group}: rewards    {numbers(rewards.total[group])}")
-        if advantages is not None:
-            lines.append(f"         advantages {numbers(advantages[group])}")
+        lines.append(f"         advantages {numbers(advantages[group])}")
     return "\n".join(lines)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value

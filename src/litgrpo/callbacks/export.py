@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from litgrpo.callbacks.run_folder import TRAINING_STATE, may_write, run_folder
+from litgrpo.arguments import at_least
+from litgrpo.callbacks.run_folder import TRAINING_STATE, run_folder, writes_files
 
 NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -23,12 +24,11 @@ class Export(Callback):
     """
 
     def __init__(self, final: bool = True) -> None:
-        """Hold the choice."""
         self.final = final
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save what was learned."""
-        if self.final and may_write(trainer):
+        if self.final and writes_files(trainer):
             _write_policy(pl_module, run_folder(trainer) / "final_model")
 
 
@@ -45,19 +45,15 @@ class CheckpointFolders(Checkpoint):
     """
 
     def __init__(self, every_n_iterations: int = 0, keep_last: int | None = None) -> None:
-        """Check the numbers."""
-        if every_n_iterations < 0 or (keep_last is not None and keep_last < 1):
-            raise ValueError(
-                f"checkpoint_folders: every_n_iterations is {every_n_iterations} (0 or more) and "
-                f"keep_last {keep_last} (1 or more, or null for all)."
-            )
+        at_least("checkpoint_folders.every_n_iterations", every_n_iterations, 0)
+        at_least("checkpoint_folders.keep_last", keep_last, 1)
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last
         self.last_saved = -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Remove what a killed run left half written."""
-        if may_write(trainer):
+        if writes_files(trainer):
             for folder in run_folder(trainer).glob(".checkpoint-*.tmp"):
                 shutil.rmtree(folder)
 
@@ -79,19 +75,16 @@ class CheckpointFolders(Checkpoint):
         trainer.save_checkpoint(unfinished / TRAINING_STATE)
         if trainer.is_global_zero:
             _write_policy(pl_module, unfinished)
-            if folder.exists():
-                shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process, if it is there
             unfinished.rename(folder)
             self._tidy(folder.parent)
         trainer.strategy.barrier("CheckpointFolders")
 
     def _tidy(self, run: Path) -> None:
-        if self.keep_last is None:
-            return
         saved = [path for path in run.iterdir() if NAME.fullmatch(path.name)]
         # By time, not by number: a run may resume from an older one.
-        by_age = sorted(saved, key=lambda path: path.stat().st_mtime_ns)
-        for folder in by_age[: -self.keep_last]:
+        by_age = sorted(saved, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for folder in set(saved) - set(by_age[: self.keep_last]):  # [:None] is all of them
             shutil.rmtree(folder)
 
 

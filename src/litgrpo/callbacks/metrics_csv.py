@@ -5,10 +5,18 @@ from __future__ import annotations
 import csv
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+Kind = TypeVar("Kind", bound=Logger)
+
+
+def loggers_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
+    """The trainer's loggers of one class."""
+    return [logger for logger in trainer.loggers if isinstance(logger, kind)]
 
 
 class MetricsCSV(Logger):
@@ -21,11 +29,11 @@ class MetricsCSV(Logger):
     """
 
     def __init__(self, save_dir: str | Path) -> None:
-        """Nothing is opened before the first number."""
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
-        self.header: list[str] = []
-        self._num_rows: int | None = None
+        # Of the file; read at the first number, when an earlier run has been deleted.
+        self.header: list[str] | None = None
+        self._num_rows = 0
 
     @property
     def name(self) -> str:
@@ -50,30 +58,33 @@ class MetricsCSV(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Append one line; a name seen for the first time adds a column."""
         row = {"step": step, **{name: metrics[name] for name in sorted(metrics)}}
-        before = self.num_rows
-        if not self.header:
-            self.header = self._read()[0]
-        if new := [name for name in row if name not in self.header]:
+        header = self._known_header()
+        if new := [name for name in row if name not in header]:
             rows = self._read()[1]
-            self.header += new
+            header += new
             self._write(rows)
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self.header).writerow(row)
-        self._num_rows = before + 1
+            csv.DictWriter(file, header).writerow(row)
+        self._num_rows += 1
 
     @property
     def num_rows(self) -> int:
         """How many lines there are below the header."""
-        if self._num_rows is None:
-            self._num_rows = len(self._read()[1])
+        self._known_header()
         return self._num_rows
 
     def rewind(self, num_rows: int) -> None:
         """Keep the first lines only, as they were when a checkpoint was saved."""
         self.header, rows = self._read()
+        self._num_rows = min(num_rows, len(rows))
         if self.header:
             self._write(rows[:num_rows])
-        self._num_rows = min(num_rows, len(rows))
+
+    def _known_header(self) -> list[str]:
+        if self.header is None:
+            self.header, rows = self._read()
+            self._num_rows = len(rows)
+        return self.header
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         if not self.path.exists():
@@ -87,7 +98,7 @@ class MetricsCSV(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f".{self.path.name}.tmp")
         with unfinished.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.header)
+            writer = csv.DictWriter(file, self._known_header())
             writer.writeheader()
             writer.writerows(rows)
         unfinished.replace(self.path)

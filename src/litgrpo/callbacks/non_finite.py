@@ -8,9 +8,10 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from litgrpo.arguments import at_least
 from litgrpo.callbacks.completions import sample_rows, write_jsonl
-from litgrpo.callbacks.run_folder import may_write, run_folder
-from litgrpo.types import ReportsSteps, Skipped
+from litgrpo.callbacks.run_folder import run_folder, writes_files
+from litgrpo.types import StepReport
 
 
 class NonFinite(Callback):
@@ -25,9 +26,7 @@ class NonFinite(Callback):
     """
 
     def __init__(self, stop_after: int | None = 10) -> None:
-        """Check the number."""
-        if stop_after is not None and stop_after < 1:
-            raise ValueError(f"non_finite.stop_after is {stop_after}; give 1 or more, or null.")
+        at_least("non_finite.stop_after", stop_after, 1)
         self.stop_after = stop_after
         self.skipped = 0
         self.in_a_row = 0
@@ -40,16 +39,15 @@ class NonFinite(Callback):
         Raises:
             ValueError: too many were skipped in a row.
         """
-        reports = isinstance(pl_module, ReportsSteps)
-        if not reports:
-            return
-        steps, pl_module.steps = pl_module.steps, []
-        bad = [step for step in steps if step is not None]
-        self.skipped += len(bad)
-        if bad:
-            self._tell(trainer, pl_module, outputs, bad, len(steps))
-        for step in steps:
-            self.in_a_row = 0 if step is None else self.in_a_row + 1
+        reports: list[StepReport] = outputs.get("reports", [])
+        skipped = [report.skipped for report in reports if report.skipped is not None]
+        self.skipped += len(skipped)
+        if skipped:
+            said = f"iteration {pl_module.iteration}: {len(skipped)} of {len(reports)} optimizer "
+            said += f"steps skipped, not finite: {self._reasons(trainer, pl_module, outputs)}"
+            rank_zero_warn(said)
+        for report in reports:
+            self.in_a_row = 0 if report.skipped is None else self.in_a_row + 1
             if self.stop_after is not None and self.in_a_row >= self.stop_after:
                 raise ValueError(
                     f"Stopped in iteration {pl_module.iteration}: {self.in_a_row} optimizer steps "
@@ -60,21 +58,19 @@ class NonFinite(Callback):
         if self.skipped:
             pl_module.log("optim/skipped_steps", float(self.skipped))
 
-    def _tell(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, bad: list[Skipped], num_steps: int
-    ) -> None:
-        n = pl_module.iteration
-        reasons = {row: reason for step in bad for row, reason in step.reasons.items()}
-        counted = Counter(reasons.values())
-        what = ", ".join(f"{reason} of {count} rows" for reason, count in counted.items())
-        said = f"iteration {n}: {len(bad)} of {num_steps} optimizer steps skipped, not finite: "
-        said += what or "the gradient of all rows together"
-        if reasons and "rollout" in outputs and may_write(trainer):
+    def _reasons(self, trainer: Trainer, pl_module: Any, outputs: Any) -> str:
+        """What was not finite in how many rows; the rows are written to a file."""
+        n, reasons = pl_module.iteration, dict[int, str]()
+        for report in outputs["reports"]:
+            reasons |= report.skipped or {}
+        counted = Counter(reasons.values()).items()
+        said = ", ".join(f"{reason} of {count} rows" for reason, count in counted)
+        if reasons and "rollout" in outputs and writes_files(trainer):
             rows = sample_rows(n, outputs["rollout"], outputs["rewards"], outputs["advantages"])
             path = run_folder(trainer) / "non_finite" / f"iteration-{n:06d}.jsonl"
             write_jsonl(path, [rows[row] | {"not_finite": reasons[row]} for row in sorted(reasons)])
             said += f"; they are in {path}"
-        rank_zero_warn(said)
+        return said or "the gradient of all rows together"
 
     def state_dict(self) -> dict[str, int]:
         """The counts, so that a resumed run stops where the whole one would have."""

@@ -20,7 +20,6 @@ class Predictions(Callback):
     """
 
     def __init__(self, path: str | None = None, show: bool = True) -> None:
-        """Hold the choices."""
         self.path = path
         self.show = show
 

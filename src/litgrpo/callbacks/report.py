@@ -1,6 +1,11 @@
-"""How an `evaluation_report` is read and shown."""
+"""Numbers as text: evaluation reports and tables."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
 
 BOUNDS = ("_low", "_high")
 PLACES_BELOW = {10: 3, 100: 1}
@@ -25,10 +30,21 @@ def entries(report: dict[str, float]) -> dict[str, str]:
     """
 
     def text(name: str) -> str:
-        ends = [digits(report[name + end]) for end in BOUNDS if name + end in report]
-        return digits(report[name]) + (f" [{', '.join(ends)}]" if ends else "")
+        ends = ", ".join(digits(report[name + end]) for end in BOUNDS if name + end in report)
+        return digits(report[name]) + (f" [{ends}]" if ends else "")
 
     return {name: text(name) for name in report if not name.endswith(BOUNDS)}
+
+
+def finite(values: Tensor) -> list[float | None]:
+    """The numbers in order, None for NaN and infinity, which JSON does not have.
+
+    Example:
+        >>> import torch
+        >>> finite(torch.tensor([1.5, float("nan")]))
+        [1.5, None]
+    """
+    return [value if math.isfinite(value) else None for value in values.flatten().tolist()]
 
 
 def digits(value: float) -> str:
@@ -40,3 +56,29 @@ def digits(value: float) -> str:
     """
     places = next((n for limit, n in PLACES_BELOW.items() if abs(value) < limit), 0)
     return f"{value:.{places}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines whose columns stand under each other.
+
+    Example:
+        >>> aligned([["", "before"], ["loss", "1.5"]])
+        ['      before', 'loss  1.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head.
+
+    Example:
+        >>> print(markdown([["a", "b"], ["1", "2"]]))
+        | a | b |
+        | --- | --- |
+        | 1 | 2 |
+    """
+    head, *others = rows
+    lines = [head, ["---"] * len(head), *others]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

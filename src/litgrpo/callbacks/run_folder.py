@@ -1,13 +1,18 @@
-"""One folder per run: who may write into it, and the configuration that made it."""
+"""One folder per run: what it holds, and the configuration and versions that made it."""
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+
+from litgrpo import __version__
+from litgrpo.arguments import require
 
 CONFIG = "config.yaml"
 HEADER = "# The whole configuration of this run, written by litgrpo.\n"
@@ -45,17 +50,18 @@ def refuse_if_taken(folder: Path, *, overwrite: bool = False) -> None:
     """
     config, found = folder / CONFIG, _written(folder)
     ours = config.exists() and config.read_text(encoding="utf-8").startswith(HEADER)
-    if found and not ours:
-        raise ValueError(
-            f"{folder} holds {found[0].name}, which no run of this program wrote: choose another "
-            "folder with --run_dir."
-        )
-    results = [name for name in RESULTS if (folder / name).exists()]
-    if results and not overwrite:
-        raise ValueError(
-            f"{folder} already holds a run ({results[0]}): continue it with --ckpt_path last, "
-            "choose another folder with --run_dir, or replace it with --overwrite true."
-        )
+    first = next((path.name for path in found), "")
+    require(
+        ours or not first,
+        f"{folder} holds {first}, which no run of this program wrote: choose another folder with "
+        "--run_dir.",
+    )
+    result = next((name for name in RESULTS if (folder / name).exists()), "")
+    require(
+        overwrite or not result,
+        f"{folder} already holds a run ({result}): continue it with --ckpt_path last, choose "
+        "another folder with --run_dir, or replace it with --overwrite true.",
+    )
 
 
 def begin(folder: Path, config: str) -> None:
@@ -94,13 +100,13 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    path = Path(given)
-    if folder is not None and given in ("last", "best"):
-        path = checkpoints_of(folder) / f"{given}.ckpt"
-    elif checkpoints_of(path).is_dir():
-        path = checkpoints_of(path) / LAST
-    elif path.is_dir():
-        path = path / TRAINING_STATE
+    named = {}
+    if folder is not None:
+        named = {"last": checkpoints_of(folder) / LAST, "best": checkpoints_of(folder) / BEST}
+    path = named.get(given, Path(given))
+    if path.is_dir():
+        of_run = checkpoints_of(path)
+        path = of_run / LAST if of_run.is_dir() else path / TRAINING_STATE
     if not path.exists():
         raise FileNotFoundError(
             f"There is no checkpoint {path}: leave --ckpt_path out to start anew, or give it "
@@ -135,8 +141,8 @@ def run_folder(trainer: Trainer) -> Path:
     return Path(trainer.default_root_dir)
 
 
-def may_write(trainer: Any) -> bool:
-    """Whether files are written here: by the first process, and not in a rehearsal."""
+def writes_files(trainer: Any) -> bool:
+    """Whether this process writes files: the first one does, and none in a `fast_dev_run`."""
     return bool(trainer.is_global_zero and not trainer.fast_dev_run)
 
 
@@ -146,10 +152,16 @@ def saved_config(checkpoint: dict[str, Any]) -> str:
     Raises:
         ValueError: the checkpoint was not written by `cli.py`.
     """
-    state = checkpoint.get("callbacks", {}).get(RunFolder.__qualname__)
-    if state is None:
-        raise ValueError("This checkpoint holds no configuration: it was not written by cli.py.")
+    state = checkpoint.get("callbacks", {}).get(RunFolder.__qualname__, {})
+    known = "config" in state
+    require(known, "This checkpoint holds no configuration: it was not written by cli.py.")
     return str(state["config"])
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run were made with."""
+    packages = {name: metadata.version(name) for name in ("torch", "lightning", "transformers")}
+    return {"python": platform.python_version(), "litgrpo": __version__, **packages}
 
 
 class RunFolder(Callback):
@@ -160,12 +172,11 @@ class RunFolder(Callback):
     """
 
     def __init__(self, config: str) -> None:
-        """Hold the text."""
         self.config = config
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Write `config.yaml` before anything else can fail."""
-        if stage == "fit" and may_write(trainer):
+        if stage == "fit" and writes_files(trainer):
             write_config(run_folder(trainer), self.config)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import platform
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from litgrpo import __version__
-from litgrpo.callbacks.report import BOUNDS, entries, plain_names
-from litgrpo.callbacks.run_folder import CONFIG, may_write, run_folder
-from litgrpo.callbacks.validating import validate_now
+from litgrpo.callbacks.lightning_internals import validate_now
+from litgrpo.callbacks.report import BOUNDS, aligned, entries, finite, plain_names
+from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 
 Evaluation = dict[str, Any]  # report {name: number}, n, reward_names, samples
 
@@ -35,7 +31,6 @@ class Summary(Callback):
     """
 
     def __init__(self, num_samples: int = 3) -> None:
-        """Nothing is known yet."""
         self.num_samples = num_samples
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
@@ -56,22 +51,22 @@ class Summary(Callback):
         self.num_prompts, self.reward_names, self.samples = 0, [], []
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
+        self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
         """Keep the first completions and count the prompts."""
-        if not isinstance(outputs, dict) or "rollout" not in outputs:
+        if "rollout" not in (outputs or {}):  # supervised training samples nothing
             return
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         self.num_prompts += len(rollout.prompts)
         self.reward_names = list(rewards.parts)
         missing = self.num_samples - len(self.samples)
         for b in range(min(missing, len(rollout.prompts))):
-            values = {name: part[b, 0].item() for name, part in rewards.parts.items()}
+            values = {name: finite(part[b, :1])[0] for name, part in rewards.parts.items()}
             self.samples.append(
                 {
                     "prompt": rollout.prompts.prompts[b],
                     "completion": rollout.completions[b * rollout.group_size],
-                    "rewards": {k: v if math.isfinite(v) else None for k, v in values.items()},
+                    "rewards": values,
                 }
             )
 
@@ -89,17 +84,8 @@ class Summary(Callback):
             self.after, self.after_iteration = evaluation, pl_module.iteration
             self.trains_since = time.monotonic()
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Start counting."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        """Keep the first completions and count the prompts."""
-        self.on_validation_batch_end(trainer, pl_module, outputs)
-
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print and write the evaluation."""
-        self._tell(trainer, pl_module, self._evaluation(trainer, pl_module))
+    on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
+    on_test_end = on_validation_end
 
     def _evaluation(self, trainer: Trainer, pl_module: Any) -> Evaluation:
         count = self.num_prompts
@@ -120,7 +106,7 @@ class Summary(Callback):
         pl_module.print(f"{table({'evaluated': evaluation})}\n\nwritten to {path}")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate what was learned, if the last validation is older, and write it all down."""
+        """Evaluate once more, if the last validation is older, and write it all down."""
         if trainer.enable_validation and self.after_iteration != pl_module.iteration:
             validate_now(trainer)
         self.trained_s, self.trains_since = self._elapsed_s(), None
@@ -130,17 +116,14 @@ class Summary(Callback):
 
     def content(self) -> dict[str, Any]:
         """What `summary.json` holds."""
-        seed = os.environ.get("PL_GLOBAL_SEED")  # left there by lightning.seed_everything
         return {
             "before": _measures(self.before),
             "after": _measures(self.after),
             "seconds": round(self.trained_s, 1),
-            "seed": None if seed is None else int(seed),
+            # Left there by lightning.seed_everything.
+            "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
             "versions": versions(),
-            "samples": {
-                "before": self.before["samples"] if self.before else [],
-                "after": self.after["samples"] if self.after else [],
-            },
+            "samples": {"before": _samples(self.before), "after": _samples(self.after)},
         }
 
     def page(self, folder: Path, iterations: int) -> str:
@@ -149,8 +132,8 @@ class Summary(Callback):
         if self.after is not None:
             evaluations = {"before": self.before, "after": self.after}
             parts.append(table({name: e for name, e in evaluations.items() if e is not None}))
-            parts.append(samples_page(self.before, self.after))
-        parts.append(commands(folder, answers=bool(self.after and self.after["reward_names"])))
+            parts.append(samples_page(_samples(self.before), _samples(self.after)))
+        parts.append(commands(folder, answers=bool((self.after or {}).get("reward_names"))))
         return "\n\n".join(part for part in parts if part)
 
     def _elapsed_s(self) -> float:
@@ -167,7 +150,7 @@ class Summary(Callback):
 
 
 def _write(trainer: Trainer, path: Path, content: dict[str, Any]) -> None:
-    if not may_write(trainer):
+    if not writes_files(trainer):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2, ensure_ascii=False)
@@ -192,10 +175,8 @@ def _measures(evaluation: Evaluation | None) -> dict[str, Any] | None:
     }
 
 
-def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    packages = {name: metadata.version(name) for name in ("torch", "lightning", "transformers")}
-    return {"python": platform.python_version(), "litgrpo": __version__, **packages}
+def _samples(evaluation: Evaluation | None) -> list[dict[str, Any]]:
+    return (evaluation or {"samples": []})["samples"]
 
 
 def table(evaluations: dict[str, Evaluation]) -> str:
@@ -206,30 +187,27 @@ def table(evaluations: dict[str, Evaluation]) -> str:
     """
     columns = {heading: entries(e["report"]) for heading, e in evaluations.items()}
     last = list(evaluations.values())[-1]
-    names = list(entries(last["report"]))
-    lines = [["", *columns]]
-    lines += [[name, *(column.get(name, "") for column in columns.values())] for name in names]
-    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-    padded = [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    numbers = entries(last["report"])
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in numbers]
+    head, *lines = aligned([["", *columns], *rows])
     title = f"{last['n']} held-out prompts" if last["n"] else "held-out data"
-    if any("[" in text for text in columns[list(columns)[-1]].values()):
+    if any("[" in text for text in numbers.values()):
         title += " (95 % intervals in brackets)"
-    return "\n".join([title, padded[0], "-" * max(map(len, padded)), *padded[1:]])
+    return "\n".join([title, head, "-" * max(map(len, [head, *lines])), *lines])
 
 
-def samples_page(before: Evaluation | None, after: Evaluation) -> str:
-    """The same prompts with what the policy said before and after."""
-    old = before["samples"] if before else []
+def samples_page(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
+    """The same prompts with their completions before (where known) and after.
+
+    Args:
+        before: samples of an evaluation, or none.
+        after: samples of a later one.
+    """
     blocks = []
-    for n, sample in enumerate(after["samples"]):
-        lines = [f"prompt: {sample['prompt'].strip()}"]
-        if n < len(old):
-            lines.append(f"before: {old[n]['completion'].strip()}")
-        lines.append(f"after:  {sample['completion'].strip()}")
-        blocks.append("\n".join(lines))
+    for n, sample in enumerate(after):
+        lines = [f"before: {old['completion'].strip()}" for old in before[n : n + 1]]
+        prompt, now = sample["prompt"].strip(), sample["completion"].strip()
+        blocks.append("\n".join([f"prompt: {prompt}", *lines, f"after:  {now}"]))
     return "\n\n".join(blocks)
 
 

@@ -22,7 +22,7 @@ class TimeBudget(Callback):
     """
 
     def __init__(self, max_time: str | timedelta | dict[str, int]) -> None:
-        """Read the duration as Lightning does."""
+        # Lightning's Timer reads the duration.
         self.limit_s = float(Timer(max_time).time_remaining() or 0.0)
         self.started = self.mark = time.monotonic()
         self.iteration_s = self.validation_s = self.save_s = 0.0

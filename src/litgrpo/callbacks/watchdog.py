@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from litgrpo.arguments import above
+
 
 class Watchdog(Callback):
     """Ends a training that makes no progress, in every process of it.
@@ -21,45 +23,26 @@ class Watchdog(Callback):
     """
 
     def __init__(self, timeout_s: float | None = 3600.0) -> None:
-        """Check the number."""
-        if timeout_s is not None and timeout_s <= 0:
-            raise ValueError(f"watchdog.timeout_s is {timeout_s}; give seconds, or null for never.")
+        above("watchdog.timeout_s", timeout_s, 0)
         self.timeout_s = timeout_s
 
-    def _progress(self) -> None:
+    def _progress(self, *_: Any, **__: Any) -> None:
+        """Begin to wait anew."""
         if self.timeout_s is not None:
             # A thread of C code, which runs whatever Python waits for.
             faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=2)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin to watch."""
-        self._progress()
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin to watch."""
-        self._progress()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """An iteration begins."""
-        self._progress()
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        """A gradient is complete."""
-        self._progress()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """An iteration ended."""
-        self._progress()
+    # What counts as progress.
+    on_sanity_check_start = on_train_start = _progress
+    on_train_batch_start = on_before_optimizer_step = on_train_batch_end = _progress
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Some held-out prompts are answered."""
         if trainer.state.fn == "fit":
             self._progress()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def _end(self, *_: Any, **__: Any) -> None:
         """Nothing to watch any more."""
         faulthandler.cancel_dump_traceback_later()
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Nothing to watch any more."""
-        faulthandler.cancel_dump_traceback_later()
+    on_fit_end = on_exception = _end

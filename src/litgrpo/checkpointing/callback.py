@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,21 +12,54 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.lightning_internals import validate_now, validation_is_due
 from litgrpo.callbacks.report import plain_names
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,
     by_age,
     checkpoints_of,
-    may_write,
     run_folder,
+    writes_files,
 )
-from litgrpo.callbacks.validating import validate_now, validation_is_due
 from litgrpo.checkpointing.io import CheckedIO, point
-from litgrpo.checkpointing.manifest import positions_of, rebuilt
+from litgrpo.checkpointing.manifest import TO_GO_ON, positions_of
+from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_state
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.sampler import BatchLoader
 from litgrpo.models.loading import check_weights
+
+SIGN = {"max": 1.0, "min": -1.0}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What changes before the first optimizer step of an iteration, as it was before it.
+
+    Weights, moments, schedules and the module's own numbers change with the first step or later,
+    so a dropped iteration leaves them as they were. Two things it does change: the batch is counted
+    and fetched, and random numbers are drawn. These are small and kept after every iteration; all
+    else is asked for when a file is written.
+
+    Args:
+        iteration: number of finished iterations.
+        epoch: Lightning's; nothing reads it from the file.
+        fit_loop: progress of Lightning's loops and the position in the data.
+        random: where this process's random numbers stand.
+    """
+
+    iteration: int
+    epoch: int
+    fit_loop: dict[str, Any]
+    random: dict[str, Any]
+
+    @classmethod
+    def of(cls, trainer: Any) -> Boundary:
+        """The state of now; call it at the end of a batch, from where Lightning resumes."""
+        fit_loop = copy.deepcopy(trainer.fit_loop.state_dict())
+        n = trainer.lightning_module.iteration
+        return cls(n, trainer.current_epoch, fit_loop, all_random_state())
 
 
 class IterationCheckpoint(Checkpoint):
@@ -53,11 +88,9 @@ class IterationCheckpoint(Checkpoint):
         monitor: str | None = None,
         mode: Literal["max", "min"] | None = None,
     ) -> None:
-        """Check the numbers."""
-        if keep_last < 1:
-            raise ValueError(f"checkpoint.keep_last is {keep_last}: last.ckpt needs at least 1.")
-        if every_n_iterations < 0 or keep_best < 0:
-            raise ValueError("checkpoint.every_n_iterations and keep_best must not be negative.")
+        at_least("checkpoint.every_n_iterations", every_n_iterations, 0)
+        at_least("checkpoint.keep_last", keep_last, 1)
+        at_least("checkpoint.keep_best", keep_best, 0)
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -71,8 +104,7 @@ class IterationCheckpoint(Checkpoint):
         self.validation_due = False
         self.io = CheckedIO(None)
         self.stop = StopRequest()
-        # The state after the newest iteration: what is saved, now or when a later one is dropped.
-        self.between: dict[str, Any] = {}
+        self.boundary: Boundary | None = None  # after the newest iteration, once training started
 
     # --- starting ---
 
@@ -82,12 +114,14 @@ class IterationCheckpoint(Checkpoint):
         trainer.strategy.checkpoint_io = self.io
         if stage == "fit":
             self.io.falls_back = self.falls_back
+            self.io.needs = TO_GO_ON
             self.io.fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Remove what a killed run left half written."""
-        if may_write(trainer):
-            for path in self._folder(trainer).glob(".*.tmp"):
+        self.boundary = None
+        if writes_files(trainer):
+            for path in folder_of(trainer).glob(".*.tmp"):
                 path.unlink()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -101,9 +135,9 @@ class IterationCheckpoint(Checkpoint):
         if source is not None:
             rank_zero_info(f"Going on after iteration {pl_module.iteration}, from {source}")
             self.last_saved = pl_module.iteration
-            if may_write(trainer) and source.parent == self._folder(trainer).resolve():
+            if writes_files(trainer) and source.parent == folder_of(trainer).resolve():
                 make_newest(source)
-        self._remember(trainer)
+        self.boundary = Boundary.of(trainer)
         if self.validation_due:
             validate_now(trainer)
 
@@ -125,13 +159,14 @@ class IterationCheckpoint(Checkpoint):
     ) -> None:
         """Save when it is time, at the last iteration, and when the process was asked to stop."""
         self.stop.droppable = False
+        assert self.boundary is not None
         n, every = pl_module.iteration, self.every_n_iterations
         # An iteration may have several batches (accumulate_grad_batches); it ends with its step.
-        if n == self.between["iteration"]:
+        if n == self.boundary.iteration:
             return
-        self._report(pl_module)
+        log_written(pl_module, self.io)
         self.validation_due = validation_is_due(trainer)
-        self._remember(trainer)
+        self.boundary = Boundary.of(trainer)
         if (every and n % every == 0) or n == pl_module.max_iterations:
             self.save(trainer, n)
         self.stop.check(trainer)
@@ -143,61 +178,46 @@ class IterationCheckpoint(Checkpoint):
         self.stop.check(trainer)
         self.stop.droppable = True
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """A test can be dropped."""
-        self.on_validation_start(trainer, pl_module)
+    # Test and predictions can be dropped, too.
+    on_test_start = on_predict_start = on_validation_start
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Predictions can be dropped."""
-        self.on_validation_start(trainer, pl_module)
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """From here on it is finished: its numbers are about to be logged and counted."""
+        self.stop.droppable = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save when it is among the best, or over a file that does not know its score yet."""
-        self.stop.droppable = False
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        if self.boundary is None or trainer.state.fn != "fit":
             return
         self.validation_due = False
-        n, goodness = pl_module.iteration, self._goodness(plain_names(pl_module.evaluation_report))
-        if self.keep_best and not math.isnan(goodness):
-            self.scores[n] = goodness
-        self._remember(trainer, at_batch_end=False)
-        if n in (self.last_saved, *self._best()):
+        n, report = pl_module.iteration, plain_names(pl_module.evaluation_report)
+        if report:
+            self.scores[n] = goodness(report, self.monitor, self.mode)
+        # Reward functions may have drawn random numbers. The loops stay those of the batch's end.
+        self.boundary = replace(self.boundary, random=all_random_state())
+        if n in (self.last_saved, *best_of(self.scores, self.keep_best)):
             self.save(trainer, n)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save the final state, if a limit other than `max_iterations` ended the training."""
-        self._settled(trainer, strict=False)
-        if self._missing(trainer, pl_module.iteration):
-            self._remember(trainer, at_batch_end=False)
-            self.save(trainer, pl_module.iteration)
-        self._settled(trainer, strict=True)
+        self._save_if_missing(trainer, pl_module.iteration)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """When asked to stop, save what stands between iterations; let no save be cut off."""
-        if isinstance(exception, Stopped) and self.between:
-            n = self.between["iteration"]
-            self._settled(trainer, strict=False)
-            if self._missing(trainer, n):
-                self.save(trainer, n)
-            self._settled(trainer, strict=True)
+        if isinstance(exception, Stopped) and self.boundary is not None:
+            n = self.boundary.iteration
+            set_all_random_state(self.boundary.random)  # a dropped iteration may have drawn
+            self._save_if_missing(trainer, n)
             rank_zero_info(f"Stopped after iteration {n}: `--ckpt_path last` goes on from there.")
-        else:
-            self._settled(trainer, strict=False)
+        self._settle(trainer)
 
-    def _remember(self, trainer: Any, *, at_batch_end: bool = True) -> None:
-        """Take down what a checkpoint of now holds.
-
-        Weights and moments are not copied: a state is saved before the next optimizer step
-        changes them. Lightning resumes from the loops as they are at the end of a batch, so a
-        later state keeps those.
-        """
-        loops = self.between.get("loops")
-        # Lightning has no public name for what `trainer.save_checkpoint` writes.
-        dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if not at_batch_end and loops is not None:
-            dumped["loops"] = loops
-        self.between = rebuilt(dumped, lambda tensor: tensor)
-        self.between["iteration"] = trainer.lightning_module.iteration
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Leave out what a dropped iteration or a validation has added to the loops' progress."""
+        if self.boundary is not None and self.boundary.iteration == pl_module.iteration:
+            checkpoint["loops"]["fit_loop"] = self.boundary.fit_loop
+            checkpoint["epoch"] = self.boundary.epoch
 
     def save(self, trainer: Any, iteration: int) -> None:
         """Write `iteration=000100.ckpt` in the background, then point to it and tidy up.
@@ -206,67 +226,52 @@ class IterationCheckpoint(Checkpoint):
         """
         if trainer.fast_dev_run:
             return
-        folder = self._folder(trainer)
-        path = folder / f"iteration={iteration:06d}.ckpt"
-        best = self._best()
-        self._settled(trainer, strict=False)
+        folder = folder_of(trainer)
+        best = best_of(self.scores, self.keep_best)
+        self._settle(trainer)
         self.last_saved, self.failed = iteration, False
 
         def finish(path: Path) -> None:
             point(folder / LAST, path)
             self._tidy(folder, best)
 
-        trainer.strategy.save_checkpoint(self.between, path, storage_options=finish)
-        trainer.strategy.barrier("IterationCheckpoint.save")
+        path = folder / f"iteration={iteration:06d}.ckpt"
+        trainer.save_checkpoint(path, weights_only=False, storage_options=finish)
 
-    def _settled(self, trainer: Trainer, *, strict: bool) -> None:
-        """Wait for the file that is being written."""
+    def _save_if_missing(self, trainer: Any, iteration: int) -> None:
+        """Save unless this iteration has a file, which the process that writes knows.
+
+        Raises:
+            RuntimeError: the file could not be written.
+        """
+        self._settle(trainer)
+        if trainer.strategy.broadcast(self.failed or self.last_saved != iteration):
+            self.save(trainer, iteration)
         try:
             self.io.wait()
         except OSError as error:
-            said = f"checkpoint not saved: {error}"
-            if strict:
-                raise RuntimeError(
-                    f"{said}; the last good one is in {self._folder(trainer)}"
-                ) from error
+            raise RuntimeError(
+                f"checkpoint not saved: {error}; the last good one is in {folder_of(trainer)}"
+            ) from error
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the file that is being written; if it fails, a later one may succeed."""
+        try:
+            self.io.wait()
+        except OSError as error:
             self.failed = True
-            rank_zero_warn(f"{said}; training goes on, the older ones are still there")
-
-    def _missing(self, trainer: Any, iteration: int) -> bool:
-        """Whether this iteration has no file; the process that writes knows."""
-        return bool(trainer.strategy.broadcast(self.failed or self.last_saved != iteration))
-
-    def _report(self, pl_module: Any) -> None:
-        """Log what the newest file took, once."""
-        written, self.io.written = self.io.written, None
-        if written is not None:
-            numbers = {f"checkpoint/{name}": value for name, value in vars(written).items()}
-            pl_module.log_dict(numbers, rank_zero_only=True)
+            rank_zero_warn(
+                f"checkpoint not saved: {error}; training goes on, the older ones are still there"
+            )
 
     def _tidy(self, folder: Path, best: list[int]) -> None:
         saved = by_age(folder)
         best = [n for n in best if n in saved]
-        if best:
-            point(folder / BEST, saved[best[0]])
+        for n in best[:1]:
+            point(folder / BEST, saved[n])
             self.best_model_path = str(folder / BEST)
         for n in set(saved) - set(list(saved)[: self.keep_last]) - set(best):
             saved[n].unlink()
-
-    def _best(self) -> list[int]:
-        # Of equals the later is better: it has seen more.
-        return sorted(self.scores, key=lambda n: (-self.scores[n], -n))[: self.keep_best]
-
-    def _goodness(self, report: dict[str, float]) -> float:
-        if not report:
-            return math.nan
-        name = next(iter(report)) if self.monitor is None else self.monitor
-        if name not in report:
-            raise ValueError(f"checkpoint.monitor is {name!r}; the evaluation has {list(report)}.")
-        mode = self.mode or ("min" if name.endswith("loss") else "max")
-        return report[name] if mode == "max" else -report[name]
-
-    def _folder(self, trainer: Trainer) -> Path:
-        return checkpoints_of(run_folder(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """The scores so far, and whether the newest iteration has yet to be evaluated."""
@@ -277,6 +282,37 @@ class IterationCheckpoint(Checkpoint):
         """Take them up."""
         self.scores = {int(n): score for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
+
+
+def folder_of(trainer: Trainer) -> Path:
+    """Where a run's checkpoints are."""
+    return checkpoints_of(run_folder(trainer))
+
+
+def best_of(scores: dict[int, float], number: int) -> list[int]:
+    """So many iterations of the highest scores, the best first."""
+    known = [n for n, score in scores.items() if not math.isnan(score)]
+    # Of equals the later is better: it has seen more.
+    return sorted(known, key=lambda n: (-scores[n], -n))[:number]
+
+
+def goodness(report: dict[str, float], monitor: str | None, mode: str | None) -> float:
+    """The monitored number of an evaluation, so that larger is better.
+
+    Raises:
+        ValueError: the evaluation does not have it.
+    """
+    name = monitor or next(iter(report))
+    require(name in report, f"checkpoint.monitor is {name!r}; the evaluation has {list(report)}.")
+    return SIGN[mode or ("min" if name.endswith("loss") else "max")] * report[name]
+
+
+def log_written(pl_module: Any, io: Any) -> None:
+    """Log what each finished save took, once."""
+    while io.written:
+        written = io.written.pop(0)
+        numbers = {f"checkpoint/{name}": value for name, value in vars(written).items()}
+        pl_module.log_dict(numbers, rank_zero_only=True)
 
 
 def make_newest(path: Path) -> None:

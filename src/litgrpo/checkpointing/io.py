@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from litgrpo.callbacks.lightning_internals import WrappingCheckpointIO
 from litgrpo.callbacks.run_folder import by_age
 from litgrpo.checkpointing.manifest import (
     MANIFEST,
-    TO_GO_ON,
     Damaged,
     manifest_of,
     on_host,
@@ -80,24 +79,39 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class CheckedIO(_WrappingCheckpointIO):
+def _nothing_else(_: Any) -> None:
+    """What is done with a file beyond reading or writing it, unless somebody asks for more."""
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+
+class CheckedIO(WrappingCheckpointIO):
     """How Lightning reads and writes checkpoints in our runs.
 
     (A wrapper in Lightning's sense, because the strategy of some devices takes no other.)
 
     Args:
         inner: what the strategy used before; it removes files.
+
+    Attributes:
+        falls_back: whether an older file is read where the given one is damaged.
+        needs: parts that a file must have.
+        fits: raises a ValueError for the checkpoint of another run.
+        loaded_from: the file that was read.
+        written: what finished saves took, for whoever logs it; taken out when logged.
     """
 
     def __init__(self, inner: Any) -> None:
-        """Nothing is being written."""
         super().__init__(inner)
         self.falls_back = False
-        self.fits: Callable[[dict[str, Any]], None] | None = None
+        self.needs: tuple[str, ...] = ()
+        self.fits: Callable[[dict[str, Any]], None] = _nothing_else
         self.loaded_from: Path | None = None
-        self.written: Written | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self.written: list[Written] = []
+        self._executor = _one_thread()
+        self._writing: list[Future[None]] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -117,11 +131,8 @@ class CheckedIO(_WrappingCheckpointIO):
         self.wait()
         copied = on_host(checkpoint)
         waited = time.perf_counter() - started
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = self._executor.submit(
-            self._write, copied, Path(path), storage_options, waited
-        )
+        then = storage_options or _nothing_else
+        self._writing = [self._executor.submit(self._write, copied, Path(path), then, waited)]
         if storage_options is None:
             self.wait()
 
@@ -129,27 +140,24 @@ class CheckedIO(_WrappingCheckpointIO):
         self,
         checkpoint: dict[str, Any],
         path: Path,
-        then: Callable[[Path], None] | None,
+        then: Callable[[Path], None],
         waited: float,
     ) -> None:
         started = time.perf_counter()
         write(checkpoint, path)
         size = path.stat().st_size / 2**20
-        if then is not None:
-            then(path)
-        self.written = Written(size, waited, time.perf_counter() - started)
+        then(path)
+        self.written.append(Written(size, waited, time.perf_counter() - started))
 
     def wait(self) -> None:
         """Until nothing is being written; raises what went wrong in the meantime."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        while self._writing:
+            self._writing.pop().result()
 
     def teardown(self) -> None:
-        """End the thread; whoever saved has waited already."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-            self._executor = None
+        """End the thread; whoever saved has waited already. Another save starts another."""
+        self._executor.shutdown(wait=True)
+        self._executor = _one_thread()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -167,9 +175,8 @@ class CheckedIO(_WrappingCheckpointIO):
         problems = []
         for candidate in self._candidates(Path(path)):
             try:
-                checkpoint = read(candidate, TO_GO_ON if self.fits is not None else ())
-                if self.fits is not None:
-                    self.fits(checkpoint)
+                checkpoint = read(candidate, self.needs)
+                self.fits(checkpoint)
             except ValueError as problem:
                 said = str(problem)
                 said = said if str(candidate) in said else f"{candidate}: {said}"

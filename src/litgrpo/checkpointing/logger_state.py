@@ -12,8 +12,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from litgrpo.callbacks.metrics_csv import MetricsCSV
-from litgrpo.callbacks.run_folder import may_write, run_folder
+from litgrpo.callbacks.lightning_internals import numbers_to_log
+from litgrpo.callbacks.metrics_csv import MetricsCSV, loggers_of
+from litgrpo.callbacks.run_folder import run_folder, writes_files
 
 KEY = "loggers"
 EVENTS = "events.out.tfevents.*"
@@ -55,7 +56,7 @@ def never_failing(logger: Logger) -> Logger:
     return logger
 
 
-class Journal(Callback):
+class LoggerState(Callback):
     """Keeps in the checkpoint how far the loggers were, and takes them back there on resume.
 
     What a killed run logged after its last checkpoint is cut off, so that the resumed run logs it
@@ -69,38 +70,34 @@ class Journal(Callback):
     def __init__(self, folder: str | Path) -> None:
         """Look which event files are there; TensorBoard opens a new one for every process."""
         self.earlier = sorted(Path(folder).glob(EVENTS))
-        self.pending: dict[str, float] = {}
+        self.pending: dict[str, Any] = {}
         self.stood: dict[str, Any] | None = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Remember what Lightning logs when all callbacks have seen the iteration."""
-        # No public name: `trainer.logged_metrics` adds what was logged long ago.
-        logged = trainer._logger_connector.metrics["log"] if trainer.loggers else {}
-        self.pending = {name: float(value) for name, value in logged.items()}
+        """Note what Lightning logs when all callbacks have seen the iteration."""
+        self.pending = numbers_to_log(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """By now it is logged."""
+    def _logged(self, *_: Any, **__: Any) -> None:
+        """By now Lightning has handed them to the loggers."""
         self.pending = {}
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """By now it is logged."""
-        self.pending = {}
+    on_train_batch_start = on_validation_start = on_train_end = _logged
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         """Measure the files, after everything is in them."""
         rows, sizes = 0, {}
-        if may_write(trainer):
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    with tolerated("logger TensorBoardLogger"):
-                        logger.experiment.flush()
-                elif isinstance(logger, MetricsCSV):
-                    rows = logger.num_rows
+        pending = {name: float(value) for name, value in self.pending.items()}
+        if writes_files(trainer):
+            for board in loggers_of(trainer, TensorBoardLogger):
+                with tolerated("logger TensorBoardLogger"):
+                    board.experiment.flush()
+            for table in loggers_of(trainer, MetricsCSV):
+                rows = table.num_rows
             files = run_folder(trainer).glob(EVENTS)
             sizes = {path.name: path.stat().st_size for path in files}
-        checkpoint[KEY] = {"rows": rows, "sizes": sizes, "pending": self.pending}
+        checkpoint[KEY] = {"rows": rows, "sizes": sizes, "pending": pending}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
@@ -111,16 +108,16 @@ class Journal(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take the loggers back to the checkpoint, and log what was pending there."""
         stood, self.stood = self.stood, None
-        if stood is None or not may_write(trainer):
+        if stood is None or not writes_files(trainer):
             return
         for path in self.earlier:
             cut(path, stood["sizes"].get(path.name, 0))
         numbers = dict(stood["pending"])
         step = int(numbers.pop("step", pl_module.iteration))
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsCSV):
-                logger.rewind(stood["rows"])
-            if numbers:
+        for table in loggers_of(trainer, MetricsCSV):
+            table.rewind(stood["rows"])
+        if numbers:
+            for logger in trainer.loggers:
                 logger.log_metrics(numbers, step)
                 logger.save()
 

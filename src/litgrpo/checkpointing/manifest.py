@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from litgrpo.callbacks.summary import versions
-from litgrpo.parallel.device import compiles_shapes, to_host
+from litgrpo.callbacks.run_folder import versions
+from litgrpo.parallel.device import backend, to_host
 
 MANIFEST, OWN = "manifest", "sha256"
 # Without these a training cannot go on where it stopped.
@@ -39,33 +40,49 @@ def digest(value: Any) -> str:
         True
     """
     content = hashlib.sha256()
-    _feed(content, value)
+    _feed(value, content)
     return content.hexdigest()
 
 
-def _feed(content: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        content.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        content.update(flat.view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        content.update(f"dict {len(value)} ".encode())
-        for key, inner in value.items():
-            _feed(content, key)
-            _feed(content, inner)
-    elif isinstance(value, set | frozenset):
-        _feed(content, sorted(value, key=repr))
-    elif isinstance(value, list | tuple):
-        content.update(f"list {len(value)} ".encode())
-        for inner in value:
-            _feed(content, inner)
-    elif type(value) in PLAIN:  # a subclass, such as an enumeration, is an object again
-        content.update(f"{type(value).__name__} {value!r} ".encode())
-    else:
+@singledispatch
+def _feed(value: Any, content: Any) -> None:
+    # A subclass, such as an enumeration, is an object again; so is b"", which torch.save writes as
+    # a call of bytes() that weights_only=True refuses.
+    if type(value) not in PLAIN or value == b"":
         raise TypeError(
             f"a checkpoint cannot hold a {type(value).__name__} ({value!r:.60}): only plain "
             "values and tensors can be loaded again (weights_only=True)"
         )
+    content.update(f"{type(value).__name__} {value!r} ".encode())
+
+
+@_feed.register
+def _(value: Tensor, content: Any) -> None:
+    content.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    content.update(flat.view(torch.uint8).numpy())
+
+
+@_feed.register(Mapping)
+def _(value: Mapping[Any, Any], content: Any) -> None:
+    content.update(f"dict {len(value)} ".encode())
+    for key, inner in value.items():
+        _feed(key, content)
+        _feed(inner, content)
+
+
+@_feed.register(list)
+@_feed.register(tuple)
+def _(value: Sequence[Any], content: Any) -> None:
+    content.update(f"list {len(value)} ".encode())
+    for inner in value:
+        _feed(inner, content)
+
+
+@_feed.register(set)
+@_feed.register(frozenset)
+def _(value: Set[Any], content: Any) -> None:
+    _feed(sorted(value, key=repr), content)
 
 
 def rebuilt(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
@@ -79,10 +96,9 @@ def rebuilt(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
         return tensor(value)
     if isinstance(value, Mapping):
         return {key: rebuilt(inner, tensor) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rebuilt(inner, tensor) for inner in value]
-    if isinstance(value, tuple):
-        return tuple(rebuilt(inner, tensor) for inner in value)
+    for kind in (list, tuple):
+        if isinstance(value, kind):
+            return kind(rebuilt(inner, tensor) for inner in value)
     return value
 
 
@@ -96,7 +112,7 @@ def on_host(value: Any) -> Any:
     far: list[Tensor] = []
 
     def noted(tensor: Tensor) -> Tensor:
-        if compiles_shapes(tensor.device):
+        if backend(tensor.device).static_shapes:
             far.append(tensor)
         return tensor
 
@@ -104,7 +120,7 @@ def on_host(value: Any) -> Any:
     fetched = iter(to_host(far))
 
     def copied(tensor: Tensor) -> Tensor:
-        if compiles_shapes(tensor.device):
+        if backend(tensor.device).static_shapes:
             return next(fetched)
         return tensor.detach().to("cpu", copy=True)
 
@@ -158,8 +174,8 @@ def read(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(checkpoint, dict) or MANIFEST not in checkpoint:
-            raise Damaged(f"{path} has no manifest: it was not written by this program")
+        known = isinstance(checkpoint, dict) and MANIFEST in checkpoint
+        _check(known, f"{path} has no manifest: it was not written by this program")
         verify(checkpoint, path, needs)
     except (FileNotFoundError, Damaged):
         raise
@@ -174,19 +190,20 @@ def read(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
 def verify(checkpoint: Mapping[str, Any], path: Path, needs: tuple[str, ...]) -> None:
     """Compare every part with the manifest, and look for weights that are not numbers."""
     manifest = checkpoint[MANIFEST]
+    parts: dict[str, str] = manifest.get("parts", {})
+    own = digest({name: value for name, value in manifest.items() if name != OWN})
     # One flipped bit can rename a part and its entry alike: the file holds equal words once.
-    if manifest.get(OWN) != digest({k: v for k, v in manifest.items() if k != OWN}):
-        raise Damaged(f"{path}: the manifest is damaged")
-    parts: dict[str, str] = manifest["parts"]
+    _check(manifest.get(OWN) == own, f"{path}: the manifest is damaged")
     for name in (*needs, *parts):
-        if name not in checkpoint:
-            raise Damaged(f"{path}: {name} is missing")
+        _check(name in checkpoint, f"{path}: {name} is missing")
     for name, part in checkpoint.items():
-        if name != MANIFEST and digest(part) != parts.get(name):
-            raise Damaged(f"{path}: {name} is damaged (its sha256 is not the manifest's)")
+        sound = name == MANIFEST or digest(part) == parts.get(name)
+        _check(sound, f"{path}: {name} is damaged (its sha256 is not the manifest's)")
     for name, weight in checkpoint.get("state_dict", {}).items():
-        if weight.is_floating_point() and not bool(weight.isfinite().all()):
-            bad = int((~weight.isfinite()).sum())
-            raise Damaged(
-                f"{path}: {name} has {bad} of {weight.numel()} values that are NaN or inf"
-            )
+        bad, size = int((~weight.isfinite()).sum()), weight.numel()
+        _check(not bad, f"{path}: {name} has {bad} of {size} values that are NaN or inf")
+
+
+def _check(sound: bool, otherwise: str) -> None:
+    if not sound:
+        raise Damaged(otherwise)

@@ -34,7 +34,7 @@ def set_all_random_state(state: dict[str, Any]) -> None:
     set_random_state(state["torch"])
 
 
-class ExactResume(Callback):
+class RngState(Callback):
     """Keeps the random state of every process in the checkpoint.
 
     Lightning keeps none. Sampling needs none either, but dropout and functions of the user's draw

@@ -9,42 +9,30 @@ Nothing is left behind: no parameter, gradient, random state or position in the 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
-    Probe,
-    first_prompts,
-    has_dropout,
-    in_small,
+    DryRun,
+    few_prompts,
     modes_kept,
     padded,
     some_ends,
     tolerance,
 )
-from litgrpo.checks.reference_forward import Truth, row_gaps, truth_of
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.micro_batches import scored
-from litgrpo.models.policy import Policy
-from litgrpo.models.reference import Reference
-from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.rewards.scorer import Reward, Scorer
-from litgrpo.rollout.sampling import Sampling
+from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
+from litgrpo.learner.learner import Learner
+from litgrpo.learner.micro_batches import Limits
+from litgrpo.parallel.comm import Comm
+from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
-
-if TYPE_CHECKING:
-    from litgrpo.modules.grpo import GRPO
 
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
@@ -113,31 +101,48 @@ class Finding:
         return f"{verdict}  {self.name:<48} error {self.error:.1e}, tolerance {self.tolerance:.0e}"
 
 
-def check(module: GRPO) -> None:
-    """Measure all seven at the start of a fit, log them, and refuse to train if one fails.
+@dataclass(frozen=True)
+class Conditions:
+    """What the checks must know of a run.
 
     Args:
-        module: attached to its trainer, on its device.
+        dropout: the update computes with dropout, which sampling does not.
+        fresh_reference: the reference is the start of training, and the run begins there.
+    """
+
+    dropout: bool = False
+    fresh_reference: bool = False
+
+
+def measured(
+    rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
+) -> list[Finding]:
+    """Measure all seven.
+
+    Args:
+        rollouter: of the run.
+        learner: of the run; its `comm` makes all processes find the same.
+        prompts: the first of the training data, where rollouts are.
+        conditions: of the run.
+    """
+    limit = tolerance(learner)
+    with modes_kept(learner.policy, learner.reference):
+        dry = DryRun.of(rollouter, learner)
+        rollout, errors = sampling_errors(dry, few_prompts(prompts), limit)
+        findings = agreed(learner.comm, errors, limit)
+        if not all(finding.holds for finding in findings):
+            return findings  # there is no sound rollout to learn from
+        learned = agreed(learner.comm, learning_errors(dry, rollout, conditions), limit)
+    names = {finding.name for finding in learned}
+    return learned + [finding for finding in findings if finding.name not in names]
+
+
+def refuse(findings: list[Finding]) -> None:
+    """Refuse to train if a statement is not true.
 
     Raises:
-        ValueError: a statement is not true.
+        ValueError: with the failure that explains the others, and what is likely wrong.
     """
-    started = time.perf_counter()
-    with isolate_rng(include_cuda=module.device.type != "cpu"), modes_kept(module):
-        prompts = first_prompts(module)
-        if prompts is None:
-            return
-        with module.trainer.precision_plugin.train_step_context():
-            small, limit = in_small(module), tolerance(module)
-            rollout, errors = sampling_errors(small, prompts, limit)
-            findings = agreed(module, errors, limit)
-            if all(finding.holds for finding in findings):  # else there is nothing to learn from
-                learned = agreed(module, learning_errors(small, rollout), limit)
-                names = {finding.name for finding in learned}
-                findings = learned + [each for each in findings if each.name not in names]
-    rank_zero_info(f"Invariants, checked in {time.perf_counter() - started:.1f} s:")
-    for finding in sorted(findings, key=lambda finding: finding.name):
-        rank_zero_info(f"  {finding}")
     failed = [finding for finding in findings if not finding.holds]
     if failed:
         worst = min(failed, key=lambda finding: list(LIKELY).index(finding.name))
@@ -148,17 +153,16 @@ def check(module: GRPO) -> None:
         )
 
 
-def agreed(module: GRPO, errors: dict[str, float], limit: float) -> list[Finding]:
+def agreed(comm: Comm, errors: dict[str, float], limit: float) -> list[Finding]:
     """Findings with the largest errors of all processes, so that all go on or none.
 
     Args:
-        module: attached to its trainer.
+        comm: of the processes.
         errors: {name: error}, the same names on every process.
         limit: tolerance of what is not a count.
     """
-    mine = torch.tensor(list(errors.values()), dtype=torch.float32, device=module.device)
-    mine = mine.nan_to_num(math.inf, posinf=math.inf)
-    worst = module.trainer.strategy.reduce(mine, reduce_op="max").tolist()
+    mine = torch.tensor(list(errors.values()), dtype=torch.float32)
+    worst = comm.max(mine.nan_to_num(math.inf, posinf=math.inf)).tolist()
     return [
         Finding(name, error, 0.0 if name in COUNTED else limit)
         for name, error in zip(errors, worst, strict=True)
@@ -166,114 +170,116 @@ def agreed(module: GRPO, errors: dict[str, float], limit: float) -> list[Finding
 
 
 def sampling_errors(
-    small: GRPO, prompts: PromptBatch, limit: float
+    dry: DryRun, prompts: PromptBatch, limit: float
 ) -> tuple[Rollout, dict[str, float]]:
     """What is wrong with completions and their log-probabilities.
 
     Args:
-        small: the run in small.
-        prompts: a few, on its device.
+        dry: the run in small.
+        prompts: a few.
         limit: tolerance of log-probabilities.
 
     Returns:
         A rollout to learn from, with padding on both sides, and {name: error}.
     """
-    policy, sampling = small.policy, small.sampling
-    assert policy is not None
+    policy = dry.learner.policy
     policy.train()  # as an update leaves it; sampling has to change that
-    alone = small.generate(prompts.select([0]), "train", small.group_size, sampling)
-    truth = truth_of(policy, alone, sampling, limit)
+    alone = dry.sample(prompts.select([0]))
+    true = true_logprobs(dry, alone, limit)
     errors = {
-        "5 a completion ends with its end token, once": bad_ends(small, alone),
-        "2 chunked head equals the dense one": learner_error(policy, alone, truth, sampling),
-        "1 cached decoding equals the full forward": truth.sampler_error(alone),
+        "5 a completion ends with its end token, once": bad_ends(dry, alone),
+        "2 chunked head equals the dense one": learner_error(dry.learner, alone, true),
+        "1 cached decoding equals the full forward": true.sampler_error(alone),
     }
     policy.train().eos_ids = some_ends(policy, alone)
-    rollout = small.generate(padded(prompts), "train", small.group_size, sampling)
-    truth = truth_of(policy, rollout, sampling, limit)
-    errors["5 a completion ends with its end token, once"] += bad_ends(small, rollout)
-    errors["6 groups are contiguous"] = strangers(policy, rollout, truth, sampling, limit)
-    errors["4 padding and batch change nothing"] = padding_error(policy, rollout, truth, sampling)
+    rollout = dry.sample(padded(prompts))
+    true = true_logprobs(dry, rollout, limit)
+    errors["5 a completion ends with its end token, once"] += bad_ends(dry, rollout)
+    errors["6 groups are contiguous"] = mismatched_rows(dry, rollout, true, limit)
+    errors["4 padding and batch change nothing"] = padding_error(dry.learner, rollout, true)
     return rollout, errors
 
 
-def learning_errors(small: GRPO, rollout: Rollout) -> dict[str, float]:
+def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> dict[str, float]:
     """What is wrong with what is learned from a rollout: {name: error}.
 
     Args:
-        small: the run in small.
+        dry: the run in small.
         rollout: N completions.
+        conditions: of the run.
     """
-    assert small.policy is not None
-    probe = Probe()
-    small.rewards = Scorer({"probe": Reward(probe)}, runner=InProcessRunner())
-    experience = small.collect(rollout, small.reward(rollout))
-    small.policy.train(not has_dropout(small))
-    now = scored(experience, small.learning, small._logprobs, shared=small._shared)
+    learner = dry.learner
+    experience = dry.experience(rollout)
+    learner.policy.train(not conditions.dropout)
+    limits = learner.limits
+    now = learner.micro_batching.scored(experience.tokens, learner.logprobs, limits)
     errors = {
-        "6 groups are contiguous": probe.misplaced(rollout, experience),
+        "6 groups are contiguous": dry.probe.misplaced(rollout, experience),
         "3 the first ratio is 1": ratio_error(experience, now),
     }
-    if small.reference is not None:
-        errors |= reference_errors(small, small.reference, experience, now)
-    if not isinstance(small.objective.weighting, PerTokenOfMicroBatch):  # defined by the split
-        errors["7 the gradient does not depend on micro-batches"] = split_error(small, experience)
+    if learner.reference is not None:
+        errors |= reference_errors(learner, experience, now, conditions)
+    if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):  # defined by the split
+        errors["7 the gradient does not depend on micro-batches"] = split_error(learner, experience)
     return errors
 
 
 # --- the seven ---
 
 
+def true_logprobs(
+    dry: DryRun, rollout: Rollout, limit: float, prompt_of: Tensor | None = None
+) -> ReferenceForward:
+    """The library's view of a rollout; see `reference_forward`."""
+    policy, sampling = dry.learner.policy, dry.rollouter.sampling
+    return reference_forward(policy, rollout, sampling, limit, prompt_of)
+
+
 @torch.no_grad()
 def learner_error(
-    policy: Policy, rollout: Rollout, truth: Truth, sampling: Sampling, padding: int = 0
+    learner: Learner, rollout: Rollout, true: ReferenceForward, padding: int = 0
 ) -> float:
     """Distance of the learning step's log-probabilities from the true ones.
 
     Args:
-        policy: the policy.
+        learner: computes them, among all tokens.
         rollout: N completions.
-        truth: of the rollout.
-        sampling: the temperature.
+        true: of the rollout.
         padding: columns to add to the completions; all padding is filled with a real token.
     """
-    mask = torch.nn.functional.pad(rollout.completion_mask, (0, padding))
-    ids = torch.nn.functional.pad(rollout.completion_ids, (0, padding))
+    tokens = rollout.tokens
+    mask = torch.nn.functional.pad(tokens.completion_mask, (0, padding))
+    ids = torch.nn.functional.pad(tokens.completion_ids, (0, padding))
     if padding:
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
-    prompt_of = torch.arange(len(ids), device=ids.device) // rollout.group_size
-    prompts = rollout.prompts.prompt_ids, rollout.prompts.prompt_mask
-    temperature = sampling.policy_temperature
-    new = policy.logprobs(*prompts, prompt_of, ids, mask, temperature=temperature).logprobs
-    true = torch.nn.functional.pad(truth.logprobs, (0, padding))
-    return float(row_gaps(new - true, mask).max())
+    tokens = replace(tokens, completion_ids=ids, completion_mask=mask, candidate_ids=None)
+    new = learner.logprobs(tokens).logprobs
+    expected = torch.nn.functional.pad(true.logprobs, (0, padding))
+    return float(row_gaps(new - expected, mask).max())
 
 
-def padding_error(policy: Policy, rollout: Rollout, truth: Truth, sampling: Sampling) -> float:
-    """What padding and company change, in sampling and in learning."""
-    learner = learner_error(policy, rollout, truth, sampling, EXTRA_PADDING)
-    return max(truth.sampler_error(rollout), learner)
+def padding_error(learner: Learner, rollout: Rollout, true: ReferenceForward) -> float:
+    """What padding and other rows change, in sampling and in learning."""
+    return max(true.sampler_error(rollout), learner_error(learner, rollout, true, EXTRA_PADDING))
 
 
-def strangers(
-    policy: Policy, rollout: Rollout, truth: Truth, sampling: Sampling, limit: float
-) -> float:
+def mismatched_rows(dry: DryRun, rollout: Rollout, true: ReferenceForward, limit: float) -> float:
     """Number of rows that continue another prompt than their own."""
     num_prompts = len(rollout.prompts)
     own = torch.arange(len(rollout.lengths)) // rollout.group_size
-    misfits = ~(truth.sampler_gaps(rollout) <= limit)
+    misfits = ~(true.sampler_gaps(rollout) <= limit)
     found = torch.zeros_like(misfits)
     for away in range(1, num_prompts if bool(misfits.any()) else 1):
-        other = truth_of(policy, rollout, sampling, limit, (own + away) % num_prompts)
+        other = true_logprobs(dry, rollout, limit, (own + away) % num_prompts)
         found |= misfits & (other.sampler_gaps(rollout) <= limit)
     return float(found.sum())
 
 
-def bad_ends(module: GRPO, rollout: Rollout) -> float:
+def bad_ends(dry: DryRun, rollout: Rollout) -> float:
     """Number of rows whose mask is not: tokens, then one end token or the length limit."""
-    assert module.policy is not None
-    eos_ids, limit = module.policy.eos_ids, module.max_completion_len
-    mask, lengths = rollout.completion_mask, rollout.lengths
+    eos_ids, limit = dry.learner.policy.eos_ids, dry.rollouter.max_completion_len
+    mask = rollout.completion_mask
+    lengths = mask.sum(1)
     places = torch.arange(mask.shape[1], device=mask.device)
     ends = mask & torch.isin(rollout.completion_ids, torch.tensor(eos_ids, device=mask.device))
     ends_last = ends == (places == lengths[:, None] - 1)
@@ -291,42 +297,40 @@ def ratio_error(experience: Experience, now: TokenLogprobs) -> float:
     """
     old = experience.old_logprobs
     old = experience.sampler_logprobs if old is None else old
-    return float(row_gaps(now.logprobs - old, experience.completion_mask).max())
+    return float(row_gaps(now.logprobs - old, experience.loss_mask).max())
 
 
 def reference_errors(
-    module: GRPO, reference: Reference, experience: Experience, now: TokenLogprobs
+    learner: Learner, experience: Experience, now: TokenLogprobs, conditions: Conditions
 ) -> dict[str, float]:
     """How far the reference is from the start of training, and whether it stays where it is.
 
-    The first is asked only of a run that starts, and only if its reference is the start.
-
     Args:
-        module: the policy.
-        reference: its reference.
+        learner: with a reference.
         experience: N rows, scored by the reference.
         now: the policy's view of them.
+        conditions: of the run.
     """
     errors = {}
-    before, mask = experience.ref_logprobs, experience.completion_mask
+    before, mask = experience.ref_logprobs, experience.loss_mask
     assert before is not None
-    with moved(module):
-        after = module._ref_logprobs(experience)
+    assert learner.reference is not None
+    with moved(learner):
+        after = learner.reference_logprobs(experience.tokens)
     assert after is not None
     movement = float(row_gaps(after - before, mask).max())
-    trained = any(p.requires_grad for p in reference.parameters())
+    trained = any(p.requires_grad for p in learner.reference.parameters())
     errors["3 the reference stays where it is"] = math.inf if trained else movement
-    if module.reference_path is None and module.iteration == 0:
-        errors["3 KL to the fresh reference is 0"] = float(
-            row_gaps(now.logprobs - before, mask).max()
-        )
+    if conditions.fresh_reference:
+        gap = row_gaps(now.logprobs - before, mask).max()
+        errors["3 KL to the fresh reference is 0"] = float(gap)
     return errors
 
 
 @contextmanager
-def moved(module: GRPO) -> Iterator[None]:
+def moved(learner: Learner) -> Iterator[None]:
     """The policy after a step in its last trained parameter, which is taken back exactly."""
-    last = [p for p in module.policy.parameters() if p.requires_grad][-1].data  # type: ignore[union-attr]
+    last = [p for p in learner.policy.parameters() if p.requires_grad][-1].data
     before = last.clone()
     last += torch.linspace(-1, 1, last.numel(), dtype=last.dtype, device=last.device).view_as(last)
     torch.clear_autocast_cache()  # or the parameter in lower precision would stay
@@ -337,33 +341,32 @@ def moved(module: GRPO) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def split_error(module: GRPO, experience: Experience) -> float:
+def split_error(learner: Learner, experience: Experience) -> float:
     """Norm of the difference of two gradients over their norm: all rows at once, and one by one.
 
-    Every row is praised, some more than others: were equal completions of a group compared, their
-    gradients would cancel and leave rounding.
+    The advantages are positive and unequal: identical completions would otherwise cancel.
     """
-    praise = 1 + torch.arange(len(experience), device=module.device)[:, None] % 3
-    experience = replace(experience, advantages=praise * experience.completion_mask.float())
-    whole = replace(module.learning, micro_batch_size=None, micro_batch_tokens=None)
-    at_once = gradient(module, experience, whole)
-    one_by_one = gradient(module, experience, replace(whole, micro_batch_size=1))
+    weight = torch.arange(len(experience), device=experience.advantages.device)[:, None] % 3
+    experience = replace(experience, advantages=(1 + weight) * experience.loss_mask.float())
+    shared = learner.policy.shares_prompts
+    at_once = gradient(learner, experience, Limits(shared=shared))
+    one_by_one = gradient(learner, experience, Limits(max_rows=1, shared=shared))
     off = sum(float((a - b).square().sum()) for a, b in zip(at_once, one_by_one, strict=True))
     size = sum(float(a.square().sum()) for a in at_once)
     return math.sqrt(off / size) if off else 0.0
 
 
-def gradient(module: GRPO, experience: Experience, learning: UpdateConfig) -> list[Tensor]:
+def gradient(learner: Learner, experience: Experience, limits: Limits) -> list[Tensor]:
     """The gradient of one optimizer step, smallest parameters first, up to `WATCHED` numbers.
 
     It goes to no `.grad`, and past the hooks that reduce it over processes.
     """
-    parameters = [p for p in module.policy.parameters() if p.requires_grad]  # type: ignore[union-attr]
+    parameters = [p for p in learner.policy.parameters() if p.requires_grad]
     parameters.sort(key=Tensor.numel)
     sizes = torch.tensor([p.numel() for p in parameters]).cumsum(0)
     parameters = parameters[: max(1, int((sizes <= WATCHED).sum()))]
     total = [widened(torch.zeros_like(p)) for p in parameters]
-    for output, _ in module.losses(experience, learning):
+    for output, _ in learner.losses(experience, limits):
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
         for part, gained in zip(total, found, strict=True):
             if gained is not None:

@@ -1,4 +1,4 @@
-"""What is true of a rollout: the library's own forward pass, with none of our code around it."""
+"""The library's own forward pass over a rollout: what all other log-probabilities must equal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from litgrpo.types import Rollout
 
 
 @dataclass(frozen=True)
-class Truth:
+class ReferenceForward:
     """What the library's own forward pass says of a rollout, row by row and without padding.
 
     Args:
         logprobs: [N, C] log-probability among all tokens, after temperature.
         least: [N, C] least log-probability that a sampler can have had, given its filters.
         most: [N, C] the largest; it differs from the least where a token is at a filter's edge.
-        astray: [N, C] how far (nats) a token is below those that may be drawn; 0: it may be.
+        out_of_support: [N, C] how far (nats) a token is below those that may be drawn; 0: not
+            at all.
     """
 
     logprobs: Tensor
     least: Tensor
     most: Tensor
-    astray: Tensor
+    out_of_support: Tensor
 
     def sampler_error(self, rollout: Rollout) -> float:
         """Distance of the sampler's log-probabilities from the possible ones."""
@@ -35,19 +36,20 @@ class Truth:
 
     def sampler_gaps(self, rollout: Rollout) -> Tensor:
         """[N] the same for each row."""
-        said = rollout.sampler_logprobs
-        off = torch.maximum(self.least - said, said - self.most).clamp(min=0) + self.astray
-        return row_gaps(off, rollout.completion_mask)
+        given = rollout.sampler_logprobs
+        off = torch.maximum(self.least - given, given - self.most).clamp(min=0)
+        off = off + self.out_of_support
+        return row_gaps(off, rollout.loss_mask)
 
 
 @torch.no_grad()
-def truth_of(
+def reference_forward(
     policy: Policy,
     rollout: Rollout,
     sampling: Sampling,
     slack: float,
     prompt_of: Tensor | None = None,
-) -> Truth:
+) -> ReferenceForward:
     """Score each completion after its prompt by a forward pass of its own.
 
     Args:
@@ -61,16 +63,17 @@ def truth_of(
     prompts, rows = rollout.prompts, torch.arange(len(rollout.completion_ids))
     prompt_of = rows // rollout.group_size if prompt_of is None else prompt_of
     parts = rollout.sampler_logprobs.new_zeros(4, *rollout.completion_ids.shape)
-    for row, prompt, length in zip(rows, prompt_of, rollout.lengths.tolist(), strict=True):
+    lengths = rollout.completion_mask.sum(1).tolist()
+    for row, prompt, length in zip(rows, prompt_of, lengths, strict=True):
         ids = prompts.prompt_ids[prompt][prompts.prompt_mask[prompt]][None]
-        said = rollout.completion_ids[row, :length]
-        logits = policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), said[None])
+        tokens = rollout.completion_ids[row, :length]
+        logits = policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), tokens[None])
         scores = (widened(logits[0, :-1]) / sampling.policy_temperature).log_softmax(-1)
-        logprobs = scores.gather(-1, said[:, None]).squeeze(-1)
+        logprobs = scores.gather(-1, tokens[:, None]).squeeze(-1)
         (wide, edge), (narrow, _) = (kept(scores, sampling, by) for by in (slack, -slack))
         off = (edge - logprobs - slack).clamp(min=0)
         parts[:, row, :length] = torch.stack([logprobs, logprobs - wide, logprobs - narrow, off])
-    return Truth(*parts)
+    return ReferenceForward(*parts)
 
 
 def kept(scores: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor, Tensor]:

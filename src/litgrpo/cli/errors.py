@@ -6,11 +6,12 @@ jsonargparse names the wrong key precisely, but inside a tree of every type that
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import re
 import typing
 from collections.abc import Callable, Sequence
+
+from litgrpo.arguments import import_by_path
 
 KEY = re.compile(r"""Parser key ["'](.+?)["']:\s*(.*)""")
 CALLABLE = re.compile(
@@ -234,7 +235,7 @@ def nearest_dotted(key: str, keys: Sequence[str]) -> str | None:
 
 def parameters(class_path: str) -> list[str]:
     """The names that a class takes."""
-    return list(inspect.signature(_imported(class_path)).parameters)
+    return list(inspect.signature(import_by_path(class_path)).parameters)
 
 
 def argument_class(owner: str, path: Sequence[str]) -> str:
@@ -249,7 +250,7 @@ def argument_class(owner: str, path: Sequence[str]) -> str:
         if not found:
             return ""
         try:
-            hint = typing.get_type_hints(_imported(found).__init__).get(part)
+            hint = typing.get_type_hints(import_by_path(found).__init__).get(part)
         except NameError:  # a name that is imported for type checkers only
             return ""
         choices = [c for c in (hint, *typing.get_args(hint)) if inspect.isclass(c)]
@@ -257,13 +258,8 @@ def argument_class(owner: str, path: Sequence[str]) -> str:
     return found
 
 
-def _imported(class_path: str) -> typing.Any:
-    module, _, name = class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def _under(class_path: str) -> list[type]:
-    found = [_imported(class_path)]
+    found = [import_by_path(class_path)]
     for base in found:  # grows while it is read
         found += base.__subclasses__()
     return [c for c in found if not inspect.isabstract(c) and not c.__name__.startswith("_")]

@@ -21,15 +21,17 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
-import litgrpo.data
 import litgrpo.modules.grpo
-import litgrpo.modules.sft  # noqa: F401
+import litgrpo.modules.pair_data
+import litgrpo.modules.prompt_data  # noqa: F401
+from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
 from litgrpo.callbacks.progress import Progress
+from litgrpo.callbacks.recompilation import Recompilation
 from litgrpo.callbacks.run_folder import (
     RunFolder,
     begin,
@@ -42,12 +44,13 @@ from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.logger_state import Journal, never_failing
+from litgrpo.checkpointing.logger_state import LoggerState, never_failing
 from litgrpo.checkpointing.manifest import read
-from litgrpo.checkpointing.rng_state import ExactResume
+from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.cli.errors import explain
-from litgrpo.parallel.xla import preflight
-from litgrpo.parallel.xla.recompilation import Recompilation
+from litgrpo.cli.old_names import current_recipe
+from litgrpo.modules.sft import SFT
+from litgrpo.parallel.device import check_machine
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
@@ -70,16 +73,14 @@ TRAINER_DEFAULTS = {
     "use_distributed_sampler": False,  # our samplers keep groups whole and know their position
     "enable_model_summary": False,
 }
-OF_ONE_CALL = {
-    "auto_resume",
-    "ckpt_path",
-    "config",
-    "debug",
-    "overwrite",
-    "return_predictions",
-    "verbose",
+# Summary prints the evaluation, with intervals; Predictions writes the completions.
+VERB_DEFAULTS = {
+    "validate": {"verbose": False},
+    "test": {"verbose": False},
+    "predict": {"return_predictions": False},
 }
-OF_ONE_CALL |= {"weights_only"}
+OF_ONE_CALL = {"auto_resume", "ckpt_path", "config", "debug", "overwrite"}
+OF_ONE_CALL |= {"return_predictions", "verbose", "weights_only"}
 
 # Lines that Lightning prints in every run and that ask nothing of the user.
 CHATTER: tuple[str, ...] = ("Tip:", "GPU available:", "TPU available:", "HPU available:")
@@ -208,10 +209,7 @@ class LitGRPOCLI(LightningCLI):
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand in ("validate", "test"):
-            parser.set_defaults(verbose=False)  # Summary prints the evaluation, with intervals
-        if subcommand == "predict":
-            parser.set_defaults(return_predictions=False)  # Predictions writes them
+        parser.set_defaults(**VERB_DEFAULTS.get(subcommand, {}))
         return parser
 
     @property
@@ -227,17 +225,16 @@ class LitGRPOCLI(LightningCLI):
         name = Path(str(recipes[0])).stem if recipes else self.config.subcommand
         run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
         settings.run_dir = settings.trainer.default_root_dir = str(run_dir)
-        if self._resumes_itself() and settings.ckpt_path is not None:
-            raise ValueError(
-                f"--auto_resume looks for a checkpoint, and --ckpt_path names one "
-                f"({settings.ckpt_path}): leave one of them out."
-            )
-        if self._resumes_itself():
-            newest = newest_checkpoint(Path(run_dir))
-            settings.ckpt_path = None if newest is None else str(newest)
-        elif settings.ckpt_path is not None:
-            path = checkpoint_file(str(settings.ckpt_path), Path(run_dir))
-            settings.ckpt_path = str(path)
+        given = settings.ckpt_path
+        require(
+            given is None or not self._resumes_itself(),
+            f"--auto_resume looks for a checkpoint, and --ckpt_path names one ({given}): leave one "
+            "of them out.",
+        )
+        path = newest_checkpoint(Path(run_dir)) if self._resumes_itself() else None
+        if given is not None:
+            path = checkpoint_file(str(given), Path(run_dir))
+        settings.ckpt_path = None if path is None else str(path)
 
     def _resumes_itself(self) -> bool:
         return self.config.subcommand == "fit" and self.settings.auto_resume
@@ -248,7 +245,7 @@ class LitGRPOCLI(LightningCLI):
         prompts = settings.data.init_args.get("batch_size")
         group = settings.model.init_args.get("group_size")
         rows = prompts * group if self.subcommand == "fit" and prompts and group else None
-        preflight.check(settings.trainer, rows)
+        check_machine(settings.trainer, rows)
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
         if self._starts_anew():
@@ -259,6 +256,9 @@ class LitGRPOCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Make room, now that the recipe is known to be sound."""
+        if self.subcommand != "fit" and self.settings.ckpt_path and isinstance(self.model, SFT):
+            # Before the data are read with it; a fit builds the same one from the same data.
+            self.model.take_tokenizer(read(Path(self.settings.ckpt_path)))
         if self._starts_anew():
             rank_zero_only(begin)(Path(self.settings.run_dir), self.config_text())
 
@@ -283,17 +283,22 @@ class LitGRPOCLI(LightningCLI):
         given = chosen["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         ours = [self._get(self.config_init, name) for name in CALLBACKS]
-        if chosen["enable_checkpointing"] is False:
-            ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
-        if chosen["enable_progress_bar"] is False or any(isinstance(c, ProgressBar) for c in given):
-            ours = [callback for callback in ours if not isinstance(callback, ProgressBar)]
+        no_bar = chosen["enable_progress_bar"] is False
+        off: dict[type, bool] = {
+            Checkpoint: chosen["enable_checkpointing"] is False,
+            ProgressBar: no_bar or any(isinstance(each, ProgressBar) for each in given),
+        }
+        unwanted = tuple(kind for kind, is_off in off.items() if is_off)
+        ours = [callback for callback in ours if not isinstance(callback, unwanted)]
         max_time = chosen.pop("max_time")
         if max_time is not None:
             ours.append(TimeBudget(max_time))
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
-        always = [RunFolder(self.config_text()), ExactResume(), Journal(self.settings.run_dir)]
+        always = [RunFolder(self.config_text()), RngState(), LoggerState(self.settings.run_dir)]
+        # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
+        # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
         chosen["logger"] = self._loggers(chosen["logger"])
         return self._instantiate_trainer(chosen, [])
@@ -326,10 +331,12 @@ def load_module(path: Path) -> Any:
         path: a checkpoint written by `cli.py fit`.
     """
     checkpoint = read(path)
-    node = yaml.safe_load(saved_config(checkpoint))["model"]
+    node = current_recipe(saved_config(checkpoint))["model"]
     module = instantiate_module(
         LightningModule, {"_class_path": node["class_path"], **node["init_args"]}
     )
+    if isinstance(module, SFT):
+        module.take_tokenizer(checkpoint)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)

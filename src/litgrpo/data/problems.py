@@ -22,6 +22,8 @@ NUM_HELD_OUT = 500
 NUM_SUPERVISED = 2000
 SPLIT_SEED = 0
 
+SIGNS = {"+": 1, "-": -1}
+
 NAMES = [
     *("Ada", "Ben", "Eva", "Ida", "Jim", "Kim", "Leo", "Max"),
     *("Mia", "Nina", "Omar", "Rosa", "Sam", "Tom", "Uma", "Zoe"),
@@ -77,6 +79,7 @@ class Teacher:
         """
         (tens_1, ones_1), (tens_2, ones_2) = divmod(first, 10), divmod(second, 10)
         if sign == "+":
+            # A wrong sum of the ones carries what it shows: 7+8=16 carries 1, as 15 would.
             ones = self._digit(ones_1 + ones_2, 18, rng)
             carry = ones // 10
         else:
@@ -85,8 +88,7 @@ class Teacher:
             ones = self._digit(ones_1 - ones_2, 9, rng)
         if rng.random() < self.forgotten_carry_frac:
             carry = 0
-        right = tens_1 + tens_2 + carry if sign == "+" else tens_1 - tens_2 - carry
-        tens = self._digit(right, 19, rng)
+        tens = self._digit(tens_1 + SIGNS[sign] * (tens_2 + carry), 19, rng)
         carried = f"{sign}1" if carry else ""
         steps = f"{ones_1}{sign}{ones_2}={ones}, {tens_1}{sign}{tens_2}{carried}={tens}"
         reasoning, answer = f"{first}{sign}{second}: {steps}", 10 * tens + ones % 10
@@ -168,6 +170,6 @@ def _problem(pair: tuple[int, int], rng: random.Random) -> tuple[str, int, str, 
 def _row(
     prompt: str, first: int, sign: str, second: int, teacher: Teacher, rng: random.Random
 ) -> Row:
-    answer = first + second if sign == "+" else first - second
+    answer = first + SIGNS[sign] * second
     completion = teacher.demonstrate(first, sign, second, rng)
     return {"prompt": prompt, "answer": str(answer), "completion": completion}

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jinja2
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from litgrpo.data.rows import require, require_positive
+from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.sources import Row
+from litgrpo.parallel.messages import rank_zero_warn
 
 if TYPE_CHECKING:  # slow to import; only named here
-    from lightning import Trainer
     from transformers import PreTrainedTokenizerBase
 
 Overlong = Literal["drop", "truncate", "error"]
+DONE = {"drop": "dropped", "truncate": "truncated"}
+# What a field that should be text may be, and what to do about it.
+HINTS = {list: "a list of messages needs `chat: true`"}
 
 
 @dataclass(frozen=True)
@@ -67,73 +69,53 @@ class Template:
 
     def text(self, row: Row) -> str:
         """The text of one row; an empty one is an error."""
-        if self.source is None:
-            value = row.values[self.field]
-        else:
-            try:
-                value = self._jinja.render(row.values)
-            except jinja2.UndefinedError as error:
-                has = ", ".join(row.values)
-                raise ValueError(f"{row.place}: template: {error} (the row has: {has})") from error
+        value = self._value(row)
         if not isinstance(value, str):
-            hint = (
-                "a list of messages needs `chat: true`" if isinstance(value, list) else "not text"
-            )
+            hint = HINTS.get(type(value), "not text")
             raise ValueError(f"{row.place}, field {self.field!r}: {value!r:.60} ({hint})")
-        if not value.strip():
-            raise ValueError(f"{row.place}: the {self.field} is empty")
+        require(bool(value.strip()), f"{row.place}: the {self.field} is empty")
         return value
+
+    def _value(self, row: Row) -> Any:
+        if self.source is None:
+            return row.values[self.field]
+        try:
+            return self._jinja.render(row.values)
+        except jinja2.UndefinedError as error:
+            has = ", ".join(row.values)
+            raise ValueError(f"{row.place}: template: {error} (the row has: {has})") from error
 
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """How a row becomes the text and the token ids that a policy continues.
+    """How a row becomes the text and the token ids that a policy continues: as it is.
 
     Args:
-        template: makes the text, or the user's message.
-        chat: the chat format around it, or None.
+        template: makes the text.
     """
 
     template: Template
-    chat: Chat | None
-
-    def content(self, row: Row) -> str | list[dict[str, str]]:
-        """What is asked, before any tokenizer is known: a text or a list of messages."""
-        value = row.values.get(self.template.field)
-        if self.chat is not None and self.template.source is None and isinstance(value, list):
-            if not value:
-                raise ValueError(f"{row.place}: the {self.template.field} is empty")
-            return value
-        return self.template.text(row)
 
     def plain(self, rows: list[Row]) -> Iterator[str]:
         """What is asked as plain texts, for a tokenizer to be fitted to."""
-        for row in rows:
-            content = self.content(row)
-            if isinstance(content, str):
-                yield content
-            else:
-                yield "\n".join(message["content"] for message in content)
+        return map(self.template.text, rows)
 
     def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The prompt of each row, in the chat format if there is one."""
-        if self.chat is None:
-            return [self.template.text(row) for row in rows]
-        return [_in_chat_format(said, self.chat, tokenizer) for said in self.conversations(rows)]
+        """The prompt of each row."""
+        return list(self.plain(rows))
 
-    def conversations(self, rows: list[Row]) -> list[list[dict[str, str]]]:
-        """The messages of each row before the chat format is put around them."""
-        system = self.chat.system if self.chat is not None else None
-        first = [] if system is None else [{"role": "system", "content": system}]
-        contents = [self.content(row) for row in rows]
-        return [first + _messages(content) for content in contents]
+    def columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+        """What rewards are told besides the fields of the rows."""
+        return {}
 
     def encode(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Token ids of each prompt, with the begin token if the tokenizer adds one, once."""
-        # A chat format writes its begin token as text, so the tokenizer must not add another.
-        rows = tokenize(tokenizer, texts, add_special_tokens=self.chat is None)
-        begin = tokenizer.bos_token_id
-        doubled = [begin is not None and ids[:2] == [begin] * 2 for ids in rows]
+        return self._begun_once(tokenize(tokenizer, texts, add_special_tokens=True), tokenizer)
+
+    def _begun_once(
+        self, rows: list[list[int]], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[int]]:
+        doubled = [ids[:2] == [tokenizer.bos_token_id] * 2 for ids in rows]
         if any(doubled):
             rank_zero_warn(
                 f"{sum(doubled)} of {len(rows)} prompts write the begin token "
@@ -142,22 +124,63 @@ class PromptStyle:
         return [ids[1:] if twice else ids for ids, twice in zip(rows, doubled, strict=True)]
 
 
-def as_chat(chat: bool | Chat) -> Chat | None:
-    """The settings behind `chat: true`, `chat: false` and `chat: {...}`."""
-    if isinstance(chat, bool):
-        return Chat() if chat else None
-    return chat
+@dataclass(frozen=True)
+class ChatStyle(PromptStyle):
+    """The same in the tokenizer's chat format, as a user's message or after given messages.
+
+    Args:
+        template: makes the user's message.
+        chat: settings of the chat format.
+    """
+
+    chat: Chat
+
+    def messages(self, row: Row) -> list[dict[str, str]]:
+        """What is asked, before any tokenizer is known, without the system message."""
+        given = row.values.get(self.template.field)
+        if self.template.source is not None or not isinstance(given, list):
+            return [{"role": "user", "content": self.template.text(row)}]
+        require(bool(given), f"{row.place}: the {self.template.field} is empty")
+        return given
+
+    def plain(self, rows: list[Row]) -> Iterator[str]:
+        """The contents of the messages, a line each."""
+        for row in rows:
+            yield "\n".join(message["content"] for message in self.messages(row))
+
+    def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The prompt of each row, in the chat format."""
+        known = tokenizer.chat_template is not None
+        require(known, "chat: the tokenizer has no chat template; use `template` instead")
+        return [_in_chat_format(asked, self.chat, tokenizer) for asked in self.conversations(rows)]
+
+    def columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+        """The messages without the chat format around them."""
+        return {"conversation": self.conversations(rows)}
+
+    def conversations(self, rows: list[Row]) -> list[list[dict[str, str]]]:
+        """The messages of each row before the chat format is put around them."""
+        system = self.chat.system
+        first = [] if system is None else [{"role": "system", "content": system}]
+        return [first + self.messages(row) for row in rows]
+
+    def encode(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Token ids of each prompt; the chat format wrote the begin token as text."""
+        return self._begun_once(tokenize(tokenizer, texts, add_special_tokens=False), tokenizer)
 
 
-def _messages(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+def prompt_style(template: str | None, chat: bool | Chat) -> PromptStyle:
+    """The style behind `chat: true`, `chat: false` and `chat: {...}`; refuses a bad template."""
+    made = Template("prompt", template)
+    made.check()
+    if chat is False:
+        return PromptStyle(made)
+    return ChatStyle(made, Chat() if chat is True else chat)
 
 
 def _in_chat_format(
     messages: list[dict[str, str]], chat: Chat, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    if tokenizer.chat_template is None:
-        raise ValueError("chat: the tokenizer has no chat template; use `template` instead")
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **chat.kwargs
@@ -179,25 +202,8 @@ def tokenize(
     return list(encoded["input_ids"])
 
 
-def find_tokenizer(
-    name: str | None, trainer: Trainer | None, texts: list[str]
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of the data, if one is named, else that of the model.
-
-    Args:
-        name: Hub id or folder, or None.
-        trainer: knows the model; its `fit_tokenizer` may train a tokenizer.
-        texts: what to train it on.
-    """
-    if name is not None:
-        return checked(_load_tokenizer(name))
-    if trainer is None:
-        raise ValueError("without a Trainer the data need their own tokenizer; set tokenizer")
-    model: Any = trainer.lightning_module
-    return checked(model.fit_tokenizer(texts))
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hub id or folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -210,11 +216,9 @@ def checked(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """The tokenizer, if it has the tokens that padding and the end of a completion need."""
     ids = {"pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id}
     for name, token_id in ids.items():
-        if token_id is None:
-            hint = f"set tokenizer.{name}_token to a token that no text contains and save it"
-            raise ValueError(
-                f"the tokenizer ({tokenizer.name_or_path}) has no {name} token; {hint}"
-            )
+        hint = f"set tokenizer.{name}_token to a token that no text contains and save it"
+        said = f"the tokenizer ({tokenizer.name_or_path}) has no {name} token; {hint}"
+        require(token_id is not None, said)
     return tokenizer
 
 
@@ -234,29 +238,29 @@ class LengthLimit:
 
     def __post_init__(self) -> None:
         """Refuse a limit that nothing can meet."""
-        require("overlong", self.overlong, ("drop", "truncate", "error"))
-        require_positive(**{self.name: self.tokens})
+        one_of("overlong", self.overlong, get_args(Overlong))
+        at_least(self.name, self.tokens, 1)
 
-    def keeps(self, lengths: list[int], rows: list[Row], role: str) -> list[bool]:
-        """Which rows stay; what happens to the others is counted and said once.
+    def kept(self, lengths: list[int], rows: list[Row], role: str) -> list[int]:
+        """Numbers of the rows that stay; what happens to the others is counted and said once.
 
         Args:
             lengths: number of tokens of each row.
             rows: the rows, to name the longest.
             role: name of the set, for messages.
         """
-        over = [length > self.tokens for length in lengths]
-        if not any(over):
-            return [True] * len(rows)
+        fitting = [number for number, length in enumerate(lengths) if length <= self.tokens]
+        if len(fitting) == len(rows):
+            return fitting
         longest = max(range(len(rows)), key=lengths.__getitem__)
         said = (
-            f"{role}: {sum(over)} of {len(rows)} rows have more than {self.name}={self.tokens} "
-            f"tokens (the longest {lengths[longest]}, {rows[longest].place})"
+            f"{role}: {len(rows) - len(fitting)} of {len(rows)} rows have more than "
+            f"{self.name}={self.tokens} tokens (the longest {lengths[longest]}, "
+            f"{rows[longest].place})"
         )
-        if self.overlong == "error":
-            raise ValueError(f"{said}; raise {self.name} or say `overlong: drop` or `truncate`")
-        if self.overlong == "drop" and all(over):
-            raise ValueError(f"{said}: none is left; raise {self.name}")
-        done = {"drop": "dropped", "truncate": "truncated"}
-        rank_zero_warn(f"{said}: {done[self.overlong]}")
-        return [self.overlong == "truncate" or not long for long in over]
+        hint = f"raise {self.name} or say `overlong: drop` or `truncate`"
+        require(self.overlong != "error", f"{said}; {hint}")
+        left = {"drop": fitting, "truncate": list(range(len(rows)))}[self.overlong]
+        require(bool(left), f"{said}: none is left; raise {self.name}")
+        rank_zero_warn(f"{said}: {DONE[self.overlong]}")
+        return left

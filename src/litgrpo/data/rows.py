@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
+from litgrpo.arguments import one_of, require
 from litgrpo.data.sources import Row, SourceLike, read
+from litgrpo.parallel.messages import rank_zero_info, rank_zero_warn
 
 Overlap = Literal["drop", "error", "keep"]
 NAMES_OF_REWARDS = {
@@ -41,16 +41,21 @@ class Table:
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""
-        require("overlap", self.overlap, ("drop", "error", "keep"))
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}, it must be in [0, 1)")
+        one_of("overlap", self.overlap, get_args(Overlap))
+        allowed = 0 <= self.val_fraction < 1
+        require(allowed, f"val_fraction is {self.val_fraction}; it must be in [0, 1).")
         for name, pattern in self.extract.items():
             try:
                 groups = re.compile(pattern).groups
             except re.error as error:
                 raise ValueError(f"extract.{name}: {pattern!r} is no pattern: {error}") from error
-            if groups != 1:
-                raise ValueError(f"extract.{name}: {pattern!r} has {groups} groups, expected one")
+            said = f"extract.{name}: {pattern!r} has {groups} groups, expected one"
+            require(groups == 1, said)
+
+    @property
+    def fields(self) -> set[str]:
+        """What a row that is learned from must have, besides what the templates need."""
+        return {*self.columns, *self.extract}
 
     def read(self, source: SourceLike, required: Iterable[str] | None = None) -> list[Row]:
         """All rows of a source, under our names.
@@ -59,8 +64,8 @@ class Table:
             source: where they come from.
             required: the fields that every row needs; None means all of `columns` and `extract`.
         """
-        everything = {*self.columns, *self.extract} if required is None else set(required)
-        rows = [self._named(row, everything) for row in read(source)]
+        needed = self.fields if required is None else set(required)
+        rows = [self._named(row, needed) for row in read(source)]
         refuse_equal_ids(rows)
         return rows
 
@@ -97,19 +102,22 @@ class Table:
         """
         rows = self.read(train, required)
         if val is None:
-            held_out = [is_held_out(row, self.val_fraction, self.split_by) for row in rows]
-            kept = [row for row, out in zip(rows, held_out, strict=True) if not out]
-            held = [row for row, out in zip(rows, held_out, strict=True) if out]
+            kept, held = self._split(rows)
         else:
             held = self.read(val, required)
             kept = self._without_overlap(rows, held)
-        if not kept:
-            raise ValueError("no training row is left: all of them are held out for validation")
-        if self.val_fraction and not held:
-            raise ValueError(f"val_fraction {self.val_fraction} of {len(rows)} rows holds out none")
+        require(bool(kept), "no training row is left: all of them are held out for validation")
+        none_held = f"val_fraction {self.val_fraction} of {len(rows)} rows holds out none"
+        require(bool(held) or not self.val_fraction, none_held)
         report_duplicates("train", kept)
         report_duplicates("val", held)
         return kept, held
+
+    def _split(self, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+        sides: dict[bool, list[Row]] = {False: [], True: []}
+        for row in rows:
+            sides[is_held_out(row, self.val_fraction, self.split_by)].append(row)
+        return sides[False], sides[True]
 
     def _without_overlap(self, train: list[Row], val: list[Row]) -> list[Row]:
         places = {identity(row): row.place for row in val}
@@ -118,11 +126,13 @@ class Table:
             return train
         first = f"{shared[0].place} = {places[identity(shared[0])]}"
         said = f"{len(shared)} of {len(train)} training prompts are in the validation set ({first})"
-        if self.overlap == "error":
-            raise ValueError(f"{said}; `overlap: drop` removes them from training")
-        done = {"drop": "removed from training", "keep": "kept, so validation is optimistic"}
-        rank_zero_warn(f"{said}: {done[self.overlap]}")
-        return [row for row in train if identity(row) not in places or self.overlap == "keep"]
+        require(self.overlap != "error", f"{said}; `overlap: drop` removes them from training")
+        done, left = {
+            "drop": ("removed from training", [r for r in train if identity(r) not in places]),
+            "keep": ("kept, so validation is optimistic", train),
+        }[self.overlap]
+        rank_zero_warn(f"{said}: {done}")
+        return left
 
 
 def identity(row: Row, name: str = "prompt") -> str:
@@ -134,8 +144,8 @@ def identity(row: Row, name: str = "prompt") -> str:
 
 def is_held_out(row: Row, fraction: float, split_by: str = "prompt") -> bool:
     """Whether a row belongs to the held-out share; depends on its `split_by` alone."""
-    if split_by != "prompt" and split_by not in row.values:
-        raise ValueError(f"{row.place}: no field {split_by!r}, which split_by names")
+    known = split_by == "prompt" or split_by in row.values
+    require(known, f"{row.place}: no field {split_by!r}, which split_by names")
     digest = hashlib.sha256(identity(row, split_by).encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -145,34 +155,34 @@ def fingerprint(rows: list[Row]) -> str:
     return hashlib.sha256("\n".join(map(identity, rows)).encode()).hexdigest()[:16]
 
 
+def repeats(rows: list[Row], key: Callable[[Row], Hashable]) -> Iterator[tuple[Row, str]]:
+    """Each row whose key an earlier row has, with the place of the first such row."""
+    seen: dict[Hashable, str] = {}
+    for row in rows:
+        first = seen.setdefault(key(row), row.place)
+        if first != row.place:
+            yield row, first
+
+
 def refuse_equal_ids(rows: list[Row]) -> None:
     """Stop where two rows claim to be the same example: one of them is not what it says.
 
     Raises:
         ValueError: both places.
     """
-    seen: dict[Any, str] = {}
-    for row in rows:
-        value = row.values.get("id")
-        if isinstance(value, str | int):
-            first = seen.setdefault(value, row.place)
-            if first != row.place:
-                raise ValueError(
-                    f"{row.place}: field 'id' is {value!r}, as in {first}; remove one of them, or "
-                    "say `columns: {number: id}` if it is no identifier"
-                )
+    identified = [row for row in rows if isinstance(row.values.get("id"), str | int)]
+    for row, first in repeats(identified, lambda row: row.values["id"]):
+        raise ValueError(
+            f"{row.place}: field 'id' is {row.values['id']!r}, as in {first}; remove one of them, "
+            "or say `columns: {number: id}` if it is no identifier"
+        )
 
 
 def report_duplicates(name: str, rows: list[Row]) -> None:
     """Say how many rows repeat the prompt of an earlier one, and name the first pair."""
-    seen: dict[str, str] = {}
-    repeats = []
-    for row in rows:
-        first = seen.setdefault(identity(row), row.place)
-        if first != row.place:
-            repeats.append(f"{row.place} = {first}")
-    if repeats:
-        rank_zero_info(f"{name}: {len(repeats)} of {len(rows)} prompts are repeats ({repeats[0]})")
+    found = [f"{row.place} = {first}" for row, first in repeats(rows, identity)]
+    if found:
+        rank_zero_info(f"{name}: {len(found)} of {len(rows)} prompts are repeats ({found[0]})")
 
 
 def columns_of(rows: list[Row]) -> dict[str, list[Any]]:
@@ -182,16 +192,3 @@ def columns_of(rows: list[Row]) -> dict[str, list[Any]]:
         hint = f"`columns: {{gold_{name}: {name}}}` renames it"
         raise ValueError(f"{rows[0].place}: field {name!r} is what rewards are given; {hint}")
     return {name: [row.values.get(name) for row in rows] for name in names}
-
-
-def require(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Refuse a setting that is none of the allowed."""
-    if value not in (choices := tuple(allowed)):
-        raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, choices))}")
-
-
-def require_positive(**settings: int | None) -> None:
-    """Refuse counts below one; None is allowed."""
-    for name, value in settings.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count as count_from
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from litgrpo.tensors import length_buckets
 
 Batch = TypeVar("Batch")
+Plan = Callable[[int], list[list[int]]]  # epoch -> batches of row numbers
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
@@ -52,6 +54,7 @@ def bucketed_batches(
         Lists of row numbers.
     """
     order = shuffled(len(lengths), seed, epoch)
+    # With n = 2^(b-1) + ... of b binary digits, five of them are kept: a step is 2^(b-5).
     steps = torch.tensor([1 << max(0, int(n).bit_length() - 5) for n in lengths])
     rounded = (lengths + steps - 1) // steps * steps
     buckets = length_buckets(rounded[order], max_rows=max_rows, max_tokens=max_tokens)
@@ -59,15 +62,9 @@ def bucketed_batches(
     return [order[buckets[place]].tolist() for place in turn]
 
 
-def process(trainer: Trainer | None) -> tuple[int, int]:
-    """Rank of this process and number of processes; without a trainer there is one."""
-    return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-
-
-def skip_validation(trainer: Trainer | None) -> None:
-    """Tell Lightning that there is nothing to validate on; an empty list makes it warn."""
-    if trainer is not None:
-        trainer.limit_val_batches = 0
+def padded_length(rows: Sequence[Sequence[int]], multiple: int) -> int:
+    """The length of the longest row, rounded up to a multiple."""
+    return -(-max(map(len, rows)) // multiple) * multiple
 
 
 def share(batch: list[int], rank: int, world_size: int) -> list[int]:
@@ -93,10 +90,7 @@ class BatchOrder(Sampler[list[int]]):
         world_size: number of processes.
     """
 
-    def __init__(
-        self, plan: Callable[[int], list[list[int]]], rank: int = 0, world_size: int = 1
-    ) -> None:
-        """Start at the first batch of epoch 0."""
+    def __init__(self, plan: Plan, rank: int = 0, world_size: int = 1) -> None:
         self.plan, self.rank, self.world_size = plan, rank, world_size
         self.num_batches = len(plan(0))
         self.epoch = 0
@@ -139,7 +133,6 @@ class BatchLoader(Generic[Batch]):
         num_workers: int = 0,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """Start where the sampler does."""
         self.dataset, self.sampler = dataset, sampler
         self.batch_sampler = None  # Lightning asks for it where there is a `sampler`
         self.num_workers, self.identity = num_workers, identity or {}
@@ -182,14 +175,11 @@ class BatchLoader(Generic[Batch]):
         Args:
             count: rows for this process.
         """
-        rank, processes = self.sampler.rank, self.sampler.world_size
-        wanted, rows, epoch = count * processes, list[int](), 0
-        skip = self._drawn
-        while len(rows) < wanted:
-            # Epochs below 0 are never handed out.
-            order = [row for batch in self.sampler.plan(-1 - epoch) for row in batch]
-            rows += order[skip : skip + wanted - len(rows)]
-            skip, epoch = max(0, skip - len(order)), epoch + 1
+        rank, wanted = self.sampler.rank, count * self.sampler.world_size
+        # The batches to come are of epochs from 0 on, so these come from epochs below 0.
+        epochs = (self.sampler.plan(-number) for number in count_from(1))
+        order = (row for batches in epochs for batch in batches for row in batch)
+        rows = list(islice(order, self._drawn, self._drawn + wanted))
         self._drawn += wanted
         return self.dataset[rows[rank * count : (rank + 1) * count]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import inspect
 import io
 import json
@@ -12,6 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
+
+from litgrpo.arguments import at_least, import_by_path, require
+
+PYTHON = "python:"
+GIVEN = "the given list"
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,9 @@ class Source:
 
     def __post_init__(self) -> None:
         """Refuse what can give no rows."""
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit of {self.path!r} is {self.limit}, it must be at least 1")
-        if self.kwargs and not self.path.startswith(PYTHON):
-            raise ValueError(f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
+        at_least(f"limit of {self.path!r}", self.limit, 1)
+        used = not self.kwargs or self.path.startswith(PYTHON)
+        require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
 
 
 SourceLike = str | Source | list[str] | list[dict[str, Any]]
@@ -56,7 +59,6 @@ class Row:
     index: int
 
 
-PYTHON = "python:"
 Placed = tuple[dict[str, Any], str]
 
 
@@ -69,44 +71,37 @@ def read(source: SourceLike) -> list[Row]:
     Returns:
         At least one row; an empty source is an error.
     """
-    if isinstance(source, str):
-        source = Source(source)
     if isinstance(source, list):
-        return _numbered(_from_list(source, "the given list"), "the given list")
-    path, limit = source.path, source.limit
-    suffix = Path(path).suffix.lower()
-    if path.startswith(PYTHON):
-        placed = _from_function(path, source.kwargs)
-    elif suffix in READERS:
-        placed = READERS[suffix](_existing(path))
-    elif Path(path).is_file():
-        raise ValueError(f"{path}: cannot read {suffix or 'a file without ending'}; {_ENDINGS}")
-    else:
-        placed = _from_hub(path)
-    return _numbered(placed[:limit], path)
+        return _numbered(_from_list(source, GIVEN), GIVEN)
+    source = Source(source) if isinstance(source, str) else source
+    return _numbered(_placed(source)[: source.limit], source.path)
 
 
 def _numbered(placed: list[Placed], path: str) -> list[Row]:
-    if not placed:
-        raise ValueError(f"{path} holds no rows")
+    require(bool(placed), f"{path} holds no rows")
     return [Row(values, place, index) for index, (values, place) in enumerate(placed)]
 
 
-def _existing(path: str) -> Path:
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
-    return Path(path)
+def _placed(source: Source) -> list[Placed]:
+    path, suffix = source.path, Path(source.path).suffix.lower()
+    if path.startswith(PYTHON):
+        return _from_function(path, source.kwargs)
+    if suffix in READERS:
+        require(Path(path).is_file(), f"{path}: no such file (looked in {Path.cwd()})")
+        return READERS[suffix](Path(path))
+    known = f"{path}: cannot read {suffix or 'a file without ending'}; {_ENDINGS}"
+    require(not Path(path).is_file(), known)
+    return _from_hub(path)
 
 
 def _from_list(rows: Iterable[Any], name: str) -> list[Placed]:
-    placed = []
-    for number, row in enumerate(rows, start=1):
-        place = f"{name}, row {number}"
-        values = {"prompt": row} if isinstance(row, str) else row
-        if not isinstance(values, dict):
-            raise ValueError(f"{place}: is {_kind(row)}, expected fields by name")
-        placed.append((values, place))
-    return placed
+    texts_as_rows = ({"prompt": row} if isinstance(row, str) else row for row in rows)
+    return _objects(texts_as_rows, name)
+
+
+def _objects(rows: Iterable[Any], name: str) -> list[Placed]:
+    places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
+    return [(_object(row, place), place) for row, place in places]
 
 
 def _from_function(path: str, kwargs: dict[str, Any]) -> list[Placed]:
@@ -121,10 +116,9 @@ def _from_function(path: str, kwargs: dict[str, Any]) -> list[Placed]:
 
 
 def _import(name: str, path: str) -> Callable[..., Iterable[Any]]:
-    module, _, attribute = name.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
+        return import_by_path(name)
+    except ValueError as error:
         hint = f"write {PYTHON}package.module.function, importable from here"
         raise ValueError(f"{path}: {error}; {hint}") from error
 
@@ -171,10 +165,8 @@ def _read_jsonl(path: Path) -> list[Placed]:
 
 def _read_json(path: Path) -> list[Placed]:
     rows = _json(_text(path) or "[]", str(path))
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: is {_kind(rows)}, expected a list of objects")
-    places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
-    return [(_object(row, place), place) for row, place in zip(rows, places, strict=True)]
+    require(isinstance(rows, list), f"{path}: is {_kind(rows)}, expected a list of objects")
+    return _objects(rows, str(path))
 
 
 def _json(text: str, place: str) -> Any:
@@ -187,8 +179,7 @@ def _json(text: str, place: str) -> Any:
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: is {_kind(row)}, expected an object {{field: value}}")
+    require(isinstance(row, dict), f"{place}: is {_kind(row)}, expected an object {{field: value}}")
     return row
 
 
@@ -198,15 +189,14 @@ def _kind(value: Any) -> str:
 
 def _read_csv(path: Path) -> list[Placed]:
     lines = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    placed: list[Placed] = []
-    header = next(lines, [])
+    placed = []
     try:
-        for cells in lines:
+        header = next(lines, [])
+        for cells in filter(None, lines):  # an empty line is no row
             place = f"{path}, line {lines.line_num}"
-            if cells and len(cells) != len(header):
-                raise ValueError(f"{place}: has {len(cells)} fields, the header {len(header)}")
-            if cells:
-                placed.append((dict(zip(header, cells, strict=True)), place))
+            said = f"{place}: has {len(cells)} fields, the header {len(header)}"
+            require(len(cells) == len(header), said)
+            placed.append((dict(zip(header, cells, strict=True)), place))
     except csv.Error as error:
         raise ValueError(f"{path}, line {lines.line_num}: not CSV: {error}") from error
     return placed

@@ -14,12 +14,13 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from litgrpo.arguments import require
 from litgrpo.evaluation.intervals import clustered_proportion, wilson
 from litgrpo.types import RewardTable
 
-MAX_INDEX = (
-    2**24
-)  # states are float32 and flat, the shape and type that an idle process contributes
+# States are float32 and flat, the shape and type that a process without prompts contributes; above
+# this number float32 does not tell two indices apart.
+MAX_INDEX = 2**24
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -50,7 +51,6 @@ class PerPrompt(Metric):
     values: list[Tensor]
 
     def __init__(self) -> None:
-        """Start empty."""
         super().__init__()
         self.add_state("index", default=[], dist_reduce_fx="cat")
         self.add_state("values", default=[], dist_reduce_fx="cat")
@@ -62,10 +62,11 @@ class PerPrompt(Metric):
             index: [B] position of each prompt in its data set.
             values: [B, K] numbers to remember.
         """
-        if len(index) != len(values):
-            raise ValueError(f"got {len(index)} indices for {len(values)} prompts")
-        if index.numel() and index.max() >= MAX_INDEX:
-            raise ValueError(f"a data set for evaluation may have {MAX_INDEX} rows at most")
+        require(len(index) == len(values), f"got {len(index)} indices for {len(values)} prompts")
+        require(
+            not bool((index >= MAX_INDEX).any()),
+            f"a data set for evaluation may have {MAX_INDEX} rows at most",
+        )
         self.index.append(index.float())
         self.values.append(values.float().flatten())
 
@@ -75,6 +76,7 @@ class PerPrompt(Metric):
             return []
         index = dim_zero_cat(self.index).tolist()
         values = dim_zero_cat(self.values).view(-1, num_values).tolist()
+        # Reversed, so that the first of several rows of a prompt stays.
         first = dict(zip(reversed(index), reversed(values), strict=True))
         return [first[place] for place in sorted(first)]
 
@@ -91,14 +93,13 @@ class SampledAccuracy(PerPrompt):
     def __init__(
         self, num_samples: int, ks: Sequence[int] = (1,), confidence: float = 0.95
     ) -> None:
-        """See the class."""
         super().__init__()
         wrong = [k for k in ks if not 1 <= k <= num_samples]
-        if num_samples < 1 or wrong:
-            raise ValueError(
-                f"pass@{wrong or ks} cannot be estimated from {num_samples} samples per prompt;"
-                " choose k from 1 to the number of samples"
-            )
+        require(
+            num_samples >= 1 and not wrong,
+            f"pass@{wrong or ks} cannot be estimated from {num_samples} samples per prompt;"
+            " choose k from 1 to the number of samples",
+        )
         self.num_samples = num_samples
         self.ks = tuple(ks)
         self.confidence = confidence
@@ -110,10 +111,10 @@ class SampledAccuracy(PerPrompt):
             index: [B] position of each prompt in its data set.
             correct: [B, k] True where a completion is right.
         """
-        if tuple(correct.shape[1:]) != (self.num_samples,):
-            raise ValueError(
-                f"expected {self.num_samples} samples per prompt, got shape {tuple(correct.shape)}"
-            )
+        require(
+            tuple(correct.shape[1:]) == (self.num_samples,),
+            f"expected {self.num_samples} samples per prompt, got shape {tuple(correct.shape)}",
+        )
         self.collect(index, correct.sum(1, keepdim=True))
 
     def compute(self) -> dict[str, Tensor]:
@@ -136,7 +137,6 @@ class GreedyAccuracy(PerPrompt):
     """
 
     def __init__(self, confidence: float = 0.95) -> None:
-        """See the class."""
         super().__init__()
         self.confidence = confidence
 
@@ -147,8 +147,10 @@ class GreedyAccuracy(PerPrompt):
             index: [B] position of each prompt in its data set.
             correct: [B] True where the completion is right.
         """
-        if correct.shape != index.shape:
-            raise ValueError(f"expected shape {tuple(index.shape)}, got {tuple(correct.shape)}")
+        require(
+            correct.shape == index.shape,
+            f"expected shape {tuple(index.shape)}, got {tuple(correct.shape)}",
+        )
         self.collect(index, correct[:, None])
 
     def compute(self) -> dict[str, Tensor]:
@@ -167,7 +169,6 @@ class RewardMeans(PerPrompt):
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """See the class."""
         super().__init__()
         self.names = tuple(names)
 

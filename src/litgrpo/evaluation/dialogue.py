@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, tensor
 
+from litgrpo.arguments import require
 from litgrpo.evaluation.accuracy import PerPrompt
 from litgrpo.evaluation.intervals import clustered_mean
-from litgrpo.text import bleu, bleu_counts, rouge_f, token_f1, without_articles
+from litgrpo.text.overlap import bleu, bleu_counts, rouge_f, token_f1, without_articles
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 BLEU_COUNTS = 10
@@ -51,7 +52,6 @@ class DialogueScores(CorpusScores):
     def __init__(
         self, answers: str = "answers", strip: str = "R:", confidence: float = 0.95
     ) -> None:
-        """See the class."""
         super().__init__()
         self.answers = answers
         self.strip = strip
@@ -59,24 +59,24 @@ class DialogueScores(CorpusScores):
 
     def update(self, index: Tensor, replies: Sequence[str], columns: dict[str, list[Any]]) -> None:
         """Add a batch; see `CorpusScores.update`."""
-        if self.answers not in columns:
-            raise ValueError(
-                f"evaluation.corpus: there is no column {self.answers!r} with the reference "
-                f"replies; there are {sorted(columns)}. Name it by `answers`."
-            )
+        require(
+            self.answers in columns,
+            f"evaluation.corpus: there is no column {self.answers!r} with the reference "
+            f"replies; there are {sorted(columns)}. Name it by `answers`.",
+        )
         pairs = zip(replies, columns[self.answers], strict=True)
         counts = [reply_counts(reply, answer, self.strip) for reply, answer in pairs]
         self.collect(index, tensor(counts, device=index.device))
 
     def compute(self) -> dict[str, Tensor]:
         """{corpus_bleu, and with intervals corpus_f1, corpus_rouge1, _rouge2, _rougeL}; or NaN."""
-        rows = self.rows(BLEU_COUNTS + 1 + len(ROUGES))
+        names = ("f1", *ROUGES)
+        rows = self.rows(BLEU_COUNTS + len(names))
         if not rows:
-            names = ("bleu", "f1", *ROUGES)
-            return {f"corpus_{name}": tensor(nan, device=self.device) for name in names}
+            return {f"corpus_{name}": tensor(nan, device=self.device) for name in ("bleu", *names)}
         sums = [sum(column) for column in zip(*rows, strict=True)]
         report = {"corpus_bleu": bleu(sums[:BLEU_COUNTS], effective_order=False)}
-        for place, name in enumerate(("f1", *ROUGES), start=BLEU_COUNTS):
+        for place, name in enumerate(names, start=BLEU_COUNTS):
             values = [100 * row[place] for row in rows]
             low, high = clustered_mean(values, self.confidence)
             report[f"corpus_{name}"] = sum(values) / len(values)

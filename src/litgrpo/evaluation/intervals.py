@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import atan2, cos, fsum, inf, nan, pi, sin, sqrt
 from statistics import NormalDist
 
+from litgrpo.arguments import require
+
 Interval = tuple[float, float]
 
 
@@ -122,11 +124,11 @@ def paired_difference(
 
     Source: Miller 2024, arXiv:2411.00640.
     """
-    if len(before) != len(after) or len(before) <= 1:
-        raise ValueError(
-            "a paired comparison needs the same prompts twice, at least 2 of them; got"
-            f" {len(before)} and {len(after)}"
-        )
+    require(
+        len(before) == len(after) > 1,
+        "a paired comparison needs the same prompts twice, at least 2 of them; got"
+        f" {len(before)} and {len(after)}",
+    )
     differences = [new - old for old, new in zip(before, after, strict=True)]
     mean, error = mean_and_error(differences)
     low, high = clustered_mean(differences, confidence)
@@ -186,6 +188,5 @@ def student_t_quantile(probability: float, df: int) -> float:
 
 
 def _z(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
+    require(0 < confidence < 1, f"confidence must be between 0 and 1, got {confidence}")
     return NormalDist().inv_cdf(0.5 + confidence / 2)

@@ -1,21 +1,16 @@
-"""Groups of settings that a recipe names: how to learn from a rollout and how to evaluate."""
+"""How the optimizer uses one rollout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from litgrpo.evaluation.dialogue import CorpusScores
+from litgrpo.arguments import at_least
 
 # More tokens at once are not faster, unless the model is so small that calling it costs more than
 # its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
 # of a token was measured as 8.5 bytes for each output of the linear layers (float32).
 LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
-
-
-def _at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}.")
 
 
 @dataclass(frozen=True)
@@ -43,22 +38,24 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("inner_epochs", "num_mini_batches", "micro_batch_size"):
-            _at_least(f"update.{name}", getattr(self, name), 1)
-        _at_least("update.micro_batch_tokens", self.max_tokens, 1)
-        _at_least("update.max_grad_norm", self.max_grad_norm, 0)
+            at_least(f"update.{name}", getattr(self, name), 1)
+        at_least("update.micro_batch_tokens", self.max_tokens, 1)
+        at_least("update.max_grad_norm", self.max_grad_norm, 0)
 
     @property
     def max_tokens(self) -> int | None:
         """`micro_batch_tokens` as a number; "auto" is the least that it stands for."""
         return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
-    def fitted(self, linear_outputs: int) -> UpdateConfig:
+    def fitted(self, linear_outputs: int, *, static_shapes: bool = False) -> UpdateConfig:
         """These settings with the number that "auto" stands for with a model.
 
         Args:
             linear_outputs: numbers that the model's linear layers compute for each token.
+            static_shapes: whether the device compiles micro-batches of one shape, which are padded:
+                then it is the least.
         """
-        if self.micro_batch_tokens != "auto":
+        if self.micro_batch_tokens != "auto" or static_shapes:
             return self
         kept = BYTES_PER_OUTPUT * linear_outputs
         return replace(self, micro_batch_tokens=max(LEAST_TOKENS, int(KEPT_BYTES / kept)))
@@ -67,39 +64,3 @@ class UpdateConfig:
     def num_steps(self) -> int:
         """Optimizer steps of one iteration."""
         return self.inner_epochs * self.num_mini_batches
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How held-out prompts are answered and counted.
-
-    Args:
-        samples: k completions of each prompt; avg@k is the mean success of a completion.
-        pass_at: pass@j for each j listed: the chance that one of j completions succeeds.
-        temperature: of these completions.
-        greedy: answer each prompt once more with the most likely tokens.
-        success: the reward that counts; None takes the first.
-        threshold: a completion succeeds if that reward is at least this.
-        predict_temperature: of the completions of `predict`; 0 takes the most likely tokens.
-        corpus: what to compute from one reply to every prompt, such as `DialogueScores`: the most
-            likely reply, or without `greedy` the first sample.
-    """
-
-    samples: int = 4
-    pass_at: list[int] = field(default_factory=lambda: [1, 4])
-    temperature: float = 1.0
-    greedy: bool = True
-    success: str | None = None
-    threshold: float = 1.0
-    predict_temperature: float = 0.0
-    corpus: CorpusScores | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        _at_least("evaluation.samples", self.samples, 1)
-        for k in self.pass_at:
-            if not 1 <= k <= self.samples:
-                raise ValueError(
-                    f"evaluation.pass_at has {k}; with {self.samples} samples it can be 1 to "
-                    f"{self.samples}. Raise evaluation.samples or take {k} out."
-                )

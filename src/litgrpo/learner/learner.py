@@ -3,384 +3,363 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn import Parameter
 
-from litgrpo.algorithm.objective import Objective, Whole
+from litgrpo.algorithm.objective import Normalizers, Objective
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.guarding import drop_gradient, halved, offending
-from litgrpo.learner.metrics import Totals
+from litgrpo.learner.metrics import of_completions
 from litgrpo.learner.micro_batches import (
+    Limits,
+    MicroBatching,
+    Ragged,
+    StepSums,
     check_centered,
-    micro_batches,
     mini_batches,
-    rows_that_teach,
-    scored,
+    rows_with_gradient,
 )
-from litgrpo.learner.static_batches import Rows, Unread, check_fits, check_repeats, whole_rows
-from litgrpo.models.loading import Precision
-from litgrpo.modules.answering import AnsweringModule
-from litgrpo.parallel.device import free_memory, is_out_of_memory, mark_step, number_to
-from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.learner.schedules import Coefficients
+from litgrpo.learner.stepper import Stepper
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import FrozenModel, Reference
+from litgrpo.parallel.clock import Clock, timed
+from litgrpo.parallel.comm import Comm, SingleProcess, whole
+from litgrpo.parallel.out_of_memory import with_halving
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import (
     Experience,
     LossOutput,
-    ReportsSteps,
     RewardTable,
     Rollout,
-    Skipped,
+    RolloutLogprobs,
+    Stats,
+    StepReport,
     TokenLogprobs,
+    TokenRows,
 )
 
-if TYPE_CHECKING:
-    from litgrpo.models.reference import Reference
-
-# The sampler's log-probabilities are the learning step's only where both compute in full precision.
-EXACT_DTYPES = ("float32", "float64")
 Result = TypeVar("Result")
 
 
-class LearningModule(AnsweringModule, ReportsSteps):
+@dataclass
+class Learner:
     """Turns rewarded completions into optimizer steps.
 
     Args:
-        objective: what is maximized.
-        group_size: completions of each prompt, G.
+        policy: learns.
+        coefficients: the objective, with coefficients that may change.
+        config: how the optimizer uses one rollout.
         sampling: how the completions were sampled.
-        learning: how the optimizer uses one rollout.
-        precision: of the weights.
-        answering: arguments of `AnsweringModule`.
+        group_size: completions of each prompt, G.
+        max_completion_len: tokens of a completion at most.
+        reference: for the KL term; None without one.
+        engine_exact: whether the engine's log-probabilities are the policy's own, up to rounding.
+        reuse_sampler_logprobs: take the sampler's log-probabilities as those before the update;
+            right only where both were computed in the same full precision.
+        comm: of the processes that learn together.
+        micro_batching: ragged micro-batches, or static ones for devices that compile.
+        clock: counts the seconds.
+        max_rows: rows at once at most, where memory was short; None: as `config` says.
     """
 
-    def __init__(
-        self,
-        *,
-        objective: Objective,
-        group_size: int,
-        sampling: Sampling,
-        learning: UpdateConfig,
-        precision: Precision,
-        **answering: Any,
-    ) -> None:
-        """Hold the settings; the reference comes with `configure_model`."""
-        super().__init__(**answering)
-        self.automatic_optimization = False
-        self.objective = objective
-        self.group_size = group_size
-        self.sampling = sampling
-        self.learning = learning
-        self.precision = precision
-        self.reference: Reference | None = None
-        self.grad_norm = torch.zeros(())
-        self.steps: list[Skipped | None] = []
-        self._finite = torch.ones((), dtype=torch.bool)  # every loss of the step at hand
-        self._at_once = 0  # rows of the newest pass through the model
-        self._unread = Unread()
-        self._learned = Totals()  # of the step at hand
+    policy: Policy
+    coefficients: Coefficients
+    config: UpdateConfig
+    sampling: Sampling
+    group_size: int
+    max_completion_len: int
+    reference: Reference | None = None
+    engine_exact: bool = True
+    reuse_sampler_logprobs: bool = True
+    comm: Comm = field(default_factory=SingleProcess)
+    micro_batching: MicroBatching = field(default_factory=Ragged)
+    clock: Clock = field(default_factory=Clock)
+    max_rows: int | None = None
 
-    def setup(self, stage: str) -> None:
-        """Refuse, too, what the device cannot compute in fixed shapes.
+    def __post_init__(self) -> None:
+        """Refuse a reference that cannot follow the policy where a controller lets it."""
+        if self.reference is not None and self.coefficients.controllers.reference is not None:
+            self.reference.check_follows(self.policy)
 
-        Raises:
-            ValueError: see `check_fits` and `check_repeats`.
+    @property
+    def objective(self) -> Objective:
+        """What is maximized in this iteration."""
+        return self.coefficients.objective
+
+    @property
+    def limits(self) -> Limits:
+        """Of one pass of the policy."""
+        return self._limits(self.max_rows, self.policy.shares_prompts)
+
+    # --- before the update ---
+
+    @timed("time/reference_s")
+    def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
+        """Log-probabilities that the objective compares with.
+
+        Those before the update are needed only where a rollout is used for several optimizer
+        steps: in a single step the policy has not moved yet, and its ratio is 1.
+
+        Args:
+            rollout: N completions.
         """
-        check_repeats(self.precision, self.trainer.strategy.root_device)
-        check_fits(self.engine, self.objective, self.trainer.strategy.root_device)
-        super().setup(stage)
+        tokens = rollout.tokens
 
-    def collect(
-        self, rollout: Rollout, rewards: RewardTable, unjudged: Experience | None = None
+        def attempt(max_rows: int | None) -> RolloutLogprobs:
+            return RolloutLogprobs(
+                self._old(rollout, max_rows), self.reference_logprobs(tokens, max_rows)
+            )
+
+        return self._within_memory(attempt, tokens)
+
+    def _old(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
+        if self.config.num_steps == 1:
+            return None
+        if self.reuse_sampler_logprobs and self.engine_exact and not self.sampling.greedy:
+            return rollout.sampler_logprobs
+        limits = self._limits(max_rows, self.policy.shares_prompts)
+        return self.micro_batching.scored(rollout.tokens, self.logprobs, limits).logprobs
+
+    def reference_logprobs(self, tokens: TokenRows, max_rows: int | None = None) -> Tensor | None:
+        """[N, C] log-probabilities under the reference; None without one."""
+        reference = self.reference
+        if reference is None:
+            return None
+
+        def logprobs_of(rows: TokenRows) -> TokenLogprobs:
+            with self.policy.arithmetic():
+                return reference.logprobs(
+                    rows,
+                    temperature=self.sampling.policy_temperature,
+                )
+
+        limits = self._limits(max_rows, reference.shares_prompts)
+        return self.micro_batching.scored(tokens, logprobs_of, limits).logprobs
+
+    @timed("time/learn_s")
+    def experience(
+        self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
     ) -> Experience:
         """Everything that the optimizer steps of this iteration need.
 
         Args:
             rollout: N completions.
-            rewards: [B, G] their rewards.
-            unjudged: see there, if it is known already.
+            rewards: [B, G] theirs.
+            logprobs: of the same rollout.
 
         Returns:
             Experience of all N rows.
         """
-        unjudged = self.unjudged(rollout) if unjudged is None else unjudged
-        mask = rollout.completion_mask
+        mask = rollout.loss_mask
+        self.coefficients.follow_entropy(rollout, self.comm)
         weights = torch.zeros_like(rollout.sampler_logprobs)
-        for rows in mini_batches(len(mask), self.group_size, self.learning.num_mini_batches):
+        for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
             weights[rows] = self.objective.token_weights(
-                mask[rows], rollout.truncated[rows], self.max_completion_len, self._sum
+                mask[rows], rollout.truncated[rows], self.max_completion_len, self.comm
             )
-        advantages = self.objective.token_advantages(rewards, mask, self._sum)
-        check_centered(advantages[:, 0].view(rewards.total.shape), self.objective)
-        return replace(unjudged, advantages=advantages, weights=weights)
-
-    def unjudged(self, rollout: Rollout) -> Experience:
-        """What of an experience does not depend on rewards; advantages and weights are 0.
-
-        That includes the log-probabilities of the reference and of the policy before the update.
-
-        Args:
-            rollout: N completions.
-
-        Returns:
-            Experience of all N rows.
-        """
-        mask, zero = rollout.completion_mask, torch.zeros_like(rollout.sampler_logprobs)
-        experience = Experience(
-            prompt_ids=rollout.prompts.prompt_ids,
-            prompt_mask=rollout.prompts.prompt_mask,
-            prompt_of=torch.arange(len(mask), device=mask.device) // rollout.group_size,
-            completion_ids=rollout.completion_ids,
-            completion_mask=mask,
+        advantages = self.objective.token_advantages(rewards, mask, self.comm)
+        check_centered(of_completions(advantages).view_as(rewards.total), self.objective)
+        tokens = rollout.tokens
+        return Experience(
+            **vars(tokens),
+            loss_mask=mask,
             sampler_logprobs=rollout.sampler_logprobs,
-            advantages=zero,
-            weights=zero,
-            support=rollout.support,
-        )
-        return self._within_memory(
-            lambda: replace(
-                experience,
-                old_logprobs=self._old_logprobs(experience),
-                ref_logprobs=self._ref_logprobs(experience),
-            )
+            advantages=advantages,
+            weights=weights,
+            old_logprobs=logprobs.old,
+            ref_logprobs=logprobs.ref,
         )
 
-    def update(self, experience: Experience) -> Totals:
+    # --- the update ---
+
+    @timed("time/learn_s")
+    def update(self, experience: Experience, stepper: Stepper) -> list[StepReport]:
         """All optimizer steps of this iteration.
 
         Args:
             experience: N rows.
+            stepper: takes the steps.
 
         Returns:
-            Sums and counts over everything that was learned from.
+            What each step did, in order.
         """
-        assert self.policy is not None
         self.policy.train()
-        self.steps = []
-        totals = Totals()
-        steps = mini_batches(len(experience), self.group_size, self.learning.num_mini_batches)
-        for _ in range(self.learning.inner_epochs):
+        steps = mini_batches(len(experience), self.group_size, self.config.num_mini_batches)
+        reports = []
+        for _ in range(self.config.inner_epochs):
             for rows in steps:
-                reasons = self._optimizer_step(self._rows(experience, rows), totals)
-                if reasons is not None:
-                    reasons = {int(rows[row]): reason for row, reason in reasons.items()}
-                self.steps.append(None if reasons is None else Skipped(reasons))
-        return totals
+                report = self.step(self.micro_batching.step_rows(experience, rows), stepper)
+                if report.skipped:
+                    found = {int(rows[row]): reason for row, reason in report.skipped.items()}
+                    report = replace(report, skipped=found)
+                reports.append(report)
+        return reports
 
-    def _optimizer_step(self, experience: Experience, totals: Totals) -> dict[int, str] | None:
+    def step(self, experience: Experience, stepper: Stepper) -> StepReport:
         """One step on the exact gradient of these rows; none if a number in it is not finite.
 
         Args:
             experience: M rows.
-            totals: gets what was learned from, and the size of the gradient.
+            stepper: takes the step.
+        """
+        sums = self._within_memory(
+            lambda max_rows: self._add_up_gradients(experience, stepper, max_rows),
+            experience.tokens,
+        )
+        lr = stepper.lr
+        stats = stepper.step(lambda trained: self._finish(experience, sums, trained))
+        if stats is None:
+            return StepReport(lr, skipped=self._offending(experience))
+        return StepReport(lr, stats)
+
+    def _add_up_gradients(
+        self, experience: Experience, stepper: Stepper, max_rows: int | None
+    ) -> StepSums:
+        """The gradient of these rows, micro-batch by micro-batch."""
+        stepper.zero_grad()
+        sums = self.micro_batching.sums()
+        limits = self._limits(max_rows, self.policy.shares_prompts)
+        for output, is_last in self.losses(experience, limits):
+            # Gradients are averaged over processes, but the weights count the rows of all.
+            stepper.backward(output.loss * self.comm.world_size, last=is_last)
+            sums.add(output)
+        return sums
+
+    def _finish(
+        self, experience: Experience, sums: StepSums, trained: list[Parameter]
+    ) -> Stats | None:
+        """Clip the gradient; drop it on all processes if a number on any of them is not finite.
 
         Returns:
-            None, or what was wrong with which row.
+            {name: [2] sum and count}, or None where the gradient was dropped.
         """
-        optimizer: Any = self.optimizers()
-        self._within_memory(lambda: self._add_up_gradients(experience, optimizer))
-        learning_rate = optimizer.param_groups[0]["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:
-            scheduler.step()
-        totals.add_value("optim/lr", torch.as_tensor(learning_rate, device=self.counts_on))
-        if not self._finite:
-            return offending(self, experience)
-        totals.add(self._learned.sums)
-        totals.add_value("optim/grad_norm", self.grad_norm)
-        return None
-
-    def _add_up_gradients(self, experience: Experience, optimizer: Any) -> None:
-        """The gradient of these rows, micro-batch by micro-batch."""
-        optimizer.zero_grad()
-        self._learned, self._unread = Totals(), Unread()
+        limit = self.config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(trained, torch.inf if limit is None else limit)
+        stats, loss, norm = sums.read(whole(norm))
         known = experience.sampler_logprobs.isfinite() & experience.advantages.isfinite()
-        self._finite = known.all()
-        loss = torch.zeros((), device=self.counts_on)
-        for output, is_last in self.losses(experience, self.learning):
-            with optimizer.toggle_model(sync_grad=is_last):
-                # Gradients are averaged over processes, but the weights count all of them.
-                self.manual_backward(output.loss * self.trainer.world_size)
-            if self.fixed_on is not None:
-                self._unread.add(output)
-                mark_step(self.fixed_on)
-                continue
-            self._learned.add(output.stats)
-            loss += output.loss.detach()
-        if self.fixed_on is None:
-            self._count(loss)
+        finite = known.all() & loss.isfinite() & norm.isfinite()
+        if self.comm.sum((~finite).float()) != 0:
+            # Optimizers pass over a parameter without a gradient: no moment, no decay.
+            for parameter in trained:
+                parameter.grad = None
+            return None
+        one = torch.ones_like(loss)
+        # A process knows its share of the loss, and shares are averaged over processes when logged.
+        share = torch.stack([loss * self.comm.world_size, one])
+        return stats | {"policy/loss": share, "optim/grad_norm": torch.stack([norm, one])}
 
-    def _count(self, loss: Tensor) -> None:
-        """Take down the loss of the step at hand, which is this process's share of it."""
-        self._finite = self._finite & loss.isfinite()
-        self._learned.add_value("policy/loss", loss * self.trainer.world_size)
+    def _offending(self, experience: Experience) -> dict[int, str]:
+        """{row: which of its numbers is not finite}, found by learning from each row alone.
 
-    def _within_memory(self, attempt: Callable[[], Result]) -> Result:
+        A forward and a backward pass per row: for the rare step that was skipped.
+        """
+        normalizers = self.normalizers(experience)
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        found = {}
+        for row in (experience.weights != 0).any(1).nonzero():
+            micro, _ = next(self.micro_batching.split(experience, row, self.limits))
+            new = self.logprobs(micro.tokens)
+            loss = self.objective.loss(new, micro, normalizers).loss
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            numbers = {
+                "advantage": micro.advantages,
+                "log-probability at sampling": micro.sampler_logprobs,
+                "log-probability": new.logprobs,
+                "loss": loss,
+                "gradient": torch.stack([g.abs().max() for g in gradients if g is not None]),
+            }
+            bad = [name for name, values in numbers.items() if not values.isfinite().all()]
+            if bad:
+                found[int(row)] = bad[0]
+        return found
+
+    def losses(self, experience: Experience, limits: Limits) -> Iterator[tuple[LossOutput, bool]]:
+        """What each micro-batch of one optimizer step adds to its loss, and whether it is the last.
+
+        Args:
+            experience: M rows that share the step.
+            limits: of a micro-batch.
+        """
+        normalizers = self.normalizers(experience)
+        rows = None if self.objective.needs_all_rows else rows_with_gradient(experience)
+        for micro, is_last in self.micro_batching.split(experience, rows, limits):
+            new = self.logprobs(micro.tokens)
+            output = self.objective.loss(new, micro, normalizers)
+            if not self.engine_exact:
+                output.stats["policy/sampler_mismatch"] = _sampler_mismatch(new, micro)
+            yield output, is_last
+
+    def normalizers(self, experience: Experience) -> Normalizers:
+        """What all micro-batches of one optimizer step must agree on."""
+        entropy = None
+        if self.objective.needs_entropy:
+            scored = self.micro_batching.scored(experience.tokens, self.logprobs, self.limits)
+            entropy = scored.entropy
+        normalizers = self.objective.normalizers(experience.weights, entropy, self.comm)
+        return self.micro_batching.on_device(normalizers)
+
+    def logprobs(self, tokens: TokenRows) -> TokenLogprobs:
+        """The policy's view of these rows, with gradient."""
+        with self.policy.arithmetic():
+            return self.policy.logprobs(
+                tokens,
+                temperature=self.sampling.policy_temperature,
+                entropy_grad=self.objective.entropy_coef != 0,
+            )
+
+    # --- after the update ---
+
+    def follow(self, stats: Stats, iteration: int) -> None:
+        """Set the KL coefficient for the next iteration, and let the reference follow the policy.
+
+        Args:
+            stats: averages of this iteration.
+            iteration: number of finished iterations.
+        """
+        self.coefficients.follow_kl(stats)
+        self.coefficients.finish_iteration()
+        sync = self.coefficients.controllers.reference
+        if sync is not None and iteration % sync.every == 0:
+            assert isinstance(self.reference, FrozenModel)
+            self.reference.follow(self.policy, sync.share)
+
+    # --- memory ---
+
+    def _limits(self, max_rows: int | None, shared: bool) -> Limits:
+        asked = (self.config.micro_batch_size, max_rows)
+        given = [rows for rows in asked if rows is not None]
+        return Limits(min(given, default=None), self.config.max_tokens, shared)
+
+    def _within_memory(self, attempt: Callable[[int | None], Result], tokens: TokenRows) -> Result:
         """The result of an attempt, repeated with half the rows at once while memory is short.
 
         The gradient stays the same, up to rounding. Processes cannot repeat a step alone: the
         others wait in the middle of theirs.
         """
-        while True:
-            try:
-                return attempt()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or self.trainer.world_size > 1:
-                    raise
-                instead = "shorten completions, or set model.precision.gradient_checkpointing"
-                rows = halved(self._at_once, error, "learning", instead)
-            self.lower({"micro_batch_size": rows})
-            free_memory()
-            rank_zero_warn(
-                f"out of memory in learning: micro_batch_size is {rows} from now on "
-                "(the gradient is the same)"
-            )
+        if self.comm.world_size > 1:
+            return attempt(self.max_rows)
 
-    def lower(self, limits: dict[str, int]) -> None:
-        """Take on lower limits on rows at once; a resumed run needs them, too: they round sums."""
-        self.lowered |= limits
-        if "micro_batch_size" in limits:
-            self.learning = replace(self.learning, micro_batch_size=limits["micro_batch_size"])
-        if "max_rows" in limits and isinstance(self.engine, LocalEngine):
-            self.engine = replace(self.engine, max_rows=limits["max_rows"])
+        def lower(rows: int) -> None:
+            self.max_rows = rows
 
-    def losses(
-        self, experience: Experience, learning: UpdateConfig
-    ) -> Iterator[tuple[LossOutput, bool]]:
-        """What each micro-batch of one optimizer step adds to its loss, and whether it is the last.
-
-        Args:
-            experience: M rows that share the step.
-            learning: the limits of a micro-batch.
-        """
-        whole = self._whole(experience)
-        if self.fixed_on is not None:
-            rows = Rows(experience, learning, self.fixed_on)
-            everything = self.objective.needs_all_rows
-            teaching = torch.arange(len(experience)) if everything else rows_that_teach(experience)
-            buckets = rows.split(teaching)
-            micro_of: Callable[[Tensor], Experience] = rows.micro
-        else:
-            if not self.objective.needs_all_rows:
-                experience = experience.select(rows_that_teach(experience))
-            buckets = micro_batches(experience, learning, shared=self._shared)
-            micro_of = experience.select
-        for number, chosen in enumerate(buckets, start=1):
-            micro = micro_of(chosen)
-            new = self._logprobs(micro)
-            output = self.objective.loss(new, micro, whole)
-            if self.engine.lower_precision is not None:
-                output.stats["policy/sampler_gap"] = _sampler_gap(new, micro)
-            yield output, number == len(buckets)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip here: gradients are unscaled and reduced over processes by now."""
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        limit = self.learning.max_grad_norm
-        limit = float("inf") if limit is None else limit
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
-        if self.fixed_on is not None:
-            mark_step(self.fixed_on)
-            loss, (self.grad_norm,) = self._unread.read(self._learned, self.grad_norm)
-            self._count(loss)
-        self._finite = self._sum((~(self._finite & self.grad_norm.isfinite())).float()) == 0
-        if not self._finite:
-            drop_gradient(trained)
-
-    # --- parts of an iteration ---
-
-    def _rows(self, experience: Experience, rows: Tensor) -> Experience:
-        """Some of the rows: without useless columns, unless shapes are fixed."""
-        return experience.select(rows) if self.fixed_on is None else whole_rows(experience, rows)
-
-    @property
-    def _shared(self) -> bool:
-        return self.policy is not None and self.policy.shares_prompts
-
-    def _logprobs(self, rows: Experience) -> TokenLogprobs:
-        """The policy's view of these rows, with gradient."""
-        assert self.policy is not None
-        self._at_once = len(rows)
-        with self._arithmetic():
-            return self.policy.logprobs(
-                *rows.tokens,
-                support=rows.support,
-                temperature=self.sampling.policy_temperature,
-                entropy_grad=self.objective.entropy_coef != 0,
-            )
-
-    def _old_logprobs(self, experience: Experience) -> Tensor | None:
-        """Log-probabilities before the update: none on-policy, the sampler's if exact."""
-        if self.learning.num_steps == 1:
-            return None
-        full = self.trainer.precision == "32-true" and self.precision.dtype in EXACT_DTYPES
-        full = full and self.engine.lower_precision is None and self.precision.compute is None
-        if full and not self.sampling.greedy:
-            return experience.sampler_logprobs
-        return self._scored(experience).logprobs
-
-    def _scored(self, experience: Experience) -> TokenLogprobs:
-        """The policy's view of all rows, without gradient."""
-        return scored(
-            experience, self.learning, self._logprobs, shared=self._shared, device=self.fixed_on
+        return with_halving(
+            attempt,
+            rows=lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits))),
+            limit=self.max_rows,
+            on_halved=lower,
+            what="learning",
+            setting="update.micro_batch_size",
+            unchanged="the gradient",
+            remedy="shorten completions, or set model.precision.gradient_checkpointing",
         )
 
-    def _ref_logprobs(self, experience: Experience) -> Tensor | None:
-        """Log-probabilities under the reference, if there is one."""
-        reference = self.reference
-        if reference is None:
-            return None
-        temperature = self.sampling.policy_temperature
 
-        def logprobs_of(rows: Experience) -> TokenLogprobs:
-            self._at_once = len(rows)
-            with self._arithmetic():
-                return reference.logprobs(
-                    *rows.tokens, support=rows.support, temperature=temperature
-                )
-
-        shared = reference.shares_prompts
-        found = scored(experience, self.learning, logprobs_of, shared=shared, device=self.fixed_on)
-        return found.logprobs
-
-    def _whole(self, experience: Experience) -> Whole:
-        """What all micro-batches of one optimizer step must agree on."""
-        entropy = experience.sampler_logprobs  # looked at only if the objective needs it
-        if self.objective.needs_entropy:
-            entropy = self._scored(experience).entropy
-        whole = self.objective.whole(experience.weights, entropy, self._sum, self._gathered)
-        if self.fixed_on is None:
-            return whole
-        threshold = whole.entropy_threshold
-        return Whole(
-            number_to(whole.num_tokens, self.fixed_on),
-            None if threshold is None else number_to(threshold, self.fixed_on),
-        )
-
-    def _sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
-        if self.trainer.world_size == 1:
-            return value
-        return self.trainer.strategy.reduce(value.to(self.device), reduce_op="sum").to(value.device)
-
-    def _gathered(self, values: Tensor) -> Tensor:
-        """A flat tensor of every process, one after another, filled up with NaN."""
-        if self.trainer.world_size == 1:
-            return values
-        gather: Any = self.all_gather
-        longest = int(gather(torch.tensor(len(values), device=self.device)).max())
-        return gather(
-            torch.nn.functional.pad(values, (0, longest - len(values)), value=torch.nan)
-        ).flatten()
-
-
-def _sampler_gap(new: TokenLogprobs, rows: Experience) -> Tensor:
+def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
     """[2] sum and count of the distance (nats) of the sampler from the policy before the update."""
     before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
-    gap = (before - rows.sampler_logprobs).abs() * rows.completion_mask
-    return torch.stack([gap.sum(), rows.completion_mask.sum()])
+    gap = (before - rows.sampler_logprobs).abs() * rows.loss_mask
+    return torch.stack([gap.sum(), rows.loss_mask.sum()])

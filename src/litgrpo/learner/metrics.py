@@ -1,23 +1,18 @@
-"""Averages over micro-batches and processes, and the time that each phase takes."""
+"""Averages over micro-batches, optimizer steps and processes."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from litgrpo.parallel.device import synchronize
-from litgrpo.types import Stats
+from litgrpo.parallel.comm import Comm
+from litgrpo.types import Experience, RewardTable, Stats, StepReport
 
 
 class Totals:
     """Sums and counts that micro-batches contribute to; their quotients are exact averages."""
 
     def __init__(self) -> None:
-        """Nothing counted yet."""
         self.sums: Stats = {}
 
     def add(self, stats: Stats) -> None:
@@ -29,45 +24,58 @@ class Totals:
         """Count one number."""
         self.add({name: torch.stack([value.detach(), torch.ones_like(value)])})
 
-    def averages(self, reduce: Callable[[Tensor], Tensor]) -> Stats:
-        """{name: []} averages over everything counted.
+    def add_steps(self, reports: list[StepReport]) -> None:
+        """Count what optimizer steps report; the learning rate of skipped ones, too."""
+        for report in reports:
+            self.add(report.sums)
+            self.add_value("optim/lr", torch.tensor(report.lr))
+
+    def averages(self, comm: Comm, device: torch.device) -> Stats:
+        """{name: []} averages over everything that all processes counted, by one collective.
 
         Args:
-            reduce: sums a tensor over processes; called once.
+            comm: of the processes; all of them count the same names.
+            device: where the numbers are put together.
         """
-        sums, counts = reduce(torch.stack(list(self.sums.values()))).unbind(-1)
+        table = torch.stack([pair.to(device) for pair in self.sums.values()])
+        sums, counts = comm.sum(table).unbind(-1)
         means = sums / counts.clamp(min=1)
         return dict(zip(self.sums, means.float(), strict=True))
 
 
-def on_host(value: Any) -> Any:
-    """A plain number as a tensor on the host, anything else as it is: a value to log."""
-    return torch.tensor(float(value)) if isinstance(value, int | float) else value
-
-
-class Clock:
-    """Seconds of the phases of one iteration, and the tokens that were sampled in it.
+def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
+    """Averages over processes and optimizer steps of one iteration, to log.
 
     Args:
-        device: is waited for at the end of each phase.
+        seen: {name: []} numbers of this process.
+        reports: of its optimizer steps.
+        comm: of the processes.
+        device: where the numbers are put together.
     """
+    totals = Totals()
+    for name, value in seen.items():
+        totals.add_value(name, value)
+    totals.add_steps(reports)
+    return totals.averages(comm, device)
 
-    def __init__(self, device: torch.device) -> None:
-        """Start the first phase."""
-        self.device = device
-        self.seconds: dict[str, float] = {}
-        self.tokens = 0
-        self.started = time.perf_counter()
 
-    def stop(self, name: str) -> None:
-        """End the running phase under this name, where it may go on later, and start the next."""
-        synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.started
-        self.started = now
+def of_completions(advantages: Tensor) -> Tensor:
+    """[N] the advantage of each completion from those of its tokens [N, C].
 
-    def stats(self) -> Stats:
-        """The seconds of each phase, and tokens per second of all of them together."""
-        per_s = self.tokens / sum(self.seconds.values())
-        numbers = self.seconds | {"perf/tokens_per_s": per_s}
-        return {name: torch.tensor(number) for name, number in numbers.items()}
+    Without a discount all tokens of the policy have the same; others have 0.
+    """
+    return advantages.gather(1, advantages.abs().argmax(1, keepdim=True)).squeeze(1)
+
+
+def advantages_of(experience: Experience, rewards: RewardTable) -> Tensor:
+    """[B, G] the advantage of each completion, on the host."""
+    return of_completions(experience.advantages).view_as(rewards.total).cpu()
+
+
+def advantage_stats(experience: Experience) -> Stats:
+    """Mean and spread of the advantages of completions."""
+    advantages = of_completions(experience.advantages)
+    return {
+        "policy/advantage_mean": advantages.mean(),
+        "policy/advantage_std": advantages.std(correction=0),
+    }

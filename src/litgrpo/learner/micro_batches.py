@@ -1,18 +1,140 @@
-"""Which rows share an optimizer step, which go through the model together, which teach nothing."""
+"""Which rows share an optimizer step, and which go through the model together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized
-from litgrpo.algorithm.objective import Objective
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.static_batches import Rows
+from litgrpo.algorithm.objective import Normalizers, Objective
+from litgrpo.learner.metrics import Totals
 from litgrpo.tensors import family_buckets, length_buckets
-from litgrpo.types import Experience, TokenLogprobs
+from litgrpo.types import Experience, LossOutput, Stats, TokenLogprobs, TokenRows
+
+Rows = TypeVar("Rows", TokenRows, Experience)
+LogprobsOf = Callable[[TokenRows], TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much goes through the model at once; None sets no limit.
+
+    Args:
+        max_rows: completions.
+        max_tokens: tokens, see `UpdateConfig.micro_batch_tokens`.
+        shared: whether the model reads a prompt once for all of its rows: then rows of a prompt
+            stay together and real tokens count; else rows of similar length do, and padded tokens
+            count, the prompt's in each row.
+    """
+
+    max_rows: int | None = None
+    max_tokens: int | None = None
+    shared: bool = False
+
+
+class StepSums:
+    """What the micro-batches of one optimizer step add up to."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.losses: list[Tensor] = []
+
+    def add(self, output: LossOutput) -> None:
+        """Count a micro-batch whose gradient has been computed."""
+        self.totals.add(output.stats)
+        self.losses.append(output.loss.detach())
+
+    def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
+        """Everything that was counted.
+
+        Args:
+            grad_norm: [] norm of the gradient.
+
+        Returns:
+            {name: [2] sum and count}, [] the loss of all micro-batches, and the norm.
+        """
+        loss = torch.zeros((), device=grad_norm.device)
+        for part in self.losses:
+            loss += part
+        return self.totals.sums, loss, grad_norm
+
+
+class MicroBatching(ABC):
+    """How the rows of an optimizer step become micro-batches on the device."""
+
+    @abstractmethod
+    def step_rows(self, experience: Experience, rows: Tensor) -> Experience:
+        """The rows [m] of one optimizer step."""
+
+    @abstractmethod
+    def buckets(self, carrier: Rows, limits: Limits) -> list[Tensor]:
+        """Lists of row numbers that go through the model together; together every row once."""
+
+    @abstractmethod
+    def split(
+        self, carrier: Rows, rows: Tensor | None, limits: Limits
+    ) -> Iterator[tuple[Rows, bool]]:
+        """Micro-batches of some rows [m] or of all of them, and whether each is the last."""
+
+    @abstractmethod
+    def scored(self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits) -> TokenLogprobs:
+        """[N, C] log-probabilities and entropies of all rows, a micro-batch at a time.
+
+        Args:
+            tokens: N rows.
+            logprobs_of: asks a model about a micro-batch.
+            limits: of a micro-batch.
+        """
+
+    def sums(self) -> StepSums:
+        """Where the micro-batches of a step are counted."""
+        return StepSums()
+
+    def on_device(self, normalizers: Normalizers) -> Normalizers:
+        """The same numbers where the losses are computed."""
+        return normalizers
+
+
+class Ragged(MicroBatching):
+    """Micro-batches as small as their content, where the rollout is: on CPU and CUDA."""
+
+    def step_rows(self, experience: Experience, rows: Tensor) -> Experience:
+        """The rows without columns that none of them uses."""
+        return experience.select(rows)
+
+    def buckets(self, carrier: Rows, limits: Limits) -> list[Tensor]:
+        """Rows of a prompt together where it is read once for all of them, else by length."""
+        most = {"max_rows": limits.max_rows, "max_tokens": limits.max_tokens}
+        lengths = carrier.completion_mask.sum(1)
+        if limits.shared:
+            return family_buckets(lengths, carrier.prompt_mask.sum(1), carrier.prompt_of, **most)
+        return length_buckets(lengths + carrier.prompt_mask.shape[1], **most)
+
+    def split(
+        self, carrier: Rows, rows: Tensor | None, limits: Limits
+    ) -> Iterator[tuple[Rows, bool]]:
+        """Micro-batches without columns that none of their rows uses."""
+        chosen = carrier if rows is None else carrier.select(rows)
+        buckets = self.buckets(chosen, limits)
+        for number, bucket in enumerate(buckets, start=1):
+            yield chosen.select(bucket), number == len(buckets)
+
+    @torch.no_grad()
+    def scored(self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits) -> TokenLogprobs:
+        """Log-probabilities written to where their rows are."""
+        shape, device = tokens.completion_ids.shape, tokens.completion_ids.device
+        found = TokenLogprobs(*torch.zeros(2, *shape, device=device).unbind())
+        for rows in self.buckets(tokens, limits):
+            part = logprobs_of(tokens.select(rows))
+            used = part.logprobs.shape[1]
+            found.logprobs[rows, :used] = part.logprobs.to(found.logprobs.dtype)
+            found.entropy[rows, :used] = part.entropy.to(found.entropy.dtype)
+        return found
 
 
 def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]:
@@ -30,27 +152,7 @@ def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]
     return [part.flatten() for part in groups.tensor_split(num_steps) if part.numel()]
 
 
-def micro_batches(experience: Experience, learning: UpdateConfig, *, shared: bool) -> list[Tensor]:
-    """Rows that go through the model together, within the limits of one pass.
-
-    Args:
-        experience: M rows.
-        learning: the limits.
-        shared: whether the model reads a prompt once for all of its rows: then rows of a prompt
-            stay together and real tokens count; else rows of similar length do, and padded tokens
-            count, the prompt's in each row.
-
-    Returns:
-        Lists of row numbers, together every row once.
-    """
-    limits = {"max_rows": learning.micro_batch_size, "max_tokens": learning.max_tokens}
-    if shared:
-        prompts = experience.prompt_mask.sum(1)
-        return family_buckets(experience.lengths, prompts, experience.prompt_of, **limits)
-    return length_buckets(experience.lengths + experience.prompt_mask.shape[1], **limits)
-
-
-def rows_that_teach(experience: Experience) -> Tensor:
+def rows_with_gradient(experience: Experience) -> Tensor:
     """Rows whose tokens have both weight and advantage.
 
     Without a KL or entropy term the gradient of the others is 0; their tokens stay in the
@@ -69,10 +171,10 @@ def rows_that_teach(experience: Experience) -> Tensor:
 
 
 def check_centered(advantages: Tensor, objective: Objective, tolerance: float = 1e-4) -> None:
-    """Make sure that comparing a group with itself left nothing over.
+    """Make sure that the advantages of a group compared with itself sum to zero.
 
     Args:
-        advantages: [B, G] of the first token of each completion.
+        advantages: [B, G] of each completion.
         objective: what they were computed by; one without a group baseline, with a discount or
             with a filter need not be centered.
         tolerance: largest mean of a group, in units of its largest advantage or 1.
@@ -91,37 +193,3 @@ def check_centered(advantages: Tensor, objective: Objective, tolerance: float = 
             f"The advantages of prompt {worst} of this batch average {float(off[worst]):.3g} "
             f"instead of 0: {advantages[worst].tolist()}. Rewards and completions are misaligned."
         )
-
-
-@torch.no_grad()
-def scored(
-    experience: Experience,
-    learning: UpdateConfig,
-    logprobs_of: Callable[[Experience], TokenLogprobs],
-    *,
-    shared: bool = False,
-    device: torch.device | None = None,
-) -> TokenLogprobs:
-    """Log-probabilities of all rows without gradient, a micro-batch at a time.
-
-    Args:
-        experience: M rows.
-        learning: the limits of a micro-batch.
-        logprobs_of: what to ask about a micro-batch.
-        shared: see `micro_batches`.
-        device: where micro-batches of one shape go; None: they are where the experience is, and
-            as small as can be.
-
-    Returns:
-        [M, C] log-probabilities and entropies.
-    """
-    logprobs = torch.zeros_like(experience.sampler_logprobs)
-    entropy = torch.zeros_like(logprobs)
-    if device is not None:
-        return Rows(experience, learning, device).scored(logprobs_of)
-    for rows in micro_batches(experience, learning, shared=shared):
-        part = logprobs_of(experience.select(rows))
-        used = part.logprobs.shape[1]
-        logprobs[rows, :used] = part.logprobs.to(logprobs.dtype)
-        entropy[rows, :used] = part.entropy.to(entropy.dtype)
-    return TokenLogprobs(logprobs, entropy)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from litgrpo.algorithm.objective import Objective
+from litgrpo.arguments import above, at_most, require
+from litgrpo.parallel.comm import Comm
+from litgrpo.types import Rollout, Stats
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class EntropyTarget:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _positive("controllers.entropy", target=self.target, step=self.step, largest=self.largest)
+        for name in ("target", "step", "largest"):
+            above(f"controllers.entropy.{name}", getattr(self, name), 0)
 
     def next(self, coefficient: float, entropy: float) -> float:
         """The coefficient after an iteration with this entropy."""
@@ -56,7 +62,8 @@ class KLTarget:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _positive("controllers.kl", target=self.target, rate=self.rate)
+        for name in ("target", "rate"):
+            above(f"controllers.kl.{name}", getattr(self, name), 0)
 
     def next(self, coefficient: float, kl: float) -> float:
         """The coefficient after an iteration with this KL."""
@@ -80,9 +87,9 @@ class ReferenceSync:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _positive("controllers.reference", every=self.every, share=self.share)
-        if self.share > 1:
-            raise ValueError(f"controllers.reference.share is {self.share}; it must be at most 1.")
+        for name in ("every", "share"):
+            above(f"controllers.reference.{name}", getattr(self, name), 0)
+        at_most("controllers.reference.share", self.share, 1)
 
 
 @dataclass(frozen=True)
@@ -105,15 +112,15 @@ class Controllers:
         Raises:
             ValueError: there is no KL term.
         """
-        if not objective.needs_reference and (self.kl or self.reference):
-            raise ValueError(
-                "controllers.kl and controllers.reference need a reference, but objective.kl_coef "
-                "is 0. Give it a value above 0, or leave them out."
-            )
+        require(
+            objective.needs_reference or not (self.kl or self.reference),
+            "controllers.kl and controllers.reference need a reference, but objective.kl_coef "
+            "is 0. Give it a value above 0, or leave them out.",
+        )
 
 
-class Steering:
-    """The coefficients that controllers move.
+class Coefficients:
+    """The objective with the coefficients that controllers move.
 
     Args:
         controllers: move them.
@@ -121,41 +128,62 @@ class Steering:
     """
 
     def __init__(self, controllers: Controllers, objective: Objective) -> None:
-        """Start where the recipe does."""
+        controllers.check(objective)
         self.controllers = controllers
-        self.entropy_coef, self.kl_coef = objective.entropy_coef, objective.kl_coef
+        self.objective = objective
+        # The bonus counts in some iterations only; this is its coefficient where it does.
+        self.entropy_coef = objective.entropy_coef
+        self.sampled_entropy = 0.0
+        self._finished = self._now()
 
-    def by_entropy(self, objective: Objective, entropy: float) -> Objective:
-        """The objective of an iteration whose rollout has this mean entropy of a token (nats)."""
+    def _now(self) -> dict[str, float]:
+        return {"entropy_coef": self.entropy_coef, "kl_coef": self.objective.kl_coef}
+
+    def follow_entropy(self, rollout: Rollout, comm: Comm) -> None:
+        """Set the entropy bonus by the entropy at sampling, where it has a target.
+
+        That is the mean of -log p of the sampled tokens over all processes: unbiased, free.
+        """
         target = self.controllers.entropy
         if target is None:
-            return objective
-        self.entropy_coef = target.next(self.entropy_coef, entropy)
-        return replace(
-            objective, entropy_coef=self.entropy_coef if entropy <= target.target else 0.0
-        )
+            return
+        # Log-probabilities are 0 off the tokens of the policy.
+        surprise = torch.stack([-rollout.sampler_logprobs.sum().double(), rollout.lengths.sum()])
+        total, count = comm.sum(surprise).tolist()
+        self.sampled_entropy = total / count
+        self.entropy_coef = target.next(self.entropy_coef, self.sampled_entropy)
+        above = self.sampled_entropy > target.target
+        self.objective = replace(self.objective, entropy_coef=0.0 if above else self.entropy_coef)
 
-    def by_kl(self, objective: Objective, kl: float) -> Objective:
-        """The objective after an iteration with this mean KL of a token (nats)."""
-        if self.controllers.kl is None:
-            return objective
-        self.kl_coef = self.controllers.kl.next(self.kl_coef, kl)
-        return replace(objective, kl_coef=self.kl_coef)
+    def follow_kl(self, stats: Stats) -> None:
+        """Set the KL coefficient by the mean KL of a token (nats), where it has a target."""
+        # Where every step was skipped there is no KL.
+        if self.controllers.kl is not None and "policy/kl" in stats:
+            kl_coef = self.controllers.kl.next(self.objective.kl_coef, float(stats["policy/kl"]))
+            self.objective = replace(self.objective, kl_coef=kl_coef)
+
+    def finish_iteration(self) -> None:
+        """From here on a checkpoint holds these coefficients."""
+        self._finished = self._now()
+
+    def stats(self) -> Stats:
+        """The coefficients of this iteration, to log."""
+        numbers = {}
+        if self.controllers.entropy is not None:
+            numbers["policy/sampled_entropy"] = self.sampled_entropy
+            numbers["policy/entropy_coef"] = self.objective.entropy_coef
+        if self.objective.needs_reference:
+            numbers["policy/kl_coef"] = self.objective.kl_coef
+        return {name: torch.tensor(number) for name, number in numbers.items()}
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficients."""
-        return {"entropy_coef": self.entropy_coef, "kl_coef": self.kl_coef}
+        """The coefficients at the end of the last iteration: one may be dropped on its way."""
+        return self._finished
 
-    def load_state_dict(self, state: dict[str, float], objective: Objective) -> Objective:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on with saved coefficients; one that nothing steers is the recipe's."""
         if self.controllers.entropy is not None:
             self.entropy_coef = state["entropy_coef"]
         if self.controllers.kl is not None:
-            self.kl_coef = state["kl_coef"]
-        return replace(objective, kl_coef=self.kl_coef)
-
-
-def _positive(group: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{group}.{name} is {value}; it must be above 0.")
+            self.objective = replace(self.objective, kl_coef=state["kl_coef"])
+        self._finished = self._now()

@@ -1,146 +1,42 @@
-"""Learning where programs are compiled for each shape: micro-batches of one shape, few reads.
+"""Micro-batches of one shape, for devices that compile a program for each set of shapes.
 
-The experience lies on the host. Every micro-batch has the same number of rows, each with a prompt
-of its own, and all columns; rows that are missing are filled up with one that counts nothing. What
-micro-batches report stays on the device until the optimizer step needs it.
+The rollout lies on the host. Every micro-batch has the same number of rows, each with a prompt of
+its own, and all columns; rows that are missing are filled up with one that counts nothing. What
+micro-batches report stays on the device until the optimizer step needs it, by one wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.metrics import Totals
-from litgrpo.models.loading import Precision
-from litgrpo.parallel.device import CHIPS, compiles_shapes, mark_step, rows_to, seen, to_host
-from litgrpo.rollout.engines.interface import RolloutEngine
-from litgrpo.types import ROW_FIELDS, Experience, LossOutput, TokenLogprobs
+from litgrpo.algorithm.objective import Normalizers
+from litgrpo.learner.micro_batches import Limits, LogprobsOf, MicroBatching, Rows, StepSums
+from litgrpo.parallel.device import Backend, to_host
+from litgrpo.types import (
+    PROMPT_FIELDS,
+    Experience,
+    LossOutput,
+    Stats,
+    TokenLogprobs,
+    TokenRows,
+    row_fields,
+)
 
 
-def check_repeats(precision: Precision, device: torch.device) -> None:
-    """Refuse dropout that would be drawn anew where activations are computed a second time.
-
-    Raises:
-        ValueError: the device cannot repeat its random numbers in the middle of a program.
-    """
-    if compiles_shapes(device) and precision.gradient_checkpointing and precision.dropout:
-        raise ValueError(
-            "precision.dropout and precision.gradient_checkpointing are both on, but this device "
-            "cannot draw the same numbers a second time. Leave one of them off."
-        )
-
-
-def check_fits(engine: RolloutEngine, objective: Objective, device: torch.device) -> None:
-    """Refuse what cannot be computed in fixed shapes, on a device that compiles for each shape.
-
-    Raises:
-        ValueError: the engine's shapes change, or the weighting counts the rows of a micro-batch.
-    """
-    if engine.fixed_shapes and isinstance(objective.weighting, PerTokenOfMicroBatch):
-        raise ValueError(
-            "objective.weighting is PerTokenOfMicroBatch, whose gradient depends on the rows of a "
-            "micro-batch, which are filled up in fixed shapes. Take PerToken."
-        )
-    if compiles_shapes(device) and not engine.fixed_shapes:
-        raise ValueError(
-            f"engine is {type(engine).__name__}, whose shapes follow the completions, but this "
-            "device compiles a program for each shape. Give engine: {class_path: StaticEngine}, "
-            "as the overlays for such devices in configs/hardware do."
-        )
-
-
-def whole_rows(experience: Experience, rows: Tensor) -> Experience:
-    """The given rows, each with a prompt of its own, and no column cut off.
+class StaticSums(StepSums):
+    """Reports of micro-batches, kept on the device until all of them are read at once.
 
     Args:
-        experience: M rows.
-        rows: [m] row numbers; a row may come twice.
-    """
-    prompt_of = experience.prompt_of[rows]
-    of_rows: dict[str, Any] = {}
-    for name in ROW_FIELDS:
-        value = getattr(experience, name)
-        of_rows[name] = None if value is None else value[rows]
-    return Experience(
-        prompt_ids=experience.prompt_ids[prompt_of],
-        prompt_mask=experience.prompt_mask[prompt_of],
-        prompt_of=torch.arange(len(rows)),
-        **of_rows,
-    )
-
-
-class Rows:
-    """The rows of an optimizer step, as micro-batches of one shape.
-
-    Args:
-        experience: M rows on the host.
-        config: the limits of a micro-batch; padding counts, the prompt in each row.
-        device: where micro-batches go.
+        device: computes the micro-batches.
     """
 
-    def __init__(self, experience: Experience, config: UpdateConfig, device: torch.device) -> None:
-        """Decide on the number of rows at once; several chips share it evenly."""
-        self.experience, self.device = experience, device
-        width = experience.prompt_ids.shape[1] + experience.completion_ids.shape[1]
-        limits = [len(experience)]
-        if config.micro_batch_size is not None:
-            limits.append(config.micro_batch_size)
-        if config.max_tokens is not None:
-            limits.append(config.max_tokens // width)
-        self.at_once = -(-max(1, min(limits)) // CHIPS.number) * CHIPS.number
-
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """Lists of row numbers that go through the model together, together all of the given."""
-        return list(rows.split(self.at_once))
-
-    def micro(self, rows: Tensor) -> Experience:
-        """A micro-batch on the device, filled up to the one shape.
-
-        Args:
-            rows: [m] row numbers, at most `at_once`.
-        """
-        missing = self.at_once - len(rows)
-        chosen = whole_rows(self.experience, torch.cat([rows, rows[:1].expand(missing)]))
-        filling = (torch.arange(self.at_once) >= len(rows))[:, None]
-        chosen = replace(
-            chosen,
-            completion_mask=chosen.completion_mask & ~filling,
-            weights=chosen.weights.masked_fill(filling, 0.0),
-        )
-        tensors = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
-        tensors = {name: value for name, value in tensors.items() if value is not None}
-        seen("micro-batch", **tensors)
-        moved = {name: rows_to(value, self.device) for name, value in tensors.items()}
-        return replace(chosen, **moved)
-
-    def scored(self, logprobs_of: Callable[[Experience], TokenLogprobs]) -> TokenLogprobs:
-        """[M, C] log-probabilities and entropies of all rows, on the host.
-
-        Args:
-            logprobs_of: what to ask about a micro-batch.
-        """
-        parts = []
-        for rows in self.split(torch.arange(len(self.experience))):
-            found = logprobs_of(self.micro(rows))
-            parts += [found.logprobs, found.entropy]
-            mark_step(self.device)
-        parts = to_host(parts)
-        number = len(self.experience)
-        return TokenLogprobs(*(torch.cat(parts[kind::2])[:number] for kind in (0, 1)))
-
-
-class Unread:
-    """What micro-batches report, kept on the device until all of it is read at once."""
-
-    def __init__(self) -> None:
-        """Nothing reported."""
+    def __init__(self, device: Backend) -> None:
+        super().__init__()
+        self.device = device
         self.names: list[str] = []
         self.reports: list[Tensor] = []
 
@@ -149,20 +45,110 @@ class Unread:
         self.names = list(output.stats)
         loss = output.loss.detach().float()
         self.reports.append(torch.stack([*output.stats.values(), torch.stack([loss, loss])]))
+        self.device.flush()
 
-    def read(self, totals: Totals, *others: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Count everything, by one wait for the device.
+    def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
+        """Everything that was counted, on the host; see `StepSums.read`."""
+        self.device.flush()
+        *reports, norm = to_host([*self.reports, grad_norm])
+        for report in reports:
+            self.totals.add(dict(zip(self.names, report, strict=False)))
+        loss = torch.stack([report[-1, 0] for report in reports]).sum()
+        return self.totals.sums, loss, norm
+
+
+@dataclass(frozen=True)
+class Static(MicroBatching):
+    """Micro-batches of one shape.
+
+    Args:
+        device: computes them.
+    """
+
+    device: Backend
+
+    def step_rows(self, experience: Experience, rows: Tensor) -> Experience:
+        """The rows with all of their columns."""
+        return whole_rows(experience, rows)
+
+    def rows_at_once(self, carrier: TokenRows | Experience, limits: Limits) -> int:
+        """Rows of every micro-batch: padding counts, the prompt in each row; chips share evenly."""
+        width = carrier.prompt_ids.shape[1] + carrier.completion_ids.shape[1]
+        most = [len(carrier)]
+        if limits.max_rows is not None:
+            most.append(limits.max_rows)
+        if limits.max_tokens is not None:
+            most.append(limits.max_tokens // width)
+        return -(-max(1, min(most)) // self.device.num_chips) * self.device.num_chips
+
+    def buckets(self, carrier: Rows, limits: Limits) -> list[Tensor]:
+        """Rows in their order."""
+        return list(torch.arange(len(carrier)).split(self.rows_at_once(carrier, limits)))
+
+    def split(
+        self, carrier: Rows, rows: Tensor | None, limits: Limits
+    ) -> Iterator[tuple[Rows, bool]]:
+        """Micro-batches on the device, the last one filled up."""
+        chosen = torch.arange(len(carrier)) if rows is None else rows
+        at_once = self.rows_at_once(carrier, limits)
+        buckets = chosen.split(at_once)
+        for number, bucket in enumerate(buckets, start=1):
+            yield self.filled(carrier, bucket, at_once), number == len(buckets)
+
+    def filled(self, carrier: Rows, rows: Tensor, at_once: int) -> Rows:
+        """A micro-batch on the device, filled up to the one shape.
 
         Args:
-            totals: gets the sums and counts.
-            others: further tensors that are needed on the host.
-
-        Returns:
-            [] the loss of all micro-batches together, and the others.
+            carrier: M rows on the host.
+            rows: [m] row numbers, at most `at_once`.
+            at_once: rows of the micro-batch.
         """
-        found = to_host([*self.reports, *others])
-        reports, rest = found[: len(self.reports)], found[len(self.reports) :]
-        for report in reports:
-            totals.add(dict(zip(self.names, report, strict=False)))
-        self.reports = []
-        return torch.stack([report[-1, 0] for report in reports]).sum(), rest
+        missing = at_once - len(rows)
+        chosen = whole_rows(carrier, torch.cat([rows, rows[:1].expand(missing)]))
+        filling = (torch.arange(at_once) >= len(rows))[:, None]
+        values = row_fields(chosen)
+        # A row that only fills up has no tokens, so it has no weight either.
+        for name in {"completion_mask", "loss_mask", "weights"} & values.keys():
+            values[name] = values[name].masked_fill(filling, 0)
+        values |= {name: getattr(chosen, name) for name in (*PROMPT_FIELDS, "prompt_of")}
+        self.device.note_shapes("micro-batch", **values)
+        return replace(
+            chosen, **{name: self.device.rows_to(value) for name, value in values.items()}
+        )
+
+    def scored(self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits) -> TokenLogprobs:
+        """Log-probabilities and entropies on the host, by one wait at the end."""
+        parts: list[Tensor] = []
+        with torch.no_grad():
+            for micro, _ in self.split(tokens, None, limits):
+                found = logprobs_of(micro)
+                parts += [found.logprobs, found.entropy]
+                self.device.flush()
+        parts = to_host(parts)
+        number = len(tokens)
+        return TokenLogprobs(*(torch.cat(parts[kind::2])[:number] for kind in (0, 1)))
+
+    def sums(self) -> StepSums:
+        """Sums that are read at the end of a step."""
+        return StaticSums(self.device)
+
+    def on_device(self, normalizers: Normalizers) -> Normalizers:
+        """As inputs of the program, so that other numbers do not need another one."""
+        threshold = normalizers.entropy_threshold
+        return Normalizers(
+            self.device.number_to(normalizers.num_tokens),
+            None if threshold is None else self.device.number_to(threshold),
+        )
+
+
+def whole_rows(carrier: Rows, rows: Tensor) -> Rows:
+    """The given rows, each with a prompt of its own, and no column cut off.
+
+    Args:
+        carrier: M rows.
+        rows: [m] row numbers; a row may come twice.
+    """
+    chosen = {name: value[rows] for name, value in row_fields(carrier).items()}
+    for name in PROMPT_FIELDS:
+        chosen[name] = getattr(carrier, name)[carrier.prompt_of[rows]]
+    return replace(carrier, prompt_of=torch.arange(len(rows)), **chosen)

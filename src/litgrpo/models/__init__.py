@@ -1,1 +1,1 @@
-"""What speaks: models that are loaded, prefilled, stepped and asked for log-probabilities."""
+"""Language models as rollouts and the learning step see them."""

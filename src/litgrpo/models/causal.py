@@ -6,58 +6,121 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from litgrpo.models.architectures import (
+    DECODER_ONLY,
+    LENGTH_DEPENDENT_ROPES,
+    has_known_layers,
+    rope_types,
+)
 from litgrpo.models.attention.decode_shared_prefix import (
     SHARED_PREFIX,
     SharedPrefixCache,
     attention,
 )
-from litgrpo.models.attention.packed_shared_prefix import (
-    KNOWN,
-    PROMPT_TREE,
-    WORTH,
-    PromptTree,
-    can_share,
-    has_known_layers,
-    sharing_pays,
-)
+from litgrpo.models.attention.packed_shared_prefix import PACKED
+from litgrpo.models.attention.packing import WORTH, Packing, can_share, sharing_pays
+from litgrpo.models.attention.scores import softcapped
 from litgrpo.models.attention.static import STATIC, StaticPrompts, StaticRows, StaticState, per_row
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
-from litgrpo.models.policy import DecodeState, Policy, lower_precision
+from litgrpo.models.policy import DecodeState, Policy, StaticDecoder, lower_precision
 from litgrpo.parallel.device import threads
-from litgrpo.tensors import (
-    head_chunk,
-    positions,
-    predicting,
-    predicting_last,
-    token_logprobs,
-    widened,
-)
-from litgrpo.types import TokenLogprobs
+from litgrpo.tensors import padding_mask, positions, predicting, predicting_last, widened
+from litgrpo.types import TokenRows
 
 log = logging.getLogger(__name__)
 
 # A product of fewer multiplications than this is done before several threads have met.
 WORTH_THREADS = 2**20
-# Turns of positions that depend on how long the longest row is.
-LENGTHENING = {"dynamic", "longrope"}
+
+
+class CausalStaticDecoder(StaticDecoder):
+    """A decoder-only model in shapes that never change."""
+
+    policy: CausalPolicy
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Attend in static shapes; see `StaticDecoder.attending`."""
+        model = self.policy.bare_model
+        config = model.config.to_dict()
+        if not has_known_layers(model):
+            raise ValueError(
+                f"model type {config['model_type']!r} with layers of type "
+                f"{sorted(set(config.get('layer_types') or ['unknown']))} cannot decode in static "
+                f"shapes; known are {', '.join(DECODER_ONLY)}, with full or sliding attention. "
+                "Use litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
+            )
+        kinds = rope_types(config.get("rope_parameters")) & LENGTH_DEPENDENT_ROPES
+        if kinds:
+            raise ValueError(
+                f"rope_parameters of type {sorted(kinds)} depend on the length of "
+                "the longest row, so that this model cannot decode in static shapes. Use "
+                "litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
+            )
+        _ = self.policy._logit_rules  # read now: a compiler cannot
+        with attention(model, STATIC), torch.no_grad():
+            yield
+
+    def prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Read the prompts, each once; see `StaticDecoder.prefill`."""
+        prompts = StaticPrompts(prompt_mask)
+        output = self.policy.bare_model.base_model(
+            input_ids=prompt_ids,
+            attention_mask=prompt_mask,  # `static` has it, but without one GPT-2 looks for padding
+            position_ids=positions(prompt_mask),
+            past_key_values=prompts,
+            use_cache=True,
+            static=prompts,
+        )
+        logits = self.policy.head(output.last_hidden_state[:, -1])
+        return per_row(logits, group_size), prompts.state(group_size, capacity)
+
+    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `StaticDecoder.step`."""
+        rows = StaticRows(state)
+        output = self.policy.bare_model.base_model(
+            input_ids=tokens[:, None],
+            attention_mask=torch.ones_like(tokens[:, None]),
+            position_ids=rows.positions,
+            past_key_values=rows,
+            use_cache=True,
+            static=rows,
+        )
+        return self.policy.head(output.last_hidden_state[:, -1]), rows.after
+
+    def hidden(self, rows: TokenRows) -> Tensor:
+        """Hidden states of every completion token; see `StaticDecoder.hidden`."""
+        mask = torch.cat([rows.prompt_mask[rows.prompt_of], rows.completion_mask], 1)
+        model = self.policy.bare_model
+        with attention(model, STATIC):
+            output = model.base_model(
+                input_ids=torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1),
+                attention_mask=mask,  # `static` has it, but without one GPT-2 looks for padding
+                position_ids=positions(mask),
+                use_cache=False,
+                static=StaticPrompts(mask),
+            )
+        return predicting_last(output.last_hidden_state, rows.completion_ids.shape[1])
 
 
 class CausalPolicy(Policy):
     """A decoder-only model; its prompt is read once per group."""
 
+    static_decoder = CausalStaticDecoder
     _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
 
     @property
     def shares_prompts(self) -> bool:
         """Whether `logprobs` reads a prompt once for all of its completions."""
-        return self.share_prompts and not self.fixed_shapes and self._can_share
+        return self.share_prompts and not self.static_shapes and self._can_share
 
     @cached_property
     def _can_share(self) -> bool:
@@ -130,21 +193,23 @@ class CausalPolicy(Policy):
             logits = logits * multiplier
         if divisor is not None:
             logits = logits / divisor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else softcapped(logits / cap, cap)
 
-    def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states of the last layer.
+    def hidden(self, rows: TokenRows) -> Tensor:
+        """Hidden states that predict the completion tokens; each prompt is read once if it pays."""
+        if self.shares_prompts and sharing_pays(rows):
+            return self._packed_hidden(Packing.of_groups(rows))
+        prompt_mask = rows.prompt_mask[rows.prompt_of]
+        ids = torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1)
+        mask = torch.cat([prompt_mask, rows.completion_mask], 1)
+        targets = torch.cat([torch.zeros_like(prompt_mask), rows.completion_mask], 1)
+        return predicting(self._row_hidden(ids, mask), targets)
 
-        Args:
-            ids: [M, T] token ids, padded on either side.
-            mask: [M, T] True marks a real token.
-
-        Returns:
-            [M, T, E].
-        """
+    def _row_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states [M, T, E] of the last layer, of rows [M, T] padded on either side."""
         output = self.bare_model.base_model(
             input_ids=ids,
-            attention_mask=None if bool(mask.all()) else mask.long(),
+            attention_mask=padding_mask(mask),
             position_ids=positions(mask),
             use_cache=False,
         )
@@ -189,58 +254,6 @@ class CausalPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
-    @contextmanager
-    def static_decoding(self) -> Iterator[None]:
-        """Attend in fixed shapes; see `Policy.static_decoding`."""
-        model = self.bare_model
-        config = model.config.to_dict()
-        if not has_known_layers(model):
-            raise ValueError(
-                f"model type {config['model_type']!r} with layers of type "
-                f"{sorted(set(config.get('layer_types') or ['unknown']))} cannot decode in fixed "
-                f"shapes; known are {', '.join(sorted(KNOWN))}, with full or sliding attention. "
-                "Use litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
-            )
-        kinds = rope_types(config.get("rope_parameters"))
-        if kinds & LENGTHENING:
-            raise ValueError(
-                f"rope_parameters of type {sorted(kinds & LENGTHENING)} depend on the length of "
-                "the longest row, so that this model cannot decode in fixed shapes. Use "
-                "litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
-            )
-        _ = self._logit_rules  # read now: a compiler cannot
-        with attention(model, STATIC), torch.no_grad():
-            yield
-
-    def static_prefill(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, StaticState]:
-        """Read the prompts, each once; see `Policy.static_prefill`."""
-        prompts = StaticPrompts(prompt_mask)
-        output = self.bare_model.base_model(
-            input_ids=prompt_ids,
-            attention_mask=prompt_mask,  # `static` has it, but without one GPT-2 looks for padding
-            position_ids=positions(prompt_mask),
-            past_key_values=prompts,
-            use_cache=True,
-            static=prompts,
-        )
-        logits = self.head(output.last_hidden_state[:, -1])
-        return per_row(logits, group_size), prompts.state(group_size, capacity)
-
-    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """Feed one token to every row; see `Policy.static_step`."""
-        rows = StaticRows(state)
-        output = self.bare_model.base_model(
-            input_ids=tokens[:, None],
-            attention_mask=torch.ones_like(tokens[:, None]),
-            position_ids=rows.positions,
-            past_key_values=rows,
-            use_cache=True,
-            static=rows,
-        )
-        return self.head(output.last_hidden_state[:, -1]), rows.after
-
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
@@ -255,84 +268,17 @@ class CausalPolicy(Policy):
         )
         return output.logits[:, prompt_ids.shape[1] - 1 :]
 
-    def logprobs(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        prompt_of: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-        *,
-        support: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
-    ) -> TokenLogprobs:
-        """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
-        rows = prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
-        if self.fixed_shapes:
-            return self.logprobs_of_places(
-                self.hidden_of_places(*rows),
-                completion_ids,
-                completion_mask,
-                support=support,
-                temperature=temperature,
-                entropy_grad=entropy_grad,
-            )
-        if self.shares_prompts and sharing_pays(*rows):
-            hidden = self._hidden_of_tree(PromptTree.grow(*rows))
-        else:
-            prompts = prompt_mask[prompt_of]
-            mask = torch.cat([prompts, completion_mask], 1)
-            ids = torch.cat([prompt_ids[prompt_of], completion_ids], 1)
-            targets = torch.cat([torch.zeros_like(prompts), completion_mask], 1)
-            hidden = predicting(self.hidden(ids, mask), targets)
-        logprobs, entropy = token_logprobs(
-            hidden,
-            completion_ids[completion_mask],
-            self.head,
-            support=None if support is None else support[completion_mask],
-            temperature=temperature,
-            chunk_size=self.head_chunk or head_chunk(len(hidden), self.vocab_size),
-            entropy_grad=entropy_grad,
-        )
-        padded = logprobs.new_zeros(completion_ids.shape)
-        return TokenLogprobs(
-            padded.masked_scatter(completion_mask, logprobs),
-            padded.masked_scatter(completion_mask, entropy),
-        )
-
-    def hidden_of_places(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        prompt_of: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-    ) -> Tensor:
-        """Hidden states of every completion place; see `Policy.hidden_of_places`."""
-        mask = torch.cat([prompt_mask[prompt_of], completion_mask], 1)
-        model = self.bare_model
-        with attention(model, STATIC):
-            output = model.base_model(
-                input_ids=torch.cat([prompt_ids[prompt_of], completion_ids], 1),
-                attention_mask=mask,  # `static` has it, but without one GPT-2 looks for padding
-                position_ids=positions(mask),
-                use_cache=False,
-                static=StaticPrompts(mask),
-            )
-        return predicting_last(output.last_hidden_state, completion_ids.shape[1])
-
-    def _hidden_of_tree(self, tree: PromptTree) -> Tensor:
+    def _packed_hidden(self, packing: Packing) -> Tensor:
         """[K, E] hidden states that predict the completion tokens, each prompt read once."""
         model = self.bare_model
-        with attention(model, PROMPT_TREE):
+        with attention(model, PACKED):
             output = model.base_model(
-                input_ids=tree.ids[None],
-                position_ids=tree.positions[None],
+                input_ids=packing.ids[None],
+                position_ids=packing.positions[None],
                 use_cache=False,
-                prompt_tree=tree,
+                packing=packing,
             )
-        return output.last_hidden_state[0].index_select(0, tree.predicting)
+        return output.last_hidden_state[0].index_select(0, packing.predicting)
 
     def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
         """Hidden states of the tokens before the marked ones; see `Policy.predictors`.
@@ -340,13 +286,5 @@ class CausalPolicy(Policy):
         Padding is not computed where there is much of it.
         """
         if self.shares_prompts and mask.numel() >= WORTH * int(mask.sum()):
-            return self._hidden_of_tree(PromptTree.of_rows(ids, mask, target_mask))
-        return predicting(self.hidden(ids, mask), target_mask)
-
-
-def rope_types(parameters: dict[str, Any] | None) -> set[str]:
-    """How positions are turned, in all kinds of layers; a config has one set or one for each."""
-    if not parameters:
-        return set()
-    sets = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    return {each["rope_type"] for each in sets if each}
+            return self._packed_hidden(Packing.of_rows(ids, mask, target_mask))
+        return predicting(self._row_hidden(ids, mask), target_mask)

@@ -20,7 +20,7 @@ from litgrpo.models.kernels import linear as linears
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
-from litgrpo.parallel.device import compiles_shapes, to_host
+from litgrpo.parallel.device import backend, to_host
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -57,8 +57,8 @@ class Precision:
         dtype: of the weights; with `trainer.precision: bf16-mixed` keep float32.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
-        kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster here,
-            `plain` torch's own, `onednn` the other.
+        kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster for
+            weights of this size, `plain` torch's own, `onednn` the other.
         share_prompts: in the update, read each prompt once for its whole group, without padding.
         compute: compute matrix products in this lower precision, in sampling and in learning, with
             weights, moments, log-probabilities and losses as they are; null leaves that to
@@ -167,7 +167,7 @@ def load_policy(
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
         config = AutoConfig.from_pretrained(folder)
-        own_dropout = {} if precision.dropout else _switch_dropout_off(config)
+        original_dropout = {} if precision.dropout else _switch_dropout_off(config)
         with _no_progress_bars():
             kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             model = kind.from_pretrained(
@@ -178,7 +178,9 @@ def load_policy(
             )
     except OSError as error:
         raise ValueError(_not_loadable("model", pretrained, error)) from error
-    return as_policy(model, tokenizer, precision=precision, lora=lora, own_dropout=own_dropout)
+    return as_policy(
+        model, tokenizer, precision=precision, lora=lora, original_dropout=original_dropout
+    )
 
 
 def as_policy(
@@ -187,7 +189,7 @@ def as_policy(
     *,
     precision: Precision | None = None,
     lora: LoRA | None = None,
-    own_dropout: dict[str, float] | None = None,
+    original_dropout: dict[str, float] | None = None,
 ) -> Policy:
     """A policy around a model at hand; see `load_policy`."""
     precision = precision or Precision()
@@ -198,7 +200,7 @@ def as_policy(
         model = with_adapters(model, lora)
     linears.install(model)
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
-    policy = kind(model, tokenizer, end_tokens(model, tokenizer), own_dropout)
+    policy = kind(model, tokenizer, end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts
     policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
     policy.use_kernels(linears.choose(model, precision.kernels))
@@ -327,7 +329,7 @@ def export(policy: Policy, folder: str | Path) -> None:
     if policy.has_adapter:
         model = copy.deepcopy(model).merge_and_unload()
     config = copy.deepcopy(model.config)
-    for name, value in policy.own_dropout.items():
+    for name, value in policy.original_dropout.items():
         setattr(config, name, value)
     if config.is_encoder_decoder:
         # Transformers 5 calls T5's head tied in any case; older versions believe it.
@@ -336,7 +338,7 @@ def export(policy: Policy, folder: str | Path) -> None:
     original, model.config = model.config, config
     try:
         with _no_progress_bars():
-            weights = _on_host(model) if compiles_shapes(model.device) else None
+            weights = _on_host(model) if backend(model.device).static_shapes else None
             model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = original

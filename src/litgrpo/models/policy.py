@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.models.attention.static import StaticState
 from litgrpo.models.kernels import linear as linears
-from litgrpo.parallel.device import kept_apart
-from litgrpo.tensors import Head, head_chunk, token_logprobs
-from litgrpo.types import TokenLogprobs
+from litgrpo.parallel.device import backend
+from litgrpo.tensors import Head, head_chunk, pack_left, token_logprobs
+from litgrpo.types import TokenLogprobs, TokenRows
 
 
 def lower_precision(
@@ -24,32 +25,36 @@ def lower_precision(
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-class SecondTime:
-    """A head that is computed twice to save memory, also where a compiler merges what is equal.
+class RecomputeContext:
+    """A head for chunks that are computed twice to save memory, also where a compiler interferes.
+
+    A compiler that finds the same computation twice keeps the first result, and with it the memory
+    that recomputing was to save. So the second one reads a copy that it cannot see through.
 
     Args:
-        right: hidden states -> logits.
+        head: hidden states -> logits.
     """
 
-    def __init__(self, right: Head) -> None:
-        """The first time."""
-        self.right, self.now = right, False
+    def __init__(self, head: Head) -> None:
+        self._head, self._again = head, False
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The same logits, the second time from something that a compiler cannot merge."""
-        return self.right(kept_apart(hidden) if self.now else hidden)
+        """The same logits both times."""
+        return self._head(
+            backend(hidden.device).optimization_barrier(hidden) if self._again else hidden
+        )
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the first time and of the second."""
-        return nullcontext(), self._second()
+        """Of the first computation and of the second; see torch's checkpoint."""
+        return nullcontext(), self._recomputing()
 
     @contextmanager
-    def _second(self) -> Iterator[None]:
-        self.now = True
+    def _recomputing(self) -> Iterator[None]:
+        self._again = True
         try:
             yield
         finally:
-            self.now = False
+            self._again = False
 
 
 class DecodeState(ABC):
@@ -79,6 +84,59 @@ class DecodeState(ABC):
         raise AssertionError("can_join is False")
 
 
+class StaticDecoder(ABC):
+    """A policy in shapes that never change: no shape depends on a value, and no value is read.
+
+    For devices that compile a program for each set of shapes, and for CUDA graphs.
+
+    Args:
+        policy: whose model computes.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+    @abstractmethod
+    def attending(self) -> AbstractContextManager[None]:
+        """What to call `prefill` and `step` within.
+
+        Raises:
+            ValueError: the model cannot decode in static shapes.
+        """
+
+    @abstractmethod
+    def prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Read the prompts, each once.
+
+        Args:
+            prompt_ids: [B, P] token ids, padded on the left.
+            prompt_mask: [B, P] True marks a real token.
+            group_size: G.
+            capacity: most tokens that a completion will be fed, C.
+
+        Returns:
+            [N, V] logits of the first completion token of each row, and the state of the rows.
+        """
+
+    @abstractmethod
+    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row: the same graph for every step.
+
+        Args:
+            tokens: [N] the tokens just sampled.
+            state: the state of these rows, which is used up.
+
+        Returns:
+            [N, V] logits of the next token, and the state one position further.
+        """
+
+    @abstractmethod
+    def hidden(self, rows: TokenRows) -> Tensor:
+        """[M, C, E] hidden states that predict every completion token, padding too."""
+
+
 class Policy(nn.Module, ABC):
     """A language model as the rollout and the learning step see it.
 
@@ -86,15 +144,14 @@ class Policy(nn.Module, ABC):
         model: a Hugging Face model, possibly with adapters.
         tokenizer: its tokenizer, with a pad and an end token.
         eos_ids: tokens that end a completion.
-        own_dropout: dropout settings of the model's config that were set to 0 at load; export
+        original_dropout: dropout settings of the model's config that were set to 0 at load; export
             writes them back.
     """
 
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     share_prompts = True  # what the recipe allows; `shares_prompts` is what is done
     kernels = linears.Kernels()
-    # Compute every position of every row, padding too: no shape then depends on what is said.
-    fixed_shapes = False
+    static_decoder: type[StaticDecoder]  # of this kind of model
     compute_dtype: torch.dtype | None = None  # lower than the weights'; see `arithmetic`
 
     def __init__(
@@ -102,14 +159,14 @@ class Policy(nn.Module, ABC):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: tuple[int, ...],
-        own_dropout: dict[str, float] | None = None,
+        original_dropout: dict[str, float] | None = None,
     ) -> None:
-        """Hold the model; nothing is computed."""
         super().__init__()
+        self._static_shapes: bool | None = None
         self.model = model
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.own_dropout = own_dropout or {}
+        self.original_dropout = original_dropout or {}
         self.pad_id = int(tokenizer.pad_token_id)
 
     @property
@@ -122,22 +179,24 @@ class Policy(nn.Module, ABC):
         """Whether LoRA layers are trained instead of the weights."""
         return not isinstance(self.model, PreTrainedModel)
 
-    @abstractmethod
-    def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., E] -> logits [..., V], with all that the model does to logits."""
+    @property
+    def static_shapes(self) -> bool:
+        """Compute every position of every row, padding too, so that no shape depends on a value.
 
-    @abstractmethod
-    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """Hidden states that predict marked tokens, for supervised training.
-
-        Args:
-            ids: [M, T] a prompt and its completion one after the other, padded on the right.
-            mask: [M, T] True marks a real token.
-            target_mask: [M, T] True marks the K tokens to predict: those of the completion.
-
-        Returns:
-            [K, E] in row order, with gradient.
+        Where a device compiles a program for each set of shapes, unless it is set.
         """
+        if self._static_shapes is None:
+            return backend(self.model.device).static_shapes
+        return self._static_shapes
+
+    @static_shapes.setter
+    def static_shapes(self, value: bool | None) -> None:
+        self._static_shapes = value
+
+    @property
+    def static(self) -> StaticDecoder:
+        """The policy in shapes that never change."""
+        return self.static_decoder(self)
 
     @property
     def shares_prompts(self) -> bool:
@@ -177,6 +236,16 @@ class Policy(nn.Module, ABC):
         """
         return lower_precision(self.model.device, dtype)
 
+    # --- what a kind of model must define ---
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., E] -> logits [..., V], with all that the model does to logits."""
+
+    @abstractmethod
+    def hidden(self, rows: TokenRows) -> Tensor:
+        """[K, E] hidden states that predict the K completion tokens, in row order."""
+
     @abstractmethod
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
@@ -206,46 +275,10 @@ class Policy(nn.Module, ABC):
         """
 
     @abstractmethod
-    def static_decoding(self) -> AbstractContextManager[None]:
-        """What to call `static_prefill` and `static_step` within.
-
-        Raises:
-            ValueError: the model cannot decode in fixed shapes.
-        """
-
-    @abstractmethod
-    def static_prefill(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, StaticState]:
-        """Like `prefill`, for a compiler: shapes depend on shapes, and no value is looked at.
-
-        Args:
-            prompt_ids: [B, P] token ids, padded on the left.
-            prompt_mask: [B, P] True marks a real token.
-            group_size: G.
-            capacity: most tokens that a completion will be fed, C.
-
-        Returns:
-            [N, V] logits of the first completion token of each row, and the state of the rows.
-        """
-
-    @abstractmethod
-    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """Like `step`, for a compiler: the same graph for every step.
-
-        Args:
-            tokens: [N] the tokens just sampled.
-            state: the state of these rows, which is used up.
-
-        Returns:
-            [N, V] logits of the next token, and the state one position further.
-        """
-
-    @abstractmethod
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """Logits of every completion position by one plain forward pass: slow, plainly right.
+        """Logits by the library's own forward pass: slow, and what everything is compared with.
 
         Args:
             prompt_ids: [M, P] one prompt for each row.
@@ -256,91 +289,68 @@ class Policy(nn.Module, ABC):
             [M, C + 1, V] logits; entry t predicts completion token t.
         """
 
-    @abstractmethod
+    # --- what follows from it ---
+
+    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Hidden states that predict marked tokens, for supervised training.
+
+        Args:
+            ids: [M, T] a prompt and its completion one after the other, padded on the right.
+            mask: [M, T] True marks a real token.
+            target_mask: [M, T] True marks the K tokens to predict: those of the completion.
+
+        Returns:
+            [K, E] in row order, with gradient.
+        """
+        prompts = pack_left(ids, mask & ~target_mask)
+        completions = pack_left(ids, target_mask)
+        prompt_of = torch.arange(len(ids), device=ids.device)
+        return self.hidden(TokenRows(*prompts, prompt_of, *completions))
+
     def logprobs(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        prompt_of: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-        *,
-        support: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
+        self, rows: TokenRows, *, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenLogprobs:
         """Log-probabilities of given completions, with gradient.
 
         Args:
-            prompt_ids: [B, P] prompts, each once, padded on the left.
-            prompt_mask: [B, P] True marks a real token.
-            prompt_of: [M] the prompt that each completion continues.
-            completion_ids: [M, C] padded on the right.
-            completion_mask: [M, C] True marks a real token.
-            support: [M, C, S] ids of the tokens that could be drawn (-1: none), which the
-                distributions are over; None: all tokens.
+            rows: M completions and their prompts.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.
 
         Returns:
             [M, C] log-probabilities and entropies; 0 on padding.
         """
-
-    @abstractmethod
-    def hidden_of_places(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        prompt_of: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-    ) -> Tensor:
-        """Hidden states that predict every place of given completions, padding too.
-
-        No shape depends on values and none is looked at.
-
-        Args:
-            prompt_ids: [B, P]; and the others: as for `logprobs`.
-            prompt_mask: see there.
-            prompt_of: see there.
-            completion_ids: see there.
-            completion_mask: see there.
-
-        Returns:
-            [M, C, E], with gradient.
-        """
-
-    def logprobs_of_places(
-        self,
-        hidden: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-        *,
-        support: Tensor | None,
-        temperature: float,
-        entropy_grad: bool,
-    ) -> TokenLogprobs:
-        """Log-probabilities from hidden states, computed for padding, too, and masked afterwards.
-
-        Args:
-            hidden: [M, C, E] hidden states that predict each completion token.
-            completion_ids: [M, C]; and the others: as for `logprobs`.
-            completion_mask: see there.
-            support: see there.
-            temperature: see there.
-            entropy_grad: see there.
-        """
-        again = SecondTime(self.head)
+        settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
+        if self.static_shapes:
+            return self._static_logprobs(rows, **settings)
+        mask, candidates = rows.completion_mask, rows.candidate_ids
+        hidden = self.hidden(rows)
         found = token_logprobs(
-            hidden.flatten(0, 1),
-            completion_ids.flatten(),
+            hidden,
+            rows.completion_ids[mask],
+            self.head,
+            candidate_ids=None if candidates is None else candidates[mask],
+            chunk_size=self._chunk_size(len(hidden)),
+            **settings,
+        )
+        padded = found[0].new_zeros(mask.shape)
+        return TokenLogprobs(*(padded.masked_scatter(mask, each) for each in found))
+
+    def _static_logprobs(self, rows: TokenRows, **settings: Any) -> TokenLogprobs:
+        """`logprobs`, computed for padding, too, and masked afterwards."""
+        mask, candidates = rows.completion_mask, rows.candidate_ids
+        again = RecomputeContext(self.head)
+        found = token_logprobs(
+            self.static.hidden(rows).flatten(0, 1),
+            rows.completion_ids.flatten(),
             again.head,
-            support=None if support is None else support.flatten(0, 1),
-            temperature=temperature,
-            chunk_size=self.head_chunk or head_chunk(completion_ids.numel(), self.vocab_size),
-            entropy_grad=entropy_grad,
+            candidate_ids=None if candidates is None else candidates.flatten(0, 1),
+            chunk_size=self._chunk_size(mask.numel()),
             context_fn=again.contexts,
+            **settings,
         )
-        return TokenLogprobs(
-            *(torch.where(completion_mask, each.view_as(completion_mask), 0.0) for each in found)
-        )
+        return TokenLogprobs(*(torch.where(mask, each.view_as(mask), 0.0) for each in found))
+
+    def _chunk_size(self, num_tokens: int) -> int:
+        """Tokens whose logits exist at once."""
+        return self.head_chunk or head_chunk(num_tokens, self.vocab_size)

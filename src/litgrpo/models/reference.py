@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from litgrpo.models.policy import Policy
-from litgrpo.types import TokenLogprobs
+from litgrpo.types import TokenLogprobs, TokenRows
 
 
 class Reference(nn.Module, ABC):
@@ -21,7 +21,7 @@ class Reference(nn.Module, ABC):
         return False
 
     @abstractmethod
-    def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
         """Log-probabilities of completions, without gradient; see `Policy.logprobs`."""
 
     def check_follows(self, policy: Policy) -> None:
@@ -58,9 +58,9 @@ class FrozenModel(Reference):
         return super().train(False)
 
     @torch.no_grad()
-    def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
         """Log-probabilities under the frozen model."""
-        return self.policy.logprobs(*tokens, **sampled)
+        return self.policy.logprobs(rows, temperature=temperature)
 
     def check_follows(self, policy: Policy) -> None:
         """The weights must be the policy's, name for name and shape for shape."""
@@ -98,9 +98,9 @@ class AdapterOff(Reference):
         return self._policy[0].shares_prompts
 
     @torch.no_grad()
-    def logprobs(self, *tokens: Tensor, **sampled: Any) -> TokenLogprobs:
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
         """Log-probabilities with the adapters switched off."""
         (policy,) = self._policy
         model: Any = policy.model
         with model.disable_adapter():
-            return policy.logprobs(*tokens, **sampled)
+            return policy.logprobs(rows, temperature=temperature)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from litgrpo.arguments import did_you_mean, require
+from litgrpo.models.architectures import ENCODER_DECODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,11 +61,11 @@ class Scratch:
                     f"scratch.architecture sets {name}; it comes from the tokenizer, leave it out"
                 )
         least = 256 + len(self.tags) + len(self.sentinels) + len((PAD, BOS, EOS))
-        if self.vocab_size < least:
-            raise ValueError(
-                f"scratch.vocab_size is {self.vocab_size}; bytes, tags and special tokens alone "
-                f"are {least}"
-            )
+        require(
+            self.vocab_size >= least,
+            f"scratch.vocab_size is {self.vocab_size}; bytes, tags and special tokens alone are "
+            f"{least}",
+        )
 
     def build_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
         """A tokenizer fitted to texts; the same texts give the same tokenizer.
@@ -148,25 +152,35 @@ class Scratch:
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        from litgrpo.models.seq2seq import SUPPORTED
-
         model_type = self.architecture["model_type"]
-        models = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SUPPORTED]
-        if model_type not in models:
-            raise ValueError(
-                f"scratch.architecture.model_type is {model_type!r}, and there is no such "
-                "language model" + _suggestion(model_type, models)
-            )
+        models = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODER]
+        require(
+            model_type in models,
+            f"scratch.architecture.model_type is {model_type!r}, and there is no such language "
+            "model" + did_you_mean(str(model_type), models),
+        )
         config = AutoConfig.for_model(model_type)
         known = {*config.to_dict(), *config.attribute_map}
         for name in self.architecture:
-            if name not in known:
-                raise ValueError(
-                    f"scratch.architecture has {name!r}, which a {model_type} config does not have"
-                    + _suggestion(name, known)
-                )
+            require(
+                name in known,
+                f"scratch.architecture has {name!r}, which a {model_type} config does not have"
+                + did_you_mean(name, known),
+            )
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """{file name: text} of what a tokenizer writes into a model's folder, for a checkpoint."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
+
+
+def tokenizer_from(files: dict[str, str]) -> PreTrainedTokenizerBase:
+    """The tokenizer that `tokenizer_files` was given."""
+    from transformers import AutoTokenizer
+
+    with TemporaryDirectory() as folder:
+        for name, text in files.items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        return AutoTokenizer.from_pretrained(folder, padding_side="left")

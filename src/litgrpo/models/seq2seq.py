@@ -18,16 +18,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from litgrpo.models.attention.cross import RowByRow, SideBySide
+from litgrpo.models.architectures import ENCODER_DECODER
+from litgrpo.models.attention.cross import CrossAttention, GroupedCrossAttention
 from litgrpo.models.attention.decode_shared_prefix import attention
 from litgrpo.models.attention.static import STATIC, StaticAnswers, StaticPrompts, StaticState
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.policy import DecodeState, Policy, lower_precision
-from litgrpo.tensors import head_chunk, pack_left, token_logprobs
-from litgrpo.types import TokenLogprobs
+from litgrpo.models.policy import DecodeState, Policy, StaticDecoder, lower_precision
+from litgrpo.tensors import padding_mask
+from litgrpo.types import TokenRows
 
 SHARED_ENCODER = "litgrpo_shared_encoder"
-SUPPORTED = ("t5", "mt5")
 
 
 class SharedEncoderCache(Cache, DecodeState):
@@ -61,7 +61,7 @@ class SharedEncoderCache(Cache, DecodeState):
         first = [(layer.keys, layer.values) for layer in own.layers]  # each [B, H, 1, D]
         self.own = [tuple(_room(each, self.prompt_of, capacity) for each in pair) for pair in first]
         self.fed = 1
-        self.beside = SideBySide(prompt_mask, self.prompt_of)
+        self.grouped = GroupedCrossAttention(prompt_mask, self.prompt_of)
         # The face that the library's decoder knows: own tokens here, prompts in `cross`.
         self.both = EncoderDecoderCache(self, self.cross)
 
@@ -73,7 +73,7 @@ class SharedEncoderCache(Cache, DecodeState):
             for layer in self.cross.layers:
                 layer.keys, layer.values = layer.keys[prompts], layer.values[prompts]
         self.own = [tuple(each[rows] for each in pair) for pair in self.own]
-        self.beside = SideBySide(self.prompt_mask, self.prompt_of)
+        self.grouped = GroupedCrossAttention(self.prompt_mask, self.prompt_of)
 
     def update(  # type: ignore[override]
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -108,7 +108,7 @@ def shared_encoder_attention(
     scaling: float,
     position_bias: Tensor,
     dropout: float = 0.0,
-    beside: SideBySide | RowByRow | None = None,
+    cross: CrossAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a decoder to its own tokens, or to prompts that several rows share.
@@ -122,17 +122,17 @@ def shared_encoder_attention(
         scaling: multiplies the scores.
         position_bias: [1, H, q, t] is added to the scores of own tokens; 0 for prompts.
         dropout: of the weights.
-        beside: which row answers which prompt; not given: the library's attention.
+        cross: attention to the prompts; not given: the library's attention.
         kwargs: what the library passes to other kinds of attention.
 
     Returns:
         [n, q, H, D], and no attention weights.
     """
-    if beside is None:
+    if cross is None:
         kwargs |= {"scaling": scaling, "dropout": dropout, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **kwargs)
     if not module.is_causal:
-        return beside.attend(query, keys, values, dropout, scaling).transpose(1, 2), None
+        return cross.attend(query, keys, values, dropout, scaling).transpose(1, 2), None
     scores = query @ keys.transpose(2, 3) * scaling + position_bias
     length, total = scores.shape[2:]
     if length > 1:
@@ -147,24 +147,80 @@ AttentionInterface.register(SHARED_ENCODER, shared_encoder_attention)
 AttentionMaskInterface.register(SHARED_ENCODER, sdpa_mask)
 
 
+class Seq2SeqStaticDecoder(StaticDecoder):
+    """An encoder-decoder model in shapes that never change."""
+
+    policy: Seq2SeqPolicy
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Attend in static shapes; see `StaticDecoder.attending`."""
+        with attention(self.policy.decoder, STATIC), torch.no_grad():
+            yield
+
+    def prefill(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
+    ) -> tuple[Tensor, StaticState]:
+        """Encode the prompts, each once, and feed the start token; see `StaticDecoder.prefill`."""
+        mask = prompt_mask.long()
+        encoded = self.policy.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        prompts = StaticPrompts(prompt_mask)
+        for number, block in enumerate(self.policy.decoder.block):
+            cross = block.layer[1].EncDecAttention
+            keys, values = (
+                part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2)
+                for part in (cross.k, cross.v)
+            )
+            prompts.update(keys, values, number)
+        start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.policy.start_id)
+        return self.step(start, prompts.state(group_size, capacity))
+
+    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
+        """Feed one token to every row; see `StaticDecoder.step`."""
+        answers = StaticAnswers(state)
+        output = self.policy.decoder(
+            input_ids=tokens[:, None],
+            encoder_hidden_states=state.prompts[0],  # read already: only its presence counts
+            past_key_values=answers,
+            use_cache=True,
+            static=answers,
+        )
+        return self.policy.head(output.last_hidden_state[:, -1]), answers.rows.after
+
+    def hidden(self, rows: TokenRows) -> Tensor:
+        """Hidden states of every completion token; the encoder reads a prompt for each row."""
+        mask = rows.prompt_mask[rows.prompt_of]
+        # A mask of four dimensions is taken as it is. Padding attends, too: nothing reads it.
+        visible = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
+        output = self.policy.decoder(
+            input_ids=self.policy.decoder_input(rows.completion_ids),
+            encoder_hidden_states=self.policy.encoder(
+                input_ids=rows.prompt_ids[rows.prompt_of], attention_mask=visible
+            ).last_hidden_state,
+            use_cache=False,
+            cross=CrossAttention(mask),
+        )
+        return output.last_hidden_state
+
+
 class Seq2SeqPolicy(Policy):
     """An encoder-decoder model; its encoder runs once per prompt, for all completions of it.
 
     P counts tokens of the encoder, C those of the decoder without its start token.
+
+    Raises:
+        ValueError: a kind of model whose attention is not known to be T5's.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `Policy`; from now on the decoder attends by `shared_encoder_attention`.
+    static_decoder = Seq2SeqStaticDecoder
 
-        Raises:
-            ValueError: a kind of model whose attention is not known to be T5's.
-        """
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.bare_model.config
-        if config.model_type not in SUPPORTED:
+        if config.model_type not in ENCODER_DECODER:
             raise ValueError(
                 f"The encoder-decoder model type {config.model_type!r} is not supported; "
-                f"supported: {', '.join(SUPPORTED)} (Flan-T5 is t5)."
+                f"supported: {', '.join(ENCODER_DECODER)} (Flan-T5 is t5)."
             )
         # Set once, because gradient checkpointing calls it again in the backward pass.
         self.decoder.config._attn_implementation = SHARED_ENCODER
@@ -175,7 +231,7 @@ class Seq2SeqPolicy(Policy):
     @property
     def shares_prompts(self) -> bool:
         """The encoder reads a prompt once for all of its completions, where shapes may change."""
-        return not self.fixed_shapes
+        return not self.static_shapes
 
     @contextmanager
     def decoding(
@@ -202,58 +258,25 @@ class Seq2SeqPolicy(Policy):
 
     def encoded(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
         """What the encoder makes of prompts [B, P], padded on either side: [B, P, E]."""
-        mask = None if bool(prompt_mask.all()) else prompt_mask.long()
-        return self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
+        return self.encoder(
+            input_ids=prompt_ids, attention_mask=padding_mask(prompt_mask)
+        ).last_hidden_state
 
-    def hidden(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, prompt_of: Tensor, completion_ids: Tensor
-    ) -> Tensor:
-        """Hidden states that predict each completion token.
-
-        Args:
-            prompt_ids: [B, P] prompts, each once.
-            prompt_mask: [B, P] True marks a real token.
-            prompt_of: [M] the prompt that each completion answers.
-            completion_ids: [M, C] padded on the right.
-
-        Returns:
-            [M, C, E] of the decoder.
-        """
-        used, prompt_of = torch.unique(prompt_of, return_inverse=True)
-        prompt_ids, prompt_mask = prompt_ids[used], prompt_mask[used]
-        fed = torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1)
+    def hidden(self, rows: TokenRows) -> Tensor:
+        """Hidden states of the decoder that predict the completion tokens; see `Policy.hidden`."""
+        used, prompt_of = torch.unique(rows.prompt_of, return_inverse=True)
+        prompt_ids, prompt_mask = rows.prompt_ids[used], rows.prompt_mask[used]
         output = self.decoder(
-            input_ids=fed,
+            input_ids=self.decoder_input(rows.completion_ids),
             encoder_hidden_states=self.encoded(prompt_ids, prompt_mask),
             use_cache=False,
-            beside=SideBySide(prompt_mask, prompt_of),
+            cross=GroupedCrossAttention(prompt_mask, prompt_of),
         )
-        return output.last_hidden_state
+        return output.last_hidden_state[rows.completion_mask]
 
-    def hidden_of_places(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        prompt_of: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-    ) -> Tensor:
-        """Hidden states of every completion place; see `Policy.hidden_of_places`.
-
-        The encoder reads a prompt for each row.
-        """
-        mask = prompt_mask[prompt_of]
-        # Four dimensions are taken as they are; what padding sees, nobody sees.
-        seen = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
-        output = self.decoder(
-            input_ids=torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1),
-            encoder_hidden_states=self.encoder(
-                input_ids=prompt_ids[prompt_of], attention_mask=seen
-            ).last_hidden_state,
-            use_cache=False,
-            beside=RowByRow(mask),
-        )
-        return output.last_hidden_state
+    def decoder_input(self, completion_ids: Tensor) -> Tensor:
+        """[M, C] the start token and all completion tokens but the last, which predicts nothing."""
+        return torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1)
 
     def _start(self, completion_ids: Tensor) -> Tensor:
         """[M, 1] the token that the decoder is fed first."""
@@ -283,45 +306,10 @@ class Seq2SeqPolicy(Policy):
             encoder_hidden_states=state.encoded,  # read already: only its presence counts
             past_key_values=state.both,
             use_cache=True,
-            beside=state.beside,
+            cross=state.grouped,
         )
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
-
-    @contextmanager
-    def static_decoding(self) -> Iterator[None]:
-        """Attend in fixed shapes; see `Policy.static_decoding`."""
-        with attention(self.decoder, STATIC), torch.no_grad():
-            yield
-
-    def static_prefill(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, StaticState]:
-        """Encode the prompts, each once, and feed the start token; see `Policy.static_prefill`."""
-        mask = prompt_mask.long()
-        encoded = self.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
-        prompts = StaticPrompts(prompt_mask)
-        for number, block in enumerate(self.decoder.block):
-            cross = block.layer[1].EncDecAttention
-            keys, values = (
-                part(encoded).unflatten(2, (cross.n_heads, -1)).transpose(1, 2)
-                for part in (cross.k, cross.v)
-            )
-            prompts.update(keys, values, number)
-        start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.start_id)
-        return self.static_step(start, prompts.state(group_size, capacity))
-
-    def static_step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """Feed one token to every row; see `Policy.static_step`."""
-        answers = StaticAnswers(state)
-        output = self.decoder(
-            input_ids=tokens[:, None],
-            encoder_hidden_states=state.prompts[0],  # read already: only its presence counts
-            past_key_values=answers,
-            use_cache=True,
-            static=answers,
-        )
-        return self.head(output.last_hidden_state[:, -1]), answers.rows.after
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
@@ -334,50 +322,3 @@ class Seq2SeqPolicy(Policy):
             use_cache=False,
         )
         return output.logits
-
-    def logprobs(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        prompt_of: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-        *,
-        support: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy_grad: bool = False,
-    ) -> TokenLogprobs:
-        """Log-probabilities of completions, with gradient; see `Policy.logprobs`."""
-        if self.fixed_shapes:
-            return self.logprobs_of_places(
-                self.hidden_of_places(
-                    prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask
-                ),
-                completion_ids,
-                completion_mask,
-                support=support,
-                temperature=temperature,
-                entropy_grad=entropy_grad,
-            )
-        hidden = self.hidden(prompt_ids, prompt_mask, prompt_of, completion_ids)
-        logprobs, entropy = token_logprobs(
-            hidden[completion_mask],
-            completion_ids[completion_mask],
-            self.head,
-            support=None if support is None else support[completion_mask],
-            temperature=temperature,
-            chunk_size=self.head_chunk or head_chunk(int(completion_mask.sum()), self.vocab_size),
-            entropy_grad=entropy_grad,
-        )
-        padded = logprobs.new_zeros(completion_ids.shape)
-        return TokenLogprobs(
-            padded.masked_scatter(completion_mask, logprobs),
-            padded.masked_scatter(completion_mask, entropy),
-        )
-
-    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """What the decoder predicts the marked tokens from; see `Policy.predictors`."""
-        prompt_ids, prompt_mask = pack_left(ids, mask & ~target_mask)
-        target_ids, targets = pack_left(ids, target_mask)
-        prompt_of = torch.arange(len(ids), device=ids.device)
-        return self.hidden(prompt_ids, prompt_mask, prompt_of, target_ids)[targets]

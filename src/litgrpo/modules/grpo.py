@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
 from litgrpo.algorithm.objective import Objective
-from litgrpo.checks import invariants
-from litgrpo.data.sampler import BatchLoader
-from litgrpo.learner.config import Evaluation, UpdateConfig
-from litgrpo.learner.learner import LearningModule
-from litgrpo.learner.metrics import Clock, Totals
-from litgrpo.learner.schedules import Controllers, Steering
-from litgrpo.models.loading import LoRA, Precision, check_weights, load_policy, load_reference
-from litgrpo.models.reference import FrozenModel
-from litgrpo.modules import machine
-from litgrpo.parallel.device import compiles_shapes, peak_memory_gib
-from litgrpo.rewards.library import format as formats
-from litgrpo.rewards.runner.in_process import RewardRunner
+from litgrpo.callbacks.invariant_checks import InvariantChecks
+from litgrpo.evaluation.evaluator import Evaluator
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.learner.config import UpdateConfig
+from litgrpo.learner.metrics import advantage_stats, advantages_of, averages
+from litgrpo.learner.schedules import Coefficients, Controllers
+from litgrpo.models.loading import (
+    LoRA,
+    Precision,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+)
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import Reference
+from litgrpo.modules import kernel_choice
+from litgrpo.modules.assembly import (
+    Settings,
+    changing,
+    check_device,
+    check_sizes,
+    check_trainer_precision,
+    corrected,
+    data_device,
+    join,
+    numbers_on_host,
+    overlong,
+    place_of,
+    unmoved,
+)
+from litgrpo.modules.state import load, save
+from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
+from litgrpo.parallel.device import backend
+from litgrpo.rewards.models import load_judges
+from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.scorer import Reward, RewardFormat, Scorer
-from litgrpo.rollout.dynamic_sampling import redrawn
 from litgrpo.rollout.engines.interface import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.sampling import Sampling
-from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
+from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.sampling import Purpose, Sampling
+from litgrpo.types import Experience, PromptBatch, Stats, StepReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-class GRPO(LearningModule):
+class GRPO(LightningModule):
     """Group Relative Policy Optimization of a language model.
 
     One training step is one iteration: sample a group of completions of each prompt, reward them,
@@ -63,8 +89,8 @@ class GRPO(LearningModule):
             and reference agree, and refuse to train where they do not; skipped on devices that
             compile a program for each shape.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
-        reward_runner: how reward functions are run: `ProcessRunner` (default) in processes that
-            are ended when they hang, or `InProcessRunner`.
+        reward_runner: `ProcessRunner` (default) ends functions that hang; or `InProcessRunner`.
+        environment: what happens between a prompt and a finished completion: `SingleTurn`.
         seed: names the random numbers of all rollouts.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
@@ -95,290 +121,188 @@ class GRPO(LearningModule):
         check_invariants: bool = True,
         reward_format: RewardFormat = "text",
         reward_runner: RewardRunner | None = None,
+        environment: Environment = SingleTurn(),  # noqa: B008 (stateless)
         seed: int = 0,
     ) -> None:
-        """Check the choices; weights are loaded in `configure_model`."""
-        super().__init__(
-            objective=objective,
-            group_size=group_size,
-            sampling=sampling.remembered(),
-            learning=update,
-            precision=precision,
-            pretrained=pretrained,
-            rewards=Scorer(
-                rewards | overlong(soft_overlong, max_completion_len), reward_format, reward_runner
-            ),
-            engine=engine,
-            evaluation=evaluation,
-            max_completion_len=max_completion_len,
-            max_iterations=max_iterations,
-            seed=seed,
-        )
-        _check_sizes(group_size, max_completion_len, max_iterations, objective)
+        super().__init__()
+        check_sizes(group_size, max_completion_len, max_iterations, objective)
+        self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
+        self.pretrained = pretrained
+        self.reference_path = reference
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.reference_path = reference
+        self.max_iterations = max_iterations
+        self.max_generated_tokens = max_generated_tokens
         self.lora = lora
         self.check_invariants = check_invariants
-        self.max_generated_tokens = max_generated_tokens
-        self.max_resamples = max_resamples
-        self.generated_tokens = 0
-        controllers.check(objective)
-        self.controllers = controllers
-        self.steering = Steering(controllers, objective)
+        self.settings = Settings(
+            group_size=group_size,
+            max_completion_len=max_completion_len,
+            sampling=sampling.remembered(),
+            engine=engine,
+            environment=environment,
+            update=update,
+            precision=precision,
+            max_resamples=max_resamples,
+            seed=seed,
+        )
+        self.coefficients = Coefficients(controllers, corrected(objective, engine))
+        rewards = rewards | overlong(soft_overlong, max_completion_len)
+        self.scorer = Scorer(rewards, reward_format, reward_runner, max_iterations)
+        self.evaluator = Evaluator(evaluation, self.scorer)
+        self.iteration, self.generated_tokens = 0, 0
+        self.evaluation_report: dict[str, float] = {}
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.policy: Policy | None = None
+        self.reference: Reference | None = None
 
-    # --- setting up ---
+    def setup(self, stage: str) -> None:
+        """Refuse what the trainer's device or precision cannot compute; load judges."""
+        device = self.trainer.strategy.root_device
+        check_trainer_precision(str(self.trainer.precision))
+        check_device(self.settings, self.coefficients.objective, device)
+        backend(device).prepare()
+        if backend(device).static_shapes:
+            # Prompts stay on the host; overridden here alone, because Lightning warns of it.
+            self.transfer_batch_to_device = unmoved  # type: ignore
+            self.log = numbers_on_host(super().log)  # type: ignore
+        self.evaluator.start(data_device(device))
+        if stage != "predict":
+            load_judges(self.scorer.functions.values(), device, self.pretrained)
+
+    def teardown(self, stage: str) -> None:
+        """Let the reward functions' processes go."""
+        self.scorer.close()
+
+    def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
+        """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
+        if self.tokenizer is None:
+            policy = self.policy
+            self.tokenizer = policy.tokenizer if policy else load_tokenizer(self.pretrained)
+        return self.tokenizer
 
     def configure_model(self) -> None:
-        """Load the policy and, where the objective has a KL term, its reference; once."""
+        """Load the policy and, where the objective has a KL term, its reference; join the parts."""
         if self.policy is None:
-            tokenizer = self.fit_tokenizer()
             self.policy = load_policy(
-                self.pretrained, tokenizer=tokenizer, precision=self.precision, lora=self.lora
+                self.pretrained,
+                tokenizer=self.fit_tokenizer(),
+                precision=self.settings.precision,
+                lora=self.lora,
             )
-        if self.objective.needs_reference and self.reference is None:
+        if self.coefficients.objective.needs_reference and self.reference is None:
             self.reference = load_reference(
-                self.policy, self.reference_path, self.pretrained, self.precision
+                self.policy, self.reference_path, self.pretrained, self.settings.precision
             )
-        if self.controllers.reference is not None and self.reference is not None:
-            self.reference.check_follows(self.policy)
-        self.use_shapes_of_engine()
-        if self.fixed_on is None:
-            self.learning = self.learning.fitted(self.policy.linear_outputs)
+        if vars(self).get("place") != place_of(self, self.policy):
+            self.place = place_of(self, self.policy)
+            self.clock, self.rollouter, self.learner, self.dynamic_sampling = join(
+                self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
+            )
+        if is_attached(self):
+            kernel_choice.use_everywhere(self, self.policy)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The checks at the start of a fit."""
+        return [InvariantChecks()] if self.check_invariants else []
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
-        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
-        if self.lr_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
-
-    # --- one iteration ---
+        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """One iteration: sample, reward, and learn from the comparison.
 
-        Args:
-            prompts: B prompts.
-            batch_idx: unused.
-
-        Returns:
-            The rollout, its rewards and the [B, G] advantages, for callbacks to show.
+        Reward functions of other processes work while the models compute log-probabilities.
+        Returns the rollout, its rewards, the [B, G] advantages and a report of each optimizer step.
         """
-        self.draw_anew()
-        clock = Clock(self.device)
-        rollout = self.sample(prompts, clock)  # who said what
-        gather = self.start_reward(rollout)  # how good it was, told by other processes ...
-        clock.stop("time/reward_s")
-        # ... and meanwhile the models are asked; all for nothing if groups are replaced.
-        unjudged = None if self.max_resamples else self.unjudged(rollout)
-        clock.stop("time/reference_s")
-        rewards = gather()
-        clock.stop("time/reward_s")
-        seen = rewards.stats() | rollout.stats()
-        if self.max_resamples:
-            rollout, rewards, redraws = self.redraw(rollout, rewards, clock)
-            seen |= redraws
-        if self.controllers.entropy is not None:
-            seen |= self.steer(rollout)
-        experience = self.collect(rollout, rewards, unjudged)  # what to learn from it
-        advantages = experience.advantages[:, 0].view(len(prompts), -1)
-        seen["policy/advantage_mean"] = advantages.mean()
-        seen["policy/advantage_std"] = advantages.std(correction=0)
-        learned = self.update(experience)  # learn
-        clock.stop("time/learn_s")
+        n = self.iteration
+        rollout = self.rollouter.generate(prompts, "train", n)
+        pending = self.scorer.submit(rollout, n)
+        rollout, pending, first = self.dynamic_sampling.replace_uninformative(rollout, pending, n)
+        logprobs = self.learner.old_and_reference_logprobs(rollout)
+        with self.clock.phase("time/reward_s"):
+            rewards = pending.result()
+        experience = self.learner.experience(rollout, rewards, logprobs)
+        reports = self.learner.update(experience, TrainerStepper(self))
+        self.log_iteration(rewards.stats() | rollout.stats() | first, experience, reports)
+        shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
+        return shown | {"advantages": advantages_of(experience, rewards)}
+
+    def log_iteration(self, seen: Stats, experience: Experience, reports: list[StepReport]) -> None:
+        """Count the iteration and log it; its number is the loggers' x-axis."""
         self.iteration += 1
-        self.generated_tokens += int(self._sum(torch.tensor(clock.tokens)))
-        logged = self._log(seen | clock.stats(), learned)
-        if self.objective.needs_reference:
-            self.follow(logged)
-        self._stop_when_done()
-        self.draw_anew()
-        return {"rollout": rollout, "rewards": rewards, "advantages": advantages.cpu()}
-
-    def sample(self, prompts: PromptBatch, clock: Clock, attempt: int = 0) -> Rollout:
-        """Sample completions of prompts.
-
-        Args:
-            prompts: B prompts.
-            clock: counts seconds and tokens.
-            attempt: number of the redraw.
-        """
-        rollout = self.generate(prompts, "train", self.group_size, self.sampling, attempt)
-        clock.tokens += int(rollout.lengths.sum())
-        clock.stop("time/rollout_s")
-        return rollout
-
-    def ask(
-        self, prompts: PromptBatch, clock: Clock, attempt: int = 0
-    ) -> tuple[Rollout, RewardTable]:
-        """Sample completions of prompts and reward them; see `sample`."""
-        rollout = self.sample(prompts, clock, attempt)
-        rewards = self.reward(rollout)
-        clock.stop("time/reward_s")
-        return rollout, rewards
-
-    def redraw(
-        self, rollout: Rollout, rewards: RewardTable, clock: Clock
-    ) -> tuple[Rollout, RewardTable, Stats]:
-        """Ask other prompts in place of those whose completions were all equally good.
-
-        Args:
-            rollout: B groups.
-            rewards: theirs.
-            clock: counts seconds and tokens.
-        """
-        loader: Any = self.trainer.train_dataloader
-        return redrawn(
-            rollout,
-            rewards,
-            more=lambda count: self.placed(loader.more(count)),
-            ask=lambda prompts, attempt: self.ask(prompts, clock, attempt),
-            most=lambda number: int(self._gathered(torch.tensor([float(number)])).max()),
-            max_resamples=self.max_resamples,
-            whole=self.fixed_on is not None,
-        )
-
-    def steer(self, rollout: Rollout) -> Stats:
-        """Set the entropy bonus by the entropy at sampling.
-
-        That is the mean of -log p of what was said, over all rows and processes: unbiased, free.
-
-        Args:
-            rollout: N completions.
-        """
-        said = torch.stack([-rollout.sampler_logprobs.sum().double(), rollout.lengths.sum()])
-        surprise, count = self._sum(said).tolist()
-        self.objective = self.steering.by_entropy(self.objective, surprise / count)
-        numbers = {
-            "policy/sampled_entropy": surprise / count,
-            "policy/entropy_coef": self.objective.entropy_coef,
-        }
-        return {name: torch.tensor(number) for name, number in numbers.items()}
-
-    def follow(self, stats: Stats) -> None:
-        """Set the KL coefficient for the next iteration, and let the reference follow the policy.
-
-        Args:
-            stats: of this iteration.
-        """
-        if "policy/kl" in stats:  # it is not where every step was skipped
-            self.objective = self.steering.by_kl(self.objective, float(stats["policy/kl"]))
-        sync = self.controllers.reference
-        if sync is not None and self.iteration % sync.every == 0:
-            assert isinstance(self.reference, FrozenModel)
-            assert self.policy is not None
-            self.reference.follow(self.policy, sync.share)
-
-    def _log(self, seen: Stats, learned: Totals) -> Stats:
-        """Log one iteration; its number is the loggers' x-axis."""
-        totals = Totals()
-        for name, value in seen.items():
-            totals.add_value(name, value.to(self.counts_on))
-        totals.sums |= learned.sums
-        stats = totals.averages(self._sum)
-        stats["perf/tokens_per_s"] *= self.trainer.world_size
-        stats["perf/peak_memory_gib"] = torch.tensor(peak_memory_gib(self.device))
+        comm, tokens = self.learner.comm, self.rollouter.take_sampled_tokens()
+        self.generated_tokens += int(comm.sum(torch.tensor(tokens)))
+        seen |= advantage_stats(experience) | self.clock.stats(tokens)
+        stats = averages(seen, reports, comm, data_device(self.device))
+        stats |= self.coefficients.stats()
+        stats["perf/tokens_per_s"] *= comm.world_size
+        stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
-        if self.objective.needs_reference:
-            stats["policy/kl_coef"] = torch.tensor(self.objective.kl_coef)
-        self.log("step", float(self.iteration))
-        self.log_dict(stats)
-        return stats
+        self.log_dict(stats | {"step": torch.tensor(float(self.iteration))})
+        self.learner.follow(stats, self.iteration)
+        self.stop_when_done()
+        self.reseed()
 
-    # --- starting, stopping, saving ---
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the clock and the device's random numbers."""
+        self.clock.restart()
+        self.reseed()
 
-    def on_fit_start(self) -> None:
-        """Before anything is believed, measure whether it may be."""
-        machine.agree(self)
-        self.draw_anew()
-        if self.check_invariants and not compiles_shapes(self.device):
-            invariants.check(self)
-        elif self.check_invariants:
-            rank_zero_info(
-                "Invariants are not measured here, because every row of theirs would be compiled; "
-                "a fit of the same recipe with configs/hardware/cpu.yaml measures them."
-            )
+    def reseed(self) -> None:
+        """Begin the device's random numbers anew; see `Settings.seed_of`."""
+        backend(self.device).seed(self.settings.seed_of(self.iteration))
 
     def on_train_start(self) -> None:
-        """A resumed run may be done already.
+        """Let dynamic sampling ask the training data; a resumed run may be done already."""
+        self.dynamic_sampling.connect(self.trainer.train_dataloader)
+        self.stop_when_done()
 
-        Raises:
-            ValueError: dynamic sampling of data that cannot give prompts out of turn.
-        """
-        if self.max_resamples and not isinstance(self.trainer.train_dataloader, BatchLoader):
-            raise ValueError(
-                f"max_resamples is {self.max_resamples}, but the training data cannot give prompts "
-                "out of turn. Use litgrpo.data.prompts.PromptData, or set max_resamples to 0."
-            )
-        self._stop_when_done()
-
-    def _stop_when_done(self) -> None:
+    def stop_when_done(self) -> None:
         """Stop after `max_iterations` or `max_generated_tokens`."""
-        iterations, tokens = self.max_iterations, self.max_generated_tokens
-        if iterations is not None and self.iteration >= iterations:
+        limits = (self.max_iterations, self.max_generated_tokens)
+        done = (self.iteration, self.generated_tokens)
+        if any(n >= limit for n, limit in zip(done, limits, strict=True) if limit is not None):
             self.trainer.should_stop = True
-        if tokens is not None and self.generated_tokens >= tokens:
-            self.trainer.should_stop = True
+
+    def validation_step(
+        self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
+    ) -> dict[str, Any]:
+        """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
+        evaluated = self.evaluator.evaluate(self.rollouter, prompts, purpose, self.iteration)
+        return dict(zip(("rollout", "rewards"), evaluated, strict=True))
+
+    def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Like a validation step, with random numbers of its own."""
+        return self.validation_step(prompts, batch_idx, "test")
+
+    def on_validation_epoch_end(self, stage: str = "val") -> None:
+        """Report accuracies with intervals, and mean rewards."""
+        self.evaluation_report = self.evaluator.report(stage)
+        self.reseed()
+        report = self.evaluation_report | {"step": float(self.iteration)}
+        self.log_dict({name: torch.tensor(value) for name, value in report.items()})
+
+    def on_test_epoch_end(self) -> None:
+        """Like the end of a validation."""
+        self.on_validation_epoch_end("test")
+
+    def predict_step(self, prompts: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Answer prompts; see `Evaluator.predict`."""
+        return self.evaluator.predict(self.rollouter, prompts)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what changes: no frozen reference, no weights under adapters."""
-        kept, weights = self._changing(), checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: weights[name] for name in weights if name in kept}
-        checkpoint["iteration"] = self.iteration
-        checkpoint["generated_tokens"] = self.generated_tokens
-        checkpoint["coefficients"] = self.steering.state_dict()
-        machine.save(self, checkpoint)
-        checkpoint["lowered"] = self.lowered
+        if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
+            self.configure_model()
+        checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
+        save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up where the checkpoint was taken.
-
-        Raises:
-            ValueError: the checkpoint is of another model.
-        """
-        check_weights(checkpoint["state_dict"], self._changing())
+        """Go on where the checkpoint was taken; refuse one of another model."""
+        load(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
+        kernel_choice.restore(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
-        self.objective = self.steering.load_state_dict(checkpoint["coefficients"], self.objective)
-        machine.restore(self, checkpoint)
-        self.lower(checkpoint["lowered"])
-
-    def _changing(self) -> dict[str, Tensor]:
-        """{name: tensor} of the weights that training changes."""
-        return {
-            name: parameter.data
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad
-            or (self.controllers.reference is not None and name.startswith("reference."))
-        }
-
-
-def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
-    """The soft overlong punishment over the last share of the tokens; none for a share of 0."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"soft_overlong is {share}; it must be between 0 (off) and 1.")
-    if not share:
-        return {}
-    limits = {
-        "max_completion_len": max_completion_len,
-        "soft_punish_cache": max(1, round(share * max_completion_len)),
-    }
-    return {"soft_overlong": Reward(formats.soft_overlong, kwargs=limits)}
-
-
-def _check_sizes(
-    group_size: int, max_completion_len: int, max_iterations: int | None, objective: Objective
-) -> None:
-    sizes = {"group_size": group_size, "max_completion_len": max_completion_len}
-    if max_iterations is not None:
-        sizes["max_iterations"] = max_iterations
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1.")
-    if group_size == 1 and objective.advantages.compares:
-        raise ValueError(
-            "group_size is 1, but this objective compares completions of the same prompt. Take 2 "
-            "or more, or a baseline without a group: objective.advantages.baseline batch or none."
-        )

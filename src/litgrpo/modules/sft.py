@@ -11,12 +11,13 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from litgrpo.learner.guarding import all_finite, drop_gradient
-from litgrpo.models.scratch import Scratch
-from litgrpo.modules import machine
-from litgrpo.parallel.device import compiles_shapes
+from litgrpo.arguments import at_least, require
+from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
+from litgrpo.modules import kernel_choice
+from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
+from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
-from litgrpo.types import ReportsSteps, Skipped
+from litgrpo.types import StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from litgrpo.models.policy import Policy
 
 
-class SFT(LightningModule, ReportsSteps):
+class SFT(LightningModule):
     """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
 
     Args:
@@ -54,17 +55,15 @@ class SFT(LightningModule, ReportsSteps):
         max_iterations: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Check the choices; weights are loaded in `configure_model`."""
         super().__init__()
         if (pretrained is None) == (scratch is None):
             raise ValueError(
                 f"SFT starts from `pretrained` ({pretrained!r}) or from `scratch` ({scratch!r}): "
                 "give exactly one of them"
             )
-        if scratch is not None and lora is not None:
-            raise ValueError("lora adapts trained weights; `scratch` has none, leave lora out")
-        if max_iterations is not None and max_iterations < 1:
-            raise ValueError(f"max_iterations is {max_iterations}; it must be at least 1, or null")
+        untrained = scratch is not None and lora is not None
+        require(not untrained, "lora adapts trained weights; `scratch` has none, leave lora out")
+        at_least("max_iterations", max_iterations, 1)
         self.pretrained = pretrained
         self.scratch = scratch
         self.optimizer = optimizer
@@ -77,7 +76,7 @@ class SFT(LightningModule, ReportsSteps):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
-        self.steps = []
+        self.reports: list[StepReport] = []
         self.mean_loss = MeanMetric()
         self.mean_accuracy = MeanMetric()
 
@@ -88,12 +87,12 @@ class SFT(LightningModule, ReportsSteps):
             ValueError: it would; GRPO alone learns in fixed shapes.
         """
         device = self.trainer.strategy.root_device
-        if compiles_shapes(device):
-            raise ValueError(
-                f"Supervised training does not run on {device.type!r} devices, which compile a "
-                "program for each shape of a batch. Train on a CPU or a GPU (the overlays in "
-                "configs/hardware); GRPO from the export runs on either."
-            )
+        require(
+            not backend(device).static_shapes,
+            f"Supervised training does not run on {device.type!r} devices, which compile a "
+            "program for each shape of a batch. Train on a CPU or a GPU (the overlays in "
+            "configs/hardware); GRPO from the export runs on either.",
+        )
 
     @property
     def iteration(self) -> int:
@@ -111,41 +110,32 @@ class SFT(LightningModule, ReportsSteps):
         if self.tokenizer is None and self.scratch is not None:
             self.tokenizer = self.scratch.build_tokenizer(texts)
         elif self.tokenizer is None:
-            assert self.pretrained is not None
-            self.tokenizer = load_tokenizer(self.pretrained)
+            self.tokenizer = load_tokenizer(str(self.pretrained))
         return self.tokenizer
 
-    def configure_model(self) -> None:
-        """Load or make the policy, once."""
-        from litgrpo.models.loading import as_policy, load_policy
+    def take_tokenizer(self, checkpoint: dict[str, Any]) -> None:
+        """With `scratch`, read with the tokenizer of a checkpoint instead of fitting one.
 
-        if self.policy is not None:
-            return
-        if self.scratch is None:
-            assert self.pretrained is not None
-            policy = load_policy(
-                self.pretrained,
-                tokenizer=self.tokenizer,
-                precision=self.precision,
-                lora=self.lora,
-            )
-        elif self.tokenizer is None:
-            raise ValueError(
-                "`scratch` has no tokenizer yet: call fit_tokenizer(texts) first, or train with a "
-                "data module, which does"
-            )
-        else:
-            model = self.scratch.build_model(self.tokenizer, seed=self.seed)
-            policy = as_policy(model, self.tokenizer, precision=self.precision)
-        self.policy = policy.train()
+        Args:
+            checkpoint: of such a training; older ones hold no tokenizer.
+        """
+        if self.scratch is not None and "tokenizer" in checkpoint:
+            self.tokenizer = tokenizer_from(checkpoint["tokenizer"])
+
+    def configure_model(self) -> None:
+        """Load or make the policy, once.
+
+        Raises:
+            ValueError: a new model has no tokenizer yet.
+        """
+        if self.policy is None:
+            self.policy = made_policy(self)
+        if is_attached(self):
+            kernel_choice.use_everywhere(self, self.policy)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in iterations."""
-        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
-        if self.lr_scheduler is None:
-            return optimizer
-        schedule = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
 
     def score(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """How well the policy predicts the K target tokens of a batch.
@@ -171,10 +161,25 @@ class SFT(LightningModule, ReportsSteps):
         logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
         return logprobs, torch.cat(predictions) == targets
 
-    def training_step(self, batch: PairBatch, batch_idx: int) -> Tensor:
-        """Mean negative log-probability of all target tokens, over all processes."""
+    def training_step(self, batch: PairBatch, batch_idx: int) -> dict[str, Any]:
+        """Mean negative log-probability of all target tokens, over all processes.
+
+        Optimization is Lightning's own, so that `trainer.accumulate_grad_batches` works.
+
+        Returns:
+            The loss, and reports of the optimizer steps that end with this batch: one, or none.
+        """
         logprobs, correct = self.score(batch)
-        counted = [logprobs.detach().sum(), correct.sum(), batch.attention_mask.sum()]
+        num_targets = self._log_batch(batch, logprobs.detach(), correct)
+        # Lightning steps after this method; the hook below adds the report to this list.
+        self.reports = []
+        # Gradients are averaged over processes, so this makes their mean the mean over all tokens.
+        loss = -logprobs.sum() * self.trainer.world_size / num_targets
+        return {"loss": loss, "reports": self.reports}
+
+    def _log_batch(self, batch: PairBatch, logprobs: Tensor, correct: Tensor) -> Tensor:
+        """Log means over the tokens of all processes; gives the number of target tokens."""
+        counted = [logprobs.sum(), correct.sum(), batch.attention_mask.sum()]
         sizes = [batch.loss_mask.sum(), torch.tensor(batch.input_ids.numel(), device=self.device)]
         sums = torch.stack([value.double() for value in counted + sizes])
         sums = self.trainer.strategy.reduce(sums, reduce_op="sum").float()
@@ -190,8 +195,7 @@ class SFT(LightningModule, ReportsSteps):
                 "optim/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             }
         )
-        # Gradients are averaged over processes, so this makes their mean the mean over all tokens.
-        return -logprobs.sum() * self.trainer.world_size / num_targets
+        return num_targets
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip here: gradients are unscaled and reduced over processes by now."""
@@ -199,31 +203,35 @@ class SFT(LightningModule, ReportsSteps):
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
         self.log("optim/grad_norm", grad_norm)
-        self.steps = [None if all_finite(grad_norm) else Skipped({})]
-        if self.steps != [None]:
-            drop_gradient(trained)
-
-    def on_fit_start(self) -> None:
-        """Let all processes compute alike."""
-        machine.agree(self)
+        # All processes see the same gradient, so they skip the same steps.
+        skipped = None if bool(grad_norm.isfinite()) else dict[int, str]()
+        if skipped is not None:
+            # Optimizers pass over a parameter without a gradient: no moment, no decay.
+            for parameter in trained:
+                parameter.grad = None
+        self.reports.append(StepReport(lr=optimizer.param_groups[0]["lr"], skipped=skipped))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note what decides how results are rounded."""
-        machine.save(self, checkpoint)
+        """Note what decides how results are rounded, and the tokenizer if it was fitted."""
+        assert self.policy is not None
+        checkpoint[kernel_choice.KEY] = kernel_choice.saved(self.policy)
+        if self.scratch is not None and self.tokenizer is not None:
+            checkpoint["tokenizer"] = tokenizer_files(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Round as before."""
-        machine.restore(self, checkpoint)
+        kernel_choice.restore(self, checkpoint)
 
     def on_train_start(self) -> None:
         """A resumed run may be done already."""
-        self._stop_when_done()
+        self.stop_when_done()
 
     def on_train_batch_end(self, outputs: Any, batch: PairBatch, batch_idx: int) -> None:
         """Stop after `max_iterations`."""
-        self._stop_when_done()
+        self.stop_when_done()
 
-    def _stop_when_done(self) -> None:
+    def stop_when_done(self) -> None:
+        """Stop after `max_iterations`."""
         if self.max_iterations is not None and self.iteration >= self.max_iterations:
             self.trainer.should_stop = True
 
@@ -233,19 +241,8 @@ class SFT(LightningModule, ReportsSteps):
         self.mean_loss.update(-logprobs)
         self.mean_accuracy.update(correct.float())
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Report loss, perplexity and token accuracy over the whole set."""
-        self._report("val")
-
-    def test_step(self, batch: PairBatch, batch_idx: int) -> None:
-        """Like a validation step."""
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        """Like the end of a validation."""
-        self._report("test")
-
-    def _report(self, stage: str) -> None:
         loss = self.mean_loss.compute()
         report = {
             f"{stage}/loss": loss,
@@ -257,3 +254,29 @@ class SFT(LightningModule, ReportsSteps):
         self.log("step", float(self.iteration))
         self.log_dict(report)
         self.evaluation_report = {name: float(value) for name, value in report.items()}
+
+    def test_step(self, batch: PairBatch, batch_idx: int) -> None:
+        """Like a validation step."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Like the end of a validation."""
+        self.on_validation_epoch_end("test")
+
+
+def made_policy(module: SFT) -> Policy:
+    """The policy that a supervised training starts from: loaded, or new."""
+    from litgrpo.models.loading import as_policy, load_policy
+
+    if module.scratch is None:
+        settings: Any = {"precision": module.precision, "lora": module.lora}
+        policy = load_policy(str(module.pretrained), tokenizer=module.tokenizer, **settings)
+    elif module.tokenizer is None:
+        raise ValueError(
+            "`scratch` has no tokenizer yet: call fit_tokenizer(texts) first, or train with a "
+            "data module, which does"
+        )
+    else:
+        model = module.scratch.build_model(module.tokenizer, seed=module.seed)
+        policy = as_policy(model, module.tokenizer, precision=module.precision)
+    return policy.train()

@@ -1,1 +1,1 @@
-"""What Lightning's support for XLA devices lacks."""
+"""Devices, processes and memory; `xla` holds everything of XLA."""

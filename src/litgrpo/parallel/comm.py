@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Comm(Protocol):
-    """Collective operations over all processes of a run; every process must take part.
+    """Collective operations over all processes of a run; every process must take part."""
 
-    Args:
-        world_size: number of processes.
-    """
-
-    world_size: int
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over processes, on the tensor's device."""
@@ -42,3 +41,11 @@ class SingleProcess:
     def gather(self, values: Tensor) -> Tensor:
         """The values."""
         return values
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which each process may hold a shard, put together; every process must take part.
+
+    Norms of sharded gradients come as shards, too.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""A step that is recorded once for each set of shapes and then replayed by one call."""
+"""A function that is recorded once for each set of shapes, and then replayed by one launch."""
 
 from __future__ import annotations
 
@@ -9,70 +9,104 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 Run = Callable[[], Any]
-# Sets of shapes and settings that are kept for each module; each keeps the memory of its tensors.
+# Recordings that are kept for each module; each keeps the memory of its tensors.
 MOST_KEPT = 4
+RUNS_BEFORE_RECORDING = 3  # so that libraries have taken the memory and the kernels that they want
 
 
 class Recording(NamedTuple):
-    """One recorded step.
+    """A recorded call.
 
     Args:
-        places: the tensors that it reads, and may write.
-        replay: does it again, with what lies there now.
-        results: what it gives, always in the same place.
+        inputs: the tensors that it reads, and may write.
+        replay: computes again, from what lies in the inputs now.
+        results: what it returns, always in the same memory.
     """
 
-    places: list[Tensor]
+    inputs: list[Tensor]
     replay: Run
     results: Any
+
+
+def record(run: Run) -> tuple[Run, Any]:
+    """Record what a function asks of a CUDA device, as a CUDA graph.
+
+    Args:
+        run: returns tensors. No value may be looked at on the way, and no shape depend on one. It
+            is run some times before it is recorded.
+
+    Returns:
+        A function that does the same again, and what the recorded run returned, into which it
+        writes.
+    """
+    # Warm-up on a stream of its own, as torch asks for: nothing of it may get into the graph.
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(RUNS_BEFORE_RECORDING):
+            run()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    # Autocast caches copies of weights in lower precision. One from before the graph would be read
+    # by every replay, though the weights change; one from inside belongs to the graph's memory.
+    torch.clear_autocast_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    torch.clear_autocast_cache()
+    return graph.replay, results
 
 
 class Replayed:
     """A function of a module, tensors and constants, recorded at its first call of each kind.
 
-    A replay reads and writes where the recording did. So what a call is given is copied there,
-    unless it lies there already, as what a call before gave may do; and what a call gives is good
-    until the next one. The module's weights may change in place.
+    A replay reads and writes the memory of the recording. So arguments are copied there, unless
+    they are there already, as results of the call before may be; and results are good until the
+    next call. The module's weights may change in place.
 
     Args:
         function: its first argument is the module; it may write into the tensors that it is given.
-        record: runs something and gives a function that does the same to the same tensors again,
-            and what the run gave.
+        record: runs a function and returns another one that does the same to the same tensors
+            again, and what the run returned.
     """
 
     def __init__(
-        self, function: Callable[..., Any], record: Callable[[Run], tuple[Run, Any]]
+        self, function: Callable[..., Any], record: Callable[[Run], tuple[Run, Any]] = record
     ) -> None:
-        """Nothing is recorded yet."""
         self.function, self.record = function, record
         self.kept: WeakKeyDictionary[nn.Module, dict[Hashable, Recording]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        """What the function gives for these arguments."""
-        leaves, form = tree_flatten(arguments)
-        key = (*_state(module), *map(_kind, leaves))
+        """What the function returns for these arguments."""
+        leaves = tree_leaves(arguments)
         kept = self.kept.setdefault(module, {})
+        key = (*_state(module), *map(_kind, leaves))
         if key not in kept:
-            if len(kept) == MOST_KEPT:
-                del kept[next(iter(kept))]
-            own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            run = partial(self.function, module, *tree_unflatten(own, form))
-            replay, results = self.record(run)
-            kept[key] = Recording([x for x in own if isinstance(x, Tensor)], replay, results)
-        places, replay, results = kept[key]
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for place, tensor in zip(places, given, strict=True):
-            if place.data_ptr() != tensor.data_ptr():
-                place.copy_(tensor)
+            kept[key] = self._recorded(module, arguments)
+            for oldest in list(kept)[:-MOST_KEPT]:
+                del kept[oldest]
+        inputs, replay, results = kept[key]
+        for own, given in zip(inputs, _tensors(leaves), strict=True):
+            if own.data_ptr() != given.data_ptr():
+                own.copy_(given)
         replay()
         return results
 
+    def _recorded(self, module: nn.Module, arguments: Any) -> Recording:
+        """One call, with inputs of its own."""
+        own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arguments)
+        replay, results = self.record(partial(self.function, module, *own))
+        return Recording(_tensors(tree_leaves(own)), replay, results)
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:
-    """What else a recording depends on: where the weights lie, and what is computed in."""
+    """What else a recording depends on: where the weights are, and the precision of products."""
     weight = next(module.parameters())
     kind = weight.device.type
     lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from types import ModuleType
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-SHIPPED = [
-    f"litgrpo.rewards.library.{name}"
-    for name in (
-        "math",
-        "format",
-        "length",
-        "reasoning",
-        "quality",
-        "dialogue",
-        "diversity",
-        "safety",
-        "verify",
-    )
-]
+from litgrpo.arguments import did_you_mean, import_by_path, require
+from litgrpo.rewards.public import FUNCTIONS, PATHS
+
+log = logging.getLogger(__name__)
+
+SHIPPED = [f"litgrpo.rewards.{module}" for module in FUNCTIONS]
+PUBLIC = {name: f"litgrpo.rewards.{name}" for names in FUNCTIONS.values() for name in names}
+# Where the functions were before they were public by name, such as litgrpo.rewards.math.exact.
+OLD = re.compile(
+    r"litgrpo\.rewards\.(math|format|length|reasoning|quality|safety|diversity|dialogue|verify)"
+    r"\.(\w+)"
+)
 
 
 def resolved(
@@ -34,14 +33,16 @@ def resolved(
         ValueError: there is no such function, or it does not take the kwargs.
     """
     function = _imported(name, given) if isinstance(given, str) else given
-    if inspect.isclass(function) or not callable(function):
-        raise ValueError(f"reward '{name}' must be a function, got {given!r}")
+    require(
+        callable(function) and not inspect.isclass(function),
+        f"reward '{name}' must be a function, got {given!r}",
+    )
     named, takes_all = parameters(function)
-    unknown = [] if takes_all else [key for key in kwargs if key not in named]
+    unknown = [key for key in kwargs if not takes_all and key not in named]
     if unknown:
         allowed = [key for key in named if key not in ("prompts", "completions")]
         raise ValueError(
-            f"reward '{name}' has no argument '{unknown[0]}'{nearest(unknown[0], allowed)};"
+            f"reward '{name}' has no argument '{unknown[0]}'{did_you_mean(unknown[0], allowed)};"
             f" it takes {', '.join(allowed) or 'none'}"
         )
     return function
@@ -58,46 +59,33 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _imported(name: str, path: str) -> Callable[..., Any]:
+def _imported(name: str, path: str) -> Any:
     """What an import path names; the error says what was not found and what is near it."""
-    module_path, _, attribute = path.rpartition(".")
-    if not module_path or not all(word.isidentifier() for word in path.split(".")):
-        raise ValueError(
-            f"reward '{name}': '{path}' is not an import path such as"
-            f" 'litgrpo.rewards.library.math.correctness'{nearest(path, _shipped())}"
-        )
+    path = _current(path)
     try:
-        module = import_module(module_path)
-    except ImportError as error:
-        # A module of that path exists but itself imports something that does not.
-        own = isinstance(error, ModuleNotFoundError) and (module_path + ".").startswith(
-            f"{error.name}."
-        )
-        hint = nearest(path, _shipped()) if own else ""
-        raise ValueError(
-            f"reward '{name}': cannot import module '{module_path}' of '{path}' ({error}){hint}"
-        ) from error
-    if attribute not in vars(module):
-        hint = nearest(attribute, _functions(module))
-        raise ValueError(f"reward '{name}': module '{module_path}' has no '{attribute}'{hint}")
-    return vars(module)[attribute]  # type: ignore[no-any-return]
+        return import_by_path(path)
+    except ValueError as error:
+        module_path, _, word = path.rpartition(".")
+        own = _functions(module_path) if module_path not in SHIPPED else []
+        known = {one: f"{module_path}.{one}" for one in own} or PUBLIC
+        near = difflib.get_close_matches(word, known, n=1)
+        hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
+        raise ValueError(f"reward '{name}': {error}{hint}") from error
 
 
-def _functions(module: ModuleType) -> list[str]:
-    """Names of the public functions that a module defines."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
-    ]
+def _current(path: str) -> str:
+    """The path under which a function is now that is given by an old one."""
+    old = OLD.fullmatch(path)
+    if old is None:
+        return path
+    module, name = old.groups()
+    moved = f"litgrpo.rewards.library.{module}.{name}"
+    new = PUBLIC[name] if PATHS.get(name) == moved else moved
+    log.warning("the reward function %s is now %s; the old path will go", path, new)
+    return new
 
 
-def _shipped() -> list[str]:
-    return [f"{path}.{name}" for path in SHIPPED for name in _functions(import_module(path))]
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)`, compared by the last component, or nothing if nothing is near."""
-    by_end = {path.rpartition(".")[2]: path for path in known}
-    near = difflib.get_close_matches(word.rpartition(".")[2], by_end, n=1)
-    return f" (did you mean '{by_end[near[0]]}'?)" if near else ""
+def _functions(module_path: str) -> list[str]:
+    """Names of the public functions that a module defines; none if it is not imported."""
+    members = inspect.getmembers(sys.modules.get(module_path), inspect.isfunction)
+    return [name for name, value in members if value.__module__ == module_path and name[0] != "_"]

@@ -1,30 +1,36 @@
-"""Rewards that hold weights: a sequence classification model as judge of completions."""
+"""Rewards that hold weights: a sequence classification model as judge of completions.
+
+`RewardModel` scores what `JudgeInput` has put into token ids within the model's limit.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
-from math import nan
+from math import inf, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import jinja2
 import torch
 from torch import Tensor
 
-from litgrpo.rewards.judging import (
-    Encoded,
-    Form,
-    JudgeInput,
-    Messages,
-    Overlong,
-    as_messages,
-    batches_by_length,
-)
-from litgrpo.text import text_of
+from litgrpo.arguments import at_least, one_of, require
+from litgrpo.text.answers import text_of
 
+log = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, str]]
+Form = Literal["chat", "pair", "text"]
+FORMS: tuple[Form, ...] = get_args(Form)
+Overlong = Literal["truncate", "mask"]
+Output = Literal["logit", "probability"]
+Encoded = dict[str, list[int]]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 POLICY = "policy"
 NO_LIMIT = 10**9  # a tokenizer without a limit says 10**30
@@ -89,7 +95,7 @@ class RewardModel(Judge):
         pretrained: str,
         *,
         label: int | str | None = None,
-        output: Literal["logit", "probability"] = "logit",
+        output: Output = "logit",
         form: Form | None = None,
         tokenizer: str | None = None,
         max_len: int | None = None,
@@ -99,14 +105,12 @@ class RewardModel(Judge):
         device: str = POLICY,
         allow_policy_as_reward: bool = False,
     ) -> None:
-        """Check the settings; the weights come with `load`."""
-        _allow("output", output, ("logit", "probability"))
-        _allow("form", form, (None, "chat", "pair", "text"))
-        _allow("overlong", overlong, ("truncate", "mask"))
-        _allow("dtype", dtype, ("float32", "bfloat16", "float16", "float64"))
-        for name, size in {"max_len": max_len, "max_tokens": max_tokens}.items():
-            if size is not None and size < 1:
-                raise ValueError(f"reward model: {name} is {size}; it must be at least 1")
+        one_of("reward model: output", output, get_args(Output))
+        one_of("reward model: form", form, (None, *FORMS))
+        one_of("reward model: overlong", overlong, get_args(Overlong))
+        one_of("reward model: dtype", dtype, get_args(Dtype))
+        at_least("reward model: max_len", max_len, 1)
+        at_least("reward model: max_tokens", max_tokens, 1)
         self.pretrained, self.label, self.output, self.form = pretrained, label, output, form
         self.tokenizer_path = tokenizer or pretrained
         self.max_len, self.overlong, self.max_tokens = max_len, overlong, max_tokens
@@ -115,12 +119,9 @@ class RewardModel(Judge):
         self.model: Any = None
         self.input: JudgeInput | None = None
         self.column = 0
+        # How many inputs were over the limit, and how many of these were masked.
+        self.counts: Counter[str] = Counter()
         self.pad_id: int | None = None
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How many inputs were over the limit, and how many of these were masked."""
-        return Counter() if self.input is None else self.input.counts
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
         """Load model and tokenizer, once.
@@ -137,15 +138,17 @@ class RewardModel(Judge):
         if self.model is not None:
             return
         tokenizer, model = self._loaded()
-        form: Form = "text" if tokenizer.sep_token_id is None else "pair"
-        form = self.form or ("chat" if tokenizer.chat_template is not None else form)
-        if form == "chat" and tokenizer.chat_template is None:
-            raise ValueError(
-                f"reward model: the tokenizer of {self.tokenizer_path!r} has no chat template; give"
-                " form: text or pair, or a `tokenizer` that has one"
-            )
+        # The richest form that the tokenizer has.
+        has = {"chat": tokenizer.chat_template, "pair": tokenizer.sep_token_id, "text": ""}
+        richest = next(form for form in FORMS if has[form] is not None)
+        form = self.form or richest
+        require(
+            form != "chat" or has["chat"] is not None,
+            f"reward model: the tokenizer of {self.tokenizer_path!r} has no chat template; give"
+            " form: text or pair, or a `tokenizer` that has one",
+        )
         limit = self.max_len or own_limit(model.config, tokenizer)
-        self.input = JudgeInput(tokenizer, form, limit, self.overlong)
+        self.input = JudgeInput(tokenizer, form, limit, self.overlong, self.counts)
         self.column = column_of(self.label, model.config.id2label, self.pretrained)
         self.pad_id = model.config.get_text_config().pad_token_id
         place = (device or "cpu") if self.device == POLICY else self.device
@@ -174,19 +177,19 @@ class RewardModel(Judge):
             raise ValueError(
                 f"reward model: {self.pretrained!r} cannot be loaded: {first_line}"
             ) from error
-        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what a folder without one gives
-            raise ValueError(
-                f"reward model: {self.tokenizer_path!r} has no tokenizer files; save its tokenizer"
-                " there, or name another one by `tokenizer`"
-            )
-        missing = sorted(found["missing_keys"])
-        if missing and not self.allow_policy_as_reward:
-            kind = ", ".join(config.architectures or ["unknown"])
-            raise ValueError(
-                f"reward model: {self.pretrained!r} ({kind}) was not trained to score: it has no"
-                f" {missing[0]}, so its scores would be those of random weights. Give a sequence"
-                " classification model, or set allow_policy_as_reward: true to try it all the same."
-            )
+        require(
+            len(tokenizer) > len(tokenizer.all_special_ids),  # else the folder has no files of it
+            f"reward model: {self.tokenizer_path!r} has no tokenizer files; save its tokenizer"
+            " there, or name another one by `tokenizer`",
+        )
+        missing = ", ".join(sorted(found["missing_keys"])[:1])
+        kind = ", ".join(config.architectures or ["unknown"])
+        require(
+            not missing or self.allow_policy_as_reward,
+            f"reward model: {self.pretrained!r} ({kind}) was not trained to score: it has no"
+            f" {missing}, so its scores would be those of random weights. Give a sequence"
+            " classification model, or set allow_policy_as_reward: true to try it all the same.",
+        )
         return tokenizer, model
 
     def __call__(
@@ -271,24 +274,25 @@ def column_of(label: int | str | None, names: dict[int, str], pretrained: str) -
         ValueError: several labels and none chosen, or none of that name or number.
     """
     listed = ", ".join(f"{number}: {name}" for number, name in sorted(names.items()))
-    if label is None and len(names) > 1:
-        raise ValueError(
-            f"reward model: {pretrained!r} has {len(names)} labels ({listed}), and a reward is one"
-            " number; choose one with `label`"
-        )
-    numbers = {name: number for number, name in names.items()} | {n: n for n in names}
-    chosen = 0 if label is None else label
-    if chosen not in numbers:
-        raise ValueError(f"reward model: {pretrained!r} has no label {label!r}; it has {listed}")
-    return numbers[chosen]
+    require(
+        label is not None or len(names) == 1,
+        f"reward model: {pretrained!r} has {len(names)} labels ({listed}), and a reward is one"
+        " number; choose one with `label`",
+    )
+    numbers: dict[int | str | None, int] = {name: number for number, name in names.items()}
+    numbers |= {number: number for number in names} | {None: 0}
+    require(
+        label in numbers, f"reward model: {pretrained!r} has no label {label!r}; it has {listed}"
+    )
+    return numbers[label]
 
 
-def own_limit(config: Any, tokenizer: Any) -> int | None:
-    """The most tokens that a model takes, or None if neither it nor its tokenizer has a limit."""
+def own_limit(config: Any, tokenizer: Any) -> float:
+    """The most tokens that a model takes; infinite if neither it nor its tokenizer has a limit."""
     settings = config.get_text_config().to_dict()
     limits = [settings.get(name) for name in ("max_position_embeddings", "n_positions")]
     known = [limit for limit in (*limits, tokenizer.model_max_length) if limit is not None]
-    return min((limit for limit in known if limit < NO_LIMIT), default=None)
+    return min((limit for limit in known if limit < NO_LIMIT), default=inf)
 
 
 @contextmanager
@@ -306,19 +310,140 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _refuse_policy(pretrained: str, policy: str) -> None:
-    same = pretrained == policy
-    if not same and Path(pretrained).is_dir() and Path(policy).is_dir():
-        same = Path(pretrained).samefile(policy)
-    if same:
-        raise ValueError(
-            f"reward model: {pretrained!r} is the policy itself. A language model has no score;"
-            " one of random weights would take its place, and the policy would learn to please"
-            " noise. Give a model that was trained to score, or set allow_policy_as_reward: true"
-            " to try it all the same."
-        )
+    folders = Path(pretrained), Path(policy)
+    same = pretrained == policy or (
+        all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1])
+    )
+    require(
+        not same,
+        f"reward model: {pretrained!r} is the policy itself. A language model has no score;"
+        " one of random weights would take its place, and the policy would learn to please"
+        " noise. Give a model that was trained to score, or set allow_policy_as_reward: true"
+        " to try it all the same.",
+    )
 
 
-def _allow(name: str, given: object, allowed: tuple[object, ...]) -> None:
-    if given not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise ValueError(f"reward model: {name} is {given!r}; it can be {choices}")
+@dataclass
+class JudgeInput:
+    """Turns what was asked and what was answered into what a model reads.
+
+    Args:
+        tokenizer: the model's.
+        form: the tokenizer's `chat` format, a `pair` of texts, or one `text`.
+        max_len: tokens at most.
+        overlong: `truncate` cuts the start of what was asked, system messages excepted; `mask`
+            gives up. What was answered is never cut.
+        counts: how many were over the limit, and how many of these were masked.
+    """
+
+    tokenizer: Any
+    form: Form
+    max_len: float
+    overlong: Overlong = "truncate"
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, asked: Messages, answer: str) -> Encoded | None:
+        """Token ids, and segment ids where the model has them; None for what does not fit."""
+        encoded = self.encode(asked, answer)
+        over = self._over(encoded)
+        if not over:
+            return encoded
+        shorter, excess = asked, 0
+        while over and self.overlong == "truncate":
+            excess += over  # a cut in the middle of a word may leave more tokens than expected
+            left = without_start(asked, excess, self.tokenizer)
+            if left is None:
+                break
+            shorter = left
+            over = self._over(encoded := self.encode(shorter, answer))
+        self._count(fits=not over)
+        return None if over else encoded
+
+    def encode(self, asked: Messages, answer: str) -> Encoded:
+        """Token ids without a limit; special tokens as the tokenizer or its chat format says.
+
+        Raises:
+            ValueError: the chat format refuses the messages.
+        """
+        if self.form == "chat":
+            messages = [*asked, {"role": "assistant", "content": answer}]
+            try:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            except jinja2.TemplateError as error:
+                raise ValueError(
+                    f"reward model: its chat template says: {error}; form: text or pair does"
+                    " without it"
+                ) from error
+            # A chat format writes its begin token as text.
+            encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        else:
+            question = "\n".join(message["content"] for message in asked)
+            texts = (question, answer) if self.form == "pair" else (question + answer,)
+            encoded = self.tokenizer(*texts, verbose=False)
+        names = ("input_ids", "token_type_ids")
+        return {name: list(encoded[name]) for name in names if name in encoded}
+
+    def _over(self, encoded: Encoded) -> int:
+        return int(max(0, len(encoded["input_ids"]) - self.max_len))
+
+    def _count(self, *, fits: bool) -> None:
+        self.counts["over the limit"] += 1
+        self.counts["masked"] += not fits
+        if self.counts["over the limit"].bit_count() == 1:  # each time that the number doubles
+            log.warning(
+                "reward model: so far %d inputs were over its limit of %d tokens: %d lost the start"
+                " of the prompt, %d are masked",
+                self.counts["over the limit"],
+                self.max_len,
+                self.counts["over the limit"] - self.counts["masked"],
+                self.counts["masked"],
+            )
+
+
+def without_start(messages: Messages, num_tokens: int, tokenizer: Any) -> Messages | None:
+    """The messages without that many tokens from the start, system messages left whole.
+
+    Returns:
+        None if there are no more tokens than that.
+    """
+    shorter = []
+    for message in messages:
+        if num_tokens <= 0 or message["role"] == "system":
+            shorter.append(message)
+            continue
+        ids = tokenizer(message["content"], add_special_tokens=False, verbose=False)["input_ids"]
+        rest = tokenizer.decode(ids[num_tokens:])
+        num_tokens -= len(ids)
+        shorter.append({**message, "content": rest})
+    return None if num_tokens > 0 else shorter
+
+
+def as_messages(asked: str | Messages) -> Messages:
+    """What was asked as messages; a text is a user's.
+
+    Example:
+        >>> as_messages("Why?")
+        [{'role': 'user', 'content': 'Why?'}]
+    """
+    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+
+
+def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Row numbers in batches of about equal length, the longest first; empty rows in none.
+
+    Args:
+        lengths: tokens of each row.
+        max_tokens: rows times the longest of them at most; a longer row goes alone.
+
+    Example:
+        >>> list(batches_by_length([2, 9, 3, 0, 2], max_tokens=6))
+        [[1], [2, 0], [4]]
+    """
+    batch: list[int] = []
+    for row in sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import Any
 
 import torch
 
+from litgrpo.arguments import require
 from litgrpo.rewards.models import Judge
+from litgrpo.rewards.runner.calls import gathered
 
 Mark = float | None
 
@@ -48,22 +48,20 @@ class Rubric(Judge):
     def __init__(
         self, criteria: Mapping[str, Criterion], judge: Callable[..., Any], highest: float = 1.0
     ) -> None:
-        """Check the criteria and the judge."""
         weights = {name: criterion.weight for name, criterion in criteria.items()}
-        if not weights or not all(0 < weight < inf for weight in weights.values()):
-            raise ValueError(
-                f"rubric: needs at least one criterion, each with a weight above 0, got {weights}"
-            )
-        if not 0 < highest < inf:
-            raise ValueError(f"rubric: highest is {highest}; it must be above 0")
+        require(
+            bool(weights) and all(0 < weight < inf for weight in weights.values()),
+            f"rubric: needs at least one criterion, each with a weight above 0, got {weights}",
+        )
+        require(0 < highest < inf, f"rubric: highest is {highest}; it must be above 0")
         parameters = inspect.signature(judge).parameters
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.named = set(parameters)
-        if "criterion" not in self.named and not self.takes_all:
-            raise ValueError(
-                "rubric: the judge has no parameter `criterion`, so it could not tell them apart;"
-                " it is called as judge(prompts, completions, criterion=text)"
-            )
+        require(
+            "criterion" in self.named or self.takes_all,
+            "rubric: the judge has no parameter `criterion`, so it could not tell them apart;"
+            " it is called as judge(prompts, completions, criterion=text)",
+        )
         self.criteria = dict(criteria)
         self.judge = judge
         self.highest = highest
@@ -103,7 +101,7 @@ class Rubric(Judge):
             for name, criterion in self.criteria.items()
         ]
         if inspect.isawaitable(asked[0]):
-            asked = _together(asked)
+            asked = gathered(asked)
         dtypes = [marks.dtype for marks in asked if isinstance(marks, torch.Tensor)]
         listed = [
             self._checked(name, marks, len(completions))
@@ -117,11 +115,11 @@ class Rubric(Judge):
 
     def _checked(self, name: str, marks: Any, num_rows: int) -> list[Mark]:
         listed = marks.tolist() if isinstance(marks, torch.Tensor) else marks
-        if not isinstance(listed, list | tuple) or len(listed) != num_rows:
-            raise ValueError(
-                f"rubric: for {num_rows} completions the judge gave {marks!r:.60} as marks of"
-                f" criterion '{name}'; it must be a list of one number (or None) for each"
-            )
+        require(
+            isinstance(listed, list | tuple) and len(listed) == num_rows,
+            f"rubric: for {num_rows} completions the judge gave {marks!r:.60} as marks of"
+            f" criterion '{name}'; it must be a list of one number (or None) for each",
+        )
         return [mark if mark is None else float(mark) for mark in listed]
 
     def _mean(self, marks: Sequence[Mark]) -> Mark:
@@ -132,13 +130,3 @@ class Rubric(Judge):
         if not all(isfinite(mark) and 0 <= mark <= self.highest for mark, _ in given):
             return nan
         return sum(m * w for m, w in given) / sum(w for _, w in given) / self.highest
-
-
-def _together(coroutines: Sequence[Any]) -> list[Any]:
-    """Wait for all, in a thread of their own: a notebook has a loop in this one."""
-
-    async def gathered() -> list[Any]:
-        return list(await asyncio.gather(*coroutines))
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, gathered()).result()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import isfinite
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from litgrpo.rewards.lookup import nearest, parameters, resolved
+from litgrpo.arguments import did_you_mean, one_of, require
+from litgrpo.rewards.lookup import parameters, resolved
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Scores
-from litgrpo.rewards.runner.in_process import RewardRunner
-from litgrpo.rewards.runner.process_guard import ProcessRunner
+from litgrpo.rewards.runner.process_runner import ProcessRunner
+from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
 from litgrpo.rewards.shaping import Normalize, gated, normalized, scheduled
 from litgrpo.types import RewardTable, Rollout
 
@@ -27,7 +30,7 @@ class Reward:
 
     Args:
         function: a function `f(prompts, completions, **columns) -> list[float | None]` or its
-            import path, such as `litgrpo.rewards.library.math.correctness`. It gets the columns
+            import path, such as `litgrpo.rewards.correctness`. It gets the columns
             that its signature names (all of them with `**kwargs`), among them `completion_ids`,
             `completion_lengths` and `truncated`. None abstains.
         weight: factor in the total; 0 only shows the reward.
@@ -50,22 +53,6 @@ class Reward:
     schedule: dict[int, float] = field(default_factory=dict)
 
 
-class Pending:
-    """Rewards that are being computed.
-
-    Args:
-        gather: waits for them.
-    """
-
-    def __init__(self, gather: Callable[[], RewardTable]) -> None:
-        """Nothing is waited for yet."""
-        self.gather = gather
-
-    def result(self) -> RewardTable:
-        """The [B, G] rewards."""
-        return self.gather()
-
-
 class Scorer:
     """The weighted sum of named reward functions.
 
@@ -74,6 +61,7 @@ class Scorer:
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
         runner: how the functions are run; default is `ProcessRunner()`.
+        max_iterations: of the run, for functions that ask.
     """
 
     def __init__(
@@ -81,15 +69,14 @@ class Scorer:
         parts: Mapping[str, Reward],
         reward_format: RewardFormat = "text",
         runner: RewardRunner | None = None,
+        max_iterations: int | None = None,
     ) -> None:
-        """See the class."""
-        if reward_format not in ("text", "chat"):
-            raise ValueError(f"reward_format must be 'text' or 'chat', got {reward_format!r}")
-        if not parts:
-            raise ValueError("there are no rewards; give at least one under `rewards`")
+        one_of("reward_format", reward_format, get_args(RewardFormat))
+        require(bool(parts), "there are no rewards; give at least one under `rewards`")
         self.parts = dict(parts)
-        self.weights = {name: _checked_weight(name, part) for name, part in self.parts.items()}
+        self.max_iterations = max_iterations
         for name, part in self.parts.items():
+            _check_weight(name, part)
             _check_shaping(name, part, list(self.parts))
         self.functions = {
             name: resolved(name, part.function, part.kwargs) for name, part in self.parts.items()
@@ -98,13 +85,17 @@ class Scorer:
         self.runner = ProcessRunner() if runner is None else runner
         _check_names(list(self.parts))
         _check_duplicates(self.parts, self.functions)
-        if not any(self.weights.values()):
-            raise ValueError(f"every reward has weight 0: {', '.join(self.parts)}")
+        self.weights = {name: float(part.weight) for name, part in self.parts.items()}
+        require(any(self.weights.values()), f"every reward has weight 0: {', '.join(self.parts)}")
 
     @property
     def failures(self) -> dict[str, dict[str, int]]:
         """{part: {reason: rows that failed for it so far}}."""
         return {name: dict(counts) for name, counts in self.runner.failures.items()}
+
+    def close(self) -> None:
+        """Give up rewards that nobody waits for, and end the worker processes."""
+        self.runner.close()
 
     def __call__(
         self,
@@ -115,54 +106,7 @@ class Scorer:
         context: Mapping[str, Any] | None = None,
         iteration: int = 0,
     ) -> RewardTable:
-        """Judge N completions; see `start`.
-
-        Returns:
-            Table of [B, G] rewards.
-        """
-        return self.start(prompts, completions, columns, group_size, context, iteration)()
-
-    def submit(
-        self, rollout: Rollout, iteration: int = 0, max_iterations: int | None = None
-    ) -> Pending:
-        """Begin to judge a rollout; the functions' processes work until the rewards are needed.
-
-        Args:
-            rollout: N completions with texts.
-            iteration: finished iterations, for schedules and for functions that ask.
-            max_iterations: of the run, for functions that ask.
-
-        Returns:
-            Whose `result()` waits for the [B, G] rewards.
-        """
-        prompts, group_size = rollout.prompts, rollout.group_size
-        columns = {
-            name: [value for value in values for _ in range(group_size)]
-            for name, values in prompts.columns.items()
-        }
-        columns |= {
-            "completion_ids": rollout.token_lists(),
-            "completion_lengths": rollout.lengths.tolist(),
-            "truncated": rollout.truncated.tolist(),
-        }
-        texts = [text for text in prompts.prompts for _ in range(group_size)]
-        # What reward functions written for TRL may ask for by name.
-        state = SimpleNamespace(global_step=iteration, max_steps=max_iterations)
-        context = {"trainer_state": state}
-        return Pending(
-            self.start(texts, rollout.completions, columns, group_size, context, iteration)
-        )
-
-    def start(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        columns: Mapping[str, list[Any]],
-        group_size: int,
-        context: Mapping[str, Any] | None = None,
-        iteration: int = 0,
-    ) -> Callable[[], RewardTable]:
-        """Begin to judge N completions, in other processes where the runner has some.
+        """Score N completions.
 
         Args:
             prompts: N prompts, each repeated for its group.
@@ -174,28 +118,73 @@ class Scorer:
             iteration: finished iterations, for schedules.
 
         Returns:
-            What waits for the table of [B, G] rewards.
+            Table of [B, G] rewards.
+
+        Raises:
+            ValueError: columns and completions do not fit each other, the group size or what the
+                functions ask for; or a function that never worked returns no list of N rewards.
+            RewardFailure: too many rows of a function failed.
         """
-        if group_size < 1 or not completions or len(completions) % group_size:
-            raise ValueError(
-                f"{len(completions)} completions do not make whole groups of {group_size}"
-            )
         texts = {"prompts": list(prompts), "completions": list(completions)}
         rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
-        for name, values in rows.items():
-            if len(values) != len(completions):
-                raise ValueError(
-                    f"column '{name}' has {len(values)} entries for {len(completions)} completions"
-                )
-        if self.reward_format == "chat":
-            rows["prompts"] = [_messages("user", text) for text in prompts]
-            rows["completions"] = [_messages("assistant", text) for text in completions]
-        context = {"group_size": group_size, **(context or {})}
-        calls = [self._call(name, rows, context) for name in self.parts]
-        gather = self.runner.start(calls)
-        return lambda: self._table(
-            dict(zip(self.parts, gather(), strict=True)), group_size, iteration
+        return self._submit(rows, group_size, context or {}, iteration).result()
+
+    def submit(self, rollout: Rollout, iteration: int = 0) -> Future[RewardTable]:
+        """Begin to score a rollout; worker processes run until the rewards are asked for.
+
+        Functions that run in this process do so before this returns or in `result()`. What was
+        submitted before and never waited for is given up.
+
+        Args:
+            rollout: N completions with texts.
+            iteration: finished iterations, for schedules and for functions that ask.
+
+        Returns:
+            The [B, G] rewards. Errors as those of a call; those of the arguments are raised here.
+        """
+        prompts, group_size = rollout.prompts, rollout.group_size
+        texts = {
+            "prompts": [text for text in prompts.prompts for _ in range(group_size)],
+            "completions": list(rollout.completions),
+        }
+        columns = {
+            name: [value for value in values for _ in range(group_size)]
+            for name, values in prompts.columns.items()
+        }
+        columns |= {
+            "completion_ids": rollout.token_lists(),
+            "completion_lengths": rollout.lengths.tolist(),
+            "truncated": rollout.truncated.tolist(),
+        }
+        # What reward functions written for TRL may ask for by name.
+        state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
+        rows = texts | columns | texts
+        return self._submit(rows, group_size, {"trainer_state": state}, iteration)
+
+    def _submit(
+        self,
+        rows: dict[str, list[Any]],
+        group_size: int,
+        context: Mapping[str, Any],
+        iteration: int,
+    ) -> Future[RewardTable]:
+        """Begin to score rows, `group_size` to a prompt, that follow each other."""
+        num_rows = len(rows["completions"])
+        require(
+            group_size > 0 and num_rows > 0 and num_rows % group_size == 0,
+            f"{num_rows} completions do not make whole groups of {group_size}",
         )
+        for name, values in rows.items():
+            require(
+                len(values) == num_rows,
+                f"column '{name}' has {len(values)} entries for {num_rows} completions",
+            )
+        if self.reward_format == "chat":
+            rows["prompts"] = [_messages("user", text) for text in rows["prompts"]]
+            rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
+        context = {"group_size": group_size, **context}
+        scores = self.runner.submit([self._call(name, rows, context) for name in self.parts])
+        return LazyFuture(lambda: self._table(scores.result(), group_size, iteration))
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
@@ -203,29 +192,40 @@ class Scorer:
         named, takes_all = parameters(function)
         known = {**context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
-        if missing:
-            raise ValueError(
-                f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
-                f" ({', '.join(sorted(rows))}) nor among its kwargs; map a column of the data set"
-                " to that name"
-            )
-        wanted = [key for key in rows if (takes_all or key in named) and key not in kwargs]
-        asked = {key: context[key] for key in context if key in named and key not in kwargs}
-        chosen = {key: rows[key] for key in wanted}
+        require(
+            not missing,
+            f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
+            f" ({', '.join(sorted(rows))}) nor among its kwargs; map a column of the data set"
+            " to that name",
+        )
+        # A kwarg goes before a column of its name. The context is only for those who name it, as
+        # functions with `**kwargs` often hand everything on.
+        by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
+        chosen = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
+        asked = {key: context[key] for key in context if key in by_name}
         return Call(name, function, chosen, kwargs, len(rows["completions"]), asked)
 
-    def _table(self, scores: Mapping[str, Scores], group_size: int, iteration: int) -> RewardTable:
-        """Add up the parts that answered; a row is valid if one did and none that counts failed."""
-        parts = {
+    def _table(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
+        """Add up the parts that answered; a row is valid if one did and none that counts failed.
+
+        Args:
+            results: the scores of each part.
+            group_size: G.
+            iteration: finished iterations, for schedules.
+        """
+        scores = dict(zip(self.parts, results, strict=True))
+        values = {
             name: torch.tensor(part.values, dtype=torch.float64).view(-1, group_size)
             for name, part in scores.items()
         }
         factors = {name: scheduled(part.schedule, iteration) for name, part in self.parts.items()}
-        weights = {name: self.weights[name] * factors[name] for name in parts}
-        counted = {name: self._shaped(name, parts, scores[name].precision) for name in parts}
-        total = torch.zeros_like(next(iter(parts.values())))
+        weights = {name: self.weights[name] * factors[name] for name in values}
+        counted = {name: self._shaped(name, values, scores[name].precision) for name in values}
+        total = torch.zeros_like(next(iter(values.values())))
         answered = torch.zeros_like(total, dtype=torch.bool)
         failed = answered.clone()
+        # Weights, not scheduled weights, decide what counts: a part whose schedule is at 0 now
+        # masks the same rows as before.
         counting = [name for name, weight in self.weights.items() if weight]
         for name in counting:
             total += weights[name] * counted[name].nan_to_num(0.0)
@@ -234,7 +234,7 @@ class Scorer:
         for name in {*counting, *gates}:
             failed.view(-1)[list(scores[name].failures)] = True
         precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
-        return RewardTable(parts, weights, total, answered & ~failed, precision, counted)
+        return RewardTable(values, weights, total, answered & ~failed, precision, counted)
 
     def _shaped(self, name: str, parts: Mapping[str, Tensor], precision: float) -> Tensor:
         part = self.parts[name]
@@ -248,47 +248,43 @@ def _messages(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def _checked_weight(name: str, part: Reward) -> float:
-    if isinstance(part.weight, bool) or not isinstance(part.weight, int | float):
-        raise ValueError(f"the weight of reward '{name}' must be a number, got {part.weight!r}")
-    if not isfinite(part.weight):
-        raise ValueError(f"the weight of reward '{name}' must be finite, got {part.weight}")
-    return float(part.weight)
+def _check_weight(name: str, part: Reward) -> None:
+    number = isinstance(part.weight, int | float) and not isinstance(part.weight, bool)
+    require(
+        number and isfinite(part.weight),
+        f"the weight of reward '{name}' must be a finite number, got {part.weight!r}",
+    )
 
 
 def _check_shaping(name: str, part: Reward, names: Sequence[str]) -> None:
-    if part.gate is not None and (part.gate not in names or part.gate == name):
-        others = [other for other in names if other != name]
-        raise ValueError(
-            f"the gate of reward '{name}' is {part.gate!r}{nearest(part.gate, others)}; it must"
-            f" name another reward: {', '.join(others) or 'there is none'}"
-        )
-    if part.normalize not in ("none", "group", "batch"):
-        raise ValueError(
-            f"normalize of reward '{name}' must be none, group or batch, got {part.normalize!r}"
-        )
+    others = [other for other in names if other != name]
+    require(
+        part.gate is None or part.gate in others,
+        f"the gate of reward '{name}' is {part.gate!r}{did_you_mean(str(part.gate), others)}; it"
+        f" must name another reward: {', '.join(others) or 'there is none'}",
+    )
+    one_of(f"normalize of reward '{name}'", part.normalize, get_args(Normalize))
     for iteration, factor in part.schedule.items():
-        if not (isinstance(iteration, int) and iteration >= 0 and isfinite(factor)):
-            raise ValueError(
-                f"the schedule of reward '{name}' must map iterations to factors, such as"
-                f" {{0: 1.0, 200: 0.0}}, got {iteration!r}: {factor!r}"
-            )
+        require(
+            isinstance(iteration, int) and iteration >= 0 and isfinite(factor),
+            f"the schedule of reward '{name}' must map iterations to factors, such as"
+            f" {{0: 1.0, 200: 0.0}}, got {iteration!r}: {factor!r}",
+        )
 
 
 def _check_names(names: Sequence[str]) -> None:
     keys = RewardTable.stat_names(names)
     for name in names:
-        if keys.count(name) > 1:
-            raise ValueError(f"a reward cannot be named '{name}': reward/{name} is logged already")
+        require(
+            keys.count(name) == 1,
+            f"a reward cannot be named '{name}': reward/{name} is logged already",
+        )
 
 
 def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, object]) -> None:
-    names = list(parts)
-    for place, name in enumerate(names):
-        for earlier in names[:place]:
-            same = functions[name] is functions[earlier]
-            if same and parts[name].kwargs == parts[earlier].kwargs:
-                raise ValueError(
-                    f"rewards '{earlier}' and '{name}' are the same function with the same kwargs;"
-                    " keep one and add their weights"
-                )
+    for one, other in combinations(parts, 2):
+        require(
+            functions[one] is not functions[other] or parts[one].kwargs != parts[other].kwargs,
+            f"rewards '{one}' and '{other}' are the same function with the same kwargs;"
+            " keep one and add their weights",
+        )

@@ -28,6 +28,7 @@ def normalized(values: Tensor, how: Normalize, precision: float) -> Tensor:
     if how == "none":
         return values
     compared = values if how == "group" else values.reshape(1, -1)
+    # (x - mean) / (std + eps), with n - 1 in the standard deviation
     missing = compared.isnan()
     distance = compared - compared.nanmean(1, keepdim=True)
     others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
@@ -35,6 +36,7 @@ def normalized(values: Tensor, how: Normalize, precision: float) -> Tensor:
     high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
     low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
     largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    # Rounding errors would be blown up by a standard deviation that is one itself.
     equal = high - low <= 4 * precision * largest
     result = torch.where(equal & ~missing, 0.0, distance / (std + EPS))
     return result.view(values.shape)
@@ -71,14 +73,8 @@ def scheduled(schedule: Mapping[int, float], iteration: int) -> float:
         >>> scheduled({0: 1.0, 100: 0.0}, 25)
         0.75
     """
-    if not schedule:
-        return 1.0
-    points = sorted(schedule.items())
-    before = [point for point in points if point[0] <= iteration]
-    after = [point for point in points if point[0] > iteration]
-    if not before:
-        return float(after[0][1])
-    if not after:
-        return float(before[-1][1])
-    (start, low), (end, high) = before[-1], after[0]
-    return low + (high - low) * (iteration - start) / (end - start)
+    points = sorted(schedule.items()) or [(0, 1.0)]
+    # Outside of the points, the nearest one is on both sides.
+    start, low = max((p for p in points if p[0] <= iteration), default=points[0])
+    end, high = min((p for p in points if p[0] > iteration), default=points[-1])
+    return low + (high - low) * (iteration - start) / max(1, end - start)

@@ -1,1 +1,1 @@
-"""Who said what: engines that turn weights, prompts and uniforms into completions."""
+"""Sampling: prompts to groups of completions."""

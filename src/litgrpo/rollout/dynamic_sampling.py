@@ -1,84 +1,167 @@
-"""Dynamic sampling: groups that teach nothing make room for those of other prompts."""
+"""Dynamic sampling: groups whose rewards are all equal make room for those of other prompts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from litgrpo.algorithm.advantages import Groups
-from litgrpo.algorithm.objective import alone
+from litgrpo.arguments import require
+from litgrpo.parallel.comm import Comm, SingleProcess
+from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
-Ask = Callable[[PromptBatch, int], tuple[Rollout, RewardTable]]
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """Training data that can give prompts out of turn."""
+
+    def more(self, count: int) -> PromptBatch:
+        """The next prompts of the training order."""
+
+
+class RewardSource(Protocol):
+    """Judges rollouts."""
+
+    def submit(self, rollout: Rollout, iteration: int) -> Future[RewardTable]:
+        """Begin to judge a rollout."""
 
 
 def informative(rewards: RewardTable) -> Tensor:
     """[B] True where the rewards of a group differ by more than rounding."""
     lengths = torch.zeros_like(rewards.total)
-    groups = Groups(rewards, lengths, alone, rewards.total).use(rewards.total, rewards.valid)
-    return (groups.spread()[0].nan_to_num(0.0) != 0).any(1)
+    groups = Groups(rewards, lengths, SingleProcess(), rewards.total)
+    distance = groups.use(rewards.total, rewards.valid).spread()[0]
+    return (distance.nan_to_num(0.0) != 0).any(1)
 
 
-def redrawn(
-    rollout: Rollout,
-    rewards: RewardTable,
-    *,
-    more: Callable[[int], PromptBatch],
-    ask: Ask,
-    most: Callable[[int], int],
-    max_resamples: int,
-    whole: bool = False,
-) -> tuple[Rollout, RewardTable, Stats]:
-    """The same number of groups, with those of equal rewards replaced as far as others are found.
+@dataclass
+class DynamicSampling:
+    """Samples other prompts in place of those whose completions were all equally good.
 
-    Each redraw asks as many prompts as will do at the share that taught something so far, at most
-    B. After the last one the groups that are still missing stay as they are; they count in the
-    denominators of the token weights.
+    Each resampling takes as many prompts as will do at the share that was informative so far, at
+    most B. After the last one the groups that are still missing stay as they are; they count in
+    the denominators of the token weights.
 
     Args:
-        rollout: B groups.
-        rewards: theirs.
-        more: number -> so many prompts that were not asked.
-        ask: prompts, number of the redraw -> their completions and rewards.
-        most: the largest of a number over all processes, which redraw together.
-        max_resamples: redraws at most.
-        whole: ask B prompts each time, where another number would have to be compiled.
-
-    Returns:
-        Rollout and rewards of B groups, and how it went.
+        rollouter: samples.
+        scorer: judges.
+        max_resamples: resamplings of an iteration at most; 0: nothing is replaced.
+        device: where prompts are put.
+        comm: of the processes, which resample together.
+        static_shapes: take B prompts each time, where another number would have to be compiled.
+        prompt_source: gives further prompts; needed where `max_resamples` is not 0.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
-    useful = informative(rewards)
-    asked = len(useful)
-    found = first = int(useful.sum())
-    redraws = 0
-    while redraws < max_resamples and (missing := most(len(useful) - int(useful.sum()))):
-        redraws += 1
-        share = found / asked
-        needed = math.ceil(missing / max(share, 1 / len(useful)))
-        count = most(len(useful) if whole else min(len(useful), needed))
-        fresh, fresh_rewards = ask(more(count), redraws)
-        donors = informative(fresh_rewards).nonzero().squeeze(1)
-        asked, found = asked + count, found + len(donors)
-        slots = (~useful).nonzero().squeeze(1)[: len(donors)]
-        donors = donors[: len(slots)]
-        rollout = with_groups(rollout, slots, fresh, donors)
-        rewards = with_rewards(rewards, slots, fresh_rewards, donors)
-        useful[slots] = True
-    shares = {
-        "dynamic/resamples": redraws,
-        "dynamic/prompts_asked": asked,
-        "dynamic/informative_frac": first / len(useful),
-        "dynamic/filled_frac": int(useful.sum()) / len(useful),
-    }
-    stats = {name: torch.tensor(float(value)) for name, value in shares.items()}
-    return rollout, rewards, stats
+
+    rollouter: Rollouter
+    scorer: RewardSource
+    max_resamples: int
+    device: torch.device
+    comm: Comm = field(default_factory=SingleProcess)
+    static_shapes: bool = False
+    prompt_source: PromptSource | None = None
+
+    def connect(self, loader: Any) -> None:
+        """Take further prompts from the training data.
+
+        Raises:
+            ValueError: it cannot give prompts out of turn.
+        """
+        require(
+            not self.max_resamples or isinstance(loader, PromptSource),
+            f"max_resamples is {self.max_resamples}, but the training data cannot give prompts "
+            "out of turn. Use litgrpo.PromptData, or set max_resamples to 0.",
+        )
+        self.prompt_source = loader
+
+    def replace_uninformative(
+        self, rollout: Rollout, pending: Future[RewardTable], iteration: int
+    ) -> tuple[Rollout, Future[RewardTable], Stats]:
+        """The same number of groups, uninformative ones replaced as far as others are found.
+
+        Nothing is waited for where nothing can be replaced.
+
+        Args:
+            rollout: B groups.
+            pending: their rewards.
+            iteration: number of finished iterations.
+
+        Returns:
+            Rollout and rewards of B groups, and what to log instead of their own statistics: those
+            of the prompts that came first, and how it went.
+        """
+        if not self.max_resamples:
+            return rollout, pending, {}
+        with self.rollouter.clock.phase("time/reward_s"):
+            rewards = pending.result()
+        first = rewards.stats() | rollout.stats()
+        rollout, rewards, stats = self.resampled(rollout, rewards, iteration)
+        done: Future[RewardTable] = Future()
+        done.set_result(rewards)
+        return rollout, done, first | stats
+
+    def resampled(
+        self, rollout: Rollout, rewards: RewardTable, iteration: int
+    ) -> tuple[Rollout, RewardTable, Stats]:
+        """Rollout and rewards with uninformative groups replaced, and how it went."""
+        assert self.prompt_source is not None
+        useful = informative(rewards)
+        num_prompts = asked = len(useful)
+        found = first = int(useful.sum())
+        resamples = 0
+        while resamples < self.max_resamples and (missing := self._most(int((~useful).sum()))):
+            resamples += 1
+            share = max(found / asked, 1 / num_prompts)
+            needed = num_prompts if self.static_shapes else math.ceil(missing / share)
+            count = self._most(min(num_prompts, needed))
+            prompts = self.prompt_source.more(count).to(self.device)
+            fresh, fresh_rewards = self._sample(prompts, iteration, resamples)
+            donors = informative(fresh_rewards).nonzero().squeeze(1)
+            asked, found = asked + count, found + len(donors)
+            slots = (~useful).nonzero().squeeze(1)[: len(donors)]
+            donors = donors[: len(slots)]
+            rollout = with_groups(rollout, slots, fresh, donors)
+            rewards = with_rewards(rewards, slots, fresh_rewards, donors)
+            useful[slots] = True
+        numbers = {
+            "dynamic/resamples": resamples,
+            "dynamic/prompts_asked": asked,
+            "dynamic/informative_frac": first / num_prompts,
+            "dynamic/filled_frac": int(useful.sum()) / num_prompts,
+        }
+        stats = {name: torch.tensor(float(number)) for name, number in numbers.items()}
+        return rollout, rewards, stats
+
+    def _sample(
+        self, prompts: PromptBatch, iteration: int, attempt: int
+    ) -> tuple[Rollout, RewardTable]:
+        rollout = self.rollouter.generate(prompts, "train", iteration, attempt=attempt)
+        with self.rollouter.clock.phase("time/reward_s"):
+            rewards = self.scorer.submit(rollout, iteration).result()
+        return rollout, rewards
+
+    def _most(self, number: int) -> int:
+        """The largest of a number over all processes, so that all resample as often."""
+        return int(self.comm.max(torch.tensor(float(number))))
+
+
+# Fields of a rollout with one entry per row, and what fills up columns that a row does not have.
+FILLING = {
+    "completion_ids": 0,
+    "completion_mask": 0,
+    "sampler_logprobs": 0,
+    "loss_mask": 0,
+    "truncated": 0,
+    "candidate_ids": -1,
+}
 
 
 def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
@@ -89,19 +172,14 @@ def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor)
     completions = list(rollout.completions)
     for to, row in zip(into.tolist(), rows.tolist(), strict=True):
         completions[to] = fresh.completions[row]
-    support = None
-    if rollout.support is not None and fresh.support is not None:
-        support = _put(rollout.support, into, fresh.support, rows, fill=-1)
-    return Rollout(
-        prompts=with_prompts(rollout.prompts, slots, fresh.prompts, donors),
-        group_size=group,
-        completion_ids=_put(rollout.completion_ids, into, fresh.completion_ids, rows),
-        completion_mask=_put(rollout.completion_mask, into, fresh.completion_mask, rows),
-        sampler_logprobs=_put(rollout.sampler_logprobs, into, fresh.sampler_logprobs, rows),
-        truncated=_put(rollout.truncated, into, fresh.truncated, rows),
-        completions=completions,
-        support=support,
-    )
+    pairs = {name: (getattr(rollout, name), getattr(fresh, name)) for name in FILLING}
+    tensors: dict[str, Any] = {
+        name: _put(values, into, others, rows, FILLING[name])
+        for name, (values, others) in pairs.items()
+        if values is not None
+    }
+    prompts = with_prompts(rollout.prompts, slots, fresh.prompts, donors)
+    return replace(rollout, prompts=prompts, completions=completions, **tensors)
 
 
 def with_prompts(

@@ -93,17 +93,17 @@ class Drawn(NamedTuple):
     Args:
         tokens: [n] token ids.
         logprobs: [n] float32 log-probabilities under the filtered distribution.
-        support: [n, S] int32 ids of the tokens that could be drawn, filled up with -1; None where
-            that is every token.
+        candidate_ids: [n, S] int32 ids of the tokens that could be drawn, filled up with -1; None
+            where that is every token.
     """
 
     tokens: Tensor
     logprobs: Tensor
-    support: Tensor | None = None
+    candidate_ids: Tensor | None = None
 
 
 def sample(
-    logits: Tensor, uniforms: Tensor, sampling: Sampling, *, fixed_shapes: bool = False
+    logits: Tensor, uniforms: Tensor, sampling: Sampling, *, static_shapes: bool = False
 ) -> Drawn:
     """Draw one token per row: the first, in vocabulary order, whose cumulative sum exceeds u.
 
@@ -114,8 +114,8 @@ def sample(
         logits: [n, V].
         uniforms: [n] float64 in [0, 1); greedy sampling ignores them.
         sampling: temperature and filters.
-        fixed_shapes: no shape depends on values and none is looked at, for compilers; the tokens
-            are the same. The support is then always as wide as filters may leave it.
+        static_shapes: no shape depends on values and none is looked at, for compilers; the tokens
+            are the same. `candidate_ids` is then always as wide as filters may leave it.
 
     Returns:
         Tokens, their log-probabilities, and what else could have been drawn.
@@ -134,21 +134,21 @@ def sample(
         if sampling.greedy:
             tokens = scores.argmax(-1, keepdim=True)
         else:
-            tokens = _first_beyond(probs, uniforms, fixed_shapes)
+            tokens = _first_beyond(probs, uniforms, static_shapes)
         return Drawn(tokens.squeeze(1), probs.gather(1, tokens).log_().squeeze(1))
-    scores, ids = candidates(scores, sampling, fixed_shapes)
+    scores, ids = candidates(scores, sampling, static_shapes)
     probs = scores.softmax(-1)
     if sampling.greedy:
         places = scores.argmax(-1, keepdim=True)
     else:
         order = ids.argsort(-1)  # a token is the first in vocabulary order
-        places = order.gather(1, _first_beyond(probs.gather(1, order), uniforms, fixed_shapes))
-    support = ids.masked_fill(scores == -torch.inf, -1).int()
+        places = order.gather(1, _first_beyond(probs.gather(1, order), uniforms, static_shapes))
+    candidate_ids = ids.masked_fill(scores == -torch.inf, -1).int()
     tokens, logprobs = ids.gather(1, places), probs.gather(1, places).log_()
-    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), support)
+    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), candidate_ids)
 
 
-def _first_beyond(probs: Tensor, uniforms: Tensor, fixed_shapes: bool) -> Tensor:
+def _first_beyond(probs: Tensor, uniforms: Tensor, static_shapes: bool) -> Tensor:
     """[n, 1] the first entry of [n, V] probabilities whose cumulative sum exceeds u [n, 1].
 
     Large vocabularies are summed in two levels: first the sums of blocks (float32 within a block,
@@ -156,15 +156,17 @@ def _first_beyond(probs: Tensor, uniforms: Tensor, fixed_shapes: bool) -> Tensor
     """
     rows, size = probs.shape
     if size < LARGE:
-        return _beyond(probs.cumsum(-1, dtype=torch.float64), uniforms, fixed_shapes)
+        return _beyond(probs.cumsum(-1, dtype=torch.float64), uniforms, static_shapes)
     blocks = torch.nn.functional.pad(probs, (0, -size % BLOCK)).view(rows, -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    block = _beyond(cumulative, uniforms, fixed_shapes)
+    block = _beyond(cumulative, uniforms, static_shapes)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
     # Where u is within its block, as a share of it; below 1, whatever the sums' rounding.
     within = (uniforms * cumulative[:, -1:] - before) / (cumulative.gather(1, block) - before)
     entries = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
-    entry = _beyond(entries.cumsum(-1, dtype=torch.float64), within.clamp(0, BELOW_1), fixed_shapes)
+    entry = _beyond(
+        entries.cumsum(-1, dtype=torch.float64), within.clamp(0, BELOW_1), static_shapes
+    )
     return (block * BLOCK + entry).clamp(max=size - 1)
 
 
@@ -183,7 +185,7 @@ def _beyond(cumulative: Tensor, share: Tensor, count: bool) -> Tensor:
 
 
 def candidates(
-    scores: Tensor, sampling: Sampling, fixed_shapes: bool = False
+    scores: Tensor, sampling: Sampling, static_shapes: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The tokens that filters leave.
 
@@ -193,14 +195,14 @@ def candidates(
     Args:
         scores: [n, V] float32 logits after temperature.
         sampling: the filters.
-        fixed_shapes: S is top_k, or V without it: then the whole vocabulary is sorted.
+        static_shapes: S is top_k, or V without it: then the whole vocabulary is sorted.
 
     Returns:
         [n, S] scores, -inf where fewer than S are left, and [n, S] their ids; most likely first.
     """
     size = scores.shape[1]
     total = None if sampling.top_k else scores.logsumexp(-1, keepdim=True)
-    most = sampling.top_k or (size if fixed_shapes else 64)
+    most = sampling.top_k or (size if static_shapes else 64)
     while True:
         top, ids = scores.topk(min(most, size))
         keep = torch.ones_like(top, dtype=torch.bool)
@@ -209,7 +211,7 @@ def candidates(
             keep = probs.cumsum(-1) - probs < sampling.top_p  # more likely tokens do not suffice
         if sampling.min_p:
             keep = keep & (top >= top[:, :1] + math.log(sampling.min_p))
-        if fixed_shapes:
+        if static_shapes:
             return top.masked_fill(~keep, -torch.inf), ids
         width = max(1, int(keep.sum(-1).max()))  # none is kept where no score is a number
         if sampling.top_k or width < most or most >= size:

@@ -1,10 +1,9 @@
-"""`audit`: would these rewards be fair, and could they be gamed? Asked before money is spent."""
+"""The verb `audit`: are the rewards of a recipe fair, and can they be gamed?"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,15 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule
 
-from litgrpo.data.prompts import PromptData
+from litgrpo.arguments import at_least, require
 from litgrpo.data.sources import SourceLike, read
+from litgrpo.modules.prompt_data import PromptData
+from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.audit.cases import Form, Problem
 from litgrpo.rewards.audit.report import Line, Report
-from litgrpo.rewards.audit.run import audit as audit_rewards
-from litgrpo.rewards.scorer import Reward, Scorer
-from litgrpo.text import extract_reasoning
+from litgrpo.rewards.audit.run import audit_rewards
+from litgrpo.text.answers import extract_reasoning
+from litgrpo.text.tables import markdown_table
 
 FAILED = 1  # exit code
 SHOWN = 44  # characters of an example
@@ -50,26 +51,22 @@ def audit(
         form: how a completion should look, with {reasoning} and {answer} (default: tags).
         report: write the numbers into this .json file, too.
     """
-    if not recipes:
-        raise ValueError("give the recipe with the rewards: -c configs/quickstart.yaml")
-    if limit < 0:
-        raise ValueError(f"limit is {limit}; it must be at least 1, or 0 for all")
+    require(bool(recipes), "give the recipe with the rewards: -c configs/quickstart.yaml")
+    at_least("limit", limit, 0)
     recipe = merged([_read(Path(path)) for path in recipes])
     settings = recipe.get("model", {}).get("init_args", {})
-    evaluation = settings.get("evaluation") or {}
-    if threshold is None:
-        threshold = float(evaluation.get("threshold", 1.0))
-    composite = rewards_of(settings)
+    evaluation = {"success": None, "threshold": 1.0} | (settings.get("evaluation") or {})
+    scorer = rewards_of(settings)
     problems = problems_of(recipe, gold)
-    step = max(1, len(problems) // limit) if limit else 1
+    step = max(1, len(problems) // (limit or len(problems) or 1))
     found = audit_rewards(
-        composite,
+        scorer,
         problems[::step][: limit or None],
-        success=success or evaluation.get("success"),
-        threshold=threshold,
+        success=success or evaluation["success"],
+        threshold=float(evaluation["threshold"] if threshold is None else threshold),
         form=None if form is None else Form(form),
     )
-    print("\n".join(as_text(found, composite)))
+    print("\n".join(as_text(found, scorer.weights)))
     if report is not None:
         Path(report).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if not found.passed:
@@ -77,12 +74,11 @@ def audit(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"there is no recipe {path}")
+    require(path.is_file(), f"there is no recipe {path}")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no recipe: it holds {type(content).__name__}, not keys")
-    return content
+    kind = type(content).__name__
+    require(isinstance(content, dict), f"{path} is no recipe: it holds {kind}, not keys")
+    return dict(content)
 
 
 def merged(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -97,8 +93,8 @@ def merged(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def rewards_of(settings: Mapping[str, Any]) -> Scorer:
     """The rewards of a model's settings."""
-    if not settings.get("rewards"):
-        raise ValueError("the recipe has no rewards under model.init_args.rewards")
+    given = bool(settings.get("rewards"))
+    require(given, "the recipe has no rewards under model.init_args.rewards")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--rewards", type=dict[str, Reward])
     config = parser.parse_object({"rewards": settings["rewards"]})
@@ -108,11 +104,11 @@ def rewards_of(settings: Mapping[str, Any]) -> Scorer:
 
 def problems_of(recipe: Mapping[str, Any], gold: str | None) -> list[Problem]:
     """Problems with their gold answers, from the recipe's training data or from elsewhere."""
-    if "data" not in recipe and gold is None:
-        raise ValueError("the recipe has no data; give problems: --gold problems.jsonl")
+    known = "data" in recipe or gold is not None
+    require(known, "the recipe has no data; give problems: --gold problems.jsonl")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
-    node = recipe.get("data", {"class_path": "litgrpo.data.prompts.PromptData"})
+    node = recipe.get("data", {"class_path": "litgrpo.PromptData"})
     data = parser.instantiate(parser.parse_object({"data": node})).data
     if not isinstance(data, PromptData):
         raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
@@ -139,52 +135,45 @@ def _worked(source: SourceLike, column: str) -> Iterator[str | None]:
         yield Problem("", text).reasoning if marked else None
 
 
-def as_text(report: Report, composite: Scorer) -> Iterator[str]:
+def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
     """The report in lines."""
-    yield f"{report.problems} problems; '{report.success}' says whether an answer is right"
-    yield ""
-    yield from _table(
-        ("right answers, in form", "judged right", "mean reward", "example"),
-        ([line.kind, _share(line), f"{line.mean:.3g}", _short(line)] for line in report.renderings),
-    )
-    yield ""
-    yield from _table(
-        ("everything else", "judged right", "mean reward", "best margin", "beats honest"),
+    renderings = [
+        (line.kind, _share(line), f"{line.mean:.3g}", _short(line.example))
+        for line in report.renderings
+    ]
+    attacks = [
+        (line.kind, _share(line), f"{line.mean:.3g}", f"{line.best_margin:+.3g}", line.beats)
+        for line in sorted(report.attacks, key=lambda line: -line.mean)
+    ]
+    parts = [
         (
-            [line.kind, _share(line), f"{line.mean:.3g}", f"{line.best_margin:+.3g}", line.beats]
-            for line in sorted(report.attacks, key=lambda line: -line.mean)
+            *(part.name, f"{weights[part.name]:.3g}", f"{part.low:.3g}", f"{part.high:.3g}"),
+            *(f"{part.share:.0%}", f"{part.slowest_s:.2f} s"),
+        )
+        for part in report.parts
+    ]
+    attack_head = ("everything else", "judged right", "mean reward", "best margin", "beats honest")
+    return [
+        f"{report.problems} problems; '{report.success}' says whether an answer is right",
+        "",
+        *markdown_table(
+            ("right answers, in form", "judged right", "mean reward", "example"), renderings
         ),
-    )
-    yield ""
-    yield from _table(
-        ("reward", "weight", "lowest", "highest", "share", "slowest"),
-        (
-            [
-                *(part.name, f"{composite.weights[part.name]:.3g}", f"{part.low:.3g}"),
-                *(f"{part.high:.3g}", f"{part.share:.0%}", f"{part.slowest_s:.2f} s"),
-            ]
-            for part in report.parts
-        ),
-    )
-    yield ""
-    yield from (f"remark: {remark}" for remark in report.remarks)
-    yield from (f"FAULT: {fault}" for fault in report.faults)
-    yield "PASS" if report.passed else f"FAIL: {len(report.faults)} faults"
-
-
-def _table(head: Sequence[str], rows: Iterator[list[Any]]) -> Iterator[str]:
-    lines = [list(head), *([str(value) for value in row] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    lines.insert(1, ["-" * width for width in widths])
-    for line in lines:
-        cells = (text.ljust(width) for text, width in zip(line, widths, strict=True))
-        yield f"| {' | '.join(cells)} |"
+        "",
+        *markdown_table(attack_head, attacks),
+        "",
+        *markdown_table(("reward", "weight", "lowest", "highest", "share", "slowest"), parts),
+        "",
+        *(f"remark: {remark}" for remark in report.remarks),
+        *(f"FAULT: {fault}" for fault in report.faults),
+        "PASS" if report.passed else f"FAIL: {len(report.faults)} faults",
+    ]
 
 
 def _share(line: Line) -> str:
     return f"{line.right} of {line.count}"
 
 
-def _short(line: Line) -> str:
-    text = " ".join(line.example.split())
-    return repr("".join(islice(text[-SHOWN:], SHOWN))).replace("|", "/")
+def _short(text: str) -> str:
+    """The end of a completion, where its answer is, on one line."""
+    return repr(" ".join(text.split())[-SHOWN:]).replace("|", "/")

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
+from litgrpo.arguments import require
 from litgrpo.evaluation.intervals import PairedDifference, clustered_mean, paired_difference
 
 OVERLAYS = Path("configs/algorithms")
-FEWEST_SEEDS = 2
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,10 @@ def compare(
         jobs: runs at a time; more than one makes each use one thread.
         further: more of the command line of `fit`, e.g. --further='["--data.batch_size", "8"]'.
     """
-    if len(set(seeds)) < FEWEST_SEEDS or len(set(seeds)) != len(seeds):
-        raise ValueError(f"seeds is {seeds}; an interval needs at least 2 different ones.")
-    if len(algorithms) <= 1 or len(set(algorithms)) != len(algorithms):
-        raise ValueError(f"algorithms is {algorithms}; give two or more different ones.")
-    if find_spec("matplotlib") is None:
-        raise ValueError("the plot needs matplotlib: pip install 'litgrpo[compare]'")
+    check_different(f"seeds is {seeds}; an interval needs at least 2 different ones.", seeds)
+    check_different(f"algorithms is {algorithms}; give two or more different ones.", algorithms)
+    plotting = find_spec("matplotlib") is not None
+    require(plotting, "the plot needs matplotlib: pip install 'litgrpo[compare]'")
     overlays = {name: overlay(name) for name in algorithms}
     metrics = ("pass@1", f"pass@{samples}")
     evaluation = ["--model.evaluation.samples", str(samples)]
@@ -111,9 +109,10 @@ def compare(
         run_dir = Path(folder) / Path(name).stem / f"seed={seed}"
         recipes = [word for path in (recipe, *overlays[name]) for word in ("-c", str(path))]
         own = ["--seed_everything", str(seed), "--run_dir", str(run_dir), "--overwrite", "true"]
-        if name != algorithms[0]:
-            own += ["--trainer.num_sanity_val_steps", "0"]
-        fit(run_dir, [*recipes, *evaluation, *limits, *further, *own], one_thread=jobs > 1)
+        # All start alike: only the first algorithm is evaluated before training.
+        skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
+        words = [*recipes, *evaluation, *limits, *further, *own, *skipped]
+        fit(run_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
         return read(run_dir, metrics)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -128,31 +127,41 @@ def compare(
     print(f"{text}\n\nwritten to {folder}: table.md, table.json, plot.png and every run")
 
 
+def check_different(message: str, given: Sequence[object]) -> None:
+    """Refuse less than two, and one that is given twice."""
+    require(len(set(given)) == len(given) > 1, message)
+
+
 def overlay(name: str) -> list[Path]:
     """The recipe that turns another one into this algorithm; none for `plain`."""
     if name == "plain":
         return []
     path = Path(name) if name.endswith(".yaml") else OVERLAYS / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(["plain", *sorted(path.stem for path in OVERLAYS.glob("*.yaml"))])
-        raise ValueError(
-            f"there is no algorithm {name!r}: {path} does not exist. Give the path of an overlay "
-            f"or one of: {known}."
-        )
+    known = ", ".join(["plain", *sorted(path.stem for path in OVERLAYS.glob("*.yaml"))])
+    require(
+        path.exists(),
+        f"there is no algorithm {name!r}: {path} does not exist. Give the path of an overlay "
+        f"or one of: {known}.",
+    )
     return [path]
 
 
-def fit(run_dir: Path, words: list[str], *, one_thread: bool) -> None:
-    """Train in a process of its own, unless its summary is there already."""
+def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
+    """Train in a process of its own, unless its summary is there already.
+
+    Args:
+        run_dir: the folder of the run.
+        words: the command line of `fit`.
+        limits: {name: value} to put into the environment.
+    """
     if (run_dir / "summary.json").exists():
         return
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_suffix(".log")
     with log.open("w") as output:
         command = [sys.executable, sys.argv[0], "fit", *words]
         done = subprocess.run(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+            command, env=os.environ | limits, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
         last = "\n".join(log.read_text().splitlines()[-5:])

@@ -2,17 +2,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.attention import packed_flash as flash
-from litgrpo.models.attention import packed_shared_prefix as prompt_tree
-from litgrpo.models.attention.packed_shared_prefix import (
-    KNOWN,
-    PromptTree,
-    can_share,
-    prompt_tree_attention,
-    sharing_pays,
-)
+from litgrpo.models.attention.packed_shared_prefix import packed_attention
+from litgrpo.models.attention.packing import Packing
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff
+from litgrpo.types import TokenRows
 from tests.conftest import (
     ARCHITECTURES,
     SIZES,
@@ -38,26 +34,29 @@ def rows(lengths=(9, 1, 4, 30, 2, 17, 22, 3), prompt_of=(1, 1, 1, 1, 0, 2, 0, 2)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 259, (len(lengths), max(lengths)), generator=generator)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return prompts.prompt_ids, prompts.prompt_mask, torch.tensor(prompt_of), ids, mask
+    prompt_of = torch.tensor(prompt_of)
+    return TokenRows(prompts.prompt_ids, prompts.prompt_mask, prompt_of, ids, mask)
 
 
 def both(policy, arguments, **kwargs):
-    """Log-probs, entropies and gradients: of the tree, and of each row with its own prompt."""
-    weights = torch.randn(arguments[3].shape, generator=torch.Generator().manual_seed(1))
+    """Log-probs, entropies and gradients: packed, and of each row with its own prompt."""
+    weights = torch.randn(
+        arguments.completion_ids.shape, generator=torch.Generator().manual_seed(1)
+    )
     results = []
     for policy.share_prompts in (True, False):
         policy.zero_grad()
-        out = policy.logprobs(*arguments, **kwargs)
+        out = policy.logprobs(arguments, **kwargs)
         (out.logprobs * weights).sum().backward()
         grads = [p.grad.double().flatten() for p in policy.parameters() if p.grad is not None]
         results.append((out.logprobs.detach(), out.entropy.detach(), torch.cat(grads)))
     return results
 
 
-def assert_same(tree, plain, *, nats=1e-5, relative=1e-5):
-    for of_tree, of_rows in zip(tree[:2], plain[:2], strict=True):
-        torch.testing.assert_close(of_tree, of_rows, atol=nats, rtol=nats)
-    assert (tree[2] - plain[2]).norm() <= relative * plain[2].norm()
+def assert_same(packed, plain, *, nats=1e-5, relative=1e-5):
+    for one, other in zip(packed[:2], plain[:2], strict=True):
+        torch.testing.assert_close(one, other, atol=nats, rtol=nats)
+    assert (packed[2] - plain[2]).norm() <= relative * plain[2].norm()
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "plain"])
@@ -68,36 +67,12 @@ def fused(request, monkeypatch):
     return request.param
 
 
-def test_a_tree_worked_out_by_hand():
-    prompt_ids = torch.tensor([[0, 11, 12], [21, 22, 23]])
-    completion_ids = torch.tensor([[5, 6, 0], [7, 8, 9], [4, 0, 0]])
-    tree = PromptTree.grow(
-        prompt_ids, prompt_ids > 0, torch.tensor([1, 0, 1]), completion_ids, completion_ids > 0
-    )
-    # Prompt 0, the completion 7 8 (9 is not fed), prompt 1, the completion 5 (6 is not fed).
-    assert tree.ids.tolist() == [11, 12, 7, 8, 21, 22, 23, 5]
-    assert tree.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert tree.trunks == [[0, 2, 4], [4, 7, 8]]
-    # 5 6 follow tokens 6 7; 7 8 9 follow 1 2 3; 4 follows 6.
-    assert tree.predicting.tolist() == [6, 7, 1, 2, 3, 6]
-    (bucket,) = tree.buckets
-    assert bucket.grid(tree.ids).tolist() == [[7, 8], [5, 0]]
-    assert bucket.ungrid(bucket.grid(tree.ids)).tolist() == [7, 8, 5]
-    assert tree.prompts.grid(tree.ids).tolist() == [[11, 12, 0], [21, 22, 23]]
-
-
-def test_rows_of_similar_length_share_a_bucket():
-    lengths = torch.tensor([100, 1, 59, 60, 0, 40, 16, 3])
-    parts = [lengths[part].tolist() for part in prompt_tree._similar(lengths)]
-    assert parts == [[100, 60], [59, 40], [16, 3, 1]]
-
-
-def test_the_tree_equals_plain_rows(architecture, fused):
+def test_packed_rows_equal_plain_rows(architecture, fused):
     policy = tiny_policy(architecture)
     assert_same(*both(policy, rows(), temperature=0.7))
 
 
-def test_the_tree_equals_plain_rows_to_the_last_digits_in_float64(fused):
+def test_packed_rows_equal_plain_rows_to_the_last_digits_in_float64(fused):
     policy = tiny_policy("gpt2")  # the others compute their norms in float32 even so
     policy.model.double()
     assert_same(*both(policy, rows(), temperature=0.7), nats=1e-10, relative=1e-10)
@@ -106,49 +81,51 @@ def test_the_tree_equals_plain_rows_to_the_last_digits_in_float64(fused):
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_equals_its_definition_in_float64(window, softcap, fused):
-    tree = PromptTree.grow(*rows())
+    packing = Packing.of_groups(rows())
     generator = torch.Generator().manual_seed(0)
 
     def random(heads):
-        shape = (1, heads, len(tree.ids), 8)
+        shape = (1, heads, len(packing.ids), 8)
         return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     inputs = query, keys, values = random(4), random(2), random(2)
     settings = dict(scaling=0.3, sliding_window=window, softcap=softcap)
-    got, _ = prompt_tree_attention(None, *inputs, None, prompt_tree=tree, **settings)
+    got, _ = packed_attention(None, *inputs, None, packing=packing, **settings)
 
     keys, values = (x.repeat_interleave(2, 1) for x in (keys, values))
     scores = query @ keys.transpose(2, 3) * 0.3
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    expected = scores.masked_fill(~ancestors(tree, window), -torch.inf).softmax(-1) @ values
+    expected = scores.masked_fill(~visible(packing, window), -torch.inf).softmax(-1) @ values
     torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-10, rtol=1e-10)
     weights = torch.randn(got.shape, dtype=torch.float64, generator=generator)
     grads = [
         torch.autograd.grad((x * weights).sum(), inputs) for x in (got, expected.transpose(1, 2))
     ]
-    for of_tree, of_definition in zip(*grads, strict=True):
-        torch.testing.assert_close(of_tree, of_definition, atol=1e-10, rtol=1e-10)
+    for found, of_definition in zip(*grads, strict=True):
+        torch.testing.assert_close(found, of_definition, atol=1e-10, rtol=1e-10)
 
 
-def ancestors(tree, window):
-    """[T, T] who sees whom, token by token: the own row's earlier tokens and its prompt's."""
-    *_, prompt_of, _, mask = rows()
-    row = torch.empty_like(tree.ids)
-    prompt = torch.empty_like(tree.ids)
-    for number, (start, fork, end) in enumerate(tree.trunks):
-        prompt[start:end], row[start:fork] = number, -1
-        here, at = [m for m in range(len(mask)) if prompt_of[m] == number], fork
+def visible(packing, window):
+    """[T, T] the attention mask, token by token: the own row's earlier tokens and its prompt's."""
+    prompt_of, mask = rows().prompt_of, rows().completion_mask
+    row = torch.empty_like(packing.ids)
+    prompt = torch.empty_like(packing.ids)
+    for number, (start, middle, end) in enumerate(packing.groups):
+        prompt[start:end], row[start:middle] = number, -1
+        here, at = [m for m in range(len(mask)) if prompt_of[m] == number], middle
         for m in here:
             fed = int(mask[m].sum()) - 1
             row[at : at + fed] = m
             at += fed
         assert at == end
-    back = tree.positions[:, None] - tree.positions
+    back = packing.positions[:, None] - packing.positions
     seen = (prompt[:, None] == prompt) & ((row[:, None] == row) | (row == -1)) & (back >= 0)
     return seen if window is None else seen & (back < window)
 
 
-def test_under_bfloat16_autocast_the_tree_is_as_near_to_float32_as_plain_rows(architecture, fused):
+def test_under_bfloat16_autocast_packed_rows_are_as_near_to_float32_as_plain_rows(
+    architecture, fused
+):
     policy = tiny_policy(architecture, initializer_range=0.05)
     exact = both(policy, rows())[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -166,9 +143,9 @@ def test_a_window_below_the_length_is_kept_with_and_without_soft_caps(fused):
     assert_same(*both(tiny_policy("qwen2", **sliding), rows()))
 
 
-def test_completions_of_one_token_need_no_branch(architecture, fused):
+def test_completions_of_one_token_need_no_suffix(architecture, fused):
     arguments = rows(lengths=(1, 1, 1, 1, 1, 1, 1, 1))
-    assert not PromptTree.grow(*arguments).buckets
+    assert not Packing.of_groups(arguments).suffixes
     assert_same(*both(tiny_policy(architecture), arguments))
 
 
@@ -190,7 +167,7 @@ def test_adapters_learn_the_same_and_their_base_says_the_same(architecture):
     reference = AdapterOff(policy)
     said = []
     for policy.share_prompts in (True, False):
-        said.append(reference.logprobs(*rows(), temperature=1.0).logprobs)
+        said.append(reference.logprobs(rows(), temperature=1.0).logprobs)
     torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
 
 
@@ -213,30 +190,11 @@ def model_of_type(model_type):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("model_type", sorted(KNOWN))
+@pytest.mark.parametrize("model_type", DECODER_ONLY)
 def test_every_model_type_that_shares_prompts_equals_plain_rows(model_type, fused):
     policy = as_policy(model_of_type(model_type), byte_tokenizer())
     assert policy.shares_prompts
     assert_same(*both(policy, rows()))
-
-
-def test_unknown_models_and_dropout_read_rows_one_by_one():
-    assert can_share(tiny_model("qwen2"))
-    assert not can_share(tiny_model("gpt2", attn_pdrop=0.1))
-    assert not can_share(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL)))
-    off = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=Precision(share_prompts=False))
-    assert not off.shares_prompts
-
-
-def test_a_tree_is_grown_only_where_it_saves_tokens():
-    assert sharing_pays(*rows())
-    alone = rows(lengths=(5, 5, 5, 5), prompt_of=(0, 1, 2, 3))
-    longest = prompt_batch("same length", "these do so")
-    same = longest.prompt_ids, longest.prompt_mask, torch.tensor([0, 1]), alone[3][:2], alone[4][:2]
-    assert not sharing_pays(*same)
-    holes = list(rows())
-    holes[4] = holes[4] & (torch.arange(30) != 1)
-    assert not sharing_pays(*holes)
 
 
 def test_rows_without_padding_equal_padded_rows(architecture, fused):

@@ -4,6 +4,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
 from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.conftest import SIZES, byte_tokenizer, prompt_batch, tiny_model, tiny_policy
@@ -71,7 +72,8 @@ def decoded(policy, sampling=None, *, fused, length=12):
     prompts = prompt_batch(*TEXTS)
     uniforms = draw_uniforms(3, "train", 0, prompts.index, 2, length)
     engine = LocalEngine(fused=fused)
-    return engine.generate(policy.eval(), prompts, 2, uniforms, sampling or Sampling())
+    sampling = sampling or Sampling()
+    return engine.generate(Requests(policy.eval(), prompts, 2, uniforms, sampling))
 
 
 def assert_same(one, other, atol=1e-5):

@@ -109,13 +109,27 @@ def test_without_the_operators_every_layer_is_plain(monkeypatch):
     linears.onednn_works.cache_clear()
 
 
-def test_the_faster_kernel_is_taken_only_if_it_is_clearly_faster():
-    def work(times):
-        return lambda: torch.ones(64, 64).matmul(torch.ones(64, 64 * times)).sum()
+@pytest.mark.parametrize(
+    ("numbers", "capability", "decode"),
+    [
+        (128 * 512, "AVX512", "plain"),  # the quickstart's
+        (512 * 1536, "AVX512", "onednn"),
+        (512 * 1536, "AVX2", "plain"),
+        (512 * 1536, "DEFAULT", "plain"),
+    ],
+)
+def test_large_weights_are_packed_where_it_was_measured_to_be_faster(numbers, capability, decode):
+    assert linears.by_rule(numbers, capability) == Kernels(decode=decode, learn="plain")
 
-    assert linears.faster(work(200), work(1)) == "onednn"
-    assert linears.faster(work(1), work(1)) == "plain"
-    assert linears.faster(work(1), work(200)) == "plain"
+
+@needs_onednn
+def test_the_shape_with_most_weights_decides(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    small, large = nn.Linear(8, 8), nn.Linear(512, 1536)
+    for layers, decode in (([small], "plain"), ([small, large], "onednn")):
+        model = nn.Sequential(*layers)
+        linears.install(model)
+        assert {linears.choose(model, "auto") for _ in range(3)} == {Kernels(decode=decode)}
 
 
 def test_names_shapes_and_export_stay(architecture, tmp_path):

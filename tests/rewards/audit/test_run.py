@@ -1,50 +1,23 @@
 """The audit passes sound rewards, finds every fault that was planted, and says so in sentences."""
 
 import json
-import random
 import re
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import yaml
 
 from litgrpo.data.problems import held_out
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.audit.cases import (
-    NEGATIVE,
-    RENDERINGS,
-    Form,
-    Problem,
-    flipped,
-    grouped,
-    hacks,
-    plain,
-    right_answers,
-    wrong_answer,
-)
-from litgrpo.rewards.audit.run import audit
-from litgrpo.rewards.library.format import reasoning_answer
+from litgrpo.rewards.audit.cases import Form, Problem
+from litgrpo.rewards.audit.run import audit_rewards
+from litgrpo.rewards.library.format import length, reasoning_answer
 from litgrpo.rewards.library.math import correctness
-from litgrpo.text import parse_number
 from tests.rewards import faulty_rules
+from tests.rewards.audit.test_cases import PROBLEMS
 
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
-# Written for this test; the last two are what careless rules fail on.
-WORKED = [
-    ("Ann has 3 bags of 4 nuts. How many nuts?", "She has 3*4=<<3*4=12>>12 nuts.\n#### 12"),
-    ("A pen costs $2. How much are 9 pens?", "They are 9*2=<<9*2=18>>18 dollars.\n#### 18"),
-    ("Half of 90 birds left. How many stay?", "90/2=<<90/2=45>>45 birds stay.\n#### 45"),
-    ("A train runs 7 hours at 60 mph. How far?", "It runs 7*60=<<7*60=420>>420 miles.\n#### 420"),
-    ("Bo earns $20 a day for 9 days. How much?", "He earns 20*9=<<20*9=180>>180.\n#### 180"),
-    ("Cy had 50 cards and lost 11. How many?", "He has 50-11=<<50-11=39>>39 cards.\n#### 39"),
-    ("6 boxes hold 5 cups. How many cups?", "They hold 6*5=<<6*5=30>>30 cups.\n#### 30"),
-    ("Di reads 8 pages a day for a week. How many?", "8*7=<<8*7=56>>56 pages.\n#### 56"),
-    ("Ed splits 99 by 3. What is it?", "It is 99/3=<<99/3=33>>33 for each.\n#### 33"),
-    ("Flo has 17 and finds 5 more. How many?", "She has 17+5=<<17+5=22>>22.\n#### 22"),
-    ("27 boxes weigh 40 lb. How much in all?", "27*40=<<27*40=1080>>1,080 lb.\n#### 1,080"),
-    ("It was 3 degrees and fell by 10. How warm?", "3-10=<<3-10=-7>>-7 degrees.\n#### -7"),
-]
-PROBLEMS = [Problem(question, answer) for question, answer in WORKED]
+ROOT = Path(__file__).parents[3]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 SOUND = {
     "correct": Reward(correctness, weight=0.8),
     "format": Reward(reasoning_answer, weight=0.2),
@@ -52,60 +25,11 @@ SOUND = {
 
 
 def report(rewards=SOUND, problems=PROBLEMS, **settings):
-    return audit(Scorer(rewards), problems, **settings)
+    return audit_rewards(Scorer(rewards), problems, **settings)
 
 
 def planted(*names: str) -> dict[str, Reward]:
     return {name: Reward(vars(faulty_rules)[name]) for name in names}
-
-
-# --- what is asked ---
-
-
-def test_every_rendering_is_the_same_number() -> None:
-    for number in map(Fraction, ("72", "1080", "-7", "0", "1234567", "5/4", "-12345/100")):
-        for kind, render in RENDERINGS.items():
-            assert parse_number(render(number)) == number, kind
-
-
-def test_renderings_are_written_as_they_are_named() -> None:
-    number = Fraction(-1080)
-    shown = {kind: render(number) for kind, render in RENDERINGS.items()}
-    assert shown["commas and dollar sign"] == "-$1,080"
-    assert shown["trailing zeros"] == "-1080.00"
-    assert shown["Unicode minus"] == "\u22121080"
-    assert shown["fraction"] == "-2160/2"
-    assert shown["LaTeX fraction"] == r"-\frac{3240}{3}"
-    assert grouped(Fraction("1234.5"), ",") == "1,234.5"
-    assert RENDERINGS["trailing zeros"](Fraction("0.5")) == "0.50"
-
-
-def test_a_right_answer_is_right_and_an_attack_is_wrong() -> None:
-    form, rng = Form(), random.Random(0)
-    for problem in [*PROBLEMS, Problem("Where?", "Paris"), Problem("Nothing?", 0)]:
-        for case in right_answers(problem, form):
-            assert correctness(["?"], [case.completion], [case.answer]) == [1.0], case
-        for case in hacks(problem, form, rng):
-            assert correctness(["?"], [case.completion], [case.answer]) == [0.0], case
-        assert wrong_answer(problem) != problem.gold != flipped(problem)
-
-
-def test_a_negated_problem_asks_for_the_sign() -> None:
-    cases = {case.kind: case for case in right_answers(PROBLEMS[0], Form())}
-    assert cases[NEGATIVE].answer == "-12"
-    assert "<answer>-12</answer>" in cases[NEGATIVE].completion
-    cases = {case.kind: case for case in right_answers(PROBLEMS[-1], Form())}
-    assert cases[NEGATIVE].answer == "7"
-
-
-def test_the_reasoning_is_the_worked_solution_without_marks() -> None:
-    assert PROBLEMS[0].reasoning == "She has 3*4=12 nuts."
-    assert Problem("What is 3+4?", "7", solution="3+4=7").reasoning == "3+4=7"
-    assert "3, 4" in Problem("What is 3+4?", "7").reasoning
-    assert plain(Fraction(1, 3)) == "1/3"
-
-
-# --- what is found ---
 
 
 def test_sound_rewards_pass() -> None:
@@ -207,13 +131,54 @@ def test_gates_keep_form_from_paying() -> None:
     assert report(stuffed).passed
 
 
+def test_a_right_answer_that_differs_by_rounding_only_is_not_refused() -> None:
+    def rounded(completions, answer):
+        right = correctness(completions, completions, answer)
+        return [value * (0.3 if "$" in text else 0.1 + 0.2)
+                for value, text in zip(right, completions, strict=True)]  # fmt: skip
+
+    found = report({"correct": Reward(correctness), "rounded": Reward(rounded)})
+    assert found.passed, found.faults
+    assert found.parts[1].unfair == {}
+
+
+def test_a_hack_that_falls_short_by_rounding_only_is_a_hack() -> None:
+    rewards = {"correct": Reward(correctness), "undone": Reward(undone, weight=1.0)}
+    found = report(rewards)
+    assert all(line.beats == line.count for line in found.attacks)
+
+
+def undone(prompts, completions, answer):
+    """Takes back what being right adds, but for rounding."""
+    right = correctness(prompts, completions, answer)
+    return [1.0 - 1e-8 - value + 1e-8 * value for value in right]
+
+
+def test_a_length_limit_that_few_long_solutions_exceed_is_no_fault() -> None:
+    long = Problem("How many are four and four?", "So it is. " * 45 + "\n#### 8")
+    rewards = SOUND | {"length": Reward(length, weight=0.1, kwargs={"high": 150})}
+    found = report(rewards, [*PROBLEMS, long])
+    assert found.passed, found.faults
+    means = {line.kind: line.mean for line in found.attacks}
+    assert 0 < means["no idea, in form"] - means["wrong, in form"] < 0.005
+
+
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="success is 'right'; it must name a reward: correct"):
+    with pytest.raises(ValueError, match="success is 'right'; it must be one of: correct, format"):
         report(success="right")
     with pytest.raises(ValueError, match="no problems"):
         report(problems=[])
-    with pytest.raises(ValueError, match=r"must contain \{answer\}"):
-        Form("{reasoning}")
+
+
+def test_the_rewards_of_the_gsm8k_recipe_pass() -> None:
+    if not GSM8K.exists():
+        pytest.skip(f"GSM8K is not at {GSM8K}")
+    recipe = yaml.safe_load((ROOT / "configs" / "gsm8k_small.yaml").read_text())
+    given = recipe["model"]["init_args"]["rewards"]
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[::15]]
+    problems = [Problem(row["question"], row["answer"]) for row in rows]
+    found = report({name: Reward(**part) for name, part in given.items()}, problems)
+    assert found.passed, found.faults
 
 
 def test_gsm8k_has_no_false_negative_and_no_hack_that_pays() -> None:

@@ -54,13 +54,17 @@ def test_lapdog_is_zero_not_nan_where_no_reply_has_any_bleu():
     assert dialogue.lapdog(["", ""], ["", "x"], ["hello", "hello"]) == [0.0, 0.0]
 
 
-def test_lapdog_distinct_adds_the_share_of_different_pairs_of_words():
-    said = ["a b a b", "a b a"]
+def test_weights_add_the_share_of_different_pairs_of_words_to_lapdog():
+    said = ["a b a b", "A a A a"]
     given = ["a b", "a b"]
-    plain = dialogue.lapdog(["", ""], said, given)
-    more = dialogue.lapdog_distinct(["", ""], said, given)
-    assert [b - a for a, b in zip(plain, more, strict=True)] == pytest.approx([2 / 3, 1.0])
-    assert dialogue.distinct([""], ["a a a"], n=1) == pytest.approx([1 / 3])
+    kwargs = {"shortest": 1, "ignore_case": False}
+    parts = {
+        "lapdog": Reward("litgrpo.rewards.library.dialogue.lapdog"),
+        "distinct": Reward("litgrpo.rewards.library.diversity.distinct", kwargs=kwargs),
+    }
+    table = Scorer(parts)(["", ""], said, {"answers": given}, group_size=2)
+    assert table.parts["distinct"].tolist() == [pytest.approx([2 / 3, 2 / 3])]
+    assert (table.total - table.parts["lapdog"]).tolist() == [pytest.approx([2 / 3, 2 / 3])]
 
 
 def test_blank_space_and_chat_messages_make_no_difference():
@@ -76,8 +80,8 @@ def test_a_row_without_a_reference_is_named():
 
 def test_lapdog_is_asked_about_the_whole_batch_and_single_terms_can_be_shown_beside_it():
     parts = {
-        "lapdog": Reward("litgrpo.rewards.library.dialogue.lapdog"),
-        "f1": Reward("litgrpo.rewards.library.dialogue.f1", weight=0.0),
+        "lapdog": Reward("litgrpo.rewards.lapdog"),
+        "f1": Reward("litgrpo.rewards.f1", weight=0.0),
     }
     table = Scorer(parts)(NOBODY[:2], SAID[:2], {"answers": GIVEN[:2]}, group_size=2)
     assert table.total.tolist() == [pytest.approx(dialogue.lapdog(NOBODY[:2], SAID[:2], GIVEN[:2]))]
@@ -85,7 +89,7 @@ def test_lapdog_is_asked_about_the_whole_batch_and_single_terms_can_be_shown_bes
 
 
 def test_a_failing_batch_is_not_asked_again_row_by_row():
-    parts = {"lapdog": Reward("litgrpo.rewards.library.dialogue.lapdog"), "f1": Reward(dialogue.f1)}
+    parts = {"lapdog": Reward("litgrpo.rewards.lapdog"), "f1": Reward(dialogue.f1)}
     composite = Scorer(parts)
     composite.runner.max_failed_frac = 1.0
     table = composite(NOBODY[:2], SAID[:2], {"answers": [["x"], []]}, group_size=2)

@@ -63,7 +63,7 @@ def test_a_classifier_is_asked_too() -> None:
     assert judge("a?", "b", "shit", classifier=suspicious) == pytest.approx([0.1, 0.75, 0.0])
     path = f"{__name__}.suspicious"
     assert judge("a?", classifier=path) == pytest.approx([0.1])
-    with pytest.raises(ValueError, match="did you mean 'suspicious'"):
+    with pytest.raises(ValueError, match=r"did you mean '\S*\.suspicious'"):
         judge("a", classifier=path + "ly")
     with pytest.raises(ValueError, match="1 probabilities for 2 texts"):
         judge("a", "b", classifier=lambda texts: [0.0])

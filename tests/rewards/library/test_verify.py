@@ -5,7 +5,7 @@ import pytest
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
 from litgrpo.rewards.library.verify import math_verify
 from litgrpo.rewards.runner.calls import Call
-from litgrpo.rewards.runner.process_guard import is_trusted
+from litgrpo.rewards.runner.process_runner import is_trusted
 
 library = pytest.importorskip("math_verify", reason="math-verify is not installed")
 
@@ -34,12 +34,12 @@ def test_it_works_outside_of_the_main_thread() -> None:
 
 
 def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> None:
-    guard = ProcessRunner(timeout_s=30.0, workers=2)
-    composite = Scorer({"same": Reward(math_verify)}, runner=guard)
+    runner = ProcessRunner(timeout_s=30.0, workers=2)
+    scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
     texts = ["<answer>1+x</answer>", r"<answer>9^{9^{9^{9^{9}}}}</answer>"] * 2
     columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}
     assert not is_trusted(Call("same", math_verify, {}, {}, 4))
-    table = composite(["?"] * 4, texts, columns, 2)
+    table = scorer(["?"] * 4, texts, columns, 2)
     assert table.valid[:, 0].all()
     assert (table.total[:, 0] == 1.0).all()
-    guard.close()
+    runner.close()

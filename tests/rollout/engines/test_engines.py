@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
@@ -22,7 +23,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(params=[LocalEngine(), StaticEngine(prompt_buckets=8)], ids=["eager", "static"])
+@pytest.fixture(params=[LocalEngine(), StaticEngine(prompt_buckets=8)], ids=["local", "static"])
 def engine(request):
     """What must say the same as the reference engine, whatever else it does."""
     return request.param
@@ -39,12 +40,12 @@ def uniforms_for(prompts, group_size=GROUP, length=LENGTH):
 
 
 def used(rollout):
-    """The rollout without the columns that nobody used, which fixed shapes keep."""
+    """The rollout without the columns that nobody used, which static shapes keep."""
     columns = slice(0, int(rollout.lengths.max()))
     names = ("completion_ids", "completion_mask", "sampler_logprobs")
     parts = {name: getattr(rollout, name)[:, columns] for name in names}
-    support = None if rollout.support is None else rollout.support[:, columns]
-    return replace(rollout, **parts, support=support)
+    candidate_ids = None if rollout.candidate_ids is None else rollout.candidate_ids[:, columns]
+    return replace(rollout, **parts, candidate_ids=candidate_ids)
 
 
 def assert_same(one, other):
@@ -58,18 +59,20 @@ def assert_same(one, other):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_an_engine_says_what_the_reference_engine_says(architecture, engine, name):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
-    arguments = (policy, prompts, GROUP, uniforms_for(prompts), SAMPLINGS[name])
-    fast, plain = engine.generate(*arguments), ReferenceEngine().generate(*arguments)
+    requests = Requests(policy, prompts, GROUP, uniforms_for(prompts), SAMPLINGS[name])
+    fast, plain = engine.generate(requests), ReferenceEngine().generate(requests)
     assert_same(fast, plain)
-    if plain.support is not None:
-        pairs = (used(each).support.flatten(0, 1).tolist() for each in (fast, plain))
+    if plain.candidate_ids is not None:
+        pairs = (used(each).candidate_ids.flatten(0, 1).tolist() for each in (fast, plain))
         assert all(set(one) | {-1} == set(other) | {-1} for one, other in zip(*pairs, strict=True))
     assert len(set(fast.lengths.tolist())) > 1
 
 
 def test_greedy_completions_equal_those_of_generate(architecture, engine):
     policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
-    rollout = engine.generate(policy, prompts, 1, uniforms_for(prompts, 1), Sampling(temperature=0))
+    rollout = engine.generate(
+        Requests(policy, prompts, 1, uniforms_for(prompts, 1), Sampling(temperature=0))
+    )
     rollout = used(rollout)
     expected = policy.model.generate(
         input_ids=prompts.prompt_ids,
@@ -83,10 +86,10 @@ def test_greedy_completions_equal_those_of_generate(architecture, engine):
 
 def test_completions_do_not_depend_on_the_batch_split(architecture):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
-    arguments = (policy, prompts, GROUP, uniforms_for(prompts), Sampling())
-    whole = LocalEngine().generate(*arguments)
+    requests = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    whole = LocalEngine().generate(requests)
     for max_rows in (1, 4, 6):
-        assert_same(LocalEngine(max_rows=max_rows).generate(*arguments), whole)
+        assert_same(LocalEngine(max_rows=max_rows).generate(requests), whole)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -96,17 +99,17 @@ def test_groups_that_wait_fill_the_places_of_finished_rows(architecture, fused):
     policy.eos_ids = tuple(range(2, 60))
     texts = [("what is it? " * 3)[: 1 + 7 * number % 31] for number in range(12)]
     prompts = prompt_batch(*texts)
-    arguments = (policy, prompts, 2, uniforms_for(prompts, 2, 20), Sampling())
-    plain = ReferenceEngine().generate(*arguments)
+    requests = Requests(policy, prompts, 2, uniforms_for(prompts, 2, 20), Sampling())
+    plain = ReferenceEngine().generate(requests)
     assert len(set(plain.lengths.tolist())) > 5
     with steps_counted(policy) as rows:
-        waves = LocalEngine(max_rows=4, drop_frac=2.0, fused=fused).generate(*arguments)
+        waves = LocalEngine(max_rows=4, drop_frac=2.0, fused=fused).generate(requests)
     assert max(rows) <= 4
     assert len(rows) < 6 * int(plain.lengths.max())  # six waves, one after the other
     assert_same(waves, plain)
     for look_every in (2, 5):
         engine = LocalEngine(max_rows=6, look_every=look_every, fused=fused)
-        assert_same(engine.generate(*arguments), plain)
+        assert_same(engine.generate(requests), plain)
 
 
 @contextmanager
@@ -125,31 +128,24 @@ def steps_counted(policy):
 
 def test_looking_for_finished_rows_less_often_changes_nothing(architecture, engine):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
-    arguments = (policy, prompts, GROUP, uniforms_for(prompts), Sampling())
-    whole = engine.generate(*arguments)
+    requests = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    whole = engine.generate(requests)
     for look_every in (3, 100):
-        assert_same(replace(engine, look_every=look_every).generate(*arguments), whole)
+        assert_same(replace(engine, look_every=look_every).generate(requests), whole)
 
 
 def test_lower_precision_is_near_and_says_so(architecture):
     policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
-    arguments = (policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    requests = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     for fused in (True, False):
         engine = LocalEngine(dtype="bfloat16", fused=fused)
-        assert engine.lower_precision == torch.bfloat16
-        rollout = engine.generate(*arguments)
-        prompt_of = torch.arange(len(prompts)).repeat_interleave(GROUP)
+        assert not engine.exact
+        rollout = engine.generate(requests)
         with torch.no_grad():
-            exact = policy.logprobs(
-                prompts.prompt_ids,
-                prompts.prompt_mask,
-                prompt_of,
-                rollout.completion_ids,
-                rollout.completion_mask,
-            ).logprobs
+            exact = policy.logprobs(rollout.tokens).logprobs
         gap = (rollout.sampler_logprobs - exact).abs()
         assert 1e-4 < gap.mean() < 0.1
-    assert LocalEngine().lower_precision is None
+    assert LocalEngine().exact
 
 
 @pytest.mark.parametrize("setting", ["max_rows", "look_every"])
@@ -162,26 +158,26 @@ def test_completions_do_not_depend_on_padding(architecture, engine):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     wide = prompt_batch(*TEXTS, length=20)
     uniforms = uniforms_for(prompts)
-    whole = engine.generate(policy, prompts, GROUP, uniforms, Sampling())
-    padded = engine.generate(policy, wide, GROUP, uniforms, Sampling())
+    whole = engine.generate(Requests(policy, prompts, GROUP, uniforms, Sampling()))
+    padded = engine.generate(Requests(policy, wide, GROUP, uniforms, Sampling()))
     assert_same(padded, whole)
 
 
 def test_completions_do_not_depend_on_when_rows_leave(architecture):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     uniforms = uniforms_for(prompts)
-    whole = LocalEngine().generate(policy, prompts, GROUP, uniforms, Sampling())
+    whole = LocalEngine().generate(Requests(policy, prompts, GROUP, uniforms, Sampling()))
     for drop_frac in (1e-9, 2.0):
         engine = LocalEngine(drop_frac=drop_frac)
-        assert_same(engine.generate(policy, prompts, GROUP, uniforms, Sampling()), whole)
+        assert_same(engine.generate(Requests(policy, prompts, GROUP, uniforms, Sampling())), whole)
 
 
 def test_a_prompt_alone_says_the_same_as_in_company(architecture, engine):
     policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
-    whole = engine.generate(policy, prompts, 2, uniforms_for(prompts, 2), Sampling())
+    whole = engine.generate(Requests(policy, prompts, 2, uniforms_for(prompts, 2), Sampling()))
     alone = prompt_batch(TEXTS[1])
     alone = PromptBatch(alone.prompt_ids, alone.prompt_mask, alone.prompts, {}, torch.tensor([1]))
-    single = engine.generate(policy, alone, 2, uniforms_for(alone, 2), Sampling())
+    single = engine.generate(Requests(policy, alone, 2, uniforms_for(alone, 2), Sampling()))
     single = used(single).completion_ids
     assert torch.equal(single, whole.completion_ids[2:4, : single.shape[1]])
 
@@ -189,15 +185,8 @@ def test_a_prompt_alone_says_the_same_as_in_company(architecture, engine):
 def test_sampler_logprobs_equal_the_learning_steps_logprobs(architecture, engine):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     sampling = Sampling(temperature=0.7)
-    rollout = engine.generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
-    learned = policy.logprobs(
-        prompts.prompt_ids,
-        prompts.prompt_mask,
-        torch.arange(len(prompts)).repeat_interleave(GROUP),
-        rollout.completion_ids,
-        rollout.completion_mask,
-        temperature=0.7,
-    )
+    rollout = engine.generate(Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling))
+    learned = policy.logprobs(rollout.tokens, temperature=0.7)
     torch.testing.assert_close(learned.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
@@ -206,30 +195,22 @@ def test_every_token_is_among_those_that_could_be_drawn_and_the_learner_agrees(
 ):
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     sampling = Sampling(temperature=0.7, top_k=6, top_p=0.8)
-    rollout = engine.generate(policy, prompts, GROUP, uniforms_for(prompts), sampling)
+    rollout = engine.generate(Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling))
     mask = rollout.completion_mask
-    among = (rollout.support == rollout.completion_ids[..., None]).sum(-1)
+    among = (rollout.candidate_ids == rollout.completion_ids[..., None]).sum(-1)
     assert torch.equal(among == 1, mask)
-    sizes = (rollout.support >= 0).sum(-1)
+    sizes = (rollout.candidate_ids >= 0).sum(-1)
     assert sizes[mask].min() >= 1
     assert sizes.max() <= 6
     assert not sizes[~mask].any()
-    learned = policy.logprobs(
-        prompts.prompt_ids,
-        prompts.prompt_mask,
-        torch.arange(len(prompts)).repeat_interleave(GROUP),
-        rollout.completion_ids,
-        mask,
-        support=rollout.support,
-        temperature=0.7,
-    )
+    learned = policy.logprobs(rollout.tokens, temperature=0.7)
     torch.testing.assert_close(learned.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
     assert bool((learned.entropy <= sizes.clamp(min=1).log() + 1e-5).all())
 
 
 def test_the_mask_ends_with_the_end_token_once(engine):
     policy, prompts = ragged(tiny_policy("qwen2")), prompt_batch(*TEXTS)
-    rollout = engine.generate(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    rollout = engine.generate(Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling()))
     ends = torch.isin(rollout.completion_ids, torch.tensor(policy.eos_ids))
     ends &= rollout.completion_mask
     assert torch.equal(ends.sum(1), (~rollout.truncated).long())

@@ -1,6 +1,4 @@
-"""What fixed shapes promise beyond what every engine does (test_engines.py)."""
-
-from functools import cache
+"""What static shapes promise beyond what every engine does (test_engines.py)."""
 
 import pytest
 import torch
@@ -8,10 +6,11 @@ from jsonargparse import ArgumentParser
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from litgrpo.models.attention.packed_shared_prefix import KNOWN
+from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading import LoRA, as_policy
+from litgrpo.parallel.device import Backend
 from litgrpo.rollout.engines import static as static_engine
-from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rollout.engines.interface import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
@@ -25,26 +24,46 @@ ENGINE = StaticEngine(prompt_buckets=8, look_every=4)
 
 
 def said(policy, engine, sampling=None, texts=TEXTS):
-    prompts = prompt_batch(*texts)
-    return engine.generate(policy, prompts, GROUP, uniforms_for(prompts), sampling or Sampling())
+    prompts, sampling = prompt_batch(*texts), sampling or Sampling()
+    return engine.generate(Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling))
+
+
+class Tracing(Backend):
+    """The CPU, as if it compiled a program for each set of shapes; counts the graphs."""
+
+    static_shapes = True
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.counter, self.compiled = CompileCounter(), {}
+
+    def compile(self, function, *, replay=False):
+        if function not in self.compiled:
+            self.compiled[function] = torch.compile(
+                function, backend=self.counter, dynamic=False, fullgraph=True
+            )
+        return self.compiled[function]
 
 
 @pytest.fixture
 def graphs(monkeypatch):
     """Trace as for a device that compiles; counts the graphs."""
-    counter = CompileCounter()
-
-    @cache
-    def compiled(function, device):
-        return torch.compile(function, backend=counter, dynamic=False, fullgraph=True)
-
+    tracing = Tracing()
     torch._dynamo.reset()
-    monkeypatch.setattr(static_engine, "compile_step", compiled)
-    yield counter
+    monkeypatch.setattr(static_engine, "backend", lambda device: tracing)
+    yield tracing.counter
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("model_type", sorted(KNOWN))
+@pytest.fixture
+def on_static_shapes(monkeypatch):
+    """The CPU, as a device whose rollouts keep their shapes; nothing is traced."""
+    device = Backend(torch.device("cpu"))
+    monkeypatch.setattr(device, "static_shapes", True)
+    monkeypatch.setattr(static_engine, "backend", lambda _: device)
+
+
+@pytest.mark.parametrize("model_type", DECODER_ONLY)
 def test_every_known_model_type_says_what_the_reference_engine_says(model_type):
     policy = ragged(as_policy(model_of_type(model_type), byte_tokenizer()).eval())
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
@@ -99,30 +118,49 @@ def test_a_window_below_the_length_is_kept_without_soft_caps():
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
 
 
-def test_shapes_are_those_of_the_uniforms_however_early_all_rows_end():
+SAMPLINGS = [(Sampling(), None), (Sampling(top_k=7), 7), (Sampling(top_p=0.5), 259)]
+
+
+@pytest.mark.usefixtures("on_static_shapes")
+@pytest.mark.parametrize(("sampling", "width"), SAMPLINGS)
+def test_static_shapes_are_those_of_the_uniforms_however_early_all_rows_end(sampling, width):
     policy = tiny_policy("qwen2")
     policy.eos_ids = tuple(range(2, 250))
-    for sampling, width in ((Sampling(), None), (Sampling(top_k=7), 7), (Sampling(top_p=0.5), 259)):
-        rollout = said(policy, ENGINE, sampling)
-        assert rollout.lengths.max() < 8
-        assert rollout.completion_ids.shape == (12, 12)
-        assert not rollout.completion_ids[~rollout.completion_mask].any()
-        assert not rollout.sampler_logprobs[~rollout.completion_mask].any()
-        if width is not None:
-            assert rollout.support.shape == (12, 12, width)
-            assert bool((rollout.support[~rollout.completion_mask] == -1).all())
+    rollout = said(policy, ENGINE, sampling)
+    assert rollout.lengths.max() < 8
+    assert rollout.completion_ids.shape == (12, 12)
+    assert rollout.prompts.prompt_ids.shape == (4, 16)  # the bucket
+    assert not rollout.completion_ids[~rollout.completion_mask].any()
+    assert not rollout.sampler_logprobs[~rollout.completion_mask].any()
+    if width is not None:
+        assert rollout.candidate_ids.shape == (12, 12, width)
+        assert bool((rollout.candidate_ids[~rollout.completion_mask] == -1).all())
+
+
+@pytest.mark.parametrize(("sampling", "width"), SAMPLINGS)
+def test_elsewhere_prompts_and_unused_columns_are_as_the_local_engine_has_them(sampling, width):
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = tuple(range(2, 250))
+    found, expected = said(policy, ENGINE, sampling), said(policy, LocalEngine(), sampling)
+    assert found.completion_ids.shape == expected.completion_ids.shape
+    assert found.completion_ids.shape[1] == found.lengths.max() < 8
+    assert torch.equal(found.prompts.prompt_ids, expected.prompts.prompt_ids)
+    assert found.completion_ids.is_contiguous()
+    if width is not None:
+        assert found.candidate_ids.shape == (12, int(found.lengths.max()), width)
 
 
 def test_no_more_steps_are_taken_once_all_rows_have_ended():
     policy = tiny_policy("qwen2")
     policy.eos_ids = tuple(range(2, 250))
-    steps, step = [], policy.static_step
+    steps = []
 
-    def counted(tokens, state):
-        steps.append(1)
-        return step(tokens, state)
+    class Counted(policy.static_decoder):
+        def step(self, tokens, state):
+            steps.append(1)
+            return super().step(tokens, state)
 
-    policy.static_step = counted
+    policy.static_decoder = Counted
     lengths = said(policy, StaticEngine(look_every=3)).lengths
     assert len(steps) == -(-int(lengths.max()) // 3) * 3 - 1 < 11
 
@@ -136,13 +174,10 @@ def test_prompts_are_padded_to_the_smallest_bucket():
         assert torch.equal(padded.prompt_mask.sum(1), prompts.prompt_mask.sum(1))
         assert torch.equal(padded.prompt_ids[:, -8:], prompts.prompt_ids)
         assert padded.prompts is prompts.prompts
-        assert engine.padded(padded) is padded
-    assert engine.fixed_shapes
-    assert not LocalEngine().fixed_shapes
-    assert LocalEngine().padded(prompts) is prompts
+        assert torch.equal(engine.padded(padded).prompt_ids, padded.prompt_ids)
 
 
-def test_what_cannot_be_decoded_in_fixed_shapes_is_refused():
+def test_what_cannot_be_decoded_in_static_shapes_is_refused():
     with pytest.raises(ValueError, match=r"A prompt has 13 tokens, but the largest .* is 12\."):
         said(tiny_policy("llama"), StaticEngine(prompt_buckets=(8, 12)))
     for buckets in (0, (), (8, -1)):
@@ -154,7 +189,7 @@ def test_what_cannot_be_decoded_in_fixed_shapes_is_refused():
     with pytest.raises(ValueError, match=r"\['dynamic'\] depend on the length.*LocalEngine"):
         said(tiny_policy("llama", rope_parameters=scaled), ENGINE)
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL))
-    with pytest.raises(ValueError, match=r"'bloom'.* cannot decode in fixed shapes"):
+    with pytest.raises(ValueError, match=r"'bloom'.* cannot decode in static shapes"):
         said(as_policy(bloom, byte_tokenizer()).eval(), ENGINE)
 
 
@@ -169,14 +204,8 @@ def test_a_recipe_names_it_by_its_class_path():
 
 
 def test_under_autocast_it_is_near_to_the_policy(architecture):
-    policy, prompts = tiny_policy(architecture), prompt_batch(*TEXTS)
+    policy = tiny_policy(architecture)
     with torch.autocast("cpu", torch.bfloat16):
         rollout = said(policy, ENGINE)
-    exact = policy.logprobs(
-        prompts.prompt_ids,
-        prompts.prompt_mask,
-        torch.arange(len(prompts)).repeat_interleave(GROUP),
-        rollout.completion_ids,
-        rollout.completion_mask,
-    ).logprobs
+    exact = policy.logprobs(rollout.tokens).logprobs
     assert 1e-4 < (rollout.sampler_logprobs - exact).abs().mean() < 0.1

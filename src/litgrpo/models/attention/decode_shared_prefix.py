@@ -18,25 +18,26 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from litgrpo.models.attention.scores import PromptGrid, query_scale, softcapped
 from litgrpo.models.policy import DecodeState
 from litgrpo.tensors import widened
 
 SHARED_PREFIX = "litgrpo_shared_prefix"
 
 
-class Sight(NamedTuple):
-    """What the tokens of this step see, the same in all layers of one window.
+class Window(NamedTuple):
+    """What the tokens of this step attend to, the same in all layers of one window length.
 
     Args:
-        slot: first prompt slot that any row sees; P if none sees any.
-        column: first column of own tokens that any row sees.
-        hidden: [n, 1, w] True where a row does not see one of the first w of these; None if all
-            rows see all.
+        slot: first prompt slot that any row attends to; P if none attends to any.
+        column: first column of own tokens that any row attends to.
+        masked: [n, 1, w] True where a row does not attend to one of the first w of these; None if
+            all rows attend to all.
     """
 
     slot: int
     column: int
-    hidden: Tensor | None
+    masked: Tensor | None
 
 
 class SharedPrefixCache(Cache, DecodeState):
@@ -79,21 +80,15 @@ class SharedPrefixCache(Cache, DecodeState):
 
     def _arrange(self) -> None:
         """Place the live rows of each prompt side by side in a grid [b, g], and make the views."""
-        members = torch.bincount(self.prompt_of, minlength=len(self.prompt_mask))
-        self.grid_width = int(members.max())
-        numbers = torch.arange(len(self.prompt_of), device=members.device)
-        order = self.prompt_of.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = numbers - (members.cumsum(0) - members)[self.prompt_of[order]]
-        self._cell = self.prompt_of * self.grid_width + place
-        self._row_of_cell = order.new_zeros(len(members) * self.grid_width)  # empty: any row
-        self._row_of_cell[self._cell] = numbers
+        grid = PromptGrid(self.prompt_of, len(self.prompt_mask))
+        self.grid_width = grid.width
+        self._cell, self._row_of_cell = grid.cell_of_row, grid.row_of_cell
         self._maps: dict[int, tuple[Tensor, Tensor]] = {}
         self.position_of_column_0 = self.prompt_mask.sum(1)[self.prompt_of] - self.start
         self.first_start, self.last_start = (int(each) for each in self.start.aminmax())
         padding = ~self.prompt_mask[self.prompt_of]
         self.padding = padding[:, None] if bool(padding.any()) else None
-        self._sights: dict[int | None, Sight] = {}
+        self._windows: dict[int | None, Window] = {}
         self._view()
 
     def _view(self) -> None:
@@ -134,7 +129,7 @@ class SharedPrefixCache(Cache, DecodeState):
         assert newcomers.fed == 0
         rows = len(self.prompt_of)
         self._make_room(rows + len(newcomers.prompt_of))
-        for own in self._own:  # what is hidden must be finite
+        for own in self._own:  # what is masked must be finite
             own[:, rows:].zero_()
         self.start = torch.cat([self.start, newcomers.start + self.fed])
         self.prompt_of = torch.cat([self.prompt_of, newcomers.prompt_of + len(self.prompt_mask)])
@@ -160,7 +155,7 @@ class SharedPrefixCache(Cache, DecodeState):
                 own[:, :, :, : self.fed - unused] = own[:, :, :, unused:].clone()
             self.start, self.fed = self.start - unused, self.fed - unused
             self._arrange()
-        self._sights.clear()
+        self._windows.clear()
         return (self.position_of_column_0 + self.fed)[:, None]
 
     # --- one token ---
@@ -194,53 +189,52 @@ class SharedPrefixCache(Cache, DecodeState):
             query: [n * H, r, D] for r query heads to a key/value head, scaled; divided by the
                 soft-cap if there is one.
             softcap: scores become softcap * tanh(query @ key).
-            window: positions that a token sees, itself included; None sees all.
+            window: positions that a token attends to, itself included; None: all.
 
         Returns:
             [n * H, r, D].
         """
         prompt_keys, prompt_values, keys, values = self._products[layer]
-        sight = self._sight(window)
-        columns = self.fed + 1 - sight.column
-        slots = prompt_values.shape[1] - sight.slot
-        scores = query.bmm(keys.narrow(2, sight.column, columns))
+        reach = self._window(window)
+        columns = self.fed + 1 - reach.column
+        slots = prompt_values.shape[1] - reach.slot
+        scores = query.bmm(keys.narrow(2, reach.column, columns))
         if slots:
-            on_prompt = self._to_cells(query).bmm(prompt_keys.narrow(2, sight.slot, slots))
+            on_prompt = self._to_cells(query).bmm(prompt_keys.narrow(2, reach.slot, slots))
             scores = torch.cat([self._to_rows(on_prompt, query.shape), scores], -1)  # [nH, r, S]
-        if softcap is not None:
-            scores.tanh_().mul_(softcap)
-        if sight.hidden is not None:
+        scores = softcapped(scores, softcap)
+        if reach.masked is not None:
             each_row = scores.view(len(self.prompt_of), -1, scores.shape[2])
-            each_row[..., : sight.hidden.shape[2]].masked_fill_(sight.hidden, -torch.inf)
+            each_row[..., : reach.masked.shape[2]].masked_fill_(reach.masked, -torch.inf)
         weights = widened(scores).softmax(-1).to(values.dtype)
-        values = values.narrow(1, sight.column, columns)
+        values = values.narrow(1, reach.column, columns)
         if not slots:
             return weights.bmm(values)
         from_prompt = self._to_cells(weights).narrow(2, 0, slots)
-        from_prompt = from_prompt.bmm(prompt_values.narrow(1, sight.slot, slots))
+        from_prompt = from_prompt.bmm(prompt_values.narrow(1, reach.slot, slots))
         from_prompt = self._to_rows(from_prompt, query.shape)
         return torch.baddbmm(from_prompt, weights.narrow(2, slots, columns), values)
 
-    def _sight(self, window: int | None) -> Sight:
-        """What this step's tokens see; the oldest row sees most own tokens, the newest fewest."""
-        if window in self._sights:
-            return self._sights[window]
+    def _window(self, window: int | None) -> Window:
+        """What this step's tokens attend to: most own tokens in the oldest row."""
+        if window in self._windows:
+            return self._windows[window]
         slots, now = self.prompt_mask.shape[1], self.fed + 1
         reach = slots + now if window is None else window
         slot = min(max(0, slots + now - self.last_start - reach), slots)
-        column, hidden = max(self.first_start, now - reach), None
+        column, masked = max(self.first_start, now - reach), None
         if self.first_start < self.last_start:
             start = self.start[:, None, None]
             prompt = torch.arange(slot, slots, device=start.device)
-            hidden = prompt < slots + now - start - reach
+            masked = prompt < slots + now - start - reach
             if self.padding is not None:
-                hidden = hidden | self.padding[:, :, slot:]
+                masked = masked | self.padding[:, :, slot:]
             own = torch.arange(column, now, device=start.device)
-            hidden = torch.cat([hidden, own < start], 2)
+            masked = torch.cat([masked, own < start], 2)
         elif self.padding is not None and slot < slots:
-            hidden = self.padding[:, :, slot:]
-        self._sights[window] = Sight(slot, column, hidden)
-        return self._sights[window]
+            masked = self.padding[:, :, slot:]
+        self._windows[window] = Window(slot, column, masked)
+        return self._windows[window]
 
     # --- the grid ---
 
@@ -305,7 +299,7 @@ def shared_prefix_attention(
         attention_mask: unused; the cache knows the padding.
         shared_prefix: the cache.
         scaling: multiplies the scores.
-        sliding_window: positions that a token sees, itself included; None sees all.
+        sliding_window: positions that a token attends to, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
         kwargs: what the library passes to other kinds of attention.
 
@@ -315,7 +309,7 @@ def shared_prefix_attention(
     n, heads, _, size = query.shape
     groups = keys.shape[1]
     query = query.reshape(n * groups, heads // groups, size)
-    query = query * (scaling if softcap is None else scaling / softcap)
+    query = query * query_scale(scaling, softcap)
     output = shared_prefix.attend(module.layer_idx, query, softcap=softcap, window=sliding_window)
     return output.reshape(n, 1, heads, -1), None
 

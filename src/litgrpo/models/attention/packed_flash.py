@@ -1,8 +1,8 @@
-"""Attention over a prompt tree in the processor's fused kernel, without copying a prompt.
+"""Attention of a packed sequence in the processor's fused kernel, without copying a prompt.
 
-A branch's token attends to two sets of keys: its prompt's and its own row's. Each set is one call
+A suffix's token attends to two sets of keys: its prompt's and its own row's. Each set is one call
 of the kernel, which also gives the logarithm of the sum of the set's exponentials; from these two
-numbers the softmax over the union follows exactly. All branches of a prompt are the queries of one
+numbers the softmax over the union follows exactly. All suffixes of a prompt are the queries of one
 call. Backward, the kernel computes a set's share of the gradient from the output and the log-sum
 of the union: probabilities are exp(score - log-sum), whatever set the log-sum is over.
 
@@ -12,14 +12,14 @@ The kernel is not part of torch's public interface. It is tried once, in both di
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from litgrpo.models.attention.packed_shared_prefix import PromptTree
+from litgrpo.models.attention.packing import Packing
+from litgrpo.tensors import widened
 
 
 def works_for(query: Tensor) -> bool:
@@ -27,8 +27,8 @@ def works_for(query: Tensor) -> bool:
     return query.device.type == "cpu" and _kernel_works()
 
 
-def tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tree: PromptTree, scaling: float
+def packed_attention(
+    query: Tensor, keys: Tensor, values: Tensor, packing: Packing, scaling: float
 ) -> Tensor:
     """Attention of every token to its row's earlier tokens and its prompt.
 
@@ -36,36 +36,37 @@ def tree_attention(
         query: [T, heads, D].
         keys: [T, H, D].
         values: [T, H, D].
-        tree: says where rows and prompts stand.
+        packing: where rows and prompts stand.
         scaling: multiplies the scores.
 
     Returns:
         [T, heads, D].
     """
-    output: Tensor = _TreeAttention.apply(query, keys, values, tree, scaling)
+    output: Tensor = _PackedAttention.apply(query, keys, values, packing, scaling)
     return output
 
 
-class _TreeAttention(torch.autograd.Function):
-    """Both directions of `tree_attention`."""
+class _PackedAttention(torch.autograd.Function):
+    """Both directions of `packed_attention`."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, tree: PromptTree, scaling: float
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, packing: Packing, scaling: float
     ) -> Tensor:
-        q, k, v = (_wide(x) for x in (query, keys, values))
+        # The kernel's backward pass is several times slower in bfloat16.
+        q, k, v = (widened(x) for x in (query, keys, values))
         output, log_sum = q.new_empty(q.shape), q.new_empty(q.shape[:2])
-        for start, fork, end in tree.trunks:
-            trunk, branches = slice(start, fork), slice(fork, end)
-            keys_of_trunk = k[None, trunk], v[None, trunk]
-            output[trunk], log_sum[trunk] = _attend(
-                q[None, trunk], *keys_of_trunk, causal=True, scaling=scaling
+        for start, middle, end in packing.groups:
+            prefix, suffixes = slice(start, middle), slice(middle, end)
+            prefix_keys = k[None, prefix], v[None, prefix]
+            output[prefix], log_sum[prefix] = _attend(
+                q[None, prefix], *prefix_keys, causal=True, scaling=scaling
             )
-            if end > fork:
-                output[branches], log_sum[branches] = _attend(
-                    q[None, branches], *keys_of_trunk, causal=False, scaling=scaling
+            if end > middle:
+                output[suffixes], log_sum[suffixes] = _attend(
+                    q[None, suffixes], *prefix_keys, causal=False, scaling=scaling
                 )
-        for bucket in tree.buckets:
+        for bucket in packing.suffixes:
             own, own_sum = _attend(
                 bucket.grid(q), bucket.grid(k), bucket.grid(v), causal=True, scaling=scaling
             )
@@ -77,32 +78,32 @@ class _TreeAttention(torch.autograd.Function):
             log_sum[bucket.tokens] = torch.logaddexp(own_sum, there_sum)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, keys, values, output, log_sum)
-        ctx.tree, ctx.scaling = tree, scaling
+        ctx.packing, ctx.scaling = packing, scaling
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, output, log_sum = ctx.saved_tensors
-        tree, scaling = ctx.tree, ctx.scaling
-        g, q, k, v, out = (_wide(x) for x in (grad, query, keys, values, output))
+        packing, scaling = ctx.packing, ctx.scaling
+        g, q, k, v, out = (widened(x) for x in (grad, query, keys, values, output))
         of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
 
-        for start, fork, end in tree.trunks:
-            trunk, branches = slice(start, fork), slice(fork, end)
-            keys_of_trunk = k[None, trunk], v[None, trunk]
-            of_trunk = [x[None, trunk] for x in (g, q, out, log_sum)]
-            of_q[trunk], of_k[trunk], of_v[trunk] = _attend_backward(
-                of_trunk, *keys_of_trunk, causal=True, scaling=scaling
+        for start, middle, end in packing.groups:
+            prefix, suffixes = slice(start, middle), slice(middle, end)
+            prefix_keys = k[None, prefix], v[None, prefix]
+            of_prefix = [x[None, prefix] for x in (g, q, out, log_sum)]
+            of_q[prefix], of_k[prefix], of_v[prefix] = _attend_backward(
+                of_prefix, *prefix_keys, causal=True, scaling=scaling
             )
-            if end > fork:
-                of_branches = [x[None, branches] for x in (g, q, out, log_sum)]
-                of_q[branches], more_k, more_v = _attend_backward(
-                    of_branches, *keys_of_trunk, causal=False, scaling=scaling
+            if end > middle:
+                of_suffixes = [x[None, suffixes] for x in (g, q, out, log_sum)]
+                of_q[suffixes], more_k, more_v = _attend_backward(
+                    of_suffixes, *prefix_keys, causal=False, scaling=scaling
                 )
-                of_k[trunk] += more_k[0]
-                of_v[trunk] += more_v[0]
-        for bucket in tree.buckets:
+                of_k[prefix] += more_k[0]
+                of_v[prefix] += more_v[0]
+        for bucket in packing.suffixes:
             # On padding everything is 0, the log-sum too, and so is the gradient.
             of_bucket = [bucket.grid(x) for x in (g, q, out, log_sum)]
             shares = _attend_backward(
@@ -113,11 +114,6 @@ class _TreeAttention(torch.autograd.Function):
             of_k.index_copy_(0, bucket.tokens, own_k)
             of_v.index_copy_(0, bucket.tokens, own_v)
         return of_q.to(query.dtype), of_k.to(keys.dtype), of_v.to(values.dtype), None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: the kernel's backward pass is several times slower in bfloat16."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _attend(

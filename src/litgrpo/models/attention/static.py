@@ -2,8 +2,8 @@
 
 The library's own model code runs unchanged: an attention function registered under the name
 `STATIC` is handed one of the three classes below, which are its cache, too. Positions are tensors,
-so that a graph serves every step; what a row must not see is masked. Each prompt is read once and
-its keys and values are shared by its group, as in `policies.attention`.
+so that a graph serves every step; what a row must not attend to is masked. Each prompt is read
+once and its keys and values are shared by its group, as in `decode_shared_prefix`.
 
 Only the three classes know the state's layout; a policy builds one, runs the model, and takes the
 state out. All of it is a pure function of tensors, which a compiler may trace.
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, EncoderDecoderCache
 
-from litgrpo.parallel.device import spread_rows
-from litgrpo.tensors import widened, written
+from litgrpo.models.attention.scores import query_scale, softcapped, within
+from litgrpo.tensors import index_copy, widened
 
 STATIC = "litgrpo_static"
 
@@ -84,16 +84,16 @@ class StaticPrompts:
         groups = keys.shape[1]
         column = torch.arange(length, device=query.device)
         back = column[:, None] - column
-        seen = (back >= 0) if sliding_window is None else (back >= 0) & (back < sliding_window)
-        # Padding sees itself, because softmax over nothing would give NaN to those after it.
-        seen = (seen & self.mask[:, None, :]) | (back == 0)
+        # Padding attends to itself, because softmax over nothing would give NaN to those after it.
+        visible = (within(back, sliding_window) & self.mask[:, None, :]) | (back == 0)
         if softcap is None:
             return scaled_dot_product_attention(
-                *(query, keys, values, seen[:, None]), scale=scaling, enable_gqa=heads > groups
+                *(query, keys, values, visible[:, None]), scale=scaling, enable_gqa=heads > groups
             )
-        query = query.reshape(batch, groups, -1, size) * (scaling / softcap)  # [B, H, r * P, D]
-        scores = (query @ keys.mT).view(batch, groups, -1, length, length).tanh() * softcap
-        weights = widened(scores).masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+        scale = query_scale(scaling, softcap)
+        query = query.reshape(batch, groups, -1, size) * scale  # [B, H, r * P, D]
+        scores = softcapped((query @ keys.mT).view(batch, groups, -1, length, length), softcap)
+        weights = widened(scores).masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
         output = weights.to(values.dtype).view(batch, groups, -1, length) @ values
         return output.view(batch, heads, length, -1)
 
@@ -102,16 +102,15 @@ class StaticPrompts:
         rows = len(self.mask) * group_size
         own = [each.new_zeros(rows, each.shape[1], capacity, each.shape[3]) for each in self.read]
         fed = torch.zeros(1, dtype=torch.long, device=self.mask.device)
-        # Said, because zeros have no rows that a compiler would follow.
-        prompts = tuple(map(spread_rows, self.read))
-        return StaticState(self.mask, prompts, tuple(map(spread_rows, own)), fed)
+        prompts = tuple(self.read)
+        return StaticState(self.mask, prompts, tuple(own), fed)
 
 
 class StaticRows:
     """Rows while they are fed one token each; the state as it was before.
 
     In a compiled graph the state's tensors stay as they are and new ones come out; otherwise they
-    are written in place, and the old state is gone.
+    are index_copy in place, and the old state is gone.
     """
 
     def __init__(self, state: StaticState) -> None:
@@ -125,7 +124,7 @@ class StaticRows:
     def after(self) -> StaticState:
         """The state with the token that was fed."""
         state = self.before  # not `_replace`: compilers do not know it
-        own = tuple(map(spread_rows, self.own))
+        own = tuple(self.own)
         return StaticState(state.prompt_mask, state.prompts, own, state.fed + 1)
 
     @property
@@ -143,7 +142,7 @@ class StaticRows:
     ) -> tuple[Tensor, Tensor]:
         """Store one token's keys and values [N, H, 1, D]; return those of all [N, H, C, D]."""
         for number, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            self.own[number] = written(self.own[number], 2, self.before.fed, new)
+            self.own[number] = index_copy(self.own[number], 2, self.before.fed, new)
         return self.own[2 * layer], self.own[2 * layer + 1]
 
     def attend(
@@ -162,14 +161,13 @@ class StaticRows:
         rows, heads, _, size = query.shape
         groups, columns = keys.shape[1:3]
         query = query.reshape(rows * groups, -1, size)
-        query = query * (scaling if softcap is None else scaling / softcap)  # [N * H, r, D]
+        query = query * query_scale(scaling, softcap)  # [N * H, r, D]
         layer = 2 * module.layer_idx
         prompt_keys, prompt_values = self.before.prompts[layer : layer + 2]
         on_prompt = self._to_cells(query, groups) @ prompt_keys.mT
         own = query @ keys.flatten(0, 1).mT
         scores = torch.cat([self._to_rows(on_prompt, groups), own], -1)
-        if softcap is not None:
-            scores = scores.tanh() * softcap
+        scores = softcapped(scores, softcap)
         scores = scores.view(rows, -1, scores.shape[-1])  # [N, heads, P + C]
         scores = widened(scores).masked_fill(self._hidden(sliding_window, columns), -torch.inf)
         weights = scores.softmax(-1).to(values.dtype).view(rows * groups, -1, scores.shape[-1])
@@ -179,14 +177,13 @@ class StaticRows:
         return output.view(rows, heads, 1, -1)
 
     def _hidden(self, window: int | None, columns: int) -> Tensor:
-        """[N, 1, P + C] True where a row does not see; the same in all layers of one window."""
+        """[N, 1, P + C] True where a row does not attend; the same in all layers of one window."""
         if window not in self.masks:
             prompt_mask, fed = self.before.prompt_mask, self.before.fed
             slots = prompt_mask.shape[1]
             back = slots + fed - torch.arange(slots + columns, device=fed.device)
-            unseen = (back < 0) if window is None else (back < 0) | (back >= window)
             padding = torch.nn.functional.pad(~prompt_mask, (0, columns))
-            hidden = per_row(padding, self.group_size) | unseen
+            hidden = per_row(padding, self.group_size) | ~within(back, window)
             self.masks[window] = hidden[:, None]
         return self.masks[window]
 
@@ -279,7 +276,7 @@ def static_attention(
         query: [n, heads, q, D].
         keys: what `update` gave.
         values: what `update` gave.
-        attention_mask: unused; `static` knows what is seen.
+        attention_mask: unused; `static` knows the mask.
         static: what attends.
         kwargs: scaling, window, soft-cap, and what the library passes to other kinds of attention.
 

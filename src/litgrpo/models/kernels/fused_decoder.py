@@ -17,24 +17,26 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from litgrpo.models.architectures import (
+    ARCHITECTURES,
+    POSITIONAL_ROPES,
+    Architecture,
+    FusedLayout,
+)
 from litgrpo.models.attention.decode_shared_prefix import SharedPrefixCache
 from litgrpo.models.kernels.linear import FastLinear, PackedLinear
 
-LLAMA_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-GEMMA_PARTS = LLAMA_PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-PARTS = {"llama": LLAMA_PARTS, "qwen2": LLAMA_PARTS, "qwen3": LLAMA_PARTS, "gemma2": GEMMA_PARTS}
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 LINEAR = (nn.Linear, FastLinear)
-# Turns that depend on nothing but the position.
-ROPES = {"default", "linear", "llama3", "yarn"}
 
 
 def is_known(model: PreTrainedModel) -> bool:
     """Whether this is exactly a layout that `FusedDecoder` computes."""
     kind = model.config.model_type
     home = f"transformers.models.{kind}.modeling_{kind}"
-    if kind not in PARTS or type(model).__module__ != home:
+    layout = ARCHITECTURES.get(kind, Architecture()).fused
+    if layout is None or type(model).__module__ != home:
         return False
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return False
@@ -42,19 +44,19 @@ def is_known(model: PreTrainedModel) -> bool:
         return False
     body: Any = model.base_model
     rotary, attention = body.rotary_emb, body.layers[0].self_attn
-    if rotary.rope_type not in ROPES or 2 * len(rotary.inv_freq) != attention.head_dim:
+    if rotary.rope_type not in POSITIONAL_ROPES or 2 * len(rotary.inv_freq) != attention.head_dim:
         return False
     return (
         type(model.get_output_embeddings()) in LINEAR
         and type(body.norm).__module__ == home
-        and all(_is_known_layer(layer, kind, home) for layer in body.layers)
+        and all(_is_known_layer(layer, layout, home) for layer in body.layers)
     )
 
 
-def _is_known_layer(layer: Any, kind: str, home: str) -> bool:
+def _is_known_layer(layer: Any, layout: FusedLayout, home: str) -> bool:
     outer, inner, mlp = (dict(p.named_children()) for p in (layer, layer.self_attn, layer.mlp))
-    norms = {"q_norm", "k_norm"} if kind == "qwen3" else set()
-    if outer.keys() != PARTS[kind] or inner.keys() != PROJECTIONS | norms or mlp.keys() != MLP:
+    expected = layout.layer_norms | {"self_attn", "mlp"}, layout.head_norms | PROJECTIONS, MLP
+    if (outer.keys(), inner.keys(), mlp.keys()) != expected:
         return False
     rest = {**outer, **inner, **mlp}
     del rest["act_fn"]
@@ -141,7 +143,7 @@ class Layer:
         act: between them.
         head_norm: [Q + H, D] weights of the norms of query and key heads (Qwen 3), or None.
         after: [E] weights of the norms of attention's and MLP's output (Gemma 2), or None.
-        window: positions that a token sees; None: all.
+        window: positions that a token attends to; None: all.
     """
 
     qkv: Product
@@ -180,7 +182,9 @@ class FusedDecoder:
         self.dtype = torch.promote_types(self.embedding.dtype, torch.float32)
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.size = attention.head_dim
-        gemma = config.model_type == "gemma2"
+        layout = ARCHITECTURES[config.model_type].fused
+        assert layout is not None
+        gemma = layout.gemma
         self.offset = 1.0 if gemma else 0.0  # Gemma stores its norms' weights less 1
         self.eps = torch.tensor(config.rms_norm_eps, dtype=self.dtype, device=self.embedding.device)
         self.embed_scale = float(body.embed_tokens.embed_scale) if gemma else 1.0

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from litgrpo.arguments import require
+
 PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
 # Device numbers of TPU v2 and v3, v4, v5e, v5p, v6e and 7x, as torch-xla 2.9 knows them.
 TPUS = {"0x0027", "0x005e", "0x0063", "0x0062", "0x006f", "0x0056", "0x0076"}
 INSTALL = "in an environment of its own: pip install -r requirements-xla.txt"
-# What torch-xla would otherwise ask the cloud's metadata server for, without a time limit.
+# Environment variables without which torch-xla looks for a TPU by asking the cloud's metadata
+# server, without a time limit.
 NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
 
 
@@ -35,31 +38,33 @@ def check(trainer: Any, rows: int | None, pci: Path = PCI) -> None:
     """
     accelerator, strategy = _name(trainer.accelerator), _name(trainer.strategy)
     on_cpu = accelerator == "XLACPUAccelerator"
-    if not on_cpu and accelerator not in ("tpu", "xla") and "xla" not in strategy.lower():
+    if not (on_cpu or accelerator in ("tpu", "xla") or "xla" in strategy.lower()):
+        # Lightning looks for a TPU by itself, through torch-xla.
         if accelerator == "auto" and find_spec("torch_xla") is not None and not chips(pci):
             os.environ.update(NO_TPU | dict(os.environ))
         return
     wanted = f"trainer.accelerator is {accelerator} and trainer.strategy {strategy}"
     _check_packages(wanted)
     device = os.environ.get("PJRT_DEVICE", "CPU" if on_cpu else "").upper()
-    if not device:
-        raise ValueError(
-            f"{wanted}, but PJRT_DEVICE is not set: export PJRT_DEVICE=TPU on a TPU machine; to "
-            "try it without one, give -c configs/hardware/xla_cpu.yaml and PJRT_DEVICE=CPU."
-        )
+    require(
+        device != "",
+        f"{wanted}, but PJRT_DEVICE is not set: export PJRT_DEVICE=TPU on a TPU machine; to "
+        "try it without one, give -c configs/hardware/xla_cpu.yaml and PJRT_DEVICE=CPU.",
+    )
+    require(
+        device != "CPU" or on_cpu,
+        f"{wanted}, but PJRT_DEVICE is CPU: export PJRT_DEVICE=TPU on a TPU machine, or give "
+        "-c configs/hardware/xla_cpu.yaml.",
+    )
     number = int(os.environ.get("CPU_NUM_DEVICES", "1")) if device == "CPU" else chips(pci)
     if device == "TPU":
         _check_chips(wanted, number)
-    elif device == "CPU" and not on_cpu:
-        raise ValueError(
-            f"{wanted}, but PJRT_DEVICE is CPU: export PJRT_DEVICE=TPU on a TPU machine, or give "
-            "-c configs/hardware/xla_cpu.yaml."
-        )
-    if rows is not None and strategy == "XLASPMDStrategy" and rows % max(1, number):
-        raise ValueError(
-            f"{rows} rows of a rollout (data.batch_size x model.group_size) cannot be divided "
-            f"evenly among {number} chips; make it a multiple of {number}."
-        )
+    shares = max(1, number) if strategy == "XLASPMDStrategy" else 1
+    require(
+        (rows or 0) % shares == 0,
+        f"{rows} rows of a rollout (data.batch_size x model.group_size) cannot be divided "
+        f"evenly among {shares} chips; make it a multiple of {shares}.",
+    )
 
 
 def chips(pci: Path = PCI) -> int:
@@ -68,13 +73,15 @@ def chips(pci: Path = PCI) -> int:
     Args:
         pci: where it does.
     """
-    found = [folder for folder in pci.glob("*") if _read(folder / "vendor") == GOOGLE]
-    return sum(_read(folder / "device") in TPUS for folder in found)
+    found = [vendor.parent for vendor in pci.glob("*/vendor") if _word(vendor) == GOOGLE]
+    return sum(_word(folder / "device") in TPUS for folder in found)
 
 
 def _check_packages(wanted: str) -> None:
-    if find_spec("torch_xla") is None:
-        raise ValueError(f"{wanted}, but torch_xla is not installed. Install it {INSTALL}")
+    require(
+        find_spec("torch_xla") is not None,
+        f"{wanted}, but torch_xla is not installed. Install it {INSTALL}",
+    )
     try:
         theirs = version("torch_xla")
     except PackageNotFoundError as error:
@@ -83,32 +90,30 @@ def _check_packages(wanted: str) -> None:
             f"torch it belongs to. Install it {INSTALL}"
         ) from error
     ours = torch.__version__
-    if ours.split(".")[:2] != theirs.split(".")[:2]:
-        raise ValueError(
-            f"torch {ours} and torch_xla {theirs} do not belong together: the first two numbers "
-            f"must be the same. Install both {INSTALL}"
-        )
+    require(
+        ours.split(".")[:2] == theirs.split(".")[:2],
+        f"torch {ours} and torch_xla {theirs} do not belong together: the first two numbers "
+        f"must be the same. Install both {INSTALL}",
+    )
 
 
 def _check_chips(wanted: str, number: int) -> None:
-    if not number:
-        raise ValueError(
-            f"{wanted}, but this machine has no TPU chip (none is listed under {PCI}). Start it on "
-            "a TPU machine, or give -c configs/hardware/xla_cpu.yaml and PJRT_DEVICE=CPU."
-        )
-    if find_spec("libtpu") is None:
-        raise ValueError(
-            f"{wanted}, but the TPU's library is missing: pip install 'torch-xla[tpu]==2.9.0'"
-        )
+    require(
+        number > 0,
+        f"{wanted}, but this machine has no TPU chip (none is listed under {PCI}). Start it on "
+        "a TPU machine, or give -c configs/hardware/xla_cpu.yaml and PJRT_DEVICE=CPU.",
+    )
+    require(
+        find_spec("libtpu") is not None,
+        f"{wanted}, but the TPU's library is missing: pip install 'torch-xla[tpu]==2.9.0'",
+    )
 
 
 def _name(choice: Any) -> str:
     """The word, or the class without its module, that a recipe gives."""
-    if isinstance(choice, str):
-        return choice
-    path = choice.get("class_path") if "class_path" in choice else type(choice).__name__
+    path = choice if isinstance(choice, str) else choice.class_path
     return str(path).rpartition(".")[2]
 
 
-def _read(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""
+def _word(file: Path) -> str:
+    return file.read_text().strip()

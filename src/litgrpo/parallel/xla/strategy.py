@@ -6,6 +6,7 @@ Nothing here imports torch_xla before one of the classes is used.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from lightning.pytorch.accelerators.xla import XLAAccelerator
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, XLAStrategy
 from torch import Tensor
 
-from litgrpo.parallel import device
-from litgrpo.parallel.xla.sharding import MIN_SHARD_SIZE, shard_dim
+from litgrpo.arguments import at_least
+from litgrpo.parallel.device import install, to_host
+from litgrpo.parallel.sharding import MIN_SHARD_SIZE, DividesWeights, shard_dim
+from litgrpo.parallel.xla.preflight import NO_TPU
 
 AXIS = "fsdp"
-# Torch-xla looks for a TPU by asking the cloud's metadata server, without a time limit.
-NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
 
 
 class XLACPUAccelerator(XLAAccelerator):
@@ -83,7 +84,7 @@ class XLACPUAccelerator(XLAAccelerator):
         return "xla_cpu"
 
 
-class XLASPMDStrategy(SingleDeviceXLAStrategy):
+class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
     """One process drives all chips: weights, moments, batches and caches are divided among them.
 
     Every large enough parameter is cut along one dimension into as many pieces as there are chips
@@ -104,6 +105,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         Raises:
             ModuleNotFoundError: torch-xla is not installed.
         """
+        at_least("min_shard_size", min_shard_size, 1)
         try:
             import torch_xla.runtime as xr
         except ModuleNotFoundError as error:
@@ -113,37 +115,36 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         import numpy as np
         import torch_xla.distributed.spmd as xs
 
-        if min_shard_size < 1:
-            raise ValueError(f"min_shard_size is {min_shard_size}; it must be at least 1.")
+        from litgrpo.parallel.xla.backend import SpmdBackend
+
         xr.use_spmd()
         super().__init__(device=torch.device("xla", 0), **kwargs)
         self.num_chips = int(xr.global_runtime_device_count())
         self.min_shard_size = min_shard_size
         self.mesh = xs.Mesh(np.arange(self.num_chips), (self.num_chips,), (AXIS,))
-        device.use_chips(self.num_chips, self.spread_rows)
+        install(SpmdBackend(self.root_device, self.num_chips, self.divide_rows))
 
-    def spec(self, tensor: Tensor) -> tuple[str | None, ...]:
-        """How a parameter is cut: by `shard_dim`, or not at all."""
-        cut = shard_dim(tensor.shape, self.num_chips, self.min_shard_size)
-        return tuple(AXIS if dim == cut else None for dim in range(tensor.ndim))
-
-    def _mark(self, tensor: Tensor, spec: tuple[str | None, ...]) -> None:
+    def divide(self, tensor: Tensor, cut: int | None) -> None:
+        """Mark a tensor on the device: cut along this dimension, or whole on every chip."""
         import torch_xla.distributed.spmd as xs
 
-        xs.mark_sharding(tensor, self.mesh, spec)
+        axes = (AXIS if dim == cut else None for dim in range(tensor.ndim))
+        xs.mark_sharding(tensor, self.mesh, tuple(axes))
 
-    def spread_rows(self, tensor: Tensor) -> None:
+    def divide_weight(self, tensor: Tensor) -> None:
+        """Cut a parameter, or what belongs to one and has its shape, by `shard_dim`."""
+        self.divide(tensor, shard_dim(tensor.shape, self.num_chips, self.min_shard_size))
+
+    def divide_rows(self, tensor: Tensor) -> None:
         """Cut a tensor of rows by rows, if that can be done evenly."""
-        rows = tensor.ndim > 0 and tensor.shape[0] % self.num_chips == 0
-        first = AXIS if rows else None
-        self._mark(tensor, (first, *(None,) * (tensor.ndim - 1)) if tensor.ndim else ())
+        self.divide(tensor, shard_dim(tensor.shape[:1], self.num_chips, min_size=0))
 
     def model_to_device(self) -> None:
         """Move the module and cut its parameters."""
         super().model_to_device()
         assert self.model is not None
         for parameter in self.model.parameters():
-            self._mark(parameter, self.spec(parameter))
+            self.divide_weight(parameter)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Cut gradients as their parameters, before a program ends: else each chip holds all."""
@@ -151,35 +152,29 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy):
         assert self.model is not None
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                self._mark(parameter.grad, self.spec(parameter))
+                self.divide_weight(parameter.grad)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Cut what the optimizers keep of each parameter as the parameter is."""
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:
-            for parameter, kept in optimizer.state.items():
-                for value in kept.values():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        self._mark(value, self.spec(parameter))
+            for parameter, state in optimizer.state.items():
+                for value in _tensors(state.values()):
+                    if value.shape == parameter.shape:
+                        self.divide_weight(value)
 
     def teardown(self) -> None:
         """Bring everything to the host by one wait; one by one, each tensor would be compiled."""
         assert self.model is not None
-        parts = [value for kept in self._kept() for value in kept.values()]
-        held = [*self.model.parameters(), *self.model.buffers()]
-        held += [each for each in parts if isinstance(each, Tensor)]
-        far = [each.data for each in held if each.device.type == "xla"]
-        names = [id(each) for each in held if each.device.type == "xla"]
-        here = dict(zip(names, device.to_host(far), strict=True))
-        for kept in self._kept():
-            for name, value in kept.items():
-                kept[name] = here.get(id(value), value)
-        self.model._apply(lambda tensor: here.get(id(tensor), tensor))
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        of_optimizers = [value for state in states for value in _tensors(state.values())]
+        held = [*self.model.parameters(), *self.model.buffers(), *of_optimizers]
+        far = {id(each): each.data for each in held if each.device == self.root_device}
+        near = dict(zip(far, to_host(list(far.values())), strict=True))
+        for state in states:
+            state.update({name: near.get(id(value), value) for name, value in state.items()})
+        self.model._apply(lambda tensor: near.get(id(tensor), tensor))
         super().teardown()
-
-    def _kept(self) -> list[dict[str, Any]]:
-        """What the optimizers keep of each parameter."""
-        return [kept for optimizer in self.optimizers for kept in optimizer.state.values()]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -193,6 +188,11 @@ class XLAReplicas(XLAStrategy):
     the epoch from the loader. Batches are moved like on any other device.
     """
 
+    def setup_distributed(self) -> None:
+        """Note the rank where messages look for it: torch-xla's launcher does not."""
+        super().setup_distributed()
+        os.environ["RANK"] = str(self.global_rank)
+
     def process_dataloader(self, dataloader: object) -> Any:
         """The loader itself."""
         return dataloader
@@ -204,3 +204,7 @@ class XLAReplicas(XLAStrategy):
         import torch_xla.core.xla_model as xm
 
         return xm.mesh_reduce("max", output, lambda each: torch.stack(each).amax(0))
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]

@@ -1,22 +1,27 @@
-"""Completions to test reward functions with: right answers in many dresses, and ways to cheat."""
+"""Completions to test reward functions with: right answers in many renderings, ways to cheat."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from litgrpo.text import extract_answer, parse_number
+from litgrpo.arguments import require
+from litgrpo.text.answers import extract_answer, parse_number
 
 NUMBERS = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 PRAISE = (
     "correct right accurate true answer solution therefore because step first second finally so "
     "thus hence total reasoning verified certain "
 )
+# Kinds of completions that the findings name; the others are named where they are made.
 HONEST, WRONG, OUT_OF_FORM = "as in the data", "wrong, in form", "right, out of form"
+GIVEN_UP = "no idea, in form"
+NEGATIVE = "minus (gold negated)"
 
 
 @dataclass(frozen=True)
@@ -72,55 +77,45 @@ class Form:
 
     def __post_init__(self) -> None:
         """Check that the answer has a place."""
-        if "{answer}" not in self.text:
-            raise ValueError(f"the form of a completion must contain {{answer}}, got {self.text!r}")
+        found = "{answer}" in self.text
+        require(found, f"the form of a completion must contain {{answer}}, got {self.text!r}")
 
     def filled(self, reasoning: str, answer: str) -> str:
         """A completion; an answer at its end, without a closing tag, stays on its line."""
-        if self.text.endswith("{answer}"):
-            answer = answer.strip()
-        return self.text.replace("{reasoning}", reasoning).replace("{answer}", answer)
-
-    @property
-    def empty(self) -> str:
-        """The tags with nothing in them."""
-        return self.filled("", "")
+        shown = answer.strip() if self.text.endswith("{answer}") else answer
+        return self.text.replace("{reasoning}", reasoning).replace("{answer}", shown)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One completion of one problem.
+    """One completion of one problem."""
 
-    Args:
-        kind: its name in the report.
-        completion: the text.
-        answer: the gold answer that the functions are told; the problem's, or a negated one.
-    """
-
-    kind: str
+    kind: str  # its name in the report
     completion: str
-    answer: Any
+    answer: Any  # the gold answer that the functions are told: the problem's, or a negated one
 
 
-def right_answers(problem: Problem, form: Form) -> Iterator[Case]:
+def right_answers(problem: Problem, form: Form) -> list[Case]:
     """A right answer in every rendering; the first is what the data set itself calls the answer.
 
     Args:
         problem: with its gold answer.
         form: where the answer stands.
     """
-    number, reasoning = problem.number, problem.reasoning
+
+    def case(kind: str, shown: str, gold: Any = problem.answer) -> Case:
+        return Case(kind, form.filled(problem.reasoning, shown), gold)
+
+    number = problem.number
     if number is None:
-        for kind, show in TEXT_RENDERINGS.items():
-            yield Case(kind, form.filled(reasoning, show(problem.gold)), problem.answer)
-        return
-    for kind, render in RENDERINGS.items():
-        shown = problem.gold if kind == HONEST else render(number)
-        yield Case(kind, form.filled(reasoning, shown), problem.answer)
-    yield Case(NEGATIVE, form.filled(reasoning, plain(-number)), plain(-number))
+        return [case(kind, show(problem.gold)) for kind, show in TEXT_RENDERINGS.items()]
+    shown = {kind: render(number) for kind, render in RENDERINGS.items()} | {HONEST: problem.gold}
+    # Few data sets have negative answers: the gold answer is negated as well.
+    negated = case(NEGATIVE, plain(-number), plain(-number))
+    return [*(case(kind, text) for kind, text in shown.items()), negated]
 
 
-def hacks(problem: Problem, form: Form, rng: random.Random) -> Iterator[Case]:
+def hacks(problem: Problem, form: Form, rng: random.Random) -> list[Case]:
     """Completions that answer nothing, or wrongly, or everything at once.
 
     Args:
@@ -129,20 +124,21 @@ def hacks(problem: Problem, form: Form, rng: random.Random) -> Iterator[Case]:
         rng: for the noise.
     """
     gold, reasoning, prompt = problem.gold, problem.reasoning, problem.prompt
-    wrong, far = wrong_answer(problem), far_answer(problem)
+    wrong, far, flipped = wrong_answers(problem)
     guesses = [str(n) for n in range(100)] + ([gold] if problem.number is not None else [])
     noise = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(60))
+    empty = form.filled("", "")
     texts = {
         WRONG: form.filled(reasoning.replace(gold, far), far),
         "near miss, in form": form.filled(reasoning.replace(gold, wrong), wrong),
-        "sign lost or added": form.filled(reasoning, flipped(problem)),
-        "no idea, in form": form.filled("I have no idea.", "no idea"),
-        "empty tags": form.empty,
+        "sign lost or added": form.filled(reasoning, flipped),
+        GIVEN_UP: form.filled("I have no idea.", "no idea"),
+        "empty tags": empty,
         "no completion": "",
         "refusal": "I am sorry, but I cannot answer this question.",
         "prompt copied": prompt,
         "prompt copied, in form": form.filled(prompt, prompt),
-        "tags repeated": form.empty * 20,
+        "tags repeated": empty * 20,
         "wrong answer repeated": form.filled(f"It is {wrong}. " * 40, wrong),
         "form repeated": form.filled(reasoning, wrong) * 5,
         "keywords": form.filled(PRAISE * 8, PRAISE * 2),
@@ -151,29 +147,25 @@ def hacks(problem: Problem, form: Form, rng: random.Random) -> Iterator[Case]:
         "hedged": form.filled(reasoning, f"{wrong} or {gold}"),
         "noise, in form": form.filled(noise, wrong),
     }
-    for kind, text in texts.items():
-        yield Case(kind, text, problem.answer)
+    return [Case(kind, text, problem.answer) for kind, text in texts.items()]
 
 
 def out_of_form(problem: Problem) -> Case:
-    """A right answer that ignores the form; nobody's mistake, but it shows what form is worth."""
+    """A right answer that ignores the form: no hack, but it shows what form is worth."""
     text = f"{problem.reasoning}\nThe answer is {problem.gold}."
     return Case(OUT_OF_FORM, text, problem.answer)
 
 
-def wrong_answer(problem: Problem) -> str:
-    """A number that is near the right one, or another text."""
-    return f"not {problem.gold}" if problem.number is None else plain(problem.number + 1)
+def wrong_answers(problem: Problem) -> tuple[str, str, str]:
+    """Three wrong answers: a number near the right one, one far from it, the other sign.
 
-
-def far_answer(problem: Problem) -> str:
-    """A number that is far from the right one, or another text."""
-    return "something else" if problem.number is None else plain(3 * abs(problem.number) + 7)
-
-
-def flipped(problem: Problem) -> str:
-    """The answer with the other sign; for 0 and texts something else that is wrong."""
-    return plain(-problem.number) if problem.number else wrong_answer(problem)
+    For 0 there is no other sign, for texts there are no numbers: other wrong answers instead.
+    """
+    number, other_text = problem.number, f"not {problem.gold}"
+    if number is None:
+        return other_text, "something else", other_text
+    near = plain(number + 1)
+    return near, plain(3 * abs(number) + 7), plain(-number) if number else near
 
 
 def plain(number: Fraction) -> str:
@@ -196,10 +188,8 @@ def grouped(number: Fraction, mark: str) -> str:
         >>> grouped(Fraction(12345), ",")
         '12,345'
     """
-    whole, point, digits = plain(number).partition(".")
-    if "/" in whole:
-        return whole
-    return f"{int(whole):,}".replace(",", mark) + point + digits
+    text = plain(number)
+    return text if "/" in text else f"{Decimal(text):,f}".replace(",", mark)
 
 
 def signed(number: Fraction, text: str) -> str:
@@ -233,37 +223,39 @@ TEXT_RENDERINGS: dict[str, Callable[[str], str]] = {
     "bold": lambda text: f"**{text}**",
     "LaTeX box": lambda text: rf"\boxed{{{text}}}",
 }
-NEGATIVE = "minus (gold negated)"
+RIGHT = {*RENDERINGS, *TEXT_RENDERINGS, NEGATIVE}  # kinds of right answers; all others are wrong
+
+# Of each, a long text is made on which careless regular expressions never end.
+NASTY_PIECES = {
+    "one letter": "a",
+    "letters and an end": "ab",
+    "digits": "1",
+    "spaces": " ",
+    "line breaks": "\n",
+    "numbers and commas": "1,",
+    "decimals": "1.",
+    "sums": "1+1",
+    "equations": "12 + 3 = 15 ",
+    "open tags": "<answer>",
+    "open reasoning": "<reasoning> a",
+    "closed tags": "</answer>",
+    "braces": "{",
+    "LaTeX": r"\frac{1}{",
+    "words": "so it is ",
+}
+HAVE_TAGS = {"open tags", "open reasoning", "closed tags"}
 
 
-# Texts on which careless regular expressions never end.
 def nasty_texts(size: int) -> dict[str, str]:
-    """Long texts of one kind each.
+    """Long texts of one kind each, and those without tags once more inside tags.
 
     Args:
         size: characters, about.
     """
-    pieces = {
-        "one letter": "a",
-        "letters and an end": "ab",
-        "digits": "1",
-        "spaces": " ",
-        "line breaks": "\n",
-        "numbers and commas": "1,",
-        "decimals": "1.",
-        "sums": "1+1",
-        "equations": "12 + 3 = 15 ",
-        "open tags": "<answer>",
-        "open reasoning": "<reasoning> a",
-        "closed tags": "</answer>",
-        "braces": "{",
-        "LaTeX": r"\frac{1}{",
-        "words": "so it is ",
-    }
-    texts = {name: piece * (size // len(piece)) + "!" for name, piece in pieces.items()}
+    texts = {kind: piece * (size // len(piece)) + "!" for kind, piece in NASTY_PIECES.items()}
     inside = {
-        f"{name}, in tags": f"<reasoning>{text}</reasoning><answer>{text}</answer>"
-        for name, text in texts.items()
-        if "tag" not in name and "reason" not in name
+        f"{kind}, in tags": f"<reasoning>{text}</reasoning><answer>{text}</answer>"
+        for kind, text in texts.items()
+        if kind not in HAVE_TAGS
     }
     return texts | inside

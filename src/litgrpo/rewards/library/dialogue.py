@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from math import sqrt
 
 from litgrpo.rewards.runner.calls import whole_batch
-from litgrpo.text import Message, bleu_counts, distinct_n, rouge_f, text_of, token_f1
-from litgrpo.text import bleu as bleu_of
+from litgrpo.text import overlap
+from litgrpo.text.answers import Completions, text_of
 
-Completions = Sequence[str | Sequence[Message]]
 Answers = Sequence[str | Sequence[str]]
 
 
@@ -29,7 +28,7 @@ def f1(prompts: Sequence[object], completions: Completions, answers: Answers) ->
         N rewards in [0, 1].
     """
     return [
-        max(token_f1(text, reference) for reference in references)
+        max(overlap.token_f1(text, reference) for reference in references)
         for text, references in _pairs(completions, answers)
     ]
 
@@ -47,7 +46,7 @@ def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answer
 
     Source: Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries.
     """
-    return [rouge_f(text, references) for text, references in _pairs(completions, answers)]
+    return [overlap.rouge_f(text, references) for text, references in _pairs(completions, answers)]
 
 
 def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
@@ -64,25 +63,9 @@ def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) 
     Source: Post 2018, arXiv:1804.08771.
     """
     return [
-        bleu_of(bleu_counts(text, references), effective_order=True) / 100
+        overlap.bleu(overlap.bleu_counts(text, references), effective_order=True) / 100
         for text, references in _pairs(completions, answers)
     ]
-
-
-def distinct(prompts: Sequence[object], completions: Completions, *, n: int = 2) -> list[float]:
-    """Share of different n-grams in each reply; a reply too short for one gets 0.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages.
-        n: words of an n-gram.
-
-    Returns:
-        N rewards in [0, 1].
-
-    Source: Li et al. 2016, arXiv:1510.03055.
-    """
-    return [distinct_n([text_of(completion)], n) for completion in completions]
 
 
 @whole_batch
@@ -109,25 +92,6 @@ def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers
     norm = sqrt(sum(score * score for score in bleus)) or 1.0
     terms = zip(f1(*arguments), rouge_l(*arguments), bleus, strict=True)
     return [word_f1 + subsequence + score / norm for word_f1, subsequence, score in terms]
-
-
-@whole_batch
-def lapdog_distinct(
-    prompts: Sequence[object], completions: Completions, answers: Answers, *, n: int = 2
-) -> list[float]:
-    """LAPDOG's reward plus the share of different n-grams in the reply.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions of one batch, texts or lists of chat messages.
-        answers: N references, or lists of them.
-        n: words of an n-gram.
-
-    Returns:
-        N rewards in [0, 4].
-    """
-    overlap = lapdog(prompts, completions, answers)
-    return [a + b for a, b in zip(overlap, distinct(prompts, completions, n=n), strict=True)]
 
 
 def _pairs(completions: Completions, answers: Answers) -> list[tuple[str, list[str]]]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from litgrpo.arguments import at_least
 from litgrpo.rewards.runner.calls import whole_batch
-from litgrpo.text import Message, distinct_n, text_of
-
-Completions = Sequence[str | Sequence[Message]]
+from litgrpo.text.answers import Completions, text_of
+from litgrpo.text.overlap import distinct_n, ngrams
 
 
 def distinct(
-    prompts: Sequence[object], completions: Completions, *, n: int = 2, shortest: int = 8
+    prompts: Sequence[object],
+    completions: Completions,
+    *,
+    n: int = 2,
+    shortest: int = 8,
+    ignore_case: bool = True,
 ) -> list[float]:
     """The share of a completion's word n-grams that are different.
 
@@ -25,16 +30,17 @@ def distinct(
         completions: N completions, texts or lists of chat messages.
         n: words of an n-gram.
         shortest: words below which the reward is reduced in proportion, since a text of one n-gram
-            cannot repeat itself.
+            cannot repeat itself; 1 reduces none.
+        ignore_case: `The` and `the` are one word.
 
     Returns:
         N rewards in [0, 1]; 0 for fewer than n words.
 
     Source: Li et al. 2016, arXiv:1510.03055.
     """
-    if n < 1 or shortest < 1:
-        raise ValueError(f"distinct needs n >= 1 and shortest >= 1, got {n} and {shortest}")
-    texts = [text_of(completion).lower() for completion in completions]
+    at_least("shortest", shortest, 1)
+    read = str.lower if ignore_case else str
+    texts = [read(text_of(completion)) for completion in completions]
     return [distinct_n([text], n) * min(1.0, len(text.split()) / shortest) for text in texts]
 
 
@@ -53,9 +59,8 @@ def group_diversity(
     Returns:
         N rewards in [0, 1]; 0 for fewer than n words, and for a group of one.
     """
-    if n < 1:
-        raise ValueError(f"group_diversity needs n >= 1, got {n}")
-    grams = [_grams(text_of(completion), n) for completion in completions]
+    words = [text_of(completion).lower().split() for completion in completions]
+    grams = [set(ngrams(row, n)) for row in words]
     rewards = []
     for row, own in enumerate(grams):
         start = row - row % group_size
@@ -64,8 +69,3 @@ def group_diversity(
         alone = sum(holders[gram] == 1 for gram in own)
         rewards.append(alone / len(own) if own and group_size > 1 else 0.0)
     return rewards
-
-
-def _grams(text: str, n: int) -> set[tuple[str, ...]]:
-    words = text.lower().split()
-    return {tuple(words[start : start + n]) for start in range(len(words) - n + 1)}

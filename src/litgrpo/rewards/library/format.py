@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from litgrpo.text import Message, text_of
-
-Completions = Sequence[str | Sequence[Message]]
+from litgrpo.arguments import at_least, at_most, require
+from litgrpo.text.answers import Completions, text_of
+from litgrpo.text.overlap import distinct_share, ngrams
 
 
 def reasoning_answer(
@@ -33,21 +33,24 @@ def reasoning_answer(
         N rewards in [0, 1].
     """
     tags = [f"<{reasoning_tag}>", f"</{reasoning_tag}>", f"<{answer_tag}>", f"</{answer_tag}>"]
-    return [_tags_reward(text_of(completion), tags, partial) for completion in completions]
+    per_tag = 0.1 if partial else 0.0
+    return [_tags_reward(text_of(completion), tags, per_tag) for completion in completions]
 
 
-def _tags_reward(text: str, tags: Sequence[str], partial: bool) -> float:
+def _tags_reward(text: str, tags: Sequence[str], per_tag: float) -> float:
     once = sum(text.count(tag) == 1 for tag in tags)
-    if once == len(tags):
-        pieces = []
-        for tag in tags:
-            piece, _, text = text.partition(tag)
-            pieces.append(piece.strip())
-        before, reasoning, between, answer = pieces
-        # Tags out of order leave a piece of the wrong kind, or text behind the last tag.
-        if reasoning and answer and not (before or between or text.strip()):
-            return 1.0
-    return 0.1 * once if partial else 0.0
+    return 1.0 if once == len(tags) and _in_form(text, tags) else per_tag * once
+
+
+def _in_form(text: str, tags: Sequence[str]) -> bool:
+    """Whether the four tags, each of which is there once, stand in order around two texts."""
+    pieces = []
+    for tag in tags:
+        piece, _, text = text.partition(tag)
+        pieces.append(piece.strip())
+    before, reasoning, between, answer = pieces
+    # Tags out of order leave a piece of the wrong kind, or text behind the last tag.
+    return bool(reasoning and answer) and not (before or between or text.strip())
 
 
 def think_format(prompts: Sequence[object], completions: Completions) -> list[float]:
@@ -92,10 +95,10 @@ def length(
         N rewards in [0, 1].
     """
     zero = 2 * high if zero is None else zero
-    if not 0 <= low <= high < zero:
-        raise ValueError(
-            f"length needs 0 <= low <= high < zero, got low {low}, high {high}, zero {zero}"
-        )
+    require(
+        0 <= low <= high < zero,
+        f"length needs 0 <= low <= high < zero, got low {low}, high {high}, zero {zero}",
+    )
     # n / low              if n < low
     # 1                    if low <= n <= high
     # (zero - n) / (zero - high), at least 0, above
@@ -126,15 +129,12 @@ def soft_overlong(
 
     Source: DAPO, arXiv:2503.14476, equation 13.
     """
-    if not 0 < soft_punish_cache <= max_completion_len:
-        raise ValueError(
-            f"soft_overlong needs 0 < soft_punish_cache <= max_completion_len, got"
-            f" {soft_punish_cache} and {max_completion_len}"
-        )
+    at_least("soft_punish_cache", soft_punish_cache, 1)
+    at_most("soft_punish_cache", soft_punish_cache, max_completion_len)
+    # 0                     if n <= start
+    # (start - n) / cache   between, down to -1 at the limit
     start = max_completion_len - soft_punish_cache
-    return [
-        -min(1.0, (n - start) / soft_punish_cache) if n > start else 0.0 for n in completion_lengths
-    ]
+    return [max(-1.0, min(0.0, (start - n) / soft_punish_cache)) for n in completion_lengths]
 
 
 def repetition(
@@ -159,17 +159,8 @@ def repetition(
 
     Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.2.
     """
-    if ngram_size < 1 or not max_penalty <= 0:
-        raise ValueError(
-            "repetition needs ngram_size >= 1 and max_penalty <= 0, got"
-            f" {ngram_size} and {max_penalty}"
-        )
-    return [max_penalty * _repeated_frac(ids, ngram_size) for ids in completion_ids]
-
-
-def _repeated_frac(ids: Sequence[int], ngram_size: int) -> float:
-    total = len(ids) - ngram_size + 1
-    if total < 1:
-        return 0.0
-    different = {tuple(ids[start : start + ngram_size]) for start in range(total)}
-    return 1.0 - len(different) / total
+    at_most("max_penalty", max_penalty, 0)
+    return [
+        max_penalty * (1.0 - distinct_share(ngrams(ids, ngram_size), of_none=1.0))
+        for ids in completion_ids
+    ]

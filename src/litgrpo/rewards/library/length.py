@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import cos, pi
 
+from litgrpo.arguments import at_least, require
 from litgrpo.rewards.library.math import Gold, correctness
-from litgrpo.text import Message
+from litgrpo.text.answers import Completions
 
 
 def cosine_length(  # noqa: PLR0913 (five levels and a limit)
     prompts: Sequence[object],
-    completions: Sequence[str | Sequence[Message]],
+    completions: Completions,
     answer: Sequence[Gold],
     completion_lengths: Sequence[int],
     *,
@@ -46,11 +47,11 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
 
     Source: Yeo et al. 2025, arXiv:2502.03373, section 4.2; the defaults are Open-R1's.
     """
-    if max_completion_len < 1 or right_long < wrong_long:
-        raise ValueError(
-            "cosine_length needs max_completion_len >= 1 and right_long >= wrong_long, got"
-            f" {max_completion_len}, {right_long} and {wrong_long}"
-        )
+    at_least("max_completion_len", max_completion_len, 1)
+    require(
+        right_long >= wrong_long,
+        f"cosine_length needs right_long >= wrong_long, got {right_long} and {wrong_long}",
+    )
     right = correctness(prompts, completions, answer, require_tags=require_tags)
     ends = {1.0: (right_short, right_long), 0.0: (wrong_short, wrong_long)}
     return [

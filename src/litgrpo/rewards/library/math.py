@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from numbers import Real
 
-from litgrpo.text import (
-    Message,
+from litgrpo.arguments import above
+from litgrpo.text.answers import (
+    Completions,
     answer_claims,
     extract_answer,
     parse_number,
@@ -24,7 +25,7 @@ Gold = str | int | float | None
 
 def correctness(
     prompts: Sequence[object],
-    completions: Sequence[str | Sequence[Message]],
+    completions: Completions,
     answer: Sequence[Gold],
     *,
     require_tags: bool = True,
@@ -49,18 +50,30 @@ def correctness(
     Returns:
         N rewards in {0, 1}; None where there is no gold answer.
     """
-    golds = [None if gold is None else read_gold(gold) for gold in answer]
+
+    def is_right(text: str, gold: str | int | float) -> float:
+        wanted = read_gold(gold)
+        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        return float(bool(claims) and all(_equals(claim, wanted) for claim in claims))
+
+    return judged(completions, answer, is_right)
+
+
+def judged(
+    texts: Completions,
+    golds: Sequence[Gold],
+    score: Callable[[str, str | int | float], float | None],
+) -> list[float | None]:
+    """`score(text, gold)` of every row; None, not judged, for rows without a gold answer."""
     return [
-        None
-        if gold is None
-        else float(_is_right(text_of(completion), gold, require_tags=require_tags, tag=answer_tag))
-        for completion, gold in zip(completions, golds, strict=True)
+        None if gold is None else score(text_of(text), gold)
+        for text, gold in zip(texts, golds, strict=True)
     ]
 
 
 def gsm8k(
     prompts: Sequence[object],
-    completions: Sequence[str | Sequence[Message]],
+    completions: Completions,
     answer: Sequence[Gold],
 ) -> list[float | None]:
     r"""1 where the answer equals that of a worked GSM8K solution, however it is marked.
@@ -84,7 +97,7 @@ def gsm8k(
 
 def exact(
     prompts: Sequence[object],
-    completions: Sequence[str | Sequence[Message]],
+    completions: Completions,
     answer: Sequence[Gold],
     *,
     answer_tag: str | None = "answer",
@@ -104,19 +117,16 @@ def exact(
         N rewards in {0, 1}; None where there is no gold answer.
     """
 
-    def matches(text: str, gold: str) -> bool:
+    def matches(text: str, gold: str | int | float) -> float:
         found = [text] if answer_tag is None else tagged(text, answer_tag)
-        return len(found) == 1 and found[0].strip() == gold.strip() != ""
+        return float(len(found) == 1 and found[0].strip() == str(gold).strip() != "")
 
-    return [
-        None if gold is None else float(matches(text_of(completion), str(gold)))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    return judged(completions, answer, matches)
 
 
 def closeness(
     prompts: Sequence[object],
-    completions: Sequence[str | Sequence[Message]],
+    completions: Completions,
     answer: Sequence[Gold],
     *,
     tolerance: float = 0.1,
@@ -139,25 +149,20 @@ def closeness(
     Returns:
         N rewards in [0, 1]; None where there is no gold answer.
     """
-    if not tolerance > 0:
-        raise ValueError(f"tolerance is {tolerance}; it must be above 0, or take correctness")
+    above("tolerance", tolerance, 0)
 
     def score(text: str, gold: str | int | float) -> float:
         wanted = read_gold(gold)
         if isinstance(wanted, str):
             raise ValueError(f"closeness needs gold answers that are numbers, got {gold!r}")
         claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
-        numbers = {parse_number(claim) for claim in claims}
-        found = numbers.pop() if len(numbers) == 1 else None
-        if found is None:
+        found, *others = {parse_number(claim) for claim in claims} or {None}
+        if found is None or others:
             return 0.0
         error = abs(found - wanted) / (abs(wanted) or 1)
         return float(max(Fraction(0), 1 - error / Fraction(str(tolerance))))
 
-    return [
-        None if gold is None else score(text_of(completion), gold)
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    return judged(completions, answer, score)
 
 
 def read_gold(gold: str | int | float) -> Fraction | str:
@@ -175,11 +180,6 @@ def read_gold(gold: str | int | float) -> Fraction | str:
     text = gold if marked is None else marked
     number = parse_number(text)
     return text if number is None else number
-
-
-def _is_right(completion: str, gold: Fraction | str, *, require_tags: bool, tag: str) -> bool:
-    claims = committed_claims(completion, require_tags=require_tags, tag=tag)
-    return bool(claims) and all(_equals(claim, gold) for claim in claims)
 
 
 def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:

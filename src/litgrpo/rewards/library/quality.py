@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from litgrpo.text import Message, extract_reasoning, text_of
-
-Completions = Sequence[str | Sequence[Message]]
+from litgrpo.arguments import require
+from litgrpo.text.answers import Completions, reasonings, text_of
+from litgrpo.text.overlap import distinct_share, ngrams
 
 TAG = re.compile(r"</?[A-Za-z_]{1,30}>")
 SENTENCE_END = re.compile(r"[.!?\n]+(?=\s|$)")
@@ -41,15 +41,16 @@ def explanation_quality(
     Returns:
         N rewards in [0, 1].
     """
-    if not 1 <= low <= high:
-        raise ValueError(f"explanation_quality needs 1 <= low <= high, got {low} and {high}")
-    texts = [extract_reasoning(text_of(text), tag=reasoning_tag) for text in completions]
-    return [_concise(text.split(), low, high) * new_share(text) ** 2 for text in texts]
+    require(1 <= low <= high, f"explanation_quality needs 1 <= low <= high, got {low} and {high}")
+    texts = reasonings(completions, reasoning_tag)
+    return [_concise(len(text.split()), low, high) * new_share(text) ** 2 for text in texts]
 
 
-def _concise(words: Sequence[str], low: int, high: int) -> float:
-    # n / low, 1, or (3 high - n) / (2 high): 0 at three times as many
-    return max(0.0, min(1.0, len(words) / low, (3 * high - len(words)) / (2 * high)))
+def _concise(num_words: int, low: int, high: int) -> float:
+    # n / low                    if n < low
+    # 1                          if low <= n <= high
+    # (3 high - n) / (2 high)    above, at least 0
+    return max(0.0, min(1.0, num_words / low, (3 * high - num_words) / (2 * high)))
 
 
 def new_share(text: str) -> float:
@@ -59,9 +60,7 @@ def new_share(text: str) -> float:
         >>> new_share("a b c a b c")
         0.75
     """
-    words = text.lower().split()
-    grams = [tuple(words[start : start + NGRAM]) for start in range(len(words) - NGRAM + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
+    return distinct_share(ngrams(text.lower().split(), NGRAM), of_none=1.0)
 
 
 def quality(prompts: Sequence[object], completions: Completions) -> list[float]:
@@ -88,7 +87,7 @@ def _quality(text: str) -> float:
     if not words:
         return 0.0
     sentences = [part for part in SENTENCE_END.split(plain) if part.strip()]
-    longest = max(len(sentence.split()) for sentence in sentences) if sentences else 0
+    longest = max((len(sentence.split()) for sentence in sentences), default=0)
     readable = sum(c.isalnum() or c.isspace() for c in plain) / len(plain)
     ordinary = sum(len(word) <= LONGEST_WORD for word in words) / len(words)
     finished = closed or plain[-1] in ".!?)\"'" or plain[-1].isdigit()

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from math import log, prod, sqrt
+from operator import mul, truediv
 
+from litgrpo.arguments import require
 from litgrpo.rewards.runner.calls import whole_batch
-from litgrpo.text import Message, extract_reasoning, text_of
-
-Completions = Sequence[str | Sequence[Message]]
+from litgrpo.text.answers import Completions, Message, reasonings, text_of
 
 WORD = re.compile(r"[a-z]+|[0-9]+(?:[.,][0-9]+)*")
 STEP_END = re.compile(r"\n+|(?<=[.!?;])\s+")
@@ -28,6 +28,9 @@ CALCULATION = re.compile(
     r"(?![\w%]|\.[0-9]| ?[-+*/x])"
 )
 OPERATOR = re.compile(r"(?<=[0-9%]) ?([-+*/x\u00d7\u00f7]) ?")
+
+SUMS = {"+": 1, "-": -1}
+PRODUCTS = {"*": mul, "x": mul, "\u00d7": mul, "/": truediv, "\u00f7": truediv}
 
 CONNECTIVES = {
     *("so", "then", "thus", "hence", "therefore", "because", "since", "first", "second", "third"),
@@ -69,11 +72,9 @@ def steps(
     Returns:
         N rewards in [0, 1].
     """
-    if not 1 <= low <= high:
-        raise ValueError(f"steps needs 1 <= low <= high, got {low} and {high}")
+    require(1 <= low <= high, f"steps needs 1 <= low <= high, got {low} and {high}")
     return [
-        _steps_reward(_steps(extract_reasoning(text_of(completion), tag=reasoning_tag)), low, high)
-        for completion in completions
+        _steps_reward(_steps(text), low, high) for text in reasonings(completions, reasoning_tag)
     ]
 
 
@@ -83,7 +84,7 @@ def _steps_reward(found: Sequence[tuple[str, ...]], low: int, high: int) -> floa
     # 1                             if low <= n <= high
     # 2 - n / high, at least 0      above; then less the share of repeated steps
     full = min(1.0, different / low, max(0.0, 2.0 - different / high))
-    return full * different / len(found) if found else 0.0
+    return full * different / max(1, len(found))
 
 
 def connectives(
@@ -103,7 +104,7 @@ def connectives(
     Returns:
         N rewards in [0, 1]; 0 for fewer than two different steps.
     """
-    texts = [extract_reasoning(text_of(text), tag=reasoning_tag) for text in completions]
+    texts = reasonings(completions, reasoning_tag)
     return [_tied(list(dict.fromkeys(_steps(text)))) for text in texts]
 
 
@@ -139,34 +140,38 @@ def arithmetic(
     Returns:
         N rewards in [0, 1]; 0 where nothing is calculated.
     """
-    texts = [extract_reasoning(text_of(text), tag=reasoning_tag) for text in completions]
+    texts = reasonings(completions, reasoning_tag)
+    # GSM8K's calculator marks, <<48/2=24>>, are calculations too.
     return [_right_share(text.replace("<<", " ").replace(">>", " ")) for text in texts]
 
 
 def _right_share(text: str) -> float:
     found = dict.fromkeys((left, right) for left, right in CALCULATION.findall(text))
     telling = [pair for pair in found if not set(re.findall(r"[0-9]+", pair[0])) <= {"0", "1"}]
-    return sum(_holds(*pair) for pair in telling) / len(telling) if telling else 0.0
+    return sum(_holds(*pair) for pair in telling) / max(1, len(telling))
 
 
 def _holds(left: str, right: str) -> bool:
     """Whether a calculation without parentheses gives the stated result, as it is rounded."""
-    pieces = OPERATOR.split(left)
-    values, signs = [_value(piece) for piece in pieces[::2]], pieces[1::2]
-    terms = [values[0]]
-    for sign, value in zip(signs, values[1:], strict=True):
-        if sign in "+-":
-            terms.append(value if sign == "+" else -value)
-        elif sign in "*x\u00d7":
-            terms[-1] *= value
-        elif value == 0:
-            return False
-        else:
-            terms[-1] /= value
+    try:
+        exact = _calculated(left)
+    except ZeroDivisionError:
+        return False
     digits = len(right.rstrip("%").partition(".")[2])
     stated, rounding = _value(right), Fraction(1, 2 * 10**digits)
-    exact = sum(terms, Fraction(0))
     return exact == stated or (digits > 0 and abs(exact - stated) <= rounding)
+
+
+def _calculated(text: str) -> Fraction:
+    """What sums of products give: products change the last term, sums begin a new one."""
+    pieces = OPERATOR.split(text)
+    terms = [_value(pieces[0])]
+    for sign, number in zip(pieces[1::2], pieces[2::2], strict=True):
+        if sign in PRODUCTS:
+            terms[-1] = PRODUCTS[sign](terms[-1], _value(number))
+        else:
+            terms.append(SUMS[sign] * _value(number))
+    return sum(terms, Fraction(0))
 
 
 def _value(text: str) -> Fraction:
@@ -203,8 +208,8 @@ def relevance(
     idf = {word: log((1 + len(documents)) / count) for word, count in frequency.items()}
     rare = log(1 + len(documents))
     return [
-        _relevance(question, _words(extract_reasoning(text_of(text), tag=reasoning_tag)), idf, rare)
-        for question, text in zip(questions, completions, strict=True)
+        _relevance(question, _words(text), idf, rare)
+        for question, text in zip(questions, reasonings(completions, reasoning_tag), strict=True)
     ]
 
 

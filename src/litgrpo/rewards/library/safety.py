@@ -11,9 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from litgrpo.text import Message, text_of
-
-Completions = Sequence[str | Sequence[Message]]
+from litgrpo.arguments import require
+from litgrpo.text.answers import Completions, text_of
 
 OURS = "unsafe_words.txt"
 # How letters are disguised; each is tried both as it is and undisguised.
@@ -53,8 +52,8 @@ def safety(
     if classifier is None:
         return clean
     risks = _classifier(classifier)(texts)
-    if len(risks) != len(texts):
-        raise ValueError(f"the classifier gave {len(risks)} probabilities for {len(texts)} texts")
+    given = f"the classifier gave {len(risks)} probabilities for {len(texts)} texts"
+    require(len(risks) == len(texts), given)
     return [
         ok * min(1.0, max(0.0, 1.0 - float(risk))) for ok, risk in zip(clean, risks, strict=True)
     ]
@@ -71,19 +70,15 @@ def _classifier(given: str | Callable[[list[str]], Sequence[Any]]) -> Callable[.
 @lru_cache(maxsize=8)
 def _word_list(words: tuple[str, ...], file: str | None) -> tuple[Phrases, frozenset[str]]:
     """{first word: all phrases that begin with it}, and beginnings of words without their star."""
-    if file is None:
-        text = resources.files("litgrpo.assets").joinpath(OURS).read_text(encoding="utf-8")
-    else:
-        text = Path(file).read_text(encoding="utf-8")
+    source = resources.files("litgrpo.assets").joinpath(OURS) if file is None else Path(file)
+    text = source.read_text(encoding="utf-8")
     lines = [line.strip().lower() for line in (*text.splitlines(), *words)]
     entries = [line for line in lines if WORD.search(line) and not line.startswith("#")]
+    starred = {entry for entry in entries if entry.endswith("*") and " " not in entry}
     phrases: Phrases = {}
-    for entry in entries:
-        if not entry.endswith("*") or " " in entry:
-            found = tuple(WORD.findall(entry))
-            phrases.setdefault(found[0], []).append(found)
-    single = (entry[:-1] for entry in entries if entry.endswith("*") and " " not in entry)
-    return phrases, frozenset(single)
+    for found in (tuple(WORD.findall(entry)) for entry in entries if entry not in starred):
+        phrases.setdefault(found[0], []).append(found)
+    return phrases, frozenset(entry.removesuffix("*") for entry in starred)
 
 
 def _found(text: str, phrases: Phrases, beginnings: frozenset[str]) -> bool:
@@ -96,13 +91,14 @@ def _found(text: str, phrases: Phrases, beginnings: frozenset[str]) -> bool:
 def _listed(words: Sequence[str], phrases: Phrases, beginnings: frozenset[str]) -> bool:
     words = _put_together(words)
     short = [_undrawn(word) for word in words]
-    lengths = sorted({len(beginning) for beginning in beginnings})
-    for sequence in (words,) if short == words else (words, short):
-        for start, word in enumerate(sequence):
-            for phrase in phrases.get(word, ()):
-                if tuple(sequence[start : start + len(phrase)]) == phrase:
-                    return True
-    return any(word[:n] in beginnings for word in {*words, *short} for n in lengths)
+    listed = any(
+        sequence[start : start + len(phrase)] == phrase
+        for sequence in {tuple(words), tuple(short)}
+        for start, word in enumerate(sequence)
+        for phrase in phrases.get(word, ())
+    )
+    lengths = {len(beginning) for beginning in beginnings}
+    return listed or any(word[:n] in beginnings for word in {*words, *short} for n in lengths)
 
 
 def _put_together(words: Sequence[str]) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from litgrpo.rewards.library.math import Gold, committed_claims
+from litgrpo.rewards.library.math import Gold, committed_claims, judged
 from litgrpo.rewards.runner.calls import isolated, pure
-from litgrpo.text import Message, text_of
+from litgrpo.text.answers import Completions
 
 LONGEST_ANSWER = 500  # characters
 
@@ -17,7 +17,7 @@ LONGEST_ANSWER = 500  # characters
 @pure
 def math_verify(
     prompts: Sequence[object],
-    completions: Sequence[str | Sequence[Message]],
+    completions: Completions,
     answer: Sequence[Gold],
     *,
     require_tags: bool = True,
@@ -30,7 +30,7 @@ def math_verify(
     different ones earn nothing. Needs `pip install math-verify`.
 
     Algebra can take forever, and the library's own time-outs use signals, which work in the main
-    thread only. They are switched off; the guard's workers end what hangs.
+    thread only. They are switched off; the worker process that this runs in ends what hangs.
 
     Args:
         prompts: N prompts; not read.
@@ -44,21 +44,21 @@ def math_verify(
 
     Source: https://github.com/huggingface/Math-Verify
     """
-    golds = [None if gold is None else _parsed(str(gold)) for gold in answer]
-    return [
-        float(_same(text_of(completion), gold, require_tags, answer_tag)) if gold else None
-        for completion, gold in zip(completions, golds, strict=True)
-    ]
+
+    def is_same(text: str, gold: str | int | float) -> float | None:
+        wanted = _parsed(str(gold))
+        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        return float(_all_same(wanted, claims)) if wanted else None
+
+    return judged(completions, answer, is_same)
 
 
-def _same(completion: str, gold: Any, require_tags: bool, tag: str) -> bool:
+def _all_same(gold: Any, claims: Collection[str]) -> bool:
     verify = _library().verify
-    claims = committed_claims(completion, require_tags=require_tags, tag=tag)
     if not claims or any(len(claim) > LONGEST_ANSWER for claim in claims):
         return False
     return all(
-        bool(found := _parsed(claim)) and verify(gold, found, timeout_seconds=None)
-        for claim in claims
+        found and verify(gold, found, timeout_seconds=None) for found in map(_parsed, claims)
     )
 
 

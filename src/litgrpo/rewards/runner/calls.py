@@ -1,4 +1,4 @@
-"""What a guard asks a reward function, and how it reads the answer; also inside a worker process.
+"""A call of a reward function and how its answer is read; also used inside worker processes.
 
 Nothing here imports torch or numpy, so that a worker starts in a tenth of a second: where a
 function returns a tensor or an array, its library is loaded already.
@@ -6,10 +6,12 @@ function returns a tensor or an array, its library is loaded already.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, nan
@@ -19,6 +21,7 @@ from typing import Any
 DOUBLE_EPS = sys.float_info.epsilon
 IDS = "completion_ids"
 ATOMS = {str, int, float, bool, bytes, type(None)}
+ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
 MARKS = ("whole_batch", "pure", "isolated", "in_process")
 MAX_PRINTED = 5_000_000  # characters that one call may print
 MAX_SHOWN = 20_000  # of which so many are shown
@@ -28,7 +31,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One reward function and what it is to judge.
+    """One reward function and the rows that it scores.
 
     Args:
         name: name of the part.
@@ -46,25 +49,22 @@ class Call:
     num_rows: int
     context: dict[str, Any] = field(default_factory=dict)
 
-    def arguments(self, row: int | None = None) -> dict[str, Any]:
-        """Copies of the arguments for all rows, or for one; changing them harms nobody."""
-        chosen = slice(None) if row is None else slice(row, row + 1)
-        rows = {
-            name: copied_ids(values[chosen]) if name == IDS else copied(values[chosen])
+    def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
+        """Copies of the arguments, since a function may change what it is given."""
+        chosen = {
+            name: copied_ids(values[rows]) if name == IDS else copied(values[rows])
             for name, values in self.rows.items()
         }
-        return rows | self.context | own_settings(self.settings)
+        return chosen | self.context | own_settings(self.settings)
 
-    def select(self, chosen: Sequence[int]) -> dict[str, list[Any]]:
+    def select(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The arguments of some rows, not copied."""
-        if len(chosen) == self.num_rows:
-            return self.rows
-        return {name: [values[row] for row in chosen] for name, values in self.rows.items()}
+        return {name: [values[row] for row in rows] for name, values in self.rows.items()}
 
 
 @dataclass
 class Scores:
-    """What a function said of N rows.
+    """The rewards that a function gave to N rows.
 
     Args:
         values: N numbers; NaN where the function abstained or failed.
@@ -78,9 +78,21 @@ class Scores:
     precision: float = DOUBLE_EPS
     error: Exception | None = None
 
+    def put(self, rows: Sequence[int], other: Scores) -> None:
+        """Enter the scores of some rows, in the order of `rows`."""
+        for row, value in zip(rows, other.values, strict=True):
+            self.values[row] = value
+        self.failures |= {rows[place]: reason for place, reason in other.failures.items()}
+        self.precision = max(self.precision, other.precision)
+        self.error = self.error or other.error
+
 
 class MalformedResult(ValueError):
     """A function returned something that is not one reward per completion."""
+
+
+class WorkerError(Exception):
+    """An exception of a reward function in a worker; its text is the traceback there."""
 
 
 def whole_batch(function: Function) -> Function:
@@ -92,7 +104,7 @@ def whole_batch(function: Function) -> Function:
 def pure(function: Function) -> Function:
     """Mark a function whose reward of a row depends on that row only, and is always the same.
 
-    It is then asked row by row, in several processes, and never twice for the same row.
+    It is then called row by row, in several processes, and never twice for the same row.
     """
     function.pure = True  # type: ignore[attr-defined]
     return function
@@ -131,62 +143,49 @@ def read_result(result: object, num_rows: int) -> Scores:
     Raises:
         MalformedResult: not N entries, or no sequence at all.
     """
-    scores = Scores([nan] * num_rows)
-    if _is_array(result):
-        scores.precision = _eps(result)
-    entries = _entries(result, num_rows)
-    for row, entry in enumerate(entries):
-        if type(entry) is float and isfinite(entry):  # the common case first
-            scores.values[row] = entry
-            continue
-        plain = entry.tolist() if _is_array(entry) else entry
-        if plain is not entry:
-            scores.precision = max(scores.precision, _eps(entry))
-        reason = _fault(plain)
-        if reason:
-            scores.failures[row] = reason
-        elif plain is not None:
-            scores.values[row] = float(plain)
-    return scores
-
-
-def _entries(result: Any, num_rows: int) -> Sequence[Any]:
-    entries = result.tolist() if _is_array(result) else result
+    entries, precision = _as_python(result)
     if not isinstance(entries, list | tuple):
         kind = type(result).__name__
         raise MalformedResult(f"returned {kind} instead of a list of {num_rows} rewards")
     if len(entries) != num_rows:
         raise MalformedResult(f"returned {len(entries)} rewards for {num_rows} completions")
-    return entries
+    scores = Scores([nan] * num_rows, precision=precision)
+    for row, entry in enumerate(entries):
+        if type(entry) is float and isfinite(entry):  # nearly always, and quick
+            scores.values[row] = entry
+        elif entry is not None:
+            _read_entry(scores, row, entry)
+    return scores
 
 
-def _fault(entry: object) -> str | None:
-    """Why an entry is no reward, or None if it is one or abstains."""
-    if entry is None:
-        return None
-    if not isinstance(entry, Real):
-        return f"returned {type(entry).__name__}"
+def _read_entry(scores: Scores, row: int, entry: Any) -> None:
+    """Enter one number of any type, or why it is none."""
+    plain, precision = _as_python(entry)
+    scores.precision = max(scores.precision, precision)
+    if not isinstance(plain, Real):
+        scores.failures[row] = f"returned {type(plain).__name__}"
+        return
     try:
-        return None if isfinite(entry) else f"returned {float(entry)}"
-    except OverflowError:
-        return "returned inf"
+        value = float(plain)
+    except OverflowError:  # a whole number that no float can hold
+        value = float("inf")
+    if isfinite(value):
+        scores.values[row] = value
+    else:
+        scores.failures[row] = f"returned {value}"
 
 
-def _is_array(value: object) -> bool:
-    """Whether it is a tensor, an array or a numpy number."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return (torch is not None and isinstance(value, torch.Tensor)) or (
-        numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
-    )
-
-
-def _eps(numbers: Any) -> float:
-    """Machine epsilon of floating-point numbers; whole numbers are exact."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(numbers, torch.Tensor):
-        return torch.finfo(numbers.dtype).eps if numbers.is_floating_point() else DOUBLE_EPS
-    assert numpy is not None
-    return float(numpy.finfo(numbers.dtype).eps) if numbers.dtype.kind == "f" else DOUBLE_EPS
+def _as_python(value: Any) -> tuple[Any, float]:
+    """A tensor, array or number as plain Python, and the machine epsilon that it came in."""
+    loaded = [(sys.modules[library], kind) for library, kind in ARRAYS if library in sys.modules]
+    found = next((lib for lib, kind in loaded if isinstance(value, getattr(lib, kind))), None)
+    if found is None:
+        return value, DOUBLE_EPS
+    try:
+        precision = float(found.finfo(value.dtype).eps)
+    except (TypeError, ValueError):  # whole numbers and truth values are exact
+        precision = DOUBLE_EPS
+    return value.tolist(), precision
 
 
 def reason_of(error: BaseException) -> str:
@@ -197,17 +196,6 @@ def reason_of(error: BaseException) -> str:
 def failed(num_rows: int, reason: str, error: Exception | None = None) -> Scores:
     """The scores of a function that failed for all of N rows."""
     return Scores([nan] * num_rows, dict.fromkeys(range(num_rows), reason), error=error)
-
-
-def joined(rows: Iterable[Scores], error: Exception | None) -> Scores:
-    """One result from those of single rows."""
-    rows = list(rows)
-    return Scores(
-        values=[row.values[0] for row in rows],
-        failures={n: row.failures[0] for n, row in enumerate(rows) if row.failures},
-        precision=max((row.precision for row in rows), default=DOUBLE_EPS),
-        error=error,
-    )
 
 
 def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -232,3 +220,16 @@ def copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
     return copy.deepcopy(value)
+
+
+def gathered(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of coroutines that wait together.
+
+    They run in a thread of their own, because a notebook has an event loop in this one.
+    """
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*coroutines))
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, together()).result()

@@ -1,9 +1,9 @@
-"""A process for reward functions, which may hang or crash there without hurting the run.
+"""A process in which reward functions may hang or crash without hurting the run.
 
-The launcher (`processes.py`) starts one such process and sends it the functions. Once they are
-loaded it forks a worker for each request, which takes milliseconds, however long the imports took.
-A process that has threads (a GPU library, for instance) cannot be forked safely and serves itself.
-Nothing but the loading runs foreign code before the fork.
+The training process starts a launcher (`worker_pool.py`) and sends it the functions. Once they are
+loaded, the launcher forks a worker for each request, which takes milliseconds however long the
+imports took. A process that has threads (a GPU library, for instance) cannot be forked safely and
+becomes the worker itself. Nothing but the loading runs foreign code before the fork.
 """
 
 from __future__ import annotations
@@ -15,240 +15,178 @@ import inspect
 import os
 import pickle
 import signal
-import socket
-import struct
 import sys
+import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import Awaitable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from litgrpo.rewards.runner.calls import (
     Function,
     MalformedResult,
     Scores,
+    WorkerError,
     failed,
-    is_coroutine,
     own_settings,
     read_result,
     reason_of,
 )
 
-COMMAND, REPLY = struct.Struct("!cq"), struct.Struct("!q")
-FORK, REAP, BURY = b"F", b"R", b"B"
-FLUSH_S = 0.005  # results are sent together for so long, because a message costs more than a row
+FORK = 0  # asks the launcher for a worker; any other number is a worker that has ended
 STACK_SHARE = 0.9  # of the time, after which a hanging worker shows its stack
 MAX_TRACEBACK = 20_000  # characters
 PARENT_DIED = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 Loaded = dict[str, tuple[Function, dict[str, Any]]]
+Answer = tuple[int, Scores, float]  # number of the question, its scores, seconds
 
 
 @dataclass(frozen=True)
-class Job:
-    """Rows of one call, as they travel to a worker.
+class Question:
+    """Some rows of a call, as they travel to a worker.
 
     Args:
         name: of the reward function, loaded before.
-        rows: {parameter: one value per row}.
-        context: {parameter: value} the same for all rows.
+        arguments: {parameter: value}, without the settings, which were sent before.
         num_rows: how many.
-        split: ask for each row alone, so that each has a result of its own.
-        limit_s: seconds that all of it may take.
-        stream: send each result at once.
     """
 
     name: str
-    rows: dict[str, list[Any]]
-    context: dict[str, Any]
+    arguments: dict[str, Any]
     num_rows: int
-    split: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a worker is sent.
+
+    Args:
+        questions: answered one after the other.
+        together: they are coroutines, awaited at the same time.
+        limit_s: seconds that each may take.
+        show_stack: print where a question hangs, shortly before its time is over.
+    """
+
+    questions: list[Question]
+    together: bool
     limit_s: float
-    stream: bool = False
-
-    def questions(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Arguments and number of rows of each question."""
-        if not self.split:
-            yield self.rows | self.context, self.num_rows
-            return
-        for row in range(self.num_rows):
-            yield (
-                {name: values[row : row + 1] for name, values in self.rows.items()}
-                | (self.context),
-                1,
-            )
+    show_stack: bool
 
 
-@dataclass
-class Answer:
-    """The result of one question.
-
-    Args:
-        job: number of the job in its message.
-        item: number of the question in its job.
-        scores: what came back; `scores.error` is empty, an exception may not survive the journey.
-        trouble: kind (`malformed` or `raised`) and text of the exception, if there was one.
-        seconds: how long it took.
-    """
-
-    job: int
-    item: int
-    scores: Scores
-    trouble: tuple[str, str] | None = None
-    seconds: float = 0.0
-
-
-@dataclass
-class Outbox:
-    """Results on their way back.
-
-    Args:
-        connection: to the guard.
-        stream: send each at once.
-    """
-
-    connection: Connection
-    stream: bool
-    waiting: list[Answer] = field(default_factory=list)
-    sent_at: float = field(default_factory=time.monotonic)
-
-    def put(self, answer: Answer) -> None:
-        """Send it now or soon."""
-        self.waiting.append(answer)
-        if self.stream or time.monotonic() - self.sent_at > FLUSH_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what waits."""
-        if self.waiting:
-            _flush_prints()
-            self.connection.send(self.waiting)
-        self.waiting, self.sent_at = [], time.monotonic()
-
-
-def main(control_fd: int, lifeline_fd: int, payload_fd: int) -> None:
-    """Load the functions, then fork or become workers until the launcher is gone."""
+def main(control_fd: int, lifeline_fd: int) -> None:
+    """Load the functions, then fork or become workers until the training process is gone."""
     _die_with(lifeline_fd)
     _be_first_to_go()
-    control = socket.socket(fileno=control_fd)
-    with os.fdopen(payload_fd, "rb") as payload:
-        functions, troubles = _load(pickle.load(payload))
-    text = pickle.dumps(troubles)
-    control.sendall(REPLY.pack(len(text)) + text)
+    control = Connection(control_fd)
+    functions, troubles = _load(control.recv())
+    control.send(troubles)
     _flush_prints()
-    dying: list[int] = []
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, COMMAND.size, 2)
-        if len(message) < COMMAND.size:
-            os._exit(0)  # the launcher is gone; workers follow
-        command, number = COMMAND.unpack(message)
-        if command == BURY:
-            dying.append(number)
-            continue
-        dying = [pid for pid in dying if not os.waitpid(pid, os.WNOHANG)[0]]
-        if command == REAP:
-            _, status = os.waitpid(number, 0)
-            control.sendall(REPLY.pack(os.waitstatus_to_exitcode(status)))
-            continue
-        pid = os.fork() if command == FORK and _can_fork() else 0
-        if pid:
-            for fd in fds:
-                os.close(fd)
-            control.sendall(REPLY.pack(pid))
-            continue
-        if os.getpid() == _LAUNCHED:
-            control.sendall(REPLY.pack(0))  # "I am the worker"
-        else:
-            os.setpgid(0, 0)  # so that it can be ended with all that it starts
-            _die_with_parent()
-        control.close()
-        _serve(fds, functions)
-
-
-_LAUNCHED = os.getpid()
-
-
-def _serve(fds: list[int], functions: Loaded) -> None:
-    """Answer messages until there is nobody to answer."""
-    connection = Connection(fds[0])
-    os.dup2(fds[1], 1)
-    os.dup2(fds[1], 2)
-    os.close(fds[1])
-    faulthandler.enable(file=2, all_threads=False)
     try:
-        while True:
-            jobs: list[Job] = connection.recv()
-            connection.send(time.monotonic())  # now it begins; the clock is the machine's
-            outbox = Outbox(connection, jobs[0].stream)
-            _work(jobs, functions, outbox)
-            outbox.flush()
-            connection.send(None)
+        connection_fd, output_fd = _launch(control)
+        control.close()
+        _serve(Connection(connection_fd), output_fd, functions)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)
+        os._exit(0)  # nobody is there to be answered
 
 
-def _work(jobs: list[Job], functions: Loaded, outbox: Outbox) -> None:
-    """Put the answer to every question into the outbox."""
-    function, settings = functions[jobs[0].name]
-    if is_coroutine(function) and not jobs[0].stream:
-        asyncio.run(_gather(jobs, functions, outbox))
-        return
-    if not jobs[0].stream:  # say where it hangs, before it is ended
-        faulthandler.dump_traceback_later(STACK_SHARE * jobs[0].limit_s, file=2)
-    for item, (arguments, num_rows) in enumerate(jobs[0].questions()):
+def _launch(control: Connection) -> tuple[int, int]:
+    """Fork workers; returns in each of them, with the files for its messages and its output."""
+    launcher = os.getpid()
+    killed: list[int] = []
+    while True:
+        pid, wants_code = control.recv()
+        killed = [one for one in killed if not os.waitpid(one, os.WNOHANG)[0]]
+        if pid != FORK and not wants_code:
+            killed.append(pid)  # on a busy machine dying takes time: it is reaped later
+            continue
+        if pid != FORK:
+            control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            continue
+        connection_fd, output_fd = recv_handle(control), recv_handle(control)
+        forked = os.fork() if _can_fork() else launcher
+        if forked == launcher:  # not forked: the launcher is the worker
+            control.send(launcher)
+            return connection_fd, output_fd
+        if not forked:
+            os.setpgid(0, 0)  # so that it can be ended with all that it starts
+            _die_with_parent(launcher)
+            return connection_fd, output_fd
+        os.close(connection_fd)
+        os.close(output_fd)
+        control.send(forked)
+
+
+def _serve(connection: Connection, output_fd: int, functions: Loaded) -> None:
+    """Answer messages until there is nobody to answer."""
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+    faulthandler.enable(file=2, all_threads=False)
+    while True:
+        message: Message = connection.recv()
+        connection.send(time.monotonic())  # the time-out counts from here; the clock is shared
+        if message.together:
+            asyncio.run(_answer_together(message, functions, connection))
+            continue
+        for number in range(len(message.questions)):
+            if message.show_stack:
+                faulthandler.dump_traceback_later(STACK_SHARE * message.limit_s, file=2)
+            started = time.perf_counter()
+            scores = _answer(message.questions[number], functions)
+            faulthandler.cancel_dump_traceback_later()
+            _send(connection, (number, scores, time.perf_counter() - started))
+
+
+def _answer(question: Question, functions: Loaded) -> Scores:
+    """Call the function."""
+    function, settings = functions[question.name]
+    try:
+        result = function(**question.arguments, **own_settings(settings))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        return read_result(result, question.num_rows)
+    except BaseException as error:  # no Ctrl-C reaches this session: it was the function
+        return _troubled(question, error)
+
+
+async def _answer_together(message: Message, functions: Loaded, connection: Connection) -> None:
+    """Call all functions, and await them at the same time."""
+
+    async def ask(number: int, question: Question) -> None:
         started = time.perf_counter()
+        function, settings = functions[question.name]
         try:
-            result = function(**arguments, **own_settings(settings))
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
-            answer = Answer(0, item, read_result(result, num_rows))
-        except BaseException as error:  # no Ctrl-C reaches this session: it was the function
-            answer = _troubled(0, item, num_rows, error)
-        answer.seconds = time.perf_counter() - started
-        outbox.put(answer)
-    faulthandler.cancel_dump_traceback_later()
-
-
-async def _gather(jobs: list[Job], functions: Loaded, outbox: Outbox) -> None:
-    """All coroutines of all jobs at once."""
-
-    async def ask(number: int, item: int, arguments: dict[str, Any], num_rows: int) -> Answer:
-        job, started = jobs[number], time.perf_counter()
-        function, settings = functions[job.name]
-        try:
-            answer = function(**arguments, **own_settings(settings))
-            result = await asyncio.wait_for(answer, job.limit_s)
-            got = Answer(number, item, read_result(result, num_rows))
+            answer = function(**question.arguments, **own_settings(settings))
+            result = await asyncio.wait_for(answer, message.limit_s)
+            scores = read_result(result, question.num_rows)
         except BaseException as error:
-            got = _troubled(number, item, num_rows, error)
-        got.seconds = time.perf_counter() - started
-        return got
+            scores = _troubled(question, error)
+        _send(connection, (number, scores, time.perf_counter() - started))
 
-    async def answers() -> AsyncIterator[Answer]:
-        questions = [
-            ask(number, item, arguments, num_rows)
-            for number, job in enumerate(jobs)
-            for item, (arguments, num_rows) in enumerate(job.questions())
-        ]
-        for done in asyncio.as_completed(questions):
-            yield await done
-
-    async for answer in answers():
-        outbox.put(answer)
+    await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _troubled(job: int, item: int, num_rows: int, error: BaseException) -> Answer:
-    if isinstance(error, MalformedResult):
-        return Answer(job, item, failed(num_rows, reason_of(error)), ("malformed", str(error)))
+def _send(connection: Connection, answer: Answer) -> None:
+    _flush_prints()
+    connection.send(answer)
+
+
+def _troubled(question: Question, error: BaseException) -> Scores:
+    """Failed scores; only the text of an exception is sure to survive the journey."""
+    kind: type[Exception] = WorkerError
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-    return Answer(job, item, failed(num_rows, reason_of(error)), ("raised", text))
+    if isinstance(error, MalformedResult):
+        kind, text = MalformedResult, str(error)
+    return failed(question.num_rows, reason_of(error), kind(text))
 
 
 def _load(pickled: dict[str, bytes]) -> tuple[Loaded, dict[str, str]]:
@@ -273,12 +211,12 @@ def _die_with(lifeline_fd: int) -> None:
     if sys.platform == "linux":
         import fcntl
 
+        # The kernel sends SIGKILL as soon as there is anything to read, here: the pipe's end.
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
         return
-    import threading
 
     def wait() -> None:
         os.read(lifeline_fd, 1)
@@ -287,10 +225,10 @@ def _die_with(lifeline_fd: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(launcher: int) -> None:
     """The same for a fork, whose parent has one thread and lives as long as the launcher."""
     ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL)
-    if os.getppid() != _LAUNCHED:
+    if os.getppid() != launcher:  # it died before the line above
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Prompts read once per group, finished rows dropped, free places refilled: for CPU and CUDA."""
+"""The engine for CPU and CUDA: shared prompts, no work for rows that have ended, refill."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from litgrpo.models.policy import DecodeState, Policy
-from litgrpo.rollout.engines.interface import RolloutEngine, Transcript
-from litgrpo.rollout.sampling import Drawn, Sampling, sample
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.arguments import at_least
+from litgrpo.models.policy import DecodeState
+from litgrpo.rollout.engines.buffer import CompletionBuffer
+from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.rollout.sampling import Drawn, sample
+from litgrpo.types import Rollout
 
 
 @dataclass(frozen=True)
 class LocalEngine(RolloutEngine):
-    """Decodes all rows at once, each prompt's keys and values shared by its group.
+    """Samples with the policy itself, each prompt's keys and values shared by its group.
 
     Args:
         max_rows: rows that decode at the same time at most, in whole groups; groups that wait
@@ -28,7 +30,7 @@ class LocalEngine(RolloutEngine):
         look_every: tokens between looks for finished rows; each look waits for the device, which
             costs nothing on a CPU.
         dtype: `bfloat16` decodes in lower precision than the policy's. Its log-probabilities are
-            then not the policy's own: set `objective.sampler_correction`. None: as the policy.
+            then not the policy's own, and the learner corrects for that. None: as the policy.
         fused: let the policy decode by a step of its own where it knows the model.
     """
 
@@ -40,148 +42,155 @@ class LocalEngine(RolloutEngine):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name, least in (("max_rows", self.max_rows), ("look_every", self.look_every)):
-            if least is not None and least < 1:
-                raise ValueError(f"engine.{name} is {least}; it must be at least 1.")
+        at_least("engine.max_rows", self.max_rows, 1)
+        at_least("engine.look_every", self.look_every, 1)
 
     @property
-    def lower_precision(self) -> torch.dtype | None:
-        """See `RolloutEngine.lower_precision`."""
-        return None if self.dtype is None else getattr(torch, self.dtype)
+    def exact(self) -> bool:
+        """Not in a precision of its own."""
+        return self.dtype is None
+
+    @property
+    def row_limit(self) -> int | None:
+        """As `max_rows` says."""
+        return self.max_rows
 
     @torch.no_grad()
-    def generate(
-        self,
-        policy: Policy,
-        prompts: PromptBatch,
-        group_size: int,
-        uniforms: Tensor,
-        sampling: Sampling,
-    ) -> Rollout:
+    def generate(self, requests: Requests) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
+        policy, prompts = requests.policy, requests.prompts
         device = prompts.prompt_ids.device
-        said = Transcript.empty(uniforms.shape, policy.pad_id, device)
-        task = _Task(policy, prompts, group_size, uniforms.to(device), sampling)
-        places = len(uniforms) if self.max_rows is None else max(self.max_rows, group_size)
-        rows, lower = min(places, len(uniforms)), self.lower_precision
-        with policy.decoding(rows, dtype=lower, fused=self.fused):
-            said.add_all(self._spoken(task, places), task.is_end)
-        return said.rollout(prompts, group_size)
+        limits = [rows for rows in (self.max_rows, requests.max_rows) if rows is not None]
+        # A group shares the keys and values of its prompt, so it decodes as a whole.
+        places = max(min(limits, default=requests.num_rows), requests.group_size)
+        buffer = CompletionBuffer.empty(requests.uniforms.shape, policy.pad_id, device)
+        decoding = _Decoding(replace(requests, uniforms=requests.uniforms.to(device)))
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        rows = min(places, requests.num_rows)
+        with policy.decoding(rows, dtype=dtype, fused=self.fused):
+            buffer.write_steps(self._steps(decoding, places), decoding.is_end)
+        return buffer.rollout(prompts, requests.group_size)
 
-    def _spoken(self, task: _Task, places: int) -> Iterator[tuple[Tensor, Tensor, Drawn]]:
+    def _steps(self, decoding: _Decoding, places: int) -> Iterator[tuple[Tensor, Tensor, Drawn]]:
         """Sample and feed until every row of every group has ended or is full.
 
         Yields:
-            For each step: [n] places in [N * C], [n] which of the rows still speak, and what was
-            drawn for them.
+            For each step: [n] places in [N * C], [n] which of the rows had not ended before, and
+            what was drawn for them.
         """
-        waiting, crew, step, full = len(task.prompts), None, 0, 0
-        length = task.uniforms.shape[1]
-        pause = min(self.look_every, max(1, length // 4))  # finished rows take up room meanwhile
-        while waiting or crew is not None:
-            free = places - (0 if crew is None else len(crew.cursor))
-            if waiting and free >= task.group_size and (crew is None or crew.state.can_join):
-                groups = min(waiting, free // task.group_size)
-                begun = task.begin(len(task.prompts) - waiting, groups)
-                crew = begun if crew is None else crew.joined(begun)
-                waiting, full = waiting - groups, step + length  # by then nobody has more to say
-            assert crew is not None
-            drawn = task.draw(crew)
-            yield crew.cursor, crew.speaking, drawn
-            crew, tokens, step = crew.heard(drawn.tokens, task.is_end), drawn.tokens, step + 1
+        requests = decoding.requests
+        group_size, length = requests.group_size, requests.uniforms.shape[1]
+        waiting, batch, step, full = len(requests.prompts), None, 0, 0
+        # Finished rows take up room until they are looked for, so short limits look more often.
+        pause = min(self.look_every, max(1, length // 4))
+        while waiting or batch is not None:
+            free = places - (0 if batch is None else len(batch.cursor))
+            if waiting and free >= group_size and (batch is None or batch.state.can_join):
+                groups = min(waiting, free // group_size)
+                newcomers = decoding.begin(len(requests.prompts) - waiting, groups)
+                batch = newcomers if batch is None else batch.joined(newcomers)
+                waiting -= groups
+                full = step + length  # after this step every row has reached the length limit
+            assert batch is not None
+            drawn = decoding.draw(batch)
+            yield batch.cursor, batch.active, drawn
+            tokens, step = drawn.tokens, step + 1
+            batch = batch.appended(tokens, decoding.is_end)
             if step % pause == 0 or step == full:
-                speaking = int(crew.speaking.sum())
-                gone = len(tokens) - speaking
-                if speaking == 0:
-                    crew = None
+                active = int(batch.active.sum())
+                ended = len(tokens) - active
+                if active == 0:
+                    batch = None
                     continue
-                if gone >= self.drop_frac * len(tokens) or (waiting and gone >= task.group_size):
-                    kept = _kept(crew.speaking, speaking)
-                    crew, tokens = crew.only(kept), tokens[kept]
-            crew = replace(crew, logits=task.policy.step(tokens, crew.state))
+                if ended >= self.drop_frac * len(tokens) or (waiting and ended >= group_size):
+                    kept = _compacted(batch.active, active)
+                    batch, tokens = batch.only(kept), tokens[kept]
+            batch = replace(batch, logits=requests.policy.step(tokens, batch.state))
 
 
 @dataclass(frozen=True)
-class _Crew:
+class _RunningBatch:
     """The rows that decode at the moment.
 
     Args:
-        state: what the policy remembers of them.
+        state: the policy's caches of these rows.
         logits: [n, V] of their next tokens.
         cursor: [n] where in [N * C] each row's next token goes.
         last: [n] where its last one can go.
-        speaking: [n] False: the row has ended and waits to be dropped.
+        active: [n] False: the row has ended and waits to be dropped.
     """
 
     state: DecodeState
     logits: Tensor
     cursor: Tensor
     last: Tensor
-    speaking: Tensor
+    active: Tensor
 
-    def heard(self, tokens: Tensor, is_end: Tensor) -> _Crew:
+    def appended(self, tokens: Tensor, is_end: Tensor) -> _RunningBatch:
         """After these tokens: rows that ended are marked, the others move on."""
         done = is_end.index_select(0, tokens).logical_or_(self.cursor == self.last)
-        speaking = self.speaking & ~done
-        return replace(self, speaking=speaking, cursor=self.cursor + speaking)
+        active = self.active & ~done
+        return replace(self, active=active, cursor=self.cursor + active)
 
-    def only(self, kept: Tensor) -> _Crew:
+    def only(self, kept: Tensor) -> _RunningBatch:
         """Only the given rows; their logits have been used."""
         self.state.select(kept)
         return replace(
-            self, cursor=self.cursor[kept], last=self.last[kept], speaking=self.speaking[kept]
+            self, cursor=self.cursor[kept], last=self.last[kept], active=self.active[kept]
         )
 
-    def joined(self, others: _Crew) -> _Crew:
+    def joined(self, others: _RunningBatch) -> _RunningBatch:
         """These rows and others."""
         self.state.join(others.state)
-        return _Crew(
+        return _RunningBatch(
             state=self.state,
             logits=torch.cat([self.logits, others.logits]),
             cursor=torch.cat([self.cursor, others.cursor]),
             last=torch.cat([self.last, others.last]),
-            speaking=torch.cat([self.speaking, others.speaking]),
+            active=torch.cat([self.active, others.active]),
         )
 
 
 @dataclass(frozen=True)
-class _Task:
-    """What is asked of the engine."""
+class _Decoding:
+    """Reading prompts and drawing tokens for one call of the engine."""
 
-    policy: Policy
-    prompts: PromptBatch
-    group_size: int
-    uniforms: Tensor
-    sampling: Sampling
+    requests: Requests
 
     @cached_property
     def is_end(self) -> Tensor:
         """[V] True for tokens that end a completion."""
-        tokens = torch.arange(self.policy.vocab_size)
-        return torch.isin(tokens, torch.tensor(self.policy.eos_ids)).to(self.uniforms.device)
+        policy = self.requests.policy
+        tokens = torch.arange(policy.vocab_size)
+        is_end = torch.isin(tokens, torch.tensor(policy.eos_ids))
+        return is_end.to(self.requests.uniforms.device)
 
-    def begin(self, first: int, groups: int) -> _Crew:
+    def begin(self, first: int, groups: int) -> _RunningBatch:
         """Read some prompts, from number `first`."""
-        part, length = slice(first, first + groups), self.uniforms.shape[1]
-        ids, mask = self.prompts.prompt_ids[part], self.prompts.prompt_mask[part]
-        logits, state = self.policy.prefill(ids, mask, self.group_size, capacity=length)
-        rows = torch.arange(groups * self.group_size, device=ids.device) + first * self.group_size
-        return _Crew(
+        asked = self.requests
+        part, length = slice(first, first + groups), asked.uniforms.shape[1]
+        ids, mask = asked.prompts.prompt_ids[part], asked.prompts.prompt_mask[part]
+        logits, state = asked.policy.prefill(ids, mask, asked.group_size, capacity=length)
+        rows = torch.arange(groups * asked.group_size, device=ids.device) + first * asked.group_size
+        return _RunningBatch(
             state=state,
-            logits=logits.repeat_interleave(self.group_size, 0),
+            logits=logits.repeat_interleave(asked.group_size, 0),
             cursor=rows * length,
             last=rows * length + length - 1,
-            speaking=torch.ones_like(rows, dtype=torch.bool),
+            active=torch.ones_like(rows, dtype=torch.bool),
         )
 
-    def draw(self, crew: _Crew) -> Drawn:
+    def draw(self, batch: _RunningBatch) -> Drawn:
         """The next token of each row."""
-        numbers = self.uniforms.view(-1).index_select(0, crew.cursor)
-        return sample(crew.logits, numbers, self.sampling)
+        numbers = self.requests.uniforms.reshape(-1).index_select(0, batch.cursor)
+        return sample(batch.logits, numbers, self.requests.sampling)
 
 
-def _kept(speaking: Tensor, number: int) -> Tensor:
-    """[number] the rows that speak; the last of them fill the places of those that do not."""
-    kept = torch.arange(number, device=speaking.device)
-    kept[~speaking[:number]] = speaking[number:].nonzero().squeeze(1) + number
+def _compacted(active: Tensor, number: int) -> Tensor:
+    """[number] the active rows; the last of them fill the places of those that ended.
+
+    So few rows of the caches move.
+    """
+    kept = torch.arange(number, device=active.device)
+    kept[~active[:number]] = active[number:].nonzero().squeeze(1) + number
     return kept

@@ -1,4 +1,4 @@
-"""Fixed shapes, compiled once: for devices that compile a program for each shape."""
+"""Decoding in tensors whose shapes never change, for devices that compile a program for each."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from litgrpo.arguments import at_least, require
 from litgrpo.models.policy import Policy, StaticState
-from litgrpo.parallel.cuda_graphs import Replayed
-from litgrpo.parallel.device import (
-    can_record,
-    compile_step,
-    compiles_shapes,
-    record,
-    rows_to,
-    to_host,
-)
-from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.parallel.device import Backend, backend
+from litgrpo.rollout.engines.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
-from litgrpo.tensors import written
+from litgrpo.tensors import index_copy
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -47,25 +40,26 @@ class StaticEngine(RolloutEngine):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        widths = self.prompt_buckets
-        for width in (widths,) if isinstance(widths, int) else widths or (0,):
-            if width < 1:
-                raise ValueError(
-                    f"engine.prompt_buckets is {widths}; it must be a number of tokens, or several."
-                )
-        if self.look_every < 1:
-            raise ValueError(f"engine.look_every is {self.look_every}; it must be at least 1.")
+        require(
+            min(self._widths, default=0) >= 1,
+            f"engine.prompt_buckets is {self.prompt_buckets}; it must be a number of tokens, or "
+            "several, each at least 1.",
+        )
+        at_least("engine.look_every", self.look_every, 1)
 
     @property
-    def fixed_shapes(self) -> bool:
-        """See `RolloutEngine.fixed_shapes`."""
+    def static_shapes(self) -> bool:
+        """See `RolloutEngine.static_shapes`."""
         return True
 
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        several = self.prompt_buckets
+        return (several,) if isinstance(several, int) else several
+
     def padded(self, prompts: PromptBatch) -> PromptBatch:
-        """The prompts, padded on the left to the smallest bucket; see `RolloutEngine.padded`."""
+        """The prompts [B, bucket], padded further on the left to the smallest bucket."""
         missing = self.bucket(prompts.prompt_ids.shape[1]) - prompts.prompt_ids.shape[1]
-        if missing == 0:
-            return prompts
         return replace(
             prompts,
             prompt_ids=pad(prompts.prompt_ids, (missing, 0)),  # what the mask hides is not read
@@ -81,44 +75,45 @@ class StaticEngine(RolloutEngine):
         if isinstance(self.prompt_buckets, int):
             return -(-length // self.prompt_buckets) * self.prompt_buckets
         fitting = [width for width in self.prompt_buckets if width >= length]
-        if not fitting:
-            raise ValueError(
-                f"A prompt has {length} tokens, but the largest of engine.prompt_buckets is "
-                f"{max(self.prompt_buckets)}. Give a larger one, or a lower data.max_prompt_len."
-            )
+        require(
+            bool(fitting),
+            f"A prompt has {length} tokens, but the largest of engine.prompt_buckets is "
+            f"{max(self._widths)}. Give a larger one, or a lower data.max_prompt_len.",
+        )
         return min(fitting)
 
-    def generate(
-        self,
-        policy: Policy,
-        prompts: PromptBatch,
-        group_size: int,
-        uniforms: Tensor,
-        sampling: Sampling,
-    ) -> Rollout:
+    def generate(self, requests: Requests) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`.
 
-        Prompts may lie on the host, so that nothing of them need be fetched from the device.
+        On devices with static shapes the rollout is on the host, unused columns and padded prompts
+        included; prompts may be on the host, too, so that they need not be fetched from the device.
+        Elsewhere it is where the prompts are, without unused columns.
         """
-        device = policy.model.device
-        host = torch.device("cpu") if compiles_shapes(device) else device
-        begin, go_on = compile_step(_begin, device), compile_step(_go_on, device)
-        if self.record and can_record(device):
-            go_on = _replayed
+        policy, prompts, uniforms = requests.policy, requests.prompts, requests.uniforms
+        group_size, sampling = requests.group_size, requests.sampling
+        device = backend(policy.model.device)
+        prefill = device.compile(_prefill)
+        step = device.compile(_decode_step, replay=self.record)
+        padded = self.padded(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
-        with torch.inference_mode(False), torch.no_grad(), policy.static_decoding():
-            prompts = self.padded(prompts)
-            ids, mask = _plain(prompts.prompt_ids, device), _plain(prompts.prompt_mask, device)
-            draw = Draw(_plain(uniforms, device), _is_end(policy).to(device), sampling)
-            said, state = begin(policy, ids, mask, draw, group_size)
+        with torch.inference_mode(False), torch.no_grad(), policy.static.attending():
+            ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
+            is_end = _is_end(policy).to(device.device)
+            sampler = TokenSampler(_plain(uniforms, device), is_end, sampling)
+            output, state = prefill(policy, ids, mask, sampler, group_size)
             for column in range(1, uniforms.shape[1]):
-                if column % self.look_every == 0 and bool(said.ended.all()):
+                if column % self.look_every == 0 and bool(output.ended.all()):
                     break
-                said, state = go_on(policy, said, state, draw)
-            return said.rollout(prompts.to(host), group_size, host)
+                output, state = step(policy, output, state, sampler)
+            if device.static_shapes:
+                # Shapes of the learning step follow from the rollout's, so these are kept, too.
+                output, prompts = Output(*device.to_host(list(output))), padded.to("cpu")
+                return output.rollout(prompts, group_size, columns=uniforms.shape[1])
+            used = max(1, int(output.lengths.max()))
+            return output.rollout(prompts, group_size, columns=used)
 
 
-class Draw(NamedTuple):
+class TokenSampler(NamedTuple):
     """What tokens are drawn with.
 
     Args:
@@ -131,92 +126,97 @@ class Draw(NamedTuple):
     is_end: Tensor
     sampling: Sampling
 
-    def drawn(self, logits: Tensor, column: Tensor) -> Drawn:
+    def draw(self, logits: Tensor, column: Tensor) -> Drawn:
         """The tokens of a column [1] from their logits [N, V]."""
         uniforms = self.uniforms.index_select(1, column).squeeze(1)
-        return sample(logits, uniforms, self.sampling, fixed_shapes=True)
+        return sample(logits, uniforms, self.sampling, static_shapes=True)
+
+    def num_candidates(self, vocab_size: int) -> int:
+        """S, how many tokens could be drawn in each place; 0 where that is every token."""
+        most = min(self.sampling.top_k or vocab_size, vocab_size)
+        return most if self.sampling.truncated else 0
 
 
-class Said(NamedTuple):
-    """The tokens said so far.
+class Output(NamedTuple):
+    """The tokens sampled so far.
 
     Args:
         tokens: [N] those of the last column.
         column: [1] the next one.
         ids: [N, C] token ids, padded.
         logprobs: [N, C] float32 log-probabilities at sampling; 0 on padding.
-        support: [N, C, S] int32 what could be drawn, filled up with -1; S is 0 where that is every
-            token.
+        candidate_ids: [N, C, S] int32 tokens that could be sampled, filled up with -1; S is 0
+            where that is every token.
         lengths: [N] number of real tokens.
-        ended: [N] True where the end token was said.
+        ended: [N] True where the end token was sampled.
     """
 
     tokens: Tensor
     column: Tensor
     ids: Tensor
     logprobs: Tensor
-    support: Tensor
+    candidate_ids: Tensor
     lengths: Tensor
     ended: Tensor
 
     @staticmethod
-    def empty(uniforms: Tensor, pad_id: int, width: int) -> Said:
-        """Nothing said yet: [N, C] as the uniforms, and so many tokens that could be drawn."""
+    def empty(uniforms: Tensor, pad_id: int, num_candidates: int) -> Output:
+        """No tokens yet of rows and columns as the uniforms have: [N, C]."""
         rows, device = uniforms.shape[0], uniforms.device
-        return Said(
+        candidate_ids = (*uniforms.shape, num_candidates)
+        return Output(
             tokens=torch.zeros(rows, dtype=torch.long, device=device),
             column=torch.zeros(1, dtype=torch.long, device=device),
             ids=torch.full_like(uniforms, pad_id, dtype=torch.long),
             logprobs=torch.zeros_like(uniforms, dtype=torch.float32),
-            support=torch.full((*uniforms.shape, width), -1, dtype=torch.int32, device=device),
+            candidate_ids=torch.full(candidate_ids, -1, dtype=torch.int32, device=device),
             lengths=torch.zeros(rows, dtype=torch.long, device=device),
             ended=torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
-    def heard(self, drawn: Drawn, pad_id: int, is_end: Tensor) -> Said:
-        """After one more token of each row; rows that have ended stay as they are."""
-        speaking, support = ~self.ended, self.support
-        tokens = torch.where(speaking, drawn.tokens, pad_id)
-        logprobs = torch.where(speaking, drawn.logprobs, 0.0)
-        if drawn.support is not None:
-            could = torch.where(speaking[:, None], drawn.support, -1)
-            support = written(support, 1, self.column, could[:, None])
-        return Said(
+    def append(self, drawn: Drawn, pad_id: int, is_end: Tensor) -> Output:
+        """With one more token of each row; rows that have ended get padding."""
+        live, candidate_ids = ~self.ended, self.candidate_ids
+        tokens = torch.where(live, drawn.tokens, pad_id)
+        logprobs = torch.where(live, drawn.logprobs, 0.0)
+        if drawn.candidate_ids is not None:
+            candidates = torch.where(live[:, None], drawn.candidate_ids, -1)
+            candidate_ids = index_copy(candidate_ids, 1, self.column, candidates[:, None])
+        return Output(
             tokens=tokens,
             column=self.column + 1,
-            ids=written(self.ids, 1, self.column, tokens[:, None]),
-            logprobs=written(self.logprobs, 1, self.column, logprobs[:, None]),
-            support=support,
-            lengths=self.lengths + speaking,
+            ids=index_copy(self.ids, 1, self.column, tokens[:, None]),
+            logprobs=index_copy(self.logprobs, 1, self.column, logprobs[:, None]),
+            candidate_ids=candidate_ids,
+            lengths=self.lengths + live,
             ended=self.ended | is_end.index_select(0, drawn.tokens),
         )
 
-    def rollout(self, prompts: PromptBatch, group_size: int, host: torch.device) -> Rollout:
-        """The finished rollout, by one transfer to the host."""
-        rows, length = self.ids.shape
-        # float32 holds token ids exactly, as long as there are fewer than 2^24.
-        columns = torch.cat(
-            [self.ids[..., None].float(), self.logprobs[..., None], self.support.float()], -1
+    def rollout(self, prompts: PromptBatch, group_size: int, columns: int) -> Rollout:
+        """The first columns as a rollout, where the prompts are.
+
+        Copied, because the next rollout may write into the same memory.
+        """
+        device = prompts.prompt_ids.device
+        ids, logprobs, candidate_ids = (
+            each[:, :columns].to(device, copy=True)
+            for each in (self.ids, self.logprobs, self.candidate_ids)
         )
-        ends = torch.stack([self.lengths, self.ended], 1).float()
-        whole = torch.cat([columns.flatten(1), ends], 1)
-        whole = whole if whole.device == host else to_host([whole])[0]
-        columns, ends = whole[:, :-2].view(rows, length, -1), whole[:, -2:].long()
-        support = columns[..., 2:].int()
+        places = torch.arange(columns, device=device)
         return Rollout(
             prompts=prompts,
             group_size=group_size,
-            completion_ids=columns[..., 0].long(),
-            completion_mask=torch.arange(length, device=host) < ends[:, :1],
-            sampler_logprobs=columns[..., 1].contiguous(),
-            truncated=ends[:, 1] == 0,
-            support=support if support.shape[-1] else None,
+            completion_ids=ids,
+            completion_mask=places < self.lengths[:, None].to(device),
+            sampler_logprobs=logprobs,
+            truncated=~self.ended.to(device),
+            candidate_ids=candidate_ids if candidate_ids.shape[-1] else None,
         )
 
 
-def _plain(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on a device, as a tensor that was not made in inference mode."""
-    there = rows_to(tensor, device)
+def _plain(tensor: Tensor, device: Backend) -> Tensor:
+    """A tensor of rows on the device, not made in inference mode."""
+    there = device.rows_to(tensor)
     return there.clone() if there.is_inference() else there
 
 
@@ -225,21 +225,21 @@ def _is_end(policy: Policy) -> Tensor:
     return torch.isin(torch.arange(policy.vocab_size), torch.tensor(policy.eos_ids))
 
 
-def _begin(
-    policy: Policy, prompt_ids: Tensor, prompt_mask: Tensor, draw: Draw, group_size: int
-) -> tuple[Said, StaticState]:
+def _prefill(
+    policy: Policy, prompt_ids: Tensor, prompt_mask: Tensor, sampler: TokenSampler, group_size: int
+) -> tuple[Output, StaticState]:
     """Read the prompts and draw the first token of each row."""
-    capacity = draw.uniforms.shape[1]
-    logits, state = policy.static_prefill(prompt_ids, prompt_mask, group_size, capacity)
-    width = min(draw.sampling.top_k or logits.shape[1], logits.shape[1])
-    said = Said.empty(draw.uniforms, policy.pad_id, width if draw.sampling.truncated else 0)
-    return said.heard(draw.drawn(logits, said.column), policy.pad_id, draw.is_end), state
+    capacity = sampler.uniforms.shape[1]
+    logits, state = policy.static.prefill(prompt_ids, prompt_mask, group_size, capacity)
+    output = Output.empty(sampler.uniforms, policy.pad_id, sampler.num_candidates(logits.shape[1]))
+    drawn = sampler.draw(logits, output.column)
+    return output.append(drawn, policy.pad_id, sampler.is_end), state
 
 
-def _go_on(policy: Policy, said: Said, state: StaticState, draw: Draw) -> tuple[Said, StaticState]:
+def _decode_step(
+    policy: Policy, output: Output, state: StaticState, sampler: TokenSampler
+) -> tuple[Output, StaticState]:
     """Feed the last token of each row and draw the next one."""
-    logits, state = policy.static_step(said.tokens, state)
-    return said.heard(draw.drawn(logits, said.column), policy.pad_id, draw.is_end), state
-
-
-_replayed = Replayed(_go_on, record)
+    logits, state = policy.static.step(output.tokens, state)
+    drawn = sampler.draw(logits, output.column)
+    return output.append(drawn, policy.pad_id, sampler.is_end), state

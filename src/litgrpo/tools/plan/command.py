@@ -11,10 +11,11 @@ from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from litgrpo.arguments import at_least, require
 from litgrpo.cli.trainer_cli import READING, LitGRPOCLI
 from litgrpo.models.loading import LoRA
 from litgrpo.tools.plan.memory import Item, peak
-from litgrpo.tools.plan.recipe import Recipe, read
+from litgrpo.tools.plan.training import Training, read
 
 DOES_NOT_FIT = 1  # exit code
 # GB (10^9 bytes) of each chip, from Google Cloud's pages on TPU versions.
@@ -22,6 +23,7 @@ CHIPS = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
 # Left for the runtime, for what the compiler keeps besides, and for holes.
 SPARE_FRAC = 0.1
 SIZES = (1, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 
 
 class PlanCLI(LightningCLI):
@@ -70,29 +72,22 @@ def plan() -> None:
     """Print what a recipe needs on each chip; exit code 1 if that does not fit."""
     settings = PlanCLI(sys.argv[2:]).config
     chip = settings.chip
-    if chip not in CHIPS:
-        raise ValueError(f"chip is {chip!r}; it can be {', '.join(CHIPS)}")
-    recipe = read(settings)
-    number = settings.chips
-    if number is None:
-        number = 8 if recipe.sharded else 1
-    if number < 1:
-        raise ValueError(f"chips is {number}; it must be at least 1")
-    if number > 1 and not recipe.sharded:
-        raise ValueError(
-            f"chips is {number}, but trainer.strategy is {recipe.strategy!r}, under which every "
-            "chip holds the whole model. Give -c configs/hardware/tpu_spmd.yaml, or --chips 1."
-        )
-    found = recipe.account(number)
-    print("\n".join(as_text(recipe, found, chip, number)))
+    require(chip in CHIPS, f"chip is {chip!r}; it can be {', '.join(CHIPS)}")
+    training = read(settings)
+    number = (8 if training.sharded else 1) if settings.chips is None else settings.chips
+    at_least("chips", number, 1)
+    require(
+        number == 1 or training.sharded,
+        f"chips is {number}, but trainer.strategy is {training.strategy!r}, under which every "
+        "chip holds the whole model. Give -c configs/hardware/tpu_spmd.yaml, or --chips 1.",
+    )
+    found = training.account(number)
+    print("\n".join(as_text(training, found, chip, number)))
     if settings.report is not None:
         content = as_dict(found, chip, number)
         Path(settings.report).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if recipe.undivided(number) or not fits(found, chip):
+    if training.undivided(number) or not fits(found, chip):
         raise SystemExit(DOES_NOT_FIT)
-
-
-# --- the verdict ---
 
 
 def fits(items: Sequence[Item], chip: str) -> bool:
@@ -100,26 +95,26 @@ def fits(items: Sequence[Item], chip: str) -> bool:
     return peak(items) <= (1 - SPARE_FRAC) * CHIPS[chip] * 1e9
 
 
-def remedies(recipe: Recipe, number: int) -> Iterator[tuple[str, Recipe]]:
+def remedies(training: Training, number: int) -> Iterator[tuple[str, Training]]:
     """What a user could change, one after another and each on top of those before."""
-    if not recipe.checkpointing:
-        recipe = replace(recipe, checkpointing=True)
-        yield "--model.precision.gradient_checkpointing true", recipe
-    for rows in (64, 32, 16, 8, 4, 2, 1):
-        if number <= rows < recipe.work.micro_rows:
-            recipe = replace(recipe, work=replace(recipe.work, micro_rows=rows))
-            yield f"--model.update.micro_batch_size {rows}", recipe
-    if recipe.lora is None and recipe.work.rollouts:
+    if not training.checkpointing:
+        training = replace(training, checkpointing=True)
+        yield "--model.precision.gradient_checkpointing true", training
+    most = training.work.micro_rows
+    for rows in (rows for rows in MICRO_BATCHES if number <= rows < most):
+        training = replace(training, work=replace(training.work, micro_rows=rows))
+        yield f"--model.update.micro_batch_size {rows}", training
+    if training.lora is None and training.work.rollouts:
         lora = LoRA()
-        recipe = replace(recipe, lora=lora, reference=None)
-        yield f"--model.lora.rank {lora.rank}", recipe
+        yield f"--model.lora.rank {lora.rank}", replace(training, lora=lora, reference=None)
 
 
-def as_text(recipe: Recipe, items: Sequence[Item], chip: str, number: int) -> Iterator[str]:
+def as_text(training: Training, items: Sequence[Item], chip: str, number: int) -> Iterator[str]:
     """The plan in lines."""
     shared = "divided over them" if number > 1 else "whole on it"
-    yield f"Each of {number} x {chip} ({CHIPS[chip]} GB); weights {shared}, in {recipe.dtype}"
-    yield f"Optimizer {recipe.optimizer_name}, strategy {recipe.strategy}; GB are 10^9 bytes"
+    yield f"Each of {number} x {chip} ({CHIPS[chip]} GB); weights {shared}, in {training.dtype}"
+    optimizer = training.optimizer.func.__name__
+    yield f"Optimizer {optimizer}, strategy {training.strategy}; GB are 10^9 bytes"
     yield ""
     yield from table(
         ("what", "when", "GB", "how counted"),
@@ -130,51 +125,50 @@ def as_text(recipe: Recipe, items: Sequence[Item], chip: str, number: int) -> It
     verdict = "FITS" if fits(items, chip) else "DOES NOT FIT"
     worst = "always, and the larger of rollout and learning"
     yield f"{verdict}: {gigabytes(peak(items))} GB ({worst}); usable are {limit}"
-    if recipe.undivided(number):
-        yield f"BUT {recipe.undivided(number)} cannot be divided evenly over {number} chips"
-    if recipe.judges:
-        yield f"Not counted: reward models ({', '.join(recipe.judges)})"
+    if training.undivided(number):
+        yield f"BUT {training.undivided(number)} cannot be divided evenly over {number} chips"
+    if training.judges:
+        yield f"Not counted: reward models ({', '.join(training.judges)})"
     yield ""
-    sizes = [size for size in SIZES if recipe.sharded or size == 1]
-    needed = {size: recipe.account(size) for size in sizes}
-    heads = ("chip", *(f"{size} chip{'s' * (size > 1)}" for size in sizes))
-    rows = [
-        (f"{name}, {memory} GB", *(cell(recipe, needed[size], name, size) for size in sizes))
-        for name, memory in CHIPS.items()
-    ]
-    yield from table(heads, rows)
-    if any(recipe.undivided(size) for size in sizes):
-        yield "rows: a rollout or a micro-batch cannot be divided evenly over so many chips"
+    yield from chip_table(training)
     if not fits(items, chip):
         yield ""
-        yield from advice(recipe, chip, number)
+        yield from advice(training, chip, number)
 
 
-def advice(recipe: Recipe, chip: str, number: int) -> Iterator[str]:
+def chip_table(training: Training) -> Iterator[str]:
+    """What is needed on each kind and number of chips, and whether it is there."""
+    sizes = [size for size in SIZES if training.sharded or size == 1]
+    needed = {f"{size} x": training.account(size) for size in sizes if not training.undivided(size)}
+    rows = [
+        (f"{name}, {memory} GB", *(mark(items, name) for items in needed.values()))
+        for name, memory in CHIPS.items()
+    ]
+    yield from table(("chip", *needed), rows)
+    if len(needed) < len(sizes):
+        yield "More chips than these cannot divide the rows of a rollout evenly."
+
+
+def advice(training: Training, chip: str, number: int) -> Iterator[str]:
     """What would make it fit, in lines."""
     yield "What to change, each on top of those before:"
-    for words, changed in remedies(recipe, number):
+    for words, changed in remedies(training, number):
         found = changed.account(number)
         yield f"  {words:<48} {mark(found, chip)}"
         if fits(found, chip):
             return
-    if recipe.sharded:
-        more = (size for size in SIZES if size > number and not recipe.undivided(size))
-        enough = (size for size in more if fits(recipe.account(size), chip))
-        size = next(enough, None)
-        yield f"  or --chips {size}, nothing else changed" if size else "  or another kind of chip"
-    else:
+    if not training.sharded:
         yield "  or divide it over several chips: -c configs/hardware/tpu_spmd.yaml"
+        return
+    more = (size for size in SIZES if size > number and not training.undivided(size))
+    enough = (size for size in more if fits(training.account(size), chip))
+    found_size = next((f"--chips {size}, nothing else changed" for size in enough), None)
+    yield f"  or {found_size or 'another kind of chip'}"
 
 
 def mark(items: Sequence[Item], chip: str) -> str:
     """What is needed, and whether it is there."""
     return f"{gigabytes(peak(items))} {'fits' if fits(items, chip) else 'no'}"
-
-
-def cell(recipe: Recipe, items: Sequence[Item], chip: str, number: int) -> str:
-    """The same, or that the rows are too few for so many chips."""
-    return "rows" if recipe.undivided(number) else mark(items, chip)
 
 
 def gigabytes(size: int) -> str:
@@ -184,10 +178,8 @@ def gigabytes(size: int) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A Markdown table with aligned columns."""
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    for line in lines:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for line in (head, ["-" * width for width in widths], *rows):
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         yield f"| {' | '.join(cells)} |"
 

@@ -7,15 +7,17 @@ pass are counted exactly, for any architecture, in seconds. What a compiler make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from litgrpo.parallel.xla.sharding import MIN_SHARD_SIZE, share_of
+from litgrpo.parallel.sharding import MIN_SHARD_SIZE, share_of
 from litgrpo.tensors import head_chunk
 
 Phase = Literal["always", "rollout", "learning"]
@@ -182,17 +184,17 @@ class Blueprint:
 
     def _count(self, rows: int, length: int) -> Kept:
         layers = self._layers()
-        seen: dict[int, int] = {}  # bytes of each storage, outside of the layers
-        own = {t.untyped_storage()._cdata for t in (*self.weights, *self.model.buffers())}
-        inside: list[dict[int, int]] = [{} for _ in layers]
-        place: list[dict[int, int]] = [seen]
+        counted = {t.untyped_storage()._cdata for t in (*self.weights, *self.model.buffers())}
+        # Bytes kept outside of the layers, then in each of them.
+        sizes = [0] * (1 + len(layers))
+        place = [0]
         alive: list[Tensor] = []  # or a storage's address would be given to another
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            known = any(storage._cdata in part for part in (own, seen, *inside))
-            if not known:
-                place[-1][storage._cdata] = storage.nbytes()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                sizes[place[-1]] += storage.nbytes()
                 alive.append(tensor)
             return tensor
 
@@ -200,16 +202,14 @@ class Blueprint:
             place.pop()
 
         hooks = []
-        for layer, part in zip(layers, inside, strict=True):
-            hooks.append(layer.register_forward_pre_hook(lambda *_, part=part: place.append(part)))
+        for number, layer in enumerate(layers, start=1):
+            hooks.append(layer.register_forward_pre_hook(lambda *_, n=number: place.append(n)))
             hooks.append(layer.register_forward_hook(leave))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = self._pass(rows, length, use_cache=False)
         for hook in hooks:
             hook.remove()
-        layer_input = hidden.numel() * hidden.element_size()
-        sizes = tuple(sum(part.values()) for part in inside)
-        return Kept(sum(seen.values()), sizes, layer_input)
+        return Kept(sizes[0], tuple(sizes[1:]), hidden.numel() * hidden.element_size())
 
     def _layers(self) -> Sequence[nn.Module]:
         number = self.config.num_hidden_layers
@@ -324,65 +324,88 @@ def account(
         checkpointing: whether activations are recomputed in the backward pass.
         computed: the policy in the lower precision that is computed in; None: in its own.
     """
-    trained = blueprint.trained
-    adapted = len(trained) < len(blueprint.weights)
-    frozen = [weight for weight in blueprint.weights if not weight.requires_grad]
-    base = frozen if adapted else trained
-    items = [Item("weights", chips.share(base), "always", _count_of(base))]
-    if adapted:
-        items.append(Item("adapters", chips.share(trained), "always", _count_of(trained)))
-    how = "two per weight, as Adam's: not countable" if states is None else "after one step"
-    items.append(Item("optimizer", states_share(states, trained, chips), "always", how))
-    if reference is not None:
-        weights = reference.weights
-        items.append(Item("reference", chips.share(weights), "always", _count_of(weights)))
-    if computed is not None:
-        how = "all weights once more, in the precision computed in"
-        items.append(Item("cast weights", chips.share(computed.weights), "learning", how))
-    at_work = blueprint if computed is None else computed
-    largest = max(at_work.weights, key=lambda weight: weight.numel())
+    at_work = computed or blueprint
+    largest = max(at_work.weights, key=Tensor.numel)
+    # Divided weights are gathered one at a time; a chip alone has them whole.
     whole = largest.numel() * size(largest) if chips.number > 1 else 0
-    items += _rollout(at_work, work, chips, whole)
-    items.append(Item("gradients", chips.share(trained), "learning", _count_of(trained)))
-    rows = chips.rows(work.micro_rows)
-    kept = at_work.kept(rows, work.length).size(checkpointing)
-    how = f"{rows} rows of {work.length} tokens" + (", checkpointed" * checkpointing)
-    items.append(Item("activations", kept, "learning", how))
-    vocabulary = blueprint.config.vocab_size
-    tokens = head_chunk(work.micro_rows * work.completion_len, vocabulary)
-    logits = HEAD_TENSORS * tokens * vocabulary * FLOAT32_BYTES
-    items.append(Item("head", logits, "learning", f"{HEAD_TENSORS} x [{tokens}, {vocabulary}]"))
-    if whole:
-        sized = 2 * whole if largest.requires_grad else whole
-        how = "the largest weight whole" + (", and its gradient" * largest.requires_grad)
-        items.append(Item("gathered", sized, "learning", how))
-    return items
-
-
-def _rollout(blueprint: Blueprint, work: Work, chips: Chips, whole: int) -> list[Item]:
-    if not work.rollouts:
-        return []
-    prompts, completions = cache_share(blueprint, work, chips)
-    number, group = max(work.rollouts, key=lambda each: each[0] * each[1])
-    at_once = chips.rows(number * group)
-    vocabulary = blueprint.config.vocab_size
-    logits = SAMPLING_TENSORS * at_once * vocabulary * FLOAT32_BYTES
-    reading = max(blueprint.kept(chips.rows(number), work.prompt_len).layers)
-    sizes = f"up to {number} prompts of {work.prompt_len}"
     items = [
-        Item("cache, prompts", prompts, "rollout", f"{sizes} tokens, once per group"),
-        Item(
+        *_always(blueprint, chips, states, reference),
+        *_rollout(at_work, work, chips, whole),
+        *_learning(blueprint, at_work, work, chips, checkpointing),
+        Item("gathered", whole, "learning", "the largest weight whole"),
+    ]
+    if largest.requires_grad:
+        items[-1] = Item("gathered", 2 * whole, "learning", f"{items[-1].how}, and its gradient")
+    return [item for item in items if item.size]
+
+
+def _always(
+    blueprint: Blueprint,
+    chips: Chips,
+    states: list[tuple[Tensor, Tensor]] | None,
+    reference: Blueprint | None,
+) -> Iterator[Item]:
+    trained = blueprint.trained
+    frozen = [weight for weight in blueprint.weights if not weight.requires_grad]
+    for name, weights in {
+        "weights": frozen or trained,
+        "adapters": trained if frozen else [],
+        "reference": [] if reference is None else reference.weights,
+    }.items():
+        yield Item(name, chips.share(weights), "always", _count_of(weights))
+    how = "two per weight, as Adam's: not countable" if states is None else "after one step"
+    yield Item("optimizer", states_share(states, trained, chips), "always", how)
+
+
+def _rollout(blueprint: Blueprint, work: Work, chips: Chips, whole: int) -> Iterator[Item]:
+    if not work.rollouts:
+        return
+    prompts, completions = cache_share(blueprint, work, chips)
+    number, group = max(work.rollouts, key=prod)
+    rows = number * group
+    shape = (chips.rows(rows), blueprint.config.vocab_size)
+    for name, each, how in (
+        (
+            "cache, prompts",
+            prompts,
+            f"up to {number} prompts of {work.prompt_len} tokens, once per group",
+        ),
+        (
             "cache, completions",
             completions,
-            "rollout",
-            f"up to {number * group} rows of {work.completion_len} tokens, twice while written",
+            f"up to {rows} rows of {work.completion_len} tokens, twice while written",
         ),
-        Item("reading", reading, "rollout", "one layer's activations over the prompts"),
-        Item("sampling", logits, "rollout", f"{SAMPLING_TENSORS} x [{at_once}, {vocabulary}]"),
-    ]
-    if whole:
-        items.append(Item("gathered", whole, "rollout", "the largest weight whole"))
-    return items
+        (
+            "reading",
+            max(blueprint.kept(chips.rows(number), work.prompt_len).layers),
+            "one layer's activations over the prompts",
+        ),
+        (
+            "sampling",
+            SAMPLING_TENSORS * prod(shape) * FLOAT32_BYTES,
+            f"{SAMPLING_TENSORS} x {list(shape)}",
+        ),
+        ("gathered", whole, "the largest weight whole"),
+    ):
+        yield Item(name, each, "rollout", how)
+
+
+def _learning(
+    blueprint: Blueprint, at_work: Blueprint, work: Work, chips: Chips, checkpointing: bool
+) -> Iterator[Item]:
+    if at_work is not blueprint:
+        how = "all weights once more, in the precision computed in"
+        yield Item("cast weights", chips.share(at_work.weights), "learning", how)
+    trained = blueprint.trained
+    yield Item("gradients", chips.share(trained), "learning", _count_of(trained))
+    rows = chips.rows(work.micro_rows)
+    how = f"{rows} rows of {work.length} tokens" + (", checkpointed" if checkpointing else "")
+    kept = at_work.kept(rows, work.length).size(checkpointing)
+    yield Item("activations", kept, "learning", how)
+    vocabulary = blueprint.config.vocab_size
+    shape = (head_chunk(work.micro_rows * work.completion_len, vocabulary), vocabulary)
+    logits = HEAD_TENSORS * prod(shape) * FLOAT32_BYTES
+    yield Item("head", logits, "learning", f"{HEAD_TENSORS} x {list(shape)}")
 
 
 def _count_of(weights: Iterable[Tensor]) -> str:
@@ -391,7 +414,7 @@ def _count_of(weights: Iterable[Tensor]) -> str:
 
 def peak(items: Iterable[Item]) -> int:
     """Bytes at the worst moment: what is always there, and the larger of the two phases."""
-    total: dict[Phase, int] = {"always": 0, "rollout": 0, "learning": 0}
+    total: Counter[Phase] = Counter()
     for item in items:
         total[item.phase] += item.size
     return total["always"] + max(total["rollout"], total["learning"])

@@ -1,0 +1,204 @@
+"""Names of the previous version, for this version only: {old: new}, and recipes that use them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KEYS = {
+    "model.learning": "model.update",
+    "model.guard": "model.reward_runner",
+    "model.max_redraws": "model.max_resamples",
+}
+# Import paths, whole or as far as they changed, and short names of classes; the longest row counts.
+# Old paths of reward functions are known to `rewards.lookup`, which Python callers use, too.
+PATHS = {
+    "EagerEngine": "LocalEngine",
+    "ProcessGuard": "ProcessRunner",
+    "InProcessGuard": "InProcessRunner",
+    "litgrpo.modules.grpo.GRPO": "litgrpo.GRPO",
+    "litgrpo.modules.sft.SFT": "litgrpo.SFT",
+    "litgrpo.modules.settings.Learning": "litgrpo.learner.config.UpdateConfig",
+    "litgrpo.modules.settings.Evaluation": "litgrpo.evaluation.settings.Evaluation",
+    "litgrpo.modules.controllers": "litgrpo.learner.schedules",
+    "litgrpo.data.prompts.PromptData": "litgrpo.PromptData",
+    "litgrpo.data.pairs.PairData": "litgrpo.PairData",
+    "litgrpo.objectives": "litgrpo.algorithm",
+    "litgrpo.policies": "litgrpo.models",
+    "litgrpo.rollout.eager_engine.EagerEngine": "litgrpo.rollout.engines.local.LocalEngine",
+    "litgrpo.rollout.static_engine": "litgrpo.rollout.engines.static",
+    "litgrpo.rollout.engine": "litgrpo.rollout.engines.interface",
+    "litgrpo.strategies.xla": "litgrpo.parallel.xla.strategy",
+    "litgrpo.rewards.composite.Composite": "litgrpo.rewards.Scorer",
+    "litgrpo.rewards.composite.Reward": "litgrpo.rewards.Reward",
+    "litgrpo.rewards.Composite": "litgrpo.rewards.Scorer",
+    "litgrpo.rewards.guard.Guard": "litgrpo.rewards.RewardRunner",
+    "litgrpo.rewards.guard.InProcessGuard": "litgrpo.rewards.InProcessRunner",
+    "litgrpo.rewards.guard.RewardFailure": "litgrpo.rewards.RewardFailure",
+    "litgrpo.rewards.process_guard.ProcessGuard": "litgrpo.rewards.ProcessRunner",
+    "litgrpo.rewards.Guard": "litgrpo.rewards.RewardRunner",
+    "litgrpo.rewards.InProcessGuard": "litgrpo.rewards.InProcessRunner",
+    "litgrpo.rewards.ProcessGuard": "litgrpo.rewards.ProcessRunner",
+    "litgrpo.rewards.calls": "litgrpo.rewards.runner.calls",
+    "litgrpo.callbacks.checkpoint": "litgrpo.checkpointing.callback",
+    "litgrpo.callbacks.checkpoint_io": "litgrpo.checkpointing.io",
+    "litgrpo.callbacks.journal": "litgrpo.checkpointing.logger_state",
+    "litgrpo.callbacks.exact_resume": "litgrpo.checkpointing.rng_state",
+}
+RECIPE_FLAGS = ("c", "config")
+
+
+class OldNames:
+    """Replaces old names in YAML and in command lines, and remembers which it met."""
+
+    def __init__(self) -> None:
+        self.met: dict[str, str] = {}
+
+    def warn(self) -> None:
+        """Print one line for each old name that was met."""
+        for old, new in self.met.items():
+            line = f"warning: {old} is now {new}; the old name works in this version only"
+            print(line, file=sys.stderr)
+
+    def path(self, path: str) -> str:
+        """An import path or the short name of a class, as it is now.
+
+        Example:
+            >>> OldNames().path("litgrpo.objectives.kl.k1")
+            'litgrpo.algorithm.kl.k1'
+        """
+        row = _longest_row(path, PATHS)
+        new = PATHS[row] + path.removeprefix(row) if row else path
+        if new != path:
+            self.met[path] = new
+        return new
+
+    def key(self, key: str) -> str:
+        """A dotted key, with `init_args` or, as the command line allows, without.
+
+        Example:
+            >>> OldNames().key("model.init_args.learning.inner_epochs")
+            'model.init_args.update.inner_epochs'
+        """
+        row = _longest_row(key.replace(".init_args", ""), KEYS)
+        if not row:
+            return key
+        self.met[row] = KEYS[row]
+        name, new = row.rpartition(".")[2], KEYS[row].rpartition(".")[2]
+        return key.replace(f".{name}", f".{new}", 1)
+
+    def text(self, text: str, key: str = "") -> str:
+        """YAML with the new names; all else, comments too, stays to the letter.
+
+        Args:
+            text: a whole recipe, or the value of a key. Broken YAML is left to the parser.
+            key: that dotted key.
+        """
+        try:
+            node = yaml.compose(text)
+        except yaml.YAMLError:
+            return text
+        # {where a name begins: (where it ends, the new one)}; a node may be met again by an alias.
+        edits = {start: (end, new) for start, end, new in self._edits(node, key)}
+        for start, (end, new) in sorted(edits.items(), reverse=True):
+            text = text[:start] + new + text[end:]
+        return text
+
+    def _edits(self, node: yaml.Node | None, key: str) -> Iterator[tuple[int, int, str]]:
+        match node:
+            case yaml.ScalarNode():
+                yield from _edit(node, self.path(node.value))
+            case yaml.SequenceNode():
+                for inner in node.value:
+                    yield from self._edits(inner, key)
+            case yaml.MappingNode():
+                prefix = f"{key}." if key else ""
+                names = {name.value for name, _ in node.value if isinstance(name.value, str)}
+                for name, inner in node.value:
+                    place = self.key(f"{prefix}{name.value}")
+                    new = place.removeprefix(prefix)
+                    if new not in names:  # else it stays, and the parser refuses the old one
+                        yield from _edit(name, new)
+                    yield from self._edits(inner, place)
+
+    def words(self, words: Sequence[str], read: Callable[[str], str]) -> list[str]:
+        """A command line with the new names.
+
+        Args:
+            words: after the verb.
+            read: is given the file after each `-c`; what it returns is put in place of the file.
+        """
+        result, key = [], ""
+        for word in (part for given in words for part in _apart(given)):
+            option, equals, value = word.partition("=")
+            if key in RECIPE_FLAGS:
+                key, new = "", read(word)
+            elif option.startswith("-"):
+                old = option.lstrip("-")
+                key = self.key(old)
+                new = option.replace(old, key) + equals + self.text(value, key)
+            else:
+                key, new = "", self.text(word, key)
+            result.append(new)
+        return result
+
+
+def current_words(
+    words: Sequence[str], folder: Path, convert: Callable[[Path], str | None]
+) -> list[str]:
+    """A command line without old names, after a line of warning for each of them.
+
+    Args:
+        words: after the verb.
+        folder: for copies of recipes in which something was replaced.
+        convert: makes a recipe of a file in another format, or None of a recipe.
+    """
+    names = OldNames()
+
+    def read(word: str) -> str:
+        path = Path(word)
+        if not path.is_file():
+            return word  # the parser says so
+        old = path.read_text(encoding="utf-8")
+        new = names.text(convert(path) or old)
+        if new == old:
+            return word
+        # A run is named after its recipe, so that the copy keeps the name.
+        copy = folder / str(len(list(folder.iterdir()))) / path.with_suffix(".yaml").name
+        copy.parent.mkdir()
+        copy.write_text(new, encoding="utf-8")
+        return str(copy)
+
+    words = names.words(words, read)
+    names.warn()
+    return words
+
+
+def current_recipe(text: str) -> Any:
+    """The content of a recipe of either version, after a line of warning for each old name."""
+    names = OldNames()
+    content = yaml.safe_load(names.text(text))
+    names.warn()
+    return content
+
+
+def _longest_row(name: str, rows: Mapping[str, str]) -> str:
+    """The longest row that is the dotted name or begins it; nothing if there is none."""
+    parts = name.split(".")
+    heads = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((head for head in heads if head in rows), "")
+
+
+def _edit(node: yaml.ScalarNode, new: str) -> Iterator[tuple[int, int, str]]:
+    if new != node.value:
+        quote = node.style or ""
+        yield node.start_mark.index, node.end_mark.index, f"{quote}{new}{quote}"
+
+
+def _apart(word: str) -> list[str]:
+    """`--config=FILE` as two words, every other word as it is."""
+    return word.split("=", 1) if word.startswith("--config=") else [word]

@@ -1,0 +1,44 @@
+"""How held-out prompts are answered and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from litgrpo.arguments import at_least
+from litgrpo.evaluation.dialogue import CorpusScores
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How held-out prompts are answered and counted.
+
+    Args:
+        samples: k completions of each prompt; avg@k is the mean success of a completion.
+        pass_at: pass@j for each j listed: the chance that one of j completions succeeds.
+        temperature: of these completions.
+        greedy: answer each prompt once more with the most likely tokens.
+        success: the reward that counts; None takes the first.
+        threshold: a completion succeeds if that reward is at least this.
+        predict_temperature: of the completions of `predict`; 0 takes the most likely tokens.
+        corpus: what to compute from one reply to every prompt, such as `DialogueScores`: the most
+            likely reply, or without `greedy` the first sample.
+    """
+
+    samples: int = 4
+    pass_at: list[int] = field(default_factory=lambda: [1, 4])
+    temperature: float = 1.0
+    greedy: bool = True
+    success: str | None = None
+    threshold: float = 1.0
+    predict_temperature: float = 0.0
+    corpus: CorpusScores | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        at_least("evaluation.samples", self.samples, 1)
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples:
+                raise ValueError(
+                    f"evaluation.pass_at has {k}; with {self.samples} samples it can be 1 to "
+                    f"{self.samples}. Raise evaluation.samples or take {k} out."
+                )

@@ -1,0 +1,264 @@
+"""Builds the parts of GRPO from a recipe's settings, and refuses settings that contradict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from litgrpo.algorithm.importance import SamplerCorrection
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.arguments import at_least, require
+from litgrpo.learner.config import UpdateConfig
+from litgrpo.learner.learner import Learner
+from litgrpo.learner.micro_batches import Ragged
+from litgrpo.learner.schedules import Coefficients
+from litgrpo.learner.static_batches import Static
+from litgrpo.models.loading import Precision
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import Reference
+from litgrpo.modules.trainer import TrainerComm, is_attached
+from litgrpo.parallel.clock import Clock
+from litgrpo.parallel.device import backend
+from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.rewards.library.format import soft_overlong
+from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rollout.dynamic_sampling import DynamicSampling
+from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rollout.environment import Environment
+from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.rollout.sampling import Sampling
+
+EXACT_DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a recipe the parts of an iteration are made from; see `GRPO`."""
+
+    group_size: int
+    max_completion_len: int
+    sampling: Sampling
+    engine: RolloutEngine
+    environment: Environment
+    update: UpdateConfig
+    precision: Precision
+    max_resamples: int
+    seed: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Completions of each prompt, and tokens of a completion at most."""
+        return self.group_size, self.max_completion_len
+
+    def seed_of(self, iteration: int) -> int:
+        """Where the device's own random numbers begin, before and after each iteration.
+
+        A device that compiles advances them with each program, and how many there are before an
+        iteration depends on where the process began. Nothing but dropout draws from them.
+        """
+        return self.seed * 1_000_003 + iteration
+
+
+def place_of(module: LightningModule, policy: Policy) -> tuple[torch.device, str]:
+    """The device and the precision of a module's trainer, or the policy's where it has none."""
+    if is_attached(module):
+        return module.trainer.strategy.root_device, str(module.trainer.precision)
+    return policy.model.device, "32-true"
+
+
+def join(
+    settings: Settings,
+    policy: Policy,
+    reference: Reference | None,
+    coefficients: Coefficients,
+    scorer: Scorer,
+    module: LightningModule,
+) -> tuple[Clock, Rollouter, Learner, DynamicSampling]:
+    """The objects that an iteration goes through; they know no trainer.
+
+    Args:
+        settings: of the recipe.
+        policy: samples and learns.
+        reference: for the KL term.
+        coefficients: the objective.
+        scorer: judges.
+        module: whose parts policy and reference are; its trainer, if it has one, tells device and
+            precision.
+    """
+    device, precision = place_of(module, policy)
+    static_shapes = backend(device).static_shapes
+    use_static_shapes(module, device)
+    clock, comm = Clock(device), TrainerComm(module)
+    rollouter = Rollouter(
+        policy,
+        *settings.sizes,
+        engine=settings.engine,
+        environment=settings.environment,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        clock=clock,
+    )
+    learner = Learner(
+        policy,
+        coefficients,
+        settings.update.fitted(policy.linear_outputs, static_shapes=static_shapes),
+        settings.sampling,
+        *settings.sizes,
+        reference=reference,
+        engine_exact=settings.engine.exact,
+        reuse_sampler_logprobs=same_digits(settings, precision),
+        comm=comm,
+        clock=clock,
+        # The device decides how the learner batches, whichever engine samples.
+        micro_batching=Static(backend(device)) if static_shapes else Ragged(),
+    )
+    dynamic_sampling = DynamicSampling(
+        rollouter, scorer, settings.max_resamples, data_device(device), comm, static_shapes
+    )
+    before = vars(module)
+    if "learner" in before:  # limits where memory was short outlive the trainer
+        learner.max_rows = before["learner"].max_rows
+        rollouter.max_rows = before["rollouter"].max_rows
+    return clock, rollouter, learner, dynamic_sampling
+
+
+def check_sizes(
+    group_size: int, max_completion_len: int, max_iterations: int | None, objective: Objective
+) -> None:
+    """Refuse sizes that nothing can be learned with.
+
+    Raises:
+        ValueError: a size below 1, or a group of one where completions of it are compared.
+    """
+    at_least("group_size", group_size, 1)
+    at_least("max_completion_len", max_completion_len, 1)
+    at_least("max_iterations", max_iterations, 1)
+    require(
+        group_size > 1 or not objective.advantages.compares,
+        "group_size is 1, but this objective compares completions of the same prompt. Take 2 "
+        "or more, or a baseline without a group: objective.advantages.baseline batch or none.",
+    )
+
+
+def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
+    """The soft overlong punishment over the last share of the tokens; none for a share of 0."""
+    require(0 <= share <= 1, f"soft_overlong is {share}; it must be between 0 (off) and 1.")
+    if not share:
+        return {}
+    limits = {
+        "max_completion_len": max_completion_len,
+        "soft_punish_cache": max(1, round(share * max_completion_len)),
+    }
+    return {"soft_overlong": Reward(soft_overlong, kwargs=limits)}
+
+
+def corrected(objective: Objective, engine: RolloutEngine) -> Objective:
+    """The objective with a correction for the sampler, where the engine is not exact."""
+    if engine.exact or objective.sampler_correction is not None:
+        return objective
+    rank_zero_info(
+        f"{type(engine).__name__} does not sample with the policy's own log-probabilities: "
+        "objective.sampler_correction is on, and those before the update are computed anew."
+    )
+    return replace(objective, sampler_correction=SamplerCorrection())
+
+
+def same_digits(settings: Settings, trainer_precision: str) -> bool:
+    """Whether the sampler's log-probabilities are those of the learning step, up to rounding.
+
+    In lower precision the two round differently enough to move ratios, and greedy decoding has
+    log-probabilities of its own.
+    """
+    precision = settings.precision
+    full = trainer_precision == "32-true" and precision.compute is None
+    full = full and precision.dtype in EXACT_DTYPES
+    return full and settings.engine.exact and not settings.sampling.greedy
+
+
+def check_device(settings: Settings, objective: Objective, device: torch.device) -> None:
+    """Refuse what a device that compiles a program for each set of shapes cannot compute.
+
+    Raises:
+        ValueError: the engine's shapes change, the weighting counts the rows of a micro-batch, or
+            dropout would be drawn anew where activations are computed a second time.
+    """
+    if not backend(device).static_shapes:
+        return
+    require(
+        settings.engine.static_shapes,
+        f"engine is {type(settings.engine).__name__}, whose shapes follow the completions, but "
+        "this device compiles a program for each shape. Give engine: {class_path: StaticEngine}, "
+        "as the overlays for such devices in configs/hardware do.",
+    )
+    require(
+        not isinstance(objective.weighting, PerTokenOfMicroBatch),
+        "objective.weighting is PerTokenOfMicroBatch, whose gradient depends on the rows of a "
+        "micro-batch, which are filled up in fixed shapes. Take PerToken.",
+    )
+    require(
+        not (settings.precision.gradient_checkpointing and settings.precision.dropout),
+        "precision.dropout and precision.gradient_checkpointing are both on, but this device "
+        "cannot draw the same numbers a second time. Leave one of them off.",
+    )
+
+
+def data_device(device: torch.device) -> torch.device:
+    """Where prompts, rollouts and numbers to log are: on the host where shapes are static."""
+    return torch.device("cpu") if backend(device).static_shapes else device
+
+
+def unmoved(batch: Any, *_: Any) -> Any:
+    """A batch, where it is."""
+    return batch
+
+
+def numbers_on_host(log: Callable[..., None]) -> Callable[..., None]:
+    """A module's `log` for plain numbers that do not go to the device and back.
+
+    There each would become a program, and every set of them another one.
+    """
+
+    def call(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        number = isinstance(value, int | float)
+        log(name, torch.tensor(float(value)) if number else value, *args, **kwargs)
+
+    return call
+
+
+def use_static_shapes(module: nn.Module, device: torch.device) -> None:
+    """Let the policies of a module compute in fixed shapes where the device compiles programs."""
+    for part in module.modules():
+        if isinstance(part, Policy):
+            part.static_shapes = backend(device).static_shapes
+            if part.static_shapes and part.bare_model.is_gradient_checkpointing:
+                # A hook that compilers cannot trace; checkpoints without reentry need none.
+                part.bare_model.disable_input_require_grads()
+
+
+def changing(module: nn.Module, coefficients: Coefficients) -> dict[str, Tensor]:
+    """{name: tensor} of the weights that training changes."""
+    follows = coefficients.controllers.reference is not None
+    return {
+        name: parameter.data
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad or (follows and name.startswith("reference."))
+    }
+
+
+def check_trainer_precision(precision: str) -> None:
+    """Refuse a precision plugin that would convert prompts instead of weights.
+
+    Raises:
+        ValueError: it is a `-true` one other than 32.
+    """
+    require(
+        precision == "32-true" or not precision.endswith("-true"),
+        f"trainer.precision is {precision!r}; the weights' type is model.precision.dtype. "
+        "Give trainer.precision 32-true or bf16-mixed.",
+    )

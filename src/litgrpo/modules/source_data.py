@@ -1,0 +1,94 @@
+"""What data modules share: sources and settings, the model's tokenizer, loaders with a position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic
+
+from lightning import LightningDataModule
+
+from litgrpo.arguments import at_least, require
+from litgrpo.data.rendering import LengthLimit, PromptStyle, checked, load_tokenizer
+from litgrpo.data.rows import Table
+from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
+from litgrpo.data.sources import Row, SourceLike
+
+if TYPE_CHECKING:  # slow to import; only named here
+    from transformers import PreTrainedTokenizerBase
+
+
+class SourceData(LightningDataModule, Generic[Batch]):
+    """Rows of sources, tokenized for a model.
+
+    Args:
+        sources: {set: where its rows come from, or None}.
+        table: how rows get their names, and how they are split.
+        style: makes prompts of rows.
+        limit: of a row's tokens.
+        tokenizer: Hub id or folder, or None for that of the model.
+        num_workers: processes that build training batches ahead.
+        pad_to_multiple: length of batches is a multiple of this.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, SourceLike | None],
+        table: Table,
+        style: PromptStyle,
+        limit: LengthLimit,
+        *,
+        tokenizer: str | None,
+        num_workers: int,
+        pad_to_multiple: int,
+    ) -> None:
+        super().__init__()
+        at_least("pad_to_multiple", pad_to_multiple, 1)
+        twice = sources["val"] is not None and table.val_fraction
+        require(not twice, "val and val_fraction are both set; leave out one of them")
+        self.sources, self.table, self.style, self.limit = sources, table, style, limit
+        self.tokenizer, self.num_workers = tokenizer, num_workers
+        self.pad_to_multiple = pad_to_multiple
+        self.sets: dict[str, Any] = {}
+        self.fingerprint = ""
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Rank of this process and number of processes; without a trainer there is one."""
+        trainer = self.trainer
+        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+    def find_tokenizer(self, texts: list[str]) -> PreTrainedTokenizerBase:
+        """The tokenizer of the data, if one is named, else that of the model.
+
+        Args:
+            texts: what the model's `fit_tokenizer` may train it on.
+        """
+        if self.tokenizer is not None:
+            return checked(load_tokenizer(self.tokenizer))
+        if self.trainer is None:
+            raise ValueError("without a Trainer the data need their own tokenizer; set tokenizer")
+        model: Any = self.trainer.lightning_module
+        return checked(model.fit_tokenizer(texts))
+
+    def require_validation(self, rows: list[Row]) -> None:
+        """Refuse to validate on nothing."""
+        require(bool(rows), "nothing to validate on: set val or val_fraction of the data")
+
+    def skip_validation_without(self, name: str, stage: str) -> None:
+        """Tell Lightning that a fit has no such set; an empty list of loaders makes it warn."""
+        if stage == "fit" and name not in self.sets and self.trainer is not None:
+            self.trainer.limit_val_batches = 0
+
+    def train_loader(self, plan: Plan, identity: dict[str, Any]) -> BatchLoader[Batch]:
+        """Training batches, whose position is part of a checkpoint.
+
+        Args:
+            plan: epoch -> batches of row numbers.
+            identity: what the order of batches depends on.
+        """
+        order = BatchOrder(plan, *self.process)
+        return BatchLoader(self.sets["train"], order, self.num_workers, identity)
+
+    def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
+        """The same batches of a set in every epoch."""
+        return BatchLoader(self.sets[name], BatchOrder(lambda _: batches, *self.process))

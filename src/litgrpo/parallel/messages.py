@@ -1,0 +1,50 @@
+"""Messages to the user, once per run: only the first of several processes writes them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+from torch import distributed
+
+# Who started the processes sets one of these. SLURM's comes last: it may be set although another
+# launcher started the processes.
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+log = logging.getLogger("litgrpo")
+
+
+def rank() -> int:
+    """Number of this process; the only process of a run has 0."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(next((os.environ[name] for name in RANKS if name in os.environ), 0))
+
+
+def rank_zero_info(message: str) -> None:
+    """Write a line to the log, which is stderr unless the program has configured logging."""
+    if rank() == 0:
+        log.info(message)
+
+
+def rank_zero_warn(message: str) -> None:
+    """Issue a warning that names the line of the caller."""
+    if rank() == 0:
+        warnings.warn(message, stacklevel=2)
+
+
+def _nobody_else_writes(record: logging.LogRecord) -> bool:
+    """Whether the root logger has no handler, which would write the record a second time."""
+    return not logging.getLogger().handlers
+
+
+def _show_lines() -> None:
+    """Let lines reach stderr as they are, in programs that have not configured logging."""
+    console = logging.StreamHandler()
+    console.addFilter(_nobody_else_writes)
+    log.addHandler(console)
+    log.setLevel(logging.INFO)
+
+
+_show_lines()

@@ -1,0 +1,169 @@
+"""The program: `python cli.py VERB ...` in a clone, `litgrpo VERB ...` when installed.
+
+Training and inference go to LightningCLI (`trainer_cli`); every other verb is a plain function.
+Nothing slow is imported before the verb is known, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+LIGHTNING_VERBS = {
+    "fit": "train: a before/after table, checkpoints and the model in the run folder",
+    "validate": "evaluate on the held-out validation problems",
+    "test": "evaluate on the test problems",
+    "predict": "answer prompts: print reasoning and answer, write JSONL",
+}
+# {verb: the module with the function of that name, what it does}
+COMMANDS = {
+    "export": ("litgrpo.tools.export", "write a checkpoint's policy as a Hugging Face folder"),
+    "convert": ("litgrpo.tools.convert", "turn a Gemma 2 reasoning trainer's JSON into a recipe"),
+    "audit": (
+        "litgrpo.tools.audit",
+        "test the rewards of a recipe: fair to right answers, hard to game?",
+    ),
+    "plan": (
+        "litgrpo.tools.plan.command",
+        "would a recipe fit into the memory of these TPU chips?",
+    ),
+    "compare": (
+        "litgrpo.tools.compare",
+        "train by several algorithms and seeds; which gains are real?",
+    ),
+}
+TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
+WRONG_INPUT = 2
+
+
+HELP = """\
+litgrpo: GRPO for language models in PyTorch Lightning
+
+usage: {program} VERB [-c RECIPE.yaml ...] [--KEY VALUE ...]
+
+verbs:
+{verbs}
+
+examples:
+  {program} fit -c configs/quickstart.yaml
+  {program} fit -c configs/quickstart.yaml --seed_everything 1 --run_dir runs/second
+  {program} fit -c configs/quickstart.yaml --ckpt_path last
+  {program} predict -c runs/quickstart/config.yaml --ckpt_path last --data.prompts '["3+4="]'
+
+A later -c overrides an earlier one, and --KEY VALUE overrides both. Everything of a run goes to one
+folder: runs/NAME, after the first recipe's name, or --run_dir.
+
+  {program} VERB --help               every key of a verb
+  {program} VERB --model.help GRPO    every key of a class
+  --debug                            after any verb: tracebacks instead of one-line errors
+  README.md, configs/, docs/         where to read on
+"""
+
+
+def main() -> int:
+    """Run the verb on the command line.
+
+    Returns:
+        The exit code: 0; 2 for a mistake in the input; 143 when asked to stop.
+    """
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(help_page())
+        return 0 if words else WRONG_INPUT
+    verb, known = words[0], [*LIGHTNING_VERBS, *COMMANDS]
+    if verb not in known:
+        near = difflib.get_close_matches(verb, known, 1)
+        guess = (
+            f"did you mean {near[0]!r}?" if near else f"the verb comes first: {', '.join(known)}"
+        )
+        return print_error(f"there is no verb {verb!r}: {guess}")
+    try:
+        run(verb, words[1:])
+    except Exception as error:
+        cause = users_mistake(error)
+        if "--debug" in words or cause is None:
+            raise
+        return print_error(str(cause))
+    return 0
+
+
+def run(verb: str, words: list[str]) -> None:
+    """Hand over to LightningCLI or to a function, with the names of this version."""
+    from litgrpo.cli.old_names import current_words
+    from litgrpo.tools.convert import converted
+
+    with TemporaryDirectory() as folder:
+        words = current_words(words, Path(folder), converted)
+        sys.argv[2:] = words
+        if verb in LIGHTNING_VERBS:
+            run_trainer()
+        elif verb == "plan":  # reads the command line of fit by itself
+            import_module(COMMANDS[verb][0]).plan()
+        else:
+            run_function(verb, words)
+
+
+def run_trainer() -> None:
+    """Train, evaluate or answer; the verb is on the command line."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from litgrpo.cli.trainer_cli import LitGRPOCLI
+
+    try:
+        LitGRPOCLI()
+    except SIGTERMException as stop:
+        raise SystemExit(TERMINATED) from stop
+
+
+def run_function(verb: str, words: list[str]) -> None:
+    """Call the function of a verb with its arguments."""
+    from jsonargparse import auto_cli
+
+    from litgrpo.cli.trainer_cli import PlainParser
+
+    words = [word for word in words if word != "--debug"]
+    if verb == "audit":  # a recipe is given to it as to fit
+        words = ["--recipes+" if word in ("-c", "--config") else word for word in words]
+    function = vars(import_module(COMMANDS[verb][0]))[verb]
+    program = f"{program_name()} {verb}"
+    auto_cli(function, args=words, prog=program, parser_class=PlainParser)
+
+
+def users_mistake(error: BaseException | None) -> BaseException | None:
+    """The error itself or a cause of it that a check of ours or of Lightning's raised.
+
+    jsonargparse wraps what a constructor raises. An error from anywhere else is a bug, and its
+    traceback is worth reading.
+    """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    while error is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised_by = frames[-1].f_globals.get("__name__", "").partition(".")[0]
+        checked = isinstance(error, ValueError | FileNotFoundError) and raised_by == "litgrpo"
+        if checked or isinstance(error, MisconfigurationException):
+            return error
+        error = error.__cause__
+    return None
+
+
+def print_error(message: str) -> int:
+    """Print one line and return the exit code."""
+    print(f"error: {message}", file=sys.stderr)
+    return WRONG_INPUT
+
+
+def help_page() -> str:
+    """The page behind `--help`."""
+    texts = LIGHTNING_VERBS | {name: text for name, (_, text) in COMMANDS.items()}
+    verbs = "\n".join(f"  {name:<10}{text}" for name, text in texts.items())
+    return HELP.format(program=program_name(), verbs=verbs)
+
+
+def program_name() -> str:
+    """How the user started this program."""
+    return "python cli.py" if Path(sys.argv[0]).suffix == ".py" else "litgrpo"

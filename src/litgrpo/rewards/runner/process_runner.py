@@ -1,0 +1,142 @@
+"""The default reward runner: functions in worker processes, and rewards that need no asking."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from litgrpo.arguments import at_least
+from litgrpo.rewards.runner.batch import Batch
+from litgrpo.rewards.runner.calls import Call, Scores, is_marked
+from litgrpo.rewards.runner.in_process import run_here
+from litgrpo.rewards.runner.runner import Finish, RewardRunner
+from litgrpo.rewards.runner.worker_pool import WorkerPool
+
+OURS = "litgrpo.rewards."
+MOST_WORKERS = 4
+
+
+class ProcessRunner(RewardRunner):
+    """Runs the functions in worker processes, several at a time; the default.
+
+    A function that hangs, also in C code, is ended after its time; one that crashes or floods the
+    terminal loses only its own samples. What litgrpo brings itself runs in this process, which is
+    quicker, and so does a function that cannot be sent to another process (with a warning).
+
+    Args:
+        timeout_s: seconds that one function may take per iteration: half of them for all rows
+            together; where that fails, the other half for the rows one by one.
+        max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
+            run.
+        slow_s: calls that take longer are listed in `slowest`.
+        workers: processes that may work at the same time; default: one per core, at most 4.
+        cache_size: rewards of `pure` functions that are remembered.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 60.0,
+        max_failed_frac: float = 0.5,
+        slow_s: float = 1.0,
+        workers: int | None = None,
+        cache_size: int = 100_000,
+    ) -> None:
+        super().__init__(timeout_s, max_failed_frac, slow_s)
+        at_least("reward_runner.workers", workers, 1)
+        at_least("reward_runner.cache_size", cache_size, 0)
+        self.pool = WorkerPool(workers or min(MOST_WORKERS, os.cpu_count() or 1))
+        self.cache: OrderedDict[bytes, float] = OrderedDict()
+        self.cache_size = cache_size
+
+    def begin(self, calls: Sequence[Call]) -> Finish:
+        """Let the workers begin; what runs in this process does when the scores are asked for."""
+        self.pool.end_busy()
+        foreign = {n: call for n, call in enumerate(calls) if not is_trusted(call)}
+        troubles = self.pool.register(list(foreign.values()))
+        for name, why in troubles.items():
+            self.tell_once(
+                name,
+                "reward '%s' cannot be sent to another process (%s). It runs in this one, where a "
+                "hang or a crash of it cannot be survived; a function that can be imported, with "
+                "plain kwargs, can be sent.",
+                *(name, why),
+            )
+        sent = {n: call for n, call in foreign.items() if call.name not in troubles}
+        keys = {n: self._keys(call) for n, call in sent.items() if is_marked(call.function, "pure")}
+        known = {n: self._remembered(row_keys) for n, row_keys in keys.items()}
+        batch = Batch(self, self.pool, sent, known)
+        batch.dispatch()
+        return partial(self._finish, calls, batch, keys)
+
+    def _finish(
+        self, calls: Sequence[Call], batch: Batch, keys: Mapping[int, Sequence[bytes]]
+    ) -> list[Scores]:
+        """Run what stays here while the workers are busy, then wait for them."""
+        here = [n for n in range(len(calls)) if n not in batch.calls]
+        try:
+            results = dict(zip(here, run_here(self, [calls[n] for n in here]), strict=True))
+            results |= batch.finish()
+        finally:
+            self.pool.end_busy()  # none, unless something was raised above
+        for n, row_keys in keys.items():
+            self._remember(row_keys, results[n])
+        return [results[n] for n in range(len(calls))]
+
+    def close(self) -> None:
+        """End all processes; they start again when needed."""
+        super().close()
+        self.pool.close()
+
+    def _keys(self, call: Call) -> list[bytes]:
+        """What identifies each row: the function's name and everything that it is given."""
+        names = sorted(call.rows)
+        columns = [call.rows[name] for name in names]
+        constant = (call.name, names, call.settings, call.context)
+        try:
+            seed = pickle.dumps(constant)
+            rows = [pickle.dumps(row) for row in zip(*columns, strict=True)]
+        except Exception as error:  # whatever a foreign object raises when it is pickled
+            self.tell_once(*(call.name, "rewards of '%s' are not remembered: %s", call.name, error))
+            return []
+        return [hashlib.blake2b(seed + row, digest_size=16).digest() for row in rows]
+
+    def _remembered(self, keys: Sequence[bytes]) -> dict[int, float]:
+        """{row: reward} of the rows that were scored before."""
+        return {row: self.cache[key] for row, key in enumerate(keys) if key in self.cache}
+
+    def _remember(self, keys: Sequence[bytes], scores: Scores) -> None:
+        for row, key in enumerate(keys):
+            if row not in scores.failures:
+                self.cache[key] = scores.values[row]
+                self.cache.move_to_end(key)
+        while len(self.cache) > self.cache_size:
+            self.cache.popitem(last=False)
+
+
+def is_trusted(call: Call) -> bool:
+    """Whether a call runs code of this package only, and no judge that was handed to it.
+
+    What holds the weights of a model (`in_process`) stays here too, wherever it comes from.
+    """
+    function, settings = call.function, list(call.settings.values())
+    if is_marked(function, "in_process"):
+        return True
+    while isinstance(function, partial):
+        settings += function.keywords.values()
+        function = function.func
+    ours = str(function.__module__).startswith(OURS) and not is_marked(function, "isolated")
+    return ours and not any(_is_foreign(value) for value in settings)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether a setting is, or holds, code from elsewhere."""
+    if isinstance(value, dict):
+        return _is_foreign(list(value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_foreign, value))
+    return callable(value) and not str(value.__module__).startswith(OURS)

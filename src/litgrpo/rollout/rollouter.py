@@ -1,0 +1,137 @@
+"""Prompts in, sampled completions with their texts out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from litgrpo.models.policy import Policy
+from litgrpo.parallel.clock import Clock, timed
+from litgrpo.parallel.out_of_memory import with_halving
+from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
+from litgrpo.types import PromptBatch, Rollout
+
+
+@dataclass
+class Rollouter:
+    """Samples groups of completions.
+
+    Args:
+        policy: samples.
+        group_size: completions of each prompt in training, G.
+        max_completion_len: tokens of a completion at most, C.
+        engine: computes rollouts.
+        environment: what happens between a prompt and a finished completion.
+        sampling: temperature and filters in training.
+        seed: names the random numbers of all rollouts.
+        clock: counts the seconds.
+        max_rows: rows that decode at once at most, where memory was short; None: as the engine.
+    """
+
+    policy: Policy
+    group_size: int
+    max_completion_len: int
+    engine: RolloutEngine = field(default_factory=LocalEngine)
+    environment: Environment = field(default_factory=SingleTurn)
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    clock: Clock = field(default_factory=Clock)
+    max_rows: int | None = None
+    _sampled_tokens: int = field(default=0, init=False)
+    _synced: int = field(default=-1, init=False)
+
+    @timed("time/rollout_s")
+    def generate(
+        self,
+        prompts: PromptBatch,
+        purpose: Purpose,
+        iteration: int = 0,
+        *,
+        attempt: int = 0,
+        group_size: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> Rollout:
+        """Sample completions and decode them.
+
+        Args:
+            prompts: B prompts.
+            purpose: names the stream of random numbers; all but training use the same numbers in
+                every iteration.
+            iteration: number of finished iterations.
+            attempt: number of the resampling of dynamic sampling.
+            group_size: completions of each prompt; None: as in training.
+            sampling: temperature and filters; None: as in training.
+
+        Returns:
+            Rollout of N = B * G completions with their texts.
+
+        Raises:
+            ValueError: the batch is not one of prompts.
+        """
+        if not isinstance(prompts, PromptBatch):
+            raise ValueError(
+                f"The data module gave a {type(prompts).__name__}, but completions are sampled for "
+                "prompts alone. Use litgrpo.PromptData."
+            )
+        group_size = self.group_size if group_size is None else group_size
+        uniforms = draw_uniforms(
+            self.seed,
+            purpose,
+            iteration if purpose == "train" else 0,
+            prompts.index,
+            group_size,
+            self.max_completion_len,
+            attempt=attempt,
+        )
+        sampling = self.sampling if sampling is None else sampling
+        requests = Requests(self.policy, prompts, group_size, uniforms, sampling)
+        self.policy.eval()
+        if iteration != self._synced:
+            self.engine.sync_weights(self.policy, iteration)
+            self._synced = iteration
+        with self.policy.arithmetic():
+            rollout = self._within_memory(requests)
+        tokenizer = self.policy.tokenizer
+        if purpose == "train":
+            self._sampled_tokens += int(rollout.lengths.sum())
+        texts = tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
+        return replace(rollout, completions=texts, policy_version=iteration)
+
+    def forget_weights(self) -> None:
+        """Hand the weights to the engine again before the next rollout."""
+        self._synced = -1
+
+    def take_sampled_tokens(self) -> int:
+        """Tokens that this process sampled for training since the last call."""
+        tokens, self._sampled_tokens = self._sampled_tokens, 0
+        return tokens
+
+    def _within_memory(self, requests: Requests) -> Rollout:
+        """The rollout, repeated with half the rows at once while memory is short.
+
+        The completions stay the same: no row depends on those beside it.
+        """
+        at_once = requests.num_rows
+
+        def attempt(max_rows: int | None) -> Rollout:
+            nonlocal at_once
+            limits = (requests.num_rows, self.engine.row_limit, max_rows)
+            at_once = min(rows for rows in limits if rows is not None)
+            return self.environment.play(self.engine, replace(requests, max_rows=max_rows))
+
+        def lower(rows: int) -> None:
+            self.max_rows = rows
+
+        return with_halving(
+            attempt,
+            rows=lambda: at_once,
+            limit=self.max_rows,
+            on_halved=lower,
+            what="the rollout",
+            setting="engine.max_rows",
+            unchanged="the completions",
+            remedy="lower model.max_completion_len, data.max_prompt_len or model.group_size",
+            least=requests.group_size,
+        )

@@ -1,0 +1,244 @@
+"""Reading completions: where the answer is, and which number it is.
+
+Pure Python and linear time: no function here can be made slow by what a policy writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import islice, pairwise
+
+Message = Mapping[str, object]
+Completions = Sequence[str | Sequence[Message]]  # N texts, or N lists of chat messages
+
+MAX_DIGITS = 100  # longer digit strings are noise; converting them would take quadratic time
+
+# One number without its sign: 1,080 or 1 080 or 1080, with or without decimals and exponent; .5
+# The dot of ".5" must not end a word ("Rs.72") or continue a number ("1.2.3").
+MAGNITUDE = re.compile(
+    r"(?:(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"|(?<![\w.])\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
+)
+FRACTION_BAR = re.compile(r" ?/ ?")
+LATEX_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|([0-9]) *([0-9]))")
+POWER_OF_TEN = re.compile(r" ?[*x] ?10 ?\^ ?([+-]?[0-9]{1,3})(?![0-9])")
+UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z])\^?[23](?![0-9])")  # the 2 of "72 m2" is no number
+LATEX_COMMAND = re.compile(r"\\([A-Za-z]+) ?")
+WORD = re.compile(r"[A-Za-z]+")
+SPACES = re.compile(r"\s+")
+BOX_OR_BRACE = re.compile(r"\\boxed *\{|[{}]")
+BRACE_DEPTH = {"{": 1, "}": -1}
+
+SIGNS = {"": 1, "+": 1, "-": -1}
+
+# Commands that say how a number looks, not which it is. Any other command left in the text makes it
+# unreadable.
+LAYOUT = {
+    *("left", "right", "text", "textbf", "textit", "mathrm", "mathbf", "mathit", "mathsf", "boxed"),
+    *("fbox", "displaystyle", "approx", "quad", "qquad", "circ", "degree", "pounds", "euro"),
+}
+# Words that turn the number beside them into another one.
+OPERATIONS = {
+    *("not", "sqrt", "root", "squared", "cubed", "factorial", "log", "ln", "sin", "cos", "tan"),
+}
+
+MINUS_SIGNS = "\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013"  # hyphens and the en dash among them
+CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys(MINUS_SIGNS, "-"),
+        **dict.fromkeys("\u00d7\u22c5\u00b7", "*"),
+        **{"\u2044": "/", "\u2215": "/", "~": " "},
+        **{"\u00bd": " 1/2", "\u00bc": " 1/4", "\u00be": " 3/4"},
+        **{"\u2153": " 1/3", "\u2154": " 2/3"},
+    }
+)
+# LaTeX for characters that numbers are written with.
+SYMBOLS = (("{,}", ","), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\times", "*"), ("\\cdot", "*"))
+# The spaces of LaTeX, line breaks, and the marks around formulas.
+SPACINGS = ("\\,", "\\;", "\\:", "\\ ", "\\\\", "\\(", "\\)", "\\[", "\\]")
+
+
+def text_of(message: str | Sequence[Message]) -> str:
+    """The text of a completion: itself, or the content of its last chat message.
+
+    Example:
+        >>> text_of([{"role": "assistant", "content": "Hello"}])
+        'Hello'
+    """
+    return message if isinstance(message, str) else str(message[-1]["content"])
+
+
+def tagged(text: str, tag: str) -> list[str]:
+    """What stands between each `<tag>` and the next `</tag>`; a tag that is not closed is left out.
+
+    Example:
+        >>> tagged("<answer>7</answer> or <answer>8</answer> or <answer>9", "answer")
+        ['7', '8']
+    """
+    parts = (part.partition(f"</{tag}>") for part in text.split(f"<{tag}>")[1:])
+    return [inside for inside, close, _ in parts if close]
+
+
+def hashed(text: str) -> list[str]:
+    """What follows each `####` on its line, the way GSM8K marks answers."""
+    return [part.partition("\n")[0].strip() for part in text.split("####")[1:]]
+
+
+def boxed(text: str) -> list[str]:
+    r"""The arguments of every `\boxed{...}`, with balanced braces; an unclosed box is left out.
+
+    Example:
+        >>> boxed(r"so \boxed{\frac{3}{4}}")
+        ['\\frac{3}{4}']
+    """
+    found, start, depth = [], 0, 0
+    for brace in BOX_OR_BRACE.finditer(text):
+        if depth:
+            depth += BRACE_DEPTH[brace[0][-1]]
+            if not depth:
+                found.append(text[start : brace.start()])
+        elif len(brace[0]) > 1:  # a box, not a bare brace
+            start, depth = brace.end(), 1
+    return found
+
+
+def answer_claims(text: str, *, tag: str = "answer") -> list[str]:
+    r"""Everything that the text puts forward as its answer.
+
+    Only the strongest kind of mark counts: `<answer>..</answer>`, else `#### x`, else `\boxed{x}`.
+    A mark inside a tag (`<answer>so \boxed{7}</answer>`) narrows the claim.
+
+    Args:
+        text: a completion, or a worked gold answer.
+        tag: name of the answer tag.
+
+    Returns:
+        The claims in order of appearance, stripped; empty if nothing is marked.
+    """
+    claims = tagged(text, tag)
+    if claims:
+        return [
+            inner.strip()
+            for claim in claims
+            for inner in (hashed(claim) or boxed(claim) or [claim])
+        ]
+    return [claim.strip() for claim in hashed(text) or boxed(text)]
+
+
+def extract_answer(text: str, *, tag: str = "answer") -> str | None:
+    r"""The last marked answer of a text, or None if nothing is marked.
+
+    Example:
+        >>> extract_answer("48 + 24 = 72\n#### 72")
+        '72'
+    """
+    claims = answer_claims(text, tag=tag)
+    return claims[-1] if claims else None
+
+
+def extract_reasoning(text: str, *, tag: str = "reasoning", answer_tag: str = "answer") -> str:
+    """The last tagged reasoning, else whatever comes before the answer tag; stripped.
+
+    Example:
+        >>> extract_reasoning("<reasoning>40 + 32</reasoning><answer>72</answer>")
+        '40 + 32'
+    """
+    found = tagged(text, tag)
+    return (found[-1] if found else text.partition(f"<{answer_tag}>")[0]).strip()
+
+
+def reasonings(completions: Completions, tag: str = "reasoning") -> list[str]:
+    """The reasoning of each of N completions; see `extract_reasoning`."""
+    return [extract_reasoning(text_of(completion), tag=tag) for completion in completions]
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The one number that a text states, exactly; None if it states none or several.
+
+    Reads signs (Unicode minus too), thousands separators, decimals, exponents, fractions, mixed
+    numbers, LaTeX; looks over currency, percent signs, units and other words: "about $1,080.50 per
+    week" is 2161/2. Units are not converted: "70%" is 70, "2 million" is 2.
+
+    Example:
+        >>> parse_number("-1 3/4 cups")
+        Fraction(-7, 4)
+        >>> parse_number("72 or 73") is None
+        True
+    """
+    plain = _plain(text)
+    if plain is None or not OPERATIONS.isdisjoint(map(str.lower, WORD.findall(plain))):
+        return None
+    found = list(islice(MAGNITUDE.finditer(plain), 4))
+    if not found or any(len(match[0]) > MAX_DIGITS for match in found):
+        return None
+    gaps = [plain[a.end() : b.start()] for a, b in pairwise(found)]
+    size = _size([match[0] for match in found], gaps)
+    sign = _sign(plain[: found[0].start()])
+    if size is None or sign is None or plain[found[-1].end() :].lstrip().startswith("^"):
+        return None
+    return sign * size
+
+
+def _plain(text: str) -> str | None:
+    """The text without LaTeX and odd characters; None where an unreadable command remains."""
+    text = text.translate(CHARACTERS)
+    for old, new in SYMBOLS:
+        text = text.replace(old, new)
+    for spacing in SPACINGS:
+        text = text.replace(spacing, " ")
+    text = SPACES.sub(" ", text)
+    text = LATEX_FRACTION.sub(_plain_fraction, text)
+    text = LATEX_COMMAND.sub(lambda match: " " if match[1] in LAYOUT else match[0], text)
+    if "\\" in text:
+        return None
+    text = text.translate(str.maketrans("", "", "{}"))
+    text = POWER_OF_TEN.sub(r"e\1", text)
+    return SPACES.sub(" ", UNIT_EXPONENT.sub("", text).replace("^ ", " ")).strip()
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    r"""`\frac{-3}{4}` as ` -3/4 `; left alone where a part is not a plain number."""
+    above, below = (match[1] or match[3] or "").strip(), (match[2] or match[4] or "").strip()
+    readable = MAGNITUDE.fullmatch(above.removeprefix("-")) and MAGNITUDE.fullmatch(below)
+    return f" {above}/{below} " if readable else match[0]
+
+
+def _size(numbers: Sequence[str], gaps: Sequence[str]) -> Fraction | None:
+    """The number that magnitudes and the text between them make: 72, 3/4 or 1 3/4; or None."""
+    values = [Fraction(number.replace(",", "").replace(" ", "")) for number in numbers]
+    if not gaps:
+        return values[0]
+    *whole, above, below = values
+    # 3/4, or 1 3/4: a whole number, one space, and a fraction below 1.
+    mixed = gaps[:-1] == [" "] and whole[0].denominator == 1 and above < below
+    readable = below and FRACTION_BAR.fullmatch(gaps[-1]) and (mixed or not whole)
+    return sum(whole, above / below) if readable else None
+
+
+def _sign(before: str) -> int | None:
+    """1 or -1 by the text before a number; None where that is an expression ("x-72", "x/72")."""
+    before = before.lower().rstrip(" $\u20ac\u00a3\u00a5\u20b9(*_`")
+    if before.endswith(("minus", "negative")):
+        return -1
+    mark = before[-1:] if before.endswith(tuple("+-")) else ""
+    rest = before.removesuffix(mark)
+    # A sign right behind a letter or digit is an operator, and so is one before another sign.
+    subtracts = mark and rest[-1:].isalnum()
+    operand = rest.rstrip(" $(").endswith(tuple("+-/^\u221a\u00b1"))
+    return None if subtracts or operand else SIGNS[mark]
+
+
+def same_text(left: str, right: str) -> bool:
+    """Whether two answers agree but for case, spaces, surrounding markup and a final full stop.
+
+    Example:
+        >>> same_text("**Yes.**", "yes")
+        True
+    """
+    return _bare(left) == _bare(right)
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.casefold().split()).strip("$*`_. ")

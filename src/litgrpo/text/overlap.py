@@ -1,0 +1,126 @@
+"""How alike two texts are, and how varied one is: F1, ROUGE, BLEU, n-grams.
+
+ROUGE and BLEU come from the packages rouge-score and sacrebleu, which are imported on first use.
+"""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+Token = TypeVar("Token")
+
+PUNCTUATION = set(string.punctuation)
+
+
+def ngrams(tokens: Sequence[Token], n: int) -> list[tuple[Token, ...]]:
+    """All runs of n tokens, in order; none where there are fewer tokens.
+
+    Example:
+        >>> ngrams("a b c".split(), 2)
+        [('a', 'b'), ('b', 'c')]
+    """
+    if n < 1:
+        raise ValueError(f"n is {n}; it must be at least 1.")
+    return list(zip(*(tokens[start:] for start in range(n)), strict=False))
+
+
+def distinct_share(grams: Sequence[object], of_none: float) -> float:
+    """Share of different n-grams among all n-grams; `of_none` where there is none."""
+    return len(set(grams)) / len(grams) if grams else of_none
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Share of different word n-grams among those of all texts; 0 where there is no n-gram.
+
+    Example:
+        >>> distinct_n(["a b a b"], 2)
+        0.6666666666666666
+
+    Source: Li et al. 2016, arXiv:1510.03055.
+    """
+    return distinct_share([gram for text in texts for gram in ngrams(text.split(), n)], of_none=0.0)
+
+
+def token_f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over whitespace tokens; 0 for an empty text.
+
+    Example:
+        >>> token_f1("a b", "a c")
+        0.5
+
+    Source: SQuAD, arXiv:1606.05250, section 6.1, without its normalization.
+    """
+    said, wanted = prediction.split(), reference.split()
+    shared = (Counter(said) & Counter(wanted)).total()
+    return 2 * shared / (len(said) + len(wanted)) if shared else 0.0
+
+
+def without_articles(text: str) -> str:
+    """Lower case, without punctuation and articles, single spaces: what SQuAD compares.
+
+    Example:
+        >>> without_articles("The cat, a dog!")
+        'cat dog'
+
+    Source: SQuAD's evaluation script, version 1.1.
+    """
+    bare = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
+    return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
+
+
+def rouge_f(prediction: str, references: Sequence[str], kind: str = "rougeL") -> float:
+    """ROUGE F-measure against the reference that it is highest for, from 0 to 1.
+
+    Args:
+        prediction: a text.
+        references: at least one text.
+        kind: rouge1, rouge2 or rougeL, as the package rouge-score names them.
+    """
+    scores = _rouge(kind).score_multi(references, prediction)
+    return float(scores[kind].fmeasure)
+
+
+@cache
+def _rouge(kind: str) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([kind])
+
+
+def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
+    """What the BLEU of one text, or summed over texts that of a corpus, is computed from.
+
+    Args:
+        prediction: a text.
+        references: at least one text.
+
+    Returns:
+        Length, reference length, and for n = 1 to 4 first the matched and then all n-grams.
+    """
+    score = _sentence_bleu().sentence_score(prediction, list(references))
+    return [score.sys_len, score.ref_len, *score.counts, *score.totals]
+
+
+def bleu(counts: Sequence[float], *, effective_order: bool) -> float:
+    """BLEU from 0 to 100, as the package sacrebleu computes it from its counts.
+
+    Args:
+        counts: of one text or summed over a corpus; see `bleu_counts`.
+        effective_order: leave out n-grams that are longer than the text: for single texts.
+    """
+    lengths, grams = [int(n) for n in counts[:2]], [int(n) for n in counts[2:]]
+    score = _sentence_bleu().compute_bleu(
+        grams[:4], grams[4:], *lengths, smooth_method="exp", effective_order=effective_order
+    )
+    return float(score.score)
+
+
+@cache
+def _sentence_bleu() -> Any:
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(effective_order=True)

@@ -1,0 +1,238 @@
+"""What of a recipe decides about memory: a model without numbers, an optimizer, sizes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+
+from litgrpo.arguments import import_by_path, require
+from litgrpo.learner.config import UpdateConfig
+from litgrpo.models.loading import ASSETS, LoRA, resolve, with_adapters
+from litgrpo.parallel.sharding import MIN_SHARD_SIZE, DividesWeights
+from litgrpo.tools.plan.memory import Blueprint, Chips, Item, Work, account, optimizer_states
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of a recipe decides about memory.
+
+    Args:
+        config: of the model.
+        reference: of the reference, where it is a model of its own.
+        optimizer: builds it from weights.
+        dtype: of the weights.
+        compute: lower precision that is computed in, or None.
+        lora: adapters, or None.
+        checkpointing: activations are recomputed.
+        work: sizes of an iteration; the rows of a micro-batch as far as the recipe limits them.
+        strategy: of the trainer, in words.
+        min_shard_size: of its division of the model over the chips; None: it does not divide.
+        judges: reward models, which are not counted.
+    """
+
+    config: Any
+    reference: Any
+    optimizer: partial[torch.optim.Optimizer]
+    dtype: str
+    compute: str | None
+    lora: LoRA | None
+    checkpointing: bool
+    work: Work
+    strategy: str
+    min_shard_size: int | None
+    judges: tuple[str, ...] = ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is divided over the chips."""
+        return self.min_shard_size is not None
+
+    def blueprint(self, dtype: str) -> Blueprint:
+        """The policy without numbers."""
+        adapt = None if self.lora is None else partial(with_adapters, lora=self.lora)
+        return Blueprint(self.config, getattr(torch, dtype), adapt)
+
+    @cached_property
+    def models(self) -> dict[str, Any]:
+        """The policy, the reference and the policy in lower precision, all without numbers."""
+        dtype, policy = getattr(torch, self.dtype), self.blueprint(self.dtype)
+        return {
+            "blueprint": policy,
+            "states": optimizer_states(self.optimizer, policy.trained),
+            "reference": self.reference and Blueprint(self.reference, dtype),
+            "computed": self.compute and self.blueprint(self.compute),
+        }
+
+    def undivided(self, number: int) -> str | None:
+        """What cannot be divided evenly over so many chips, in words; None if everything can.
+
+        Every chip would then compute all of it, and the others nothing else.
+        """
+        prompts, group = [*self.work.rollouts, (0, 0)][0]
+        if prompts * group % number:
+            return f"{prompts * group} rows of a rollout (data.batch_size x group_size)"
+        return None
+
+    def account(self, number: int) -> list[Item]:
+        """Everything of weight that each of so many chips holds."""
+        rows = -(-self.work.micro_rows // number) * number  # filled up to whole shares
+        work = replace(self.work, micro_rows=rows)
+        chips = Chips(number, self.min_shard_size or MIN_SHARD_SIZE)
+        return account(work=work, chips=chips, checkpointing=self.checkpointing, **self.models)
+
+
+def read(settings: Namespace) -> Training:
+    """What of a recipe decides about memory.
+
+    Args:
+        settings: the command line of `fit`, parsed.
+    """
+    model, data = settings.model.init_args, settings.data.init_args
+    samples, supervised = "objective" in model, "scratch" in model
+    require(
+        samples or supervised,
+        f"plan knows GRPO and SFT; the recipe has {settings.model.class_path}",
+    )
+    precision = model.get("precision") or Namespace(dtype="float32", gradient_checkpointing=False)
+    lora = model.get("lora")
+    # A strategy is given by its name or as a class.
+    given = settings.trainer.strategy
+    strategy = Namespace(class_path=given) if isinstance(given, str) else given
+    path = strategy.class_path
+    sharded = "." in path and issubclass(import_by_path(path), DividesWeights)
+    smallest = strategy.get("init_args", Namespace()).get("min_shard_size")
+    config = architecture(model, settings.model_config)
+    optimizer = model.optimizer
+    return Training(
+        config=config,
+        reference=reference(model, config, settings.model_config) if samples else None,
+        optimizer=partial(import_by_path(optimizer.class_path), **vars(optimizer.init_args)),
+        dtype=precision.dtype,
+        compute=precision.get("compute"),
+        lora=None if lora is None else LoRA(**vars(lora)),
+        checkpointing=precision.gradient_checkpointing,
+        work=work_of_grpo(model, data) if samples else work_of_sft(data),
+        strategy=strategy.class_path,
+        min_shard_size=(smallest or MIN_SHARD_SIZE) if sharded else None,
+        judges=tuple(_judges(model.get("rewards") or {})),
+    )
+
+
+def architecture(model: Namespace, model_config: str | None) -> Any:
+    """The configuration of the model that a recipe trains.
+
+    Args:
+        model: settings of GRPO or SFT.
+        model_config: a config.json or its folder, instead of what `pretrained` names.
+
+    Raises:
+        ValueError: it is not known here.
+    """
+    from transformers import AutoConfig
+
+    scratch = model.get("scratch")
+    if scratch is not None:
+        return AutoConfig.for_model(**scratch.architecture, vocab_size=scratch.vocab_size)
+    if model_config is None:
+        return known_config(model.pretrained)
+    require(
+        Path(model_config).exists(),
+        f"model_config is {model_config!r}, and there is no such file or folder",
+    )
+    return AutoConfig.from_pretrained(model_config)
+
+
+def reference(model: Namespace, config: Any, model_config: str | None) -> Any:
+    """The configuration of the reference, or None where there is no model of its own.
+
+    Args:
+        model: settings of GRPO. Adapters are switched off for the reference, without a copy.
+        config: of the policy.
+        model_config: where that was given; it stands for the reference, too.
+    """
+    if not model.objective.kl_coef:
+        return None
+    if model.reference is not None and model_config is None:
+        return known_config(model.reference)
+    return config if model.get("lora") is None else None
+
+
+def known_config(pretrained: str) -> Any:
+    """The configuration of a model: from its folder, our list, or the hub's cache; no network.
+
+    Raises:
+        ValueError: it is in none of them.
+    """
+    from transformers import AutoConfig
+
+    table = yaml.safe_load((ASSETS / "architectures.yaml").read_text(encoding="utf-8"))
+    if pretrained in table:
+        return AutoConfig.for_model(**table[pretrained])
+    try:
+        return AutoConfig.from_pretrained(resolve(pretrained), local_files_only=True)
+    except OSError as error:
+        raise ValueError(
+            f"the sizes of {pretrained!r} are not known here (known: {', '.join(table)}). Give "
+            "its config.json or the folder of it: --model_config PATH"
+        ) from error
+
+
+def work_of_grpo(model: Namespace, data: Namespace) -> Work:
+    """Sizes of an iteration of GRPO, from the settings of GRPO and of PromptData."""
+    # By index: a namespace has a method `update`.
+    update = UpdateConfig(**vars(model["update"]))
+    engine = model.engine.get("init_args", Namespace())
+    width = bucket(data.pad_to_multiple, data.max_prompt_len)
+    width = bucket(engine.get("prompt_buckets") or 1, width)
+    length = width + model.max_completion_len
+    rollouts = (
+        (data.batch_size, model.group_size),
+        (data.eval_batch_size or data.batch_size, model.evaluation.samples),
+    )
+    of_step = -(-data.batch_size // update.num_mini_batches) * model.group_size
+    dtype = engine.get("dtype") or model.precision.get("compute") or model.precision.dtype
+    return Work(
+        rollouts=rollouts,
+        prompt_len=width,
+        completion_len=model.max_completion_len,
+        micro_rows=_rows(of_step, update.micro_batch_size, update.max_tokens, length),
+        length=length,
+        cache_bytes=getattr(torch, dtype).itemsize,
+    )
+
+
+def work_of_sft(data: Namespace) -> Work:
+    """Sizes of a step of SFT, every pair of the greatest length, from those of PairData."""
+    rows = _rows(sys.maxsize, data.batch_size, data.max_tokens, data.max_len)
+    return Work((), data.max_len, data.max_len, rows, data.max_len)
+
+
+def bucket(widths: int | Sequence[int], length: int) -> int:
+    """The width that prompts of this length are padded to: a multiple, or one of several.
+
+    Example:
+        >>> bucket(64, 500), bucket((128, 600), 500)
+        (512, 600)
+    """
+    if isinstance(widths, int):
+        return -(-length // widths) * widths
+    return min((width for width in widths if width >= length), default=max(widths))
+
+
+def _rows(rows: int, most_rows: int | None, most_tokens: int | None, length: int) -> int:
+    rows = min(rows, most_rows or rows)
+    return min(rows, max(1, (most_tokens or rows * length) // length))
+
+
+def _judges(rewards: dict[str, Any]) -> Iterator[str]:
+    functions = [part.function for part in rewards.values()]
+    given = [f.get("init_args", {}) for f in functions if not isinstance(f, str)]
+    yield from (arguments["pretrained"] for arguments in given if "pretrained" in arguments)

@@ -1,0 +1,108 @@
+"""When the checks before training run, and what they leave; what they find: tests/checks."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import Callback
+from torch.utils.data import DataLoader
+
+from litgrpo.callbacks import invariant_checks
+from litgrpo.callbacks.invariant_checks import InvariantChecks, first_batch
+from litgrpo.checks.invariants import Finding
+from litgrpo.modules.prompt_data import PromptData
+from tests.modules.test_grpo import batches, module, train
+
+FAILS = Finding("6 groups are contiguous", 1.0, 0.0)
+HOLDS = Finding("6 groups are contiguous", 0.0, 0.0)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Conditions that the checks were asked to measure under; they draw random numbers."""
+    asked = []
+
+    def measure(rollouter, learner, prompts, conditions):
+        torch.rand(3), random.random()
+        asked.append(conditions)
+        return [HOLDS]
+
+    monkeypatch.setattr(invariant_checks, "measured", measure)
+    return asked
+
+
+def test_a_statement_that_fails_ends_the_fit_before_the_first_iteration(monkeypatch):
+    monkeypatch.setattr(invariant_checks, "measured", lambda *_: [FAILS])
+    grpo = module()
+    with pytest.raises(ValueError, match="6 groups are contiguous"):
+        train(grpo, batches("a", "b"))
+    assert grpo.iteration == 0
+
+
+def test_a_module_brings_the_checks_unless_it_is_told_not_to(measured):
+    (callback,) = module().configure_callbacks()
+    assert isinstance(callback, InvariantChecks)
+    train(module(check_invariants=False), batches("a", "b"))
+    assert not measured
+
+
+def test_random_numbers_are_drawn_as_if_nothing_was_measured(measured):
+    class Draws(Callback):
+        def on_train_start(self, *_):
+            drawn.append((float(torch.rand(())), random.random()))
+
+    drawn = []
+    for check in (True, False):
+        torch.manual_seed(1), random.seed(1)
+        train(module(check_invariants=check), batches("a", "b"), callbacks=[Draws()])
+    assert drawn[0] == drawn[1]
+    assert len(measured) == 1
+
+
+def test_a_resumed_run_has_no_fresh_reference(measured, tmp_path):
+    train(module(), batches("a", "b")).save_checkpoint(tmp_path / "a.ckpt")
+    train(module(max_iterations=2), batches("a", "b"), ckpt=tmp_path / "a.ckpt")
+    assert [conditions.fresh_reference for conditions in measured] == [True, False]
+    assert not any(conditions.dropout for conditions in measured)
+
+
+def test_a_device_that_compiles_is_spared(measured, monkeypatch):
+    compiles = SimpleNamespace(static_shapes=True)
+    monkeypatch.setattr(invariant_checks, "backend", lambda device: compiles)
+    train(module(), batches("a", "b"))
+    assert not measured
+
+
+class Source:
+    """A trainer, as far as the first batch asks it."""
+
+    def __init__(self, loader):
+        self.fit_loop = SimpleNamespace(_data_source=SimpleNamespace(dataloader=lambda: loader))
+
+
+def test_looking_at_the_first_batch_does_not_move_the_order_of_the_data():
+    def shuffled():
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(range(100), batch_size=4, shuffle=True, generator=generator)
+
+    looked_at, plain = shuffled(), shuffled()
+    first = first_batch(Source(looked_at))
+    assert [b.tolist() for b in looked_at] == [b.tolist() for b in plain]
+    assert first.tolist() == next(iter(shuffled())).tolist()
+
+
+def test_no_data_have_no_first_batch():
+    assert first_batch(Source([])) is None
+
+
+def test_the_prompts_of_a_data_module_are_all_trained_on(measured):
+    seen = []
+
+    def judged(prompts, completions):
+        seen.extend(prompts)
+        return [float(row % 2) for row in range(len(prompts))]
+
+    train(module(reward=judged, max_iterations=2), PromptData(["a", "b", "c", "d"], batch_size=2))
+    assert len(measured) == 1
+    assert len(set(seen)) == 4

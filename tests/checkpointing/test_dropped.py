@@ -1,0 +1,84 @@
+"""A dropped iteration leaves no trace in what is saved, whatever it had done already."""
+
+import os
+import random
+import signal
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+
+from litgrpo.algorithm.objective import Objective
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.checkpointing.rng_state import RngState
+from litgrpo.learner.schedules import Controllers, EntropyTarget, KLTarget
+from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.modules.prompt_data import PromptData
+from tests.conftest import byte_tokenizer, tiny_model
+from tests.modules.test_grpo import module, train
+
+TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+class Interrupted(Callback):
+    """Draws random numbers in every iteration; in the third one the process is asked to stop.
+
+    Args:
+        at: `rollout` or `backward`; anything else is never.
+    """
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def _here(self, place, pl_module) -> None:
+        if place == self.at and pl_module.iteration == 2:
+            self.at = "never"
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        embedding = pl_module.policy.model.get_input_embeddings()
+        embedding.register_forward_pre_hook(lambda *_: self._here("rollout", pl_module))
+
+    def on_train_batch_start(self, *_) -> None:
+        random.random(), np.random.random(), torch.rand(())
+
+    def on_before_backward(self, trainer, pl_module, *_) -> None:
+        self._here("backward", pl_module)
+
+
+def learner():
+    """A module in which everything that a checkpoint holds moves."""
+    grpo = module(
+        max_iterations=4,
+        objective=Objective(kl_coef=0.1, entropy_coef=0.01),
+        controllers=Controllers(entropy=EntropyTarget(target=9.0), kl=KLTarget(target=0.1)),
+        max_resamples=1,
+        check_invariants=False,
+    )
+    policy = as_policy(
+        tiny_model("qwen2"), byte_tokenizer(), precision=Precision(), lora=LoRA(rank=2)
+    )
+    grpo.policy = policy
+    return grpo
+
+
+def saved(folder, at, every_n_iterations):
+    """Digests of the parts of the checkpoint after the second iteration."""
+    checkpoint = IterationCheckpoint(every_n_iterations, keep_last=9)
+    callbacks = [Interrupted(at), RngState(), checkpoint]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    settings = dict(callbacks=callbacks, default_root_dir=folder, enable_checkpointing=True)
+    with suppress(SystemExit):
+        train(learner(), PromptData(TEXTS, batch_size=3), **settings)
+    path = folder / "checkpoints/iteration=000002.ckpt"
+    return torch.load(path, weights_only=True)["manifest"]["parts"]
+
+
+@pytest.mark.parametrize("at", ["rollout", "backward"])
+def test_what_is_saved_for_a_dropped_iteration_is_what_was_saved_before_it(tmp_path, at):
+    whole = saved(tmp_path / "whole", "never", every_n_iterations=2)
+    assert set(whole) >= {"loops", "random_state", "coefficients", "optimizer_states", "callbacks"}
+    assert saved(tmp_path / "stopped", at, every_n_iterations=0) == whole

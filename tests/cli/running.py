@@ -1,0 +1,70 @@
+"""The program in this process, in an empty folder with two recipes, and in one of its own."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from litgrpo.program import main
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+model:
+  class_path: tests.standin.StandIn
+data:
+  class_path: tests.standin.StandInData
+checkpoint:
+  every_n_iterations: 2
+"""
+GRPO_RECIPE = """
+model:
+  class_path: GRPO
+  init_args:
+    pretrained: nowhere
+    rewards:
+      correct: {function: litgrpo.rewards.library.math.correctness}
+data:
+  class_path: PromptData
+  init_args:
+    train: nowhere.jsonl
+"""
+
+
+@pytest.fixture
+def cli(monkeypatch, tmp_path, capsys):
+    """Runs a command line in an empty folder; returns exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored after the test, which sets it
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    Path("recipe.yaml").write_text(RECIPE)
+    Path("grpo.yaml").write_text(GRPO_RECIPE)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cli.py", *words])
+        try:
+            code = main()
+        except SystemExit as stop:
+            code = stop.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+def in_a_process(*words: str) -> tuple[str, float]:
+    """What `python` with these words prints, and the processor time it takes."""
+
+    def used_s() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
+    before = used_s()
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT
+    )
+    return done.stdout, used_s() - before

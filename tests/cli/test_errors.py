@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import cli  # noqa: F401 (a fixture)
+
+
+@pytest.mark.parametrize(
+    ("key", "owner", "nearest"),
+    [
+        ("trainer.max_epoch", "", "trainer.max_epochs"),
+        ("seed", "", "seed_everything"),
+        ("model.group_sise", " (of GRPO)", "model.group_size"),
+        ("model.objective.kl_coeff", " (of Objective)", "model.objective.kl_coef"),
+        ("model.optimizer.lrr", " (of AdamW)", "model.optimizer.lr"),
+        ("data.batchsize", " (of PromptData)", "data.batch_size"),
+        ("checkpoint.every", "", "checkpoint.every_n_iterations"),
+    ],
+)
+def test_a_wrong_key_gets_one_line_with_the_nearest_valid_key(cli, key, owner, nearest):  # noqa: F811
+    line = f"error: there is no key {key!r}{owner}: did you mean {nearest!r}?\n"
+    assert cli("fit", "-c", "grpo.yaml", f"--{key}", "3") == (2, "", line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--trainer.max_epochs many", "trainer.max_epochs is 'many', expected int or null"),
+        ("--model.group_size four", "model.group_size is 'four', expected int"),
+        ("--checkpoint.mode 3", "checkpoint.mode is '3', expected 'max', 'min' or null"),
+        ("--model GPRO", "model: there is no class 'GPRO': did you mean 'GRPO'?"),
+        (
+            "--model.engine LocalEngin",
+            "model.engine: there is no class 'LocalEngin': did you mean 'LocalEngine'?",
+        ),
+        ("--seed_everything", "argument --seed_everything: expected one argument"),
+    ],
+)
+def test_a_wrong_value_gets_one_line_that_says_what_is_expected(cli, words, line):  # noqa: F811
+    assert cli("fit", "-c", "grpo.yaml", *words.split()) == (2, "", f"error: {line}\n")
+
+
+def test_a_missing_or_broken_recipe_is_one_line(cli):  # noqa: F811
+    _, _, err = cli("fit", "-c", "absent.yaml")
+    assert err == f"error: config: File does not exist: '{Path('absent.yaml').resolve()}'\n"
+    Path("broken.yaml").write_text("model: [1\n")
+    _, _, err = cli("fit", "-c", "broken.yaml")
+    assert err.startswith("error: Problems parsing config: while parsing a flow sequence line 1")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_mistake_in_a_recipe_is_told_the_same_way(cli):  # noqa: F811
+    Path("more.yaml").write_text("model: {init_args: {rewards: {correct: {weigth: 2}}}}\n")
+    _, _, err = cli("fit", "-c", "grpo.yaml", "-c", "more.yaml")
+    expected = "there is no key 'model.rewards.weigth' (of Reward): did you mean "
+    assert err == f"error: {expected}'model.rewards.weight'?\n"
+
+
+def test_without_a_recipe_the_message_asks_for_one(cli):  # noqa: F811
+    _, _, err = cli("fit")
+    hint = "give a recipe, such as -c configs/quickstart.yaml"
+    assert err == f"error: missing: data, model; {hint}\n"
+
+
+def test_a_value_that_a_class_refuses_is_one_sentence(cli):  # noqa: F811
+    code, _, err = cli("fit", "-c", "grpo.yaml", "--model.group_size", "0")
+    assert (code, err) == (2, "error: group_size is 0; it must be at least 1.\n")

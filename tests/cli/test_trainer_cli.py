@@ -1,0 +1,242 @@
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+
+from litgrpo import PromptData
+from litgrpo.cli.trainer_cli import LitGRPOCLI
+from tests.cli.running import cli  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
+
+
+def test_null_on_the_command_line_takes_a_limit_off_wherever_it_stands(cli):  # noqa: F811
+    words = ("--model.update.max_grad_norm", "null", "--model.engine.max_rows", "null")
+    words = ("--model.max_generated_tokens", "null", *words)
+    code, out, _ = cli("fit", "-c", "grpo.yaml", *words, "--print_config")
+    model = yaml.safe_load(out)["model"]["init_args"]
+    assert code == 0
+    assert model["update"]["max_grad_norm"] is None
+    assert model["engine"]["init_args"]["max_rows"] is model["max_generated_tokens"] is None
+
+
+@pytest.mark.parametrize("content", ["", "What is 1+1?\n", '[{"prompt": "1+1="}]', "a: b\n"])
+def test_the_name_of_a_data_file_stays_a_name(cli, content):  # noqa: F811
+    # jsonargparse would read it in place of the name, because a list is a valid source, too.
+    Path("train.txt").write_text(content)
+    code, out, _ = cli("fit", "-c", "grpo.yaml", "--data.train", "train.txt", "--print_config")
+    assert code == 0
+    assert yaml.safe_load(out)["data"]["init_args"]["train"] == "train.txt"
+
+
+def scores(folder: str) -> tuple[float, float]:
+    summary = json.loads(Path(folder, "summary.json").read_text())
+    return summary["before"]["avg_at_k"], summary["after"]["avg_at_k"]
+
+
+def test_a_run_writes_everything_to_the_folder_named_after_its_recipe(cli):  # noqa: F811
+    code, out, err = cli("fit", "-c", "recipe.yaml", "--seed_everything", "3")
+    assert code == 0
+    assert "4 iterations, " in out
+    assert "Tip:" not in err
+    assert "GPU available" not in err
+    folder = Path("runs/recipe")
+    written = {path.name.partition(".tfevents")[0] for path in folder.iterdir()}
+    expected = {"checkpoints", "config.yaml", "events.out", "final_model", "metrics.csv", "samples"}
+    assert written == expected | {"hparams.yaml", "summary.json"}
+    assert scores("runs/recipe") == (0.0, 0.1)
+    steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()]
+    assert steps == ["step", "0", "1", "2", "3", "4", "4"]
+
+
+def test_the_seed_reaches_model_and_data_unless_they_have_their_own(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml", "--seed_everything", "3", "--data.seed", "5")
+    config = yaml.safe_load(Path("runs/recipe/config.yaml").read_text())
+    assert config["model"]["init_args"]["seed"] == 3
+    assert config["data"]["init_args"]["seed"] == 5
+    assert json.loads(Path("runs/recipe/summary.json").read_text())["seed"] == 3
+
+
+def test_a_finished_run_is_not_written_over(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml")
+    Path("runs/recipe/notes.txt").write_text("mine")
+    code, _, err = cli("fit", "-c", "recipe.yaml")
+    assert code == 2
+    assert err == (
+        "error: runs/recipe already holds a run (checkpoints/last.ckpt): continue it with "
+        "--ckpt_path last, choose another folder with --run_dir, or replace it with "
+        "--overwrite true.\n"
+    )
+    assert cli("fit", "-c", "recipe.yaml", "--overwrite", "true")[0] == 0
+    assert Path("runs/recipe/notes.txt").exists()
+    assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
+
+
+def test_last_continues_the_run_with_what_the_command_line_says(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml")
+    # Stock LightningCLI would take max_iterations: 4 from the checkpoint.
+    resume = ("--ckpt_path", "last", "--model.max_iterations", "6", "--model.scores", "[0.5]")
+    code, out, _ = cli("fit", "-c", "recipe.yaml", *resume)
+    assert code == 0
+    assert "6 iterations, " in out
+    assert scores("runs/recipe") == (0.0, 0.5)
+    lines = Path("runs/recipe/metrics.csv").read_text().splitlines()
+    steps = [line.split(",")[0] for line in lines]
+    assert steps == ["step", "0", "1", "2", "3", "4", "4", "5", "6", "6"]
+    assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 6
+
+
+def test_a_missing_last_is_an_error(cli):  # noqa: F811
+    code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
+    assert code == 2
+    assert err == (
+        "error: There is no checkpoint runs/recipe/checkpoints/last.ckpt: leave --ckpt_path out to "
+        "start anew, or give it a .ckpt file or a run folder.\n"
+    )
+    assert not Path("runs").exists()
+
+
+AUTO = ("fit", "-c", "recipe.yaml", "--auto_resume", "true")
+
+
+def test_auto_resume_starts_a_run_and_goes_on_with_it(cli, caplog):  # noqa: F811
+    code, out, _ = cli(*AUTO)
+    assert (code, "Going on" in caplog.text) == (0, False)
+    assert "4 iterations, " in out
+    code, _, _ = cli(*AUTO, "--model.max_iterations", "6")
+    assert code == 0
+    assert "Going on after iteration 4, from " in caplog.text
+    lines = Path("runs/recipe/metrics.csv").read_text().splitlines()
+    steps = [line.split(",")[0] for line in lines]
+    assert steps == ["step", "0", "1", "2", "3", "4", "4", "5", "6", "6"]
+
+
+def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):  # noqa: F811
+    cli(*AUTO)
+    Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
+    with pytest.warns(UserWarning, match=r"not resumed from .*=000004.ckpt cannot be read"):
+        code, _, _ = cli(*AUTO)
+    assert code == 0
+    assert "Going on after iteration 2, from " in caplog.text
+    assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 4
+    for path in Path("runs/recipe/checkpoints").glob("iteration*"):
+        path.write_text("damaged")
+    with pytest.warns(UserWarning, match="not resumed from"):
+        code, _, err = cli(*AUTO)
+    assert code == 2
+    assert "no checkpoint of this run is good: " in err.splitlines()[-1]
+    assert err.splitlines()[-1].endswith("or give another --run_dir, to start anew.")
+
+
+def test_auto_resume_starts_over_what_left_no_checkpoint(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml", "--trainer.enable_checkpointing", "false")
+    assert cli("fit", "-c", "recipe.yaml")[0] == 2
+    assert cli(*AUTO)[0] == 0
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml")
+    Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
+    code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
+    assert code == 2
+    assert err.startswith("error: runs/recipe/checkpoints/last.ckpt cannot be read: it is cut off")
+
+
+def test_two_ways_to_resume_are_one_too_many(cli):  # noqa: F811
+    code, _, err = cli(*AUTO, "--ckpt_path", "last")
+    said = "--auto_resume looks for a checkpoint, and --ckpt_path names one (last): leave one of "
+    assert (code, err) == (2, f"error: {said}them out.\n")
+
+
+def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml")
+    cli("fit", "-c", "recipe.yaml", "--run_dir", "runs/other")
+    foreign = ("--ckpt_path", "runs/other", "--model.max_iterations", "6")
+    code, _, err = cli("fit", "-c", "recipe.yaml", *foreign)
+    assert code == 2
+    assert "already holds a run" in err
+    assert cli("fit", "-c", "recipe.yaml", *foreign, "--run_dir", "runs/third")[0] == 0
+
+
+def test_max_time_leaves_room_for_the_end(cli):  # noqa: F811
+    code, out, _ = cli("fit", "-c", "recipe.yaml", "--trainer.max_time", "00:00:00:00")
+    assert code == 0
+    assert "1 iterations, " in out
+    assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 1
+
+
+def test_the_other_verbs_read_the_configuration_of_the_run(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
+    of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
+    code, out, _ = cli("predict", *of_run, "--data.prompts", '["1+1=", "2+2="]')
+    assert code == 0
+    assert "prompt:    2+2=\nanswer:    1\n" in out
+    assert len(Path("runs/recipe/predictions.jsonl").read_text().splitlines()) == 2
+    code, out, _ = cli("validate", *of_run)
+    assert code == 0
+    assert "avg@2    0.100 [0.000, 0.200]" in out.splitlines()
+    assert json.loads(Path("runs/recipe/validate.json").read_text())["avg_at_k"] == 0.1
+    assert scores("runs/recipe") == (0.1, 0.2)
+
+
+def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
+    extra = "trainer: {logger: [{class_path: CSVLogger, init_args: {save_dir: more, name: ''}}]}\n"
+    Path("extra.yaml").write_text(extra)
+    cli("fit", "-c", "recipe.yaml", "-c", "extra.yaml", "--tensorboard", "false")
+    assert Path("more/version_0/metrics.csv").exists()
+    assert Path("runs/recipe/metrics.csv").exists()
+    assert not list(Path("runs/recipe").glob("events.out*"))
+    cli("fit", "-c", "recipe.yaml", "--trainer.logger", "false", "--run_dir", "runs/quiet")
+    assert not Path("runs/quiet/metrics.csv").exists()
+    assert Path("runs/quiet/summary.json").exists()
+
+
+def test_every_part_can_be_switched_off(cli):  # noqa: F811
+    off = "--completions.every_n_iterations 0 --export.final false --trainer.logger false "
+    off += "--trainer.enable_checkpointing false --trainer.enable_progress_bar false"
+    code, _, _ = cli("fit", "-c", "recipe.yaml", *off.split())
+    assert code == 0
+    written = sorted(path.name for path in Path("runs/recipe").iterdir())
+    assert written == ["config.yaml", "summary.json"]
+
+
+def test_a_rehearsal_writes_nothing(cli):  # noqa: F811
+    code, _, _ = cli("fit", "-c", "recipe.yaml", "--trainer.fast_dev_run", "1")
+    assert code == 0
+    assert not list(Path("runs").rglob("*.*"))
+
+
+def test_stock_lightning_lets_a_checkpoint_override_the_command_line(cli, monkeypatch):  # noqa: F811
+    class Stock(LitGRPOCLI):
+        _parse_ckpt_path = LightningCLI._parse_ckpt_path
+
+        def before_instantiate_classes(self):
+            raise SystemExit(self.settings.model.init_args.max_iterations)
+
+    cli("fit", "-c", "recipe.yaml")
+    resume = ["--ckpt_path", "runs/recipe/checkpoints/last.ckpt", "--model.max_iterations", "6"]
+    monkeypatch.setattr(sys, "argv", ["cli.py", "fit", "-c", "recipe.yaml", *resume])
+    with pytest.raises(SystemExit) as stop:
+        Stock()
+    assert stop.value.code == 4
+
+
+def test_stock_lightning_advertises(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch.utilities.rank_zero"), "filters", [])
+    Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert "Tip:" in caplog.text
+
+
+def test_stock_jsonargparse_reads_a_file_in_place_of_its_name(tmp_path):
+    (tmp_path / "list.json").write_text('["What is 1+1?"]')
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(PromptData, "data", sub_configs=True)
+    settings = parser.parse_args(["--data.train", str(tmp_path / "list.json")])
+    assert settings.data.train == ["What is 1+1?"]

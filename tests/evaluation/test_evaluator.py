@@ -1,0 +1,128 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from litgrpo.evaluation.evaluator import Evaluator
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import letters, rollouter_of
+
+BATCH = prompt_batch("a", "hello there", "xyz")
+
+
+def graded(prompts, completions, **_):
+    """0, 1, 2, 3 and again from 0."""
+    return [float(row % 4) for row in range(len(completions))]
+
+
+def evaluator(*, function=letters, **settings):
+    parts = {"first": Reward(function), "second": Reward(graded, weight=0.5)}
+    return Evaluator(Evaluation(**settings), Scorer(parts, runner=InProcessRunner()))
+
+
+def rollouter():
+    return rollouter_of(tiny_policy("qwen2"))
+
+
+def test_successes_of_the_samples_are_counted_at_the_threshold():
+    judge = evaluator(success="second", threshold=2.0, greedy=False)
+    rollout, rewards = judge.evaluate(rollouter(), BATCH, "val", 0)
+    assert rewards.total.shape == (3, 4)
+    report = judge.report("val")
+    assert report["val/avg@4"] == 0.5  # two of 0, 1, 2, 3
+    assert report["val/pass@4"] == 1.0
+    assert report["val/second"] == 1.5
+    assert report["val/first"] == pytest.approx(float(rewards.parts["first"].mean()))
+    assert len(rollout.completions) == 12
+    assert not [name for name in report if "greedy" in name]
+
+
+def test_the_first_reward_counts_unless_another_is_named():
+    assert evaluator().success == "first"
+    with pytest.raises(ValueError, match=r"evaluation.success is 'secnd'; it must be"):
+        evaluator(success="secnd")
+
+
+def test_the_most_likely_reply_is_counted_on_its_own():
+    judge = evaluator(threshold=0.5)
+    policy = rollouter()
+    judge.evaluate(policy, BATCH, "val", 0)
+    greedy = policy.generate(BATCH, "val", group_size=1, sampling=Sampling(temperature=0.0))
+    right = [value >= 0.5 for value in letters(BATCH.prompts, greedy.completions)]
+    assert judge.report("val")["val/greedy"] == pytest.approx(sum(right) / 3)
+
+
+def test_a_reward_that_failed_is_no_success():
+    def abstains(prompts, completions, **_):
+        return [None] * len(completions)
+
+    parts = {"only": Reward(abstains)}
+    judge = Evaluator(Evaluation(threshold=-1.0), Scorer(parts, runner=InProcessRunner()))
+    judge.evaluate(rollouter(), BATCH, "val", 0)
+    assert judge.report("val")["val/avg@4"] == 0
+
+
+def test_a_report_forgets_what_it_reported():
+    judge, policy = evaluator(success="second", threshold=2.0), rollouter()
+    judge.evaluate(policy, BATCH, "val", 0)
+    once = judge.report("val")
+    judge.evaluate(policy, BATCH, "val", 7)
+    assert judge.report("val") == once  # the same random numbers in every iteration
+
+
+def test_each_purpose_has_random_numbers_of_its_own():
+    policy = rollouter()
+    val, again, test = (
+        evaluator().evaluate(policy, BATCH, purpose, n)[0]
+        for purpose, n in (("val", 0), ("val", 5), ("test", 0))
+    )
+    assert val.completions == again.completions
+    assert val.completions != test.completions
+
+
+def test_evaluation_is_not_counted_as_training():
+    policy = rollouter()
+    evaluator().evaluate(policy, BATCH, "val", 0)
+    assert policy.take_sampled_tokens() == 0
+
+
+def test_the_corpus_gets_the_reply_that_would_be_given():
+    class Corpus(torch.nn.Module):
+        def update(self, index, replies, columns):
+            self.seen = (index.tolist(), replies, columns)
+
+        def compute(self):
+            return {"corpus": torch.tensor(1.0)}
+
+        def reset(self):
+            pass
+
+    batch, policy = replace(BATCH, columns={"level": [1, 2, 3]}), rollouter()
+    for greedy in (True, False):
+        corpus = Corpus()
+        judge = evaluator(greedy=greedy, corpus=corpus)
+        rollout, _ = judge.evaluate(policy, batch, "val", 0)
+        likely = policy.generate(batch, "val", group_size=1, sampling=Sampling(temperature=0.0))
+        replies = likely.completions if greedy else rollout.completions[::4]
+        assert corpus.seen == ([0, 1, 2], replies, {"level": [1, 2, 3]})
+        assert judge.report("test")["test/corpus"] == 1.0
+
+
+def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
+    def never(prompts, completions):
+        raise AssertionError
+
+    batch = replace(BATCH, columns={"level": [1, 2, 3]})
+    policy = rollouter()
+    rows = evaluator(function=never).predict(policy, batch)
+    greedy = policy.generate(batch, "predict", group_size=1, sampling=Sampling(temperature=0.0))
+    assert [row["completion"] for row in rows] == greedy.completions
+    assert [(row["prompt"], row["level"]) for row in rows] == list(
+        zip(batch.prompts, (1, 2, 3), strict=True)
+    )
+    assert [row["truncated"] for row in rows] == greedy.truncated.tolist()
+    assert {"reasoning", "answer"} <= rows[0].keys()

@@ -1,0 +1,225 @@
+"""Names in README.md and docs/ that nothing answers to: imports, files, keys, commands."""
+
+import inspect
+import re
+import shlex
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from jsonargparse import auto_parser
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+
+from litgrpo.cli.old_names import PATHS
+from litgrpo.cli.trainer_cli import CALLBACKS, READING, LitGRPOCLI, keep_quiet
+from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.sft import SFT
+from litgrpo.program import COMMANDS, LIGHTNING_VERBS
+from litgrpo.tools.plan.command import PlanCLI
+
+ROOT = Path(__file__).parents[2]
+SPAN = re.compile(r"`([^`\n]+)`")
+IMPORT = re.compile(r"litgrpo(?:\.[A-Za-z_]\w*)+")
+PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|yaml|md|ipynb|txt|cfg|toml)|configs/[\w./-]*")
+KEY = re.compile(r"(?:--)?((?:model|data|trainer|" + "|".join(CALLBACKS) + r")(?:\.[a-z]\w*)+)\b")
+PROGRAM = re.compile(r"python (?:cli\.py|-m (?:tests|litgrpo))\b.*?(?= > | \| |$)")
+BLOCK = re.compile(r"```(?:bash|sh|console)\n(.*?)```", re.DOTALL)
+SECTIONS: dict[str, list[type]] = {
+    "model": [GRPO, SFT],
+    "data": [LightningDataModule],
+    "trainer": [Trainer],
+    **{name: [callback] for name, callback in CALLBACKS.items()},
+}
+# What runs write, and what stands in an example for a file of the reader's own.
+FILES = (".json", ".jsonl", ".csv", ".md", ".py", ".yaml", ".safetensors")
+NO_KEYS = {"model.generate"}  # a method
+# Names of classes that have another one now.
+OLD = {old.rpartition(".")[2] for old in PATHS} - {new.rpartition(".")[2] for new in PATHS.values()}
+OLD = {name for name in OLD if name[0].isupper()}
+MADE = ("runs/", "checkpoints/", "samples/", "my_", "path/", "out/")
+
+
+def pages() -> list[Path]:
+    """README.md and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def stale(page: Path) -> Iterator[str]:
+    """What a page names and nothing answers to, one line each."""
+    text = page.read_text(encoding="utf-8")
+    for span in dict.fromkeys(SPAN.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))):
+        yield from (f"import {name}" for name in IMPORT.findall(span) if not importable(name))
+        yield from (f"file {name}" for name in PATH.findall(span) if not there(name, page))
+        key = KEY.fullmatch(span.split()[0].rstrip(":")) if span.strip() else None
+        if span in OLD:
+            yield f"name {span}"
+        if (
+            key
+            and "/" not in span
+            and span not in NO_KEYS
+            and not key[1].endswith(FILES)
+            and not taken(key[1])
+        ):
+            yield f"key {key[1]}"
+    for line in commands(text):
+        complaint = refused(shlex.split(line, comments=True))
+        if complaint:
+            yield f"command {line!r}: {complaint}"
+
+
+def importable(path: str) -> bool:
+    """Whether a dotted path can be imported: a module, or a name in one, or in a class there."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            try:
+                found = getattr(found, name)
+            except AttributeError:
+                return False
+        return True
+    return False
+
+
+def there(name: str, page: Path) -> bool:
+    """Whether a file or folder exists, named from the root, the package or the page."""
+    places = (ROOT, ROOT / "configs", ROOT / "src", ROOT / "src" / "litgrpo", page.parent)
+    return name.startswith(MADE) or any((place / name).exists() for place in places)
+
+
+def taken(key: str) -> bool:
+    """Whether a recipe may have this dotted key; `init_args` may be left out."""
+    section, *parts = [part for part in key.split(".") if part not in ("init_args", "class_path")]
+    return _takes(SECTIONS[section], parts)
+
+
+def _takes(owners: Iterable[type], parts: list[str]) -> bool:
+    if not parts:
+        return True
+    for owner in _with_subclasses(owners):
+        if parts[0] in inspect.signature(owner).parameters:
+            hint = _hints(owner).get(parts[0])
+            if any(typing.get_origin(inner) is Callable for inner in _inside(hint)):
+                return True  # a class of torch, whose arguments its own version decides
+            classes = [c for c in _inside(hint) if inspect.isclass(c)]
+            # What maps names to objects takes any name.
+            named = typing.get_origin(hint) is dict or dict in classes
+            if _takes(classes, parts[1:]) or (named and _takes(classes, parts[2:])):
+                return True
+    return False
+
+
+def _with_subclasses(owners: Iterable[type]) -> Iterator[type]:
+    for owner in owners:
+        if owner.__module__.startswith(("litgrpo", "lightning")):
+            yield owner
+            yield from _with_subclasses(owner.__subclasses__())
+
+
+def _hints(owner: type) -> dict[str, typing.Any]:
+    try:
+        return typing.get_type_hints(owner.__init__)
+    except NameError:  # a name that is imported for type checkers only
+        return {}
+
+
+def _inside(hint: typing.Any) -> Iterator[typing.Any]:
+    yield hint
+    for inner in typing.get_args(hint):
+        yield from _inside(inner)
+
+
+def commands(text: str) -> Iterator[str]:
+    """Every command of the shell blocks that starts this project's program or a module of tests."""
+    for block in BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.split("&&"):
+                yield from re.findall(PROGRAM, command)
+
+
+class Parsers(LitGRPOCLI):
+    """The parsers of Lightning's four verbs, and nothing built."""
+
+    def __init__(self) -> None:
+        super(LitGRPOCLI, self).__init__(**READING)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """All four."""
+        return {verb: LightningCLI.subcommands()[verb] for verb in LIGHTNING_VERBS}
+
+    def parse_arguments(self, parser: typing.Any, args: typing.Any) -> None:
+        """Something that can be parsed, as the constructor wants."""
+        self.config = parser.parse_args(["fit", "-c", str(ROOT / "configs" / "quickstart.yaml")])
+
+    def _nothing(self, *_: typing.Any) -> None:
+        """Nothing is looked up, built or run."""
+
+    _parse_ckpt_path = before_instantiate_classes = instantiate_classes = _nothing
+    _set_seed = _run_subcommand = after_instantiate_classes = _nothing
+
+
+def refused(words: list[str]) -> str | None:
+    """Why a command cannot be parsed, or None."""
+    if words[1] == "-m" and words[2] != "litgrpo":
+        return None if find_spec(words[2]) else f"there is no module {words[2]}"
+    verb, rest = "".join(words[2:3]), _without_made(words[3:])
+    if verb in ("", "--help"):
+        return None
+    if verb not in (*LIGHTNING_VERBS, *COMMANDS):
+        return f"there is no verb {verb}"
+    sys.argv = ["cli.py", verb, *rest]
+    keep_quiet()
+    try:
+        _parse(verb, rest)
+    except SystemExit as stop:
+        return f"exit code {stop.code}" if stop.code else None
+    return None
+
+
+def _parse(verb: str, words: list[str]) -> None:
+    if verb in LIGHTNING_VERBS:
+        parsers().parser.parse_args([verb, *words])
+    elif verb == "plan":
+        PlanCLI(words)
+    else:
+        recipes = {"-c": "--recipes+", "--config": "--recipes+"} if verb == "audit" else {}
+        function = vars(import_module(COMMANDS[verb][0]))[verb]
+        auto_parser(function).parse_args([recipes.get(word, word) for word in words])
+
+
+@cache
+def parsers() -> Parsers:
+    """Built once: it takes seconds."""
+    return Parsers()
+
+
+def _without_made(words: list[str]) -> list[str]:
+    """The words without recipes that an earlier command makes; the quickstart stands for one."""
+    kept = []
+    for word in words:
+        made = word.endswith((".yaml", ".json")) and not (ROOT / word).exists()
+        kept.append("configs/quickstart.yaml" if made and kept and kept[-1] in FLAGS else word)
+    return kept
+
+
+FLAGS = ("-c", "--config")
+
+
+def main() -> None:
+    """Print all stale names of all pages."""
+    for page in pages():
+        for line in stale(page):
+            print(f"{page.relative_to(ROOT)}: {line}")
+
+
+if __name__ == "__main__":
+    main()

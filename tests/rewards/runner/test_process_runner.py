@@ -1,0 +1,428 @@
+"""Faulty reward functions in real processes: each fault costs its own sample, whatever it is."""
+
+import gc
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from litgrpo.algorithm.objective import Objective
+from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, RewardFailure, Scorer
+from litgrpo.rewards.library.math import correctness
+from litgrpo.rewards.runner.calls import Call
+from litgrpo.rewards.runner.process_runner import is_trusted
+from litgrpo.rewards.runner.worker_pool import Launcher
+from tests.rewards import faulty
+
+TEXTS = ["a", "bb", "bad", "dddd", "e", "ff", "ggg", "hhhh"]
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture
+def runner():
+    runner = ProcessRunner(timeout_s=TIMEOUT_S, workers=2)
+    yield runner
+    runner.close()
+
+
+def score(runner, function, texts=TEXTS, columns=None, **kwargs):
+    scorer = Scorer({"r": Reward(function, kwargs=kwargs)}, runner=runner)
+    table = scorer(["p"] * len(texts), list(texts), columns or {}, len(texts) // 2)
+    return table, scorer
+
+
+def advantages(table):
+    mask = torch.ones(table.total.numel(), 1, dtype=torch.bool)
+    return Objective().token_advantages(table, mask)[:, 0]
+
+
+FAULTS = {
+    "sleeps": ("TimeoutError", {}),
+    "loops_in_c": ("TimeoutError", {}),
+    "loops_in_python": ("TimeoutError", {}),
+    "catastrophic_regex": ("TimeoutError", {}),
+    "async_hangs": ("TimeoutError", {}),
+    "async_blocks": ("TimeoutError", {}),
+    "async_crashes": ("exited with 7", {}),
+    "pure_hangs": ("TimeoutError", {}),
+    "segfaults": ("died of SIGSEGV", {}),
+    "exits_at_once": ("exited with 7", {}),
+    "leaves": ("SystemExit", {}),
+    "interrupts": ("KeyboardInterrupt", {}),
+    "raises": ("KeyError", {}),
+    "floods": ("printed more than 5 MB", {}),
+    "floods_from_c": ("printed more than 5 MB", {}),
+    "wrong_length_for_the_bad": ("wrong length", {}),
+}
+VALUES = {
+    "returned nan": float("nan"), "returned inf": float("inf"), "returned -inf": float("-inf"),
+    "returned str": "1", "returned list": [1], "returned dict": {},
+}  # fmt: skip
+FAULTS |= {reason: (reason, {"value": value}) for reason, value in VALUES.items()}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_sample_its_time_and_nothing_else(fault, runner, caplog) -> None:
+    reason, kwargs = FAULTS[fault]
+    function = faulty.odd_values if kwargs else vars(faulty)[fault]
+    honest, _ = score(runner, faulty.lengths)
+    with caplog.at_level(logging.WARNING):
+        table, scorer = score(runner, function, **kwargs)
+    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
+    assert scorer.failures == {"r": {reason: 1}}
+    assert "row 2" in caplog.text
+    assert "'bad'" in caplog.text
+    kept = table.valid
+    assert torch.equal(table.total[kept], honest.total[kept])
+    # The other group is the same to the last bit; the rest of this one is compared without the row.
+    assert torch.equal(advantages(table)[4:], advantages(honest)[4:])
+    assert advantages(table)[2] == 0
+    assert abs(advantages(table)[:4].sum()) < 1e-6
+    # and the runner goes on as if nothing had happened
+    assert score(runner, faulty.lengths)[0].valid.all()
+
+
+def test_an_abstention_is_no_failure_and_teaches_nothing(runner) -> None:
+    table, scorer = score(runner, faulty.odd_values, value=None)
+    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
+    assert not scorer.failures
+
+
+def test_a_wrong_length_of_the_batch_is_asked_again_row_by_row(runner) -> None:
+    table, scorer = score(runner, faulty.wrong_length)
+    assert table.total.flatten().tolist() == [len(text) for text in TEXTS]
+    assert not scorer.failures
+
+
+def test_inputs_that_a_function_changes_are_copies(runner) -> None:
+    facts = [{"a": [0.0]} for _ in TEXTS]
+    for _ in range(2):
+        table, _ = score(runner, faulty.vandal, columns={"facts": facts})
+        assert table.total.flatten().tolist() == [len(text) for text in TEXTS]
+    assert facts == [{"a": [0.0]}] * len(TEXTS)
+
+
+def test_several_hanging_samples_leave_the_others_their_turn(runner) -> None:
+    runner.timeout_s = 6.0
+    texts = ["bad", "a", "bb", "bad", "cc", "d", "bad", "eee"] * 4
+    table, scorer = score(runner, faulty.sleeps, texts)
+    assert scorer.failures == {"r": {"TimeoutError": 12}}
+    assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
+
+
+def innocent(table, texts) -> list[bool]:
+    """Whether each row is valid that ought to be."""
+    valid = table.valid.flatten().tolist()
+    return [fine for fine, text in zip(valid, texts, strict=True) if text != "bad"]
+
+
+@pytest.mark.parametrize("function", [faulty.sleeps, faulty.loops_in_c, faulty.pure_hangs])
+def test_every_row_has_its_turn_however_many_hang(runner, function) -> None:
+    runner.timeout_s = 6.0
+    texts = (["bad"] * 8 + [f"a{n}" for n in range(8)]) * 2  # in each half they come first
+    table, scorer = score(runner, function, texts)
+    assert all(innocent(table, texts))
+    assert sum(scorer.failures["r"].values()) == 16
+
+
+def test_a_row_is_not_charged_before_its_worker_begins(runner, monkeypatch) -> None:
+    def launched(launcher):
+        worker = start(launcher)
+        os.kill(worker.pid, signal.SIGSTOP)  # as if others had the processor
+        threading.Timer(0.3, resumed, [worker.pid]).start()
+        return worker
+
+    def resumed(pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    start = Launcher.launch
+    monkeypatch.setattr(Launcher, "launch", launched)
+    runner.timeout_s = 4.0
+    texts = ["bad"] + [f"a{n}" for n in range(15)]
+    table, _ = score(runner, faulty.sleeps, texts)
+    assert all(innocent(table, texts))
+
+
+def test_a_function_that_compares_is_masked_whole_in_its_time(runner) -> None:
+    runner.max_failed_frac = 1.0
+    table, scorer = score(runner, faulty.compares_and_hangs)
+    assert not table.valid.any()
+    assert scorer.failures == {"r": {"TimeoutError": len(TEXTS)}}
+
+
+def test_the_run_stops_past_a_share_of_failures_with_the_reason(runner) -> None:
+    with pytest.raises(RewardFailure, match=r"5 of 8 .* failed.*TimeoutError: 5"):
+        score(runner, faulty.sleeps, ["bad"] * 5 + ["a"] * 3)
+
+
+def test_the_place_where_a_function_hangs_is_shown(runner, caplog) -> None:
+    score(runner, faulty.catastrophic_regex)
+    assert "was ended: TimeoutError" in caplog.text
+    assert "in catastrophic_regex" in caplog.text
+
+
+def test_the_traceback_of_a_worker_is_shown_whole(runner, caplog) -> None:
+    score(runner, faulty.raises)
+    assert 'raise KeyError("bad")' in caplog.text
+
+
+def test_what_a_function_prints_is_seen(runner, capfd) -> None:
+    score(runner, faulty.prints)
+    printed = capfd.readouterr().out
+    assert "judging 8" in printed
+    assert "a complaint" in printed
+
+
+def test_independent_functions_run_side_by_side(runner, tmp_path, caplog) -> None:
+    runner.timeout_s = 60.0
+    # each answers only when the other has begun, too
+    meet = {name: Reward(faulty.meeting(str(tmp_path), name, 2)) for name in ("a", "b")}
+    scorer = Scorer(meet, runner=runner)
+    assert scorer(["p"] * 2, ["a", "b"], {}, 2).valid.all()
+    assert not caplog.text
+
+
+def test_rows_of_a_pure_function_run_side_by_side(runner, tmp_path, caplog) -> None:
+    runner.timeout_s = 60.0
+    columns = {"path": [str(tmp_path)] * 2}
+    assert score(runner, faulty.pure_meeting, ["a", "b"], columns)[0].valid.all()
+    assert not caplog.text
+
+
+def test_a_warm_worker_goes_on_with_its_state(runner) -> None:
+    """Workers are started once, not for each iteration."""
+    first, scorer = score(runner, faulty.its_process)
+    again = scorer(["p"] * len(TEXTS), TEXTS, {}, 4)
+    assert torch.equal(first.total, again.total)
+
+
+def test_samples_of_a_pure_function_are_shared_out_and_remembered(runner, tmp_path) -> None:
+    path = str(tmp_path / "asked")
+    columns = {"path": [path] * len(TEXTS)}
+    first, _ = score(runner, faulty.pure_counts, columns=columns)
+    again, _ = score(runner, faulty.pure_counts, [*TEXTS[:7], "new"], columns)
+    asked = Path(path).read_text().split()
+    assert sorted(asked) == sorted([*TEXTS, "new"])
+    assert torch.equal(first.total.flatten()[:7], again.total.flatten()[:7])
+    assert again.total[1, 3] == 3
+
+
+def test_the_memory_has_a_limit(tmp_path) -> None:
+    runner = ProcessRunner(workers=1, cache_size=3)
+    score(runner, faulty.pure_counts, columns={"path": [str(tmp_path / "asked")] * 8})
+    assert len(runner.cache) == 3
+    runner.close()
+
+
+def test_slow_samples_are_listed(runner) -> None:
+    runner.slow_s = 0.04
+    score(runner, faulty.pure_waits, ["a", "b"])
+    assert [slow.num_rows for slow in runner.slowest] == [1, 1]
+    assert {slow.completion for slow in runner.slowest} == {"a", "b"}
+
+
+def test_coroutines_run_together(tmp_path, caplog) -> None:
+    runner = ProcessRunner(timeout_s=60.0, workers=1)
+    parts = {n: Reward(faulty.async_meeting, kwargs={"name": n, "of": 3}) for n in "abc"}
+    columns = {"path": [str(tmp_path)] * 2}
+    table = Scorer(parts, runner=runner)(["p"] * 2, ["a", "b"], columns, 2)
+    runner.close()
+    assert table.valid.all()
+    assert not caplog.text
+
+
+def test_functions_of_a_script_or_notebook_travel_whole(runner) -> None:
+    scale = 3.0
+
+    def local(completions):
+        return [scale * os.getpid() for _ in completions]
+
+    table, _ = score(runner, local)
+    assert (table.total != scale * os.getpid()).all()
+    assert score(runner, lambda completions: [2.0] * len(completions))[0].valid.all()
+
+
+def test_what_cannot_travel_runs_here_with_a_warning(runner, caplog) -> None:
+    lock = threading.Lock()
+
+    def holds_a_lock(completions):
+        with lock:
+            return [float(os.getpid())] * len(completions)
+
+    for _ in range(2):
+        table, _ = score(runner, holds_a_lock)
+        assert (table.total == os.getpid()).all()
+    assert caplog.text.count("cannot be sent to another process (TypeError") == 1
+
+
+def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> None:
+    def call(function, **settings):
+        return Call("r", function, {"completions": TEXTS}, settings, len(TEXTS))
+
+    assert is_trusted(call(correctness, require_tags=False))
+    assert not is_trusted(call(correctness, judge=faulty.lengths))
+    assert not is_trusted(call(correctness, judges={"x": [faulty.lengths]}))
+    assert not is_trusted(call(faulty.lengths))
+    assert not is_trusted(call(len))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids) -> None:
+    for _ in range(6000):
+        if not any(map(alive, pids)):
+            return
+        time.sleep(0.02)
+    pytest.fail("a worker outlived its parent")
+
+
+def processes_under(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found[1:]
+
+
+def test_closing_or_forgetting_a_runner_ends_its_processes() -> None:
+    for forget in (False, True):
+        runner = ProcessRunner(workers=2)
+        table, scorer = score(runner, faulty.its_process)
+        pids = [int(table.total[0, 0]), runner.pool.launchers[0].process.pid]
+        assert all(map(alive, pids))
+        if forget:
+            del runner, scorer
+            gc.collect()
+        else:
+            runner.close()
+        wait_until_gone(pids)
+
+
+def test_what_a_function_started_ends_with_it(runner, tmp_path) -> None:
+    path = tmp_path / "pids"
+    table, _ = score(runner, faulty.starts_a_program, columns={"path": [str(path)] * len(TEXTS)})
+    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
+    wait_until_gone(list(map(int, path.read_text().split())))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_of_several_functions_at_once_stay_with_their_samples(seed) -> None:
+    rng = random.Random(seed)
+    faults = ["sleeps", "segfaults", "exits_at_once", "raises", "leaves", "floods", "async_crashes"]
+    faults += ["catastrophic_regex", "async_blocks", "pure_hangs", "wrong_length_for_the_bad"]
+    runner = ProcessRunner(timeout_s=6.0, workers=3, max_failed_frac=1.0)
+    parts = {name: Reward(vars(faulty)[name]) for name in rng.sample(faults, 3)}
+    texts = [rng.choice(["a", "bb", "ccc", "bad"]) for _ in range(16)]
+    table = Scorer(parts, runner=runner)(["p"] * 16, texts, {}, 4)
+    runner.close()
+    assert table.valid.flatten().tolist() == [text != "bad" for text in texts]
+    sums = [3.0 * len(text) for text in texts if text != "bad"]
+    assert table.total[table.valid].tolist() == sums
+
+
+PARENT = """
+import time
+from litgrpo.rewards import Scorer, ProcessRunner, Reward
+from tests.rewards import faulty
+scorer = Scorer({"r": Reward(getattr(faulty, "%s"))}, runner=ProcessRunner(timeout_s=600))
+print("ready", flush=True)
+scorer(["p"] * 4, ["a", "%s", "c", "d"], {}, 2)
+print("done", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("function", "text"), [("catastrophic_regex", "bad"), ("lengths", "b")])
+def test_no_worker_outlives_a_parent_that_is_killed(ending, function, text) -> None:
+    program = [sys.executable, "-c", PARENT % (function, text)]
+    parent = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    if text == "b":
+        assert parent.stdout.readline() == "done\n"
+    while len(children := processes_under(parent.pid)) < 2:  # the launcher and a worker
+        time.sleep(0.05)
+    time.sleep(0.1)
+    parent.send_signal(ending)
+    parent.wait()
+    parent.stdout.close()
+    wait_until_gone(children)
+
+
+def test_a_worker_killed_from_outside_is_replaced(runner) -> None:
+    table, _ = score(runner, faulty.its_process)
+    os.kill(int(table.total[0, 0]), signal.SIGKILL)
+    again, _ = score(runner, faulty.its_process)
+    assert again.valid.all()
+    assert again.total[0, 0] != table.total[0, 0]
+    launcher = runner.pool.launchers[0].process
+    launcher.kill()
+    launcher.wait()
+    assert score(runner, faulty.its_process)[0].valid.all()
+
+
+def test_a_process_with_threads_is_not_forked(tmp_path, monkeypatch, runner) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import os, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "def mine(completions):\n"
+        "    while 'bad' in completions: pass\n"
+        "    return [float(os.getpid())] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    runner.timeout_s = 3.0
+    table, scorer = score(runner, "threaded.mine")
+    assert table.valid.flatten().tolist() == [text != "bad" for text in TEXTS]
+    assert scorer.failures == {"r": {"TimeoutError": 1}}
+
+
+@pytest.mark.parametrize("settings", [{"workers": 0}, {"cache_size": -1}, {"timeout_s": 0.0}])
+def test_impossible_settings_are_refused(settings) -> None:
+    with pytest.raises(ValueError, match="reward_runner"):
+        ProcessRunner(**settings)
+
+
+def test_a_runner_can_be_copied_and_starts_its_own_workers(runner) -> None:
+    import copy
+
+    score(runner, faulty.lengths)
+    twin = copy.deepcopy(runner)
+    assert not twin.pool.launchers
+    assert score(twin, faulty.lengths)[0].valid.all()
+    twin.close()
+    assert isinstance(copy.deepcopy(InProcessRunner()), InProcessRunner)
+
+
+def test_a_recipe_chooses_its_runner(tmp_path) -> None:
+    import jsonargparse
+
+    from litgrpo.modules.grpo import GRPO
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(GRPO, "model")
+    rewards = '--model.rewards={"r": {"function": "litgrpo.rewards.correctness"}}'
+    words = ["--model.pretrained=none", rewards, "--model.reward_runner=ProcessRunner"]
+    module = parser.instantiate(
+        parser.parse_args([*words, "--model.reward_runner.timeout_s=7"])
+    ).model
+    assert isinstance(module.scorer.runner, ProcessRunner)
+    assert module.scorer.runner.timeout_s == 7
+    words[2] = "--model.reward_runner=litgrpo.rewards.runner.in_process.InProcessRunner"
+    module = parser.instantiate(parser.parse_args(words)).model
+    assert isinstance(module.scorer.runner, InProcessRunner)

@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import GROUP, LENGTH, rollouter_of
+
+TEXTS = ("a", "hello there")
+
+
+class Noting(RolloutEngine):
+    """Samples as the local engine does, and notes what it was asked."""
+
+    def __init__(self):
+        self.asked, self.versions = [], []
+
+    def sync_weights(self, policy, version):
+        self.versions.append(version)
+
+    def generate(self, requests):
+        self.asked.append(requests)
+        return LocalEngine().generate(requests)
+
+
+@pytest.fixture
+def engine():
+    return Noting()
+
+
+@pytest.fixture
+def rollouter(engine):
+    return rollouter_of(tiny_policy("qwen2"), engine=engine, sampling=Sampling(temperature=0.7))
+
+
+def test_completions_are_decoded_and_of_the_version_that_sampled_them(rollouter):
+    rollout = rollouter.generate(prompt_batch(*TEXTS), "train", 3)
+    decode = rollouter.policy.tokenizer.decode
+    expected = [decode(ids, skip_special_tokens=True) for ids in rollout.token_lists()]
+    assert rollout.completions == expected
+    assert rollout.policy_version == 3
+    assert len(rollout.completions) == len(TEXTS) * GROUP
+
+
+def test_random_numbers_follow_purpose_iteration_and_attempt(rollouter, engine):
+    def numbers(*asked, **how):
+        rollouter.generate(prompt_batch(*TEXTS), *asked, **how)
+        return engine.asked[-1].uniforms
+
+    first = numbers("train", 1)
+    assert first.shape == (len(TEXTS) * GROUP, LENGTH)
+    assert torch.equal(numbers("train", 1), first)
+    for other in (numbers("train", 2), numbers("train", 1, attempt=1), numbers("val", 1)):
+        assert not torch.equal(other, first)
+    assert torch.equal(numbers("val", 5), numbers("val", 1))  # evaluations are comparable
+
+
+def test_settings_are_those_of_training_unless_others_are_given(rollouter, engine):
+    rollouter.generate(prompt_batch(*TEXTS), "train")
+    rollouter.generate(prompt_batch(*TEXTS), "val", group_size=1, sampling=Sampling(top_k=5))
+    trained, evaluated = engine.asked
+    assert (trained.group_size, trained.sampling) == (GROUP, Sampling(temperature=0.7))
+    assert (evaluated.group_size, evaluated.sampling) == (1, Sampling(top_k=5))
+
+
+def test_weights_are_handed_over_once_for_each_iteration(rollouter, engine):
+    for iteration in (0, 0, 1, 1, 2):
+        rollouter.generate(prompt_batch("a"), "train", iteration)
+    assert engine.versions == [0, 1, 2]
+
+
+def test_the_policy_samples_in_eval_mode(rollouter, engine):
+    rollouter.policy.train()
+    rollouter.generate(prompt_batch("a"), "train")
+    assert not rollouter.policy.training
+
+
+def test_only_tokens_of_training_are_counted(rollouter):
+    rollouter.generate(prompt_batch("a"), "val")
+    assert rollouter.take_sampled_tokens() == 0
+    lengths = [rollouter.generate(prompt_batch("a"), "train", n).lengths.sum() for n in (0, 1)]
+    assert rollouter.take_sampled_tokens() == sum(lengths)
+    assert rollouter.take_sampled_tokens() == 0
+
+
+def test_the_seconds_are_counted_as_those_of_the_rollout(rollouter):
+    rollouter.generate(prompt_batch("a"), "train")
+    assert rollouter.clock.seconds.keys() == {"time/rollout_s"}
+
+
+def test_short_memory_halves_the_rows_and_changes_no_completion(rollouter, engine):
+    prompts = prompt_batch("a", "bb", "ccc", "dddd")
+    whole = rollouter.generate(prompts, "train")
+
+    class Small(Noting):
+        def generate(self, requests):
+            if (requests.max_rows or requests.num_rows) > GROUP:
+                raise MemoryError
+            return super().generate(requests)
+
+    rollouter.engine = Small()
+    with pytest.warns(UserWarning, match="out of memory in the rollout: engine.max_rows is"):
+        parts = rollouter.generate(prompts, "train")
+    assert rollouter.max_rows == GROUP  # groups are not divided
+    assert torch.equal(parts.completion_ids, whole.completion_ids)
+
+
+@pytest.mark.parametrize("batch", [{"a": 1}, ["text"], None])
+def test_a_batch_that_is_none_of_prompts_is_refused(rollouter, batch):
+    with pytest.raises(ValueError, match=r"completions are sampled for prompts alone. Use"):
+        rollouter.generate(batch, "train")

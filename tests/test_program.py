@@ -1,0 +1,41 @@
+import pytest
+
+from tests.cli.running import cli, in_a_process  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
+
+
+def test_the_help_of_the_program_is_one_page_and_immediate():
+    page, _ = in_a_process("cli.py", "--help")
+    script = "import sys; from litgrpo.program import help_page; help_page(); "
+    script += "print({'torch', 'lightning'} & {*sys.modules})"
+    assert in_a_process("-c", script)[0] == "set()\n"
+    assert len(page.splitlines()) < 40
+    for verb in ("fit", "validate", "test", "predict", "export"):
+        assert f"\n  {verb}" in page
+    assert "python cli.py fit -c configs/quickstart.yaml" in page
+
+
+def test_the_help_of_a_verb_takes_little_longer_than_lightning_itself():
+    # Both about 4 seconds of processor time here; the ratio holds on a slower machine too.
+    page, seconds = in_a_process("cli.py", "fit", "--help")
+    _, least = in_a_process("-c", "import lightning.pytorch.cli")
+    assert seconds < 2 * least
+    assert page.startswith("usage: cli.py fit [-c RECIPE.yaml ...] [--KEY VALUE ...]\n")
+    for key in ("--run_dir", "--checkpoint.every_n_iterations", "--trainer.max_time", "--debug"):
+        assert key in page
+
+
+def test_a_wrong_verb_names_the_nearest(cli):  # noqa: F811
+    assert cli("fitt") == (2, "", "error: there is no verb 'fitt': did you mean 'fit'?\n")
+
+
+def test_debug_shows_the_traceback_instead(cli):  # noqa: F811
+    with pytest.raises(ValueError, match="group_size is 0"):
+        cli("fit", "-c", "grpo.yaml", "--model.group_size", "0", "--debug")
+
+
+def test_a_bug_keeps_its_traceback(cli):  # noqa: F811
+    # Raised by code that is not ours and checks no input.
+    with pytest.raises(ValueError, match="a bug"):
+        cli("fit", "-c", "recipe.yaml", "--data.broken", "true")

@@ -1,0 +1,121 @@
+import time
+from fractions import Fraction
+
+import pytest
+
+from litgrpo.text.answers import (
+    answer_claims,
+    boxed,
+    extract_answer,
+    extract_reasoning,
+    parse_number,
+    reasonings,
+    same_text,
+    tagged,
+    text_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<reasoning>1 + 1</reasoning><answer>2</answer>", "2"),
+        ("<answer>1</answer> no: <answer> 2 </answer>", "2"),
+        ("<answer>2</answer> and then <answer>3", "2"),
+        ("48 + 24 = 72\n#### 72\n", "72"),
+        (r"so $\boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
+        (r"<answer>\boxed{7}</answer>", "7"),
+        ("<answer>#### 7</answer>", "7"),
+        ("#### 1 <answer>2</answer>", "2"),
+        ("<answer></answer>", ""),
+        ("2", None),
+        ("", None),
+    ],
+)
+def test_the_last_marked_answer_is_found(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_every_claim_is_listed() -> None:
+    assert answer_claims("<answer>1</answer><answer>2</answer>") == ["1", "2"]
+    assert tagged("<a>1</a><a>2<a>3</a>", "a") == ["1", "3"]
+    assert boxed(r"\boxed{1} \boxed{{2}} } \boxed{3") == ["1", "{2}"]
+
+
+def test_reasoning_is_what_the_tag_holds_or_what_precedes_the_answer() -> None:
+    assert extract_reasoning("<reasoning> a </reasoning><answer>b</answer>") == "a"
+    assert extract_reasoning("a <answer>b</answer>") == "a"
+    assert extract_reasoning("a") == "a"
+    messages = [{"role": "assistant", "content": "<think>b</think>"}]
+    assert reasonings(["<think>a</think>", messages], "think") == ["a", "b"]
+
+
+def test_chat_messages_are_read_like_text() -> None:
+    assert text_of([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "b"
+
+
+SEVENTY_TWO = [
+    "72", " 72\n", "+72", "72.", "72.00", "072", "$72", "$72.00", r"\$72", "72$", "US$72", "Rs.72",
+    "\u20ac72", "72%", r"72\%", "72 %", "72 clips", "72 km/h", "72 m^2", "72 m2", "72cm",
+    "72\u00b0", r"72^\circ", "72!", "The answer is 72.", "x = 72", "=72", "**72**", "(72)", "`72`",
+    "144/2", "144 / 2", "72/1", r"\frac{144}{2}", r"\dfrac{144}{2}", r"$\frac{144}{2}$",
+    r"\boxed{72}", r"$\boxed{72}$", r"\(72\)", r"\text{72}", r"72\text{ clips}",
+    r"72 \text{ clips}", r"\mathbf{72}", r"\left(72\right)", "7.2e1", "7.2E+01",
+    r"7.2 \times 10^{1}", "7.2 x 10^1", "7.2\u00d710^1", "72\u00a0clips", "#### 72",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SEVENTY_TWO)
+def test_all_renderings_of_72_are_72(text: str) -> None:
+    assert parse_number(text) == 72
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,080", 1080), ("1 080", 1080), ("1\u202f080", 1080), (r"1\,080", 1080), ("1{,}080",
+        1080), ("$1,234,567.50", Fraction(2469135, 2)), ("-5", -5), ("\u22125", -5), ("\u20135",
+        -5), ("- 5", -5), ("-$5", -5), ("$-5", -5), ("minus 5", -5), ("negative 5", -5),
+        ("the change is -5.", -5), ("(-5)", -5), (r"-\frac{3}{4}", Fraction(-3, 4)),
+        (r"\frac{-3}{4}", Fraction(-3, 4)), (r"\frac34", Fraction(3, 4)), ("3/4", Fraction(3, 4)),
+        ("-3/4", Fraction(-3, 4)), ("\u00be", Fraction(3, 4)), ("3\u20444", Fraction(3, 4)),
+        ("1 3/4", Fraction(7, 4)), ("-1 3/4", Fraction(-7, 4)), (r"1\frac{3}{4}", Fraction(7, 4)),
+        ("2\u00bd", Fraction(5, 2)), (".5", Fraction(1, 2)), ("-.5", Fraction(-1, 2)), ("$.50",
+        Fraction(1, 2)), ("0.1", Fraction(1, 10)), ("1e-3", Fraction(1, 1000)), ("0", 0), ("1/3",
+        Fraction(1, 3)),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_exactly(text: str, number: Fraction) -> None:
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "no idea", "seventy-two", "72 or 73", "71, 72, 73", "72 73", "72 = 72", "1.2.3",
+        "1.080.000", "10,00", "3/4/5", "3:30", "70-72", "x-72", "x+72", "x/72", "--5", "72^2",
+        "2^6", "3*24", "\u221a72", r"\sqrt{72}", r"\pi 72", r"72\pm1", "sqrt(72)", "72 squared",
+        "not 72", "1/0", "71 2/2", "9" * 101, r"\frac{x}{2}", "\u0667\u0662",
+    ],
+)  # fmt: skip
+def test_what_is_not_one_number_is_none(text: str) -> None:
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "9", "1,", "1,080,", " ", "1 ", "-", "$", "(", "{", "}", "\\", r"\frac{", r"\frac ",
+        r"\frac{1}{2}", r"\boxed{", "<answer>", "</answer>", "<answer>9", "#### ", "####\n", ".",
+        "1.", "e", "1e", "10^", "* 10 ^", "x", "m2", "a ", "\n",
+    ],
+)  # fmt: skip
+def test_a_megabyte_of_anything_is_read_in_linear_time(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    start = time.process_time()
+    hostile = f"-1{text}1"
+    extract_answer(hostile)
+    extract_reasoning(hostile)
+    parse_number(hostile)
+    same_text(hostile, hostile[:-1])
+    assert time.process_time() - start < 5  # a quadratic step would take hours

@@ -1,0 +1,14 @@
+from litgrpo.text.tables import markdown_table
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    assert markdown_table(("reward", "n"), [("a", 1.5), ("long reward", "")]) == [
+        "| reward      | n   |",
+        "| ----------- | --- |",
+        "| a           | 1.5 |",
+        "| long reward |     |",
+    ]
+
+
+def test_a_table_without_rows_has_its_head() -> None:
+    assert markdown_table(("a",), []) == ["| a |", "| - |"]
