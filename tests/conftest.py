@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests run side by side (`pytest -n 4`); threads of each on top of that would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -98,6 +100,12 @@ def prompt_batch(*texts: str, length: int = 0) -> PromptBatch:
 def architecture(request) -> str:
     """Each of the five architectures in turn."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def one_seed():
+    """The same random numbers for a test, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""Every misuse that users met, replayed: `python -m tests.misuse`."""
