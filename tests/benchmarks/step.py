@@ -42,8 +42,7 @@ def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
     from lightning import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader
 
-    from litgrpo.algorithm.objective import Objective
-    from litgrpo.algorithm.weighting import PerToken
+    from litgrpo.algorithm.objective import Objective, PerToken
     from litgrpo.modules.grpo import GRPO
     from litgrpo.rewards.scorer import Reward
 

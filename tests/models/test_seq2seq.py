@@ -10,8 +10,8 @@ from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_poli
 from litgrpo.models.reference import AdapterOff
 from litgrpo.models.scratch import Scratch
 from litgrpo.models.seq2seq import Seq2SeqPolicy
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.tensors import pad_left
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy

@@ -6,8 +6,7 @@ import torch
 
 from litgrpo.algorithm.advantages import Normalized
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.schedules import Coefficients, Controllers, ReferenceSync
 from litgrpo.models.loading import Precision
@@ -26,7 +25,7 @@ from litgrpo.modules.assembly import (
 )
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.environment import SingleTurn
+from litgrpo.rollout.interface import SingleTurn
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import tiny_policy
 from tests.modules.test_grpo import module

@@ -7,8 +7,8 @@ import torch
 from lightning import Callback
 
 from litgrpo.modules.prompt_data import PromptData
-from litgrpo.parallel.clock import Clock
 from litgrpo.parallel.comm import SingleProcess
+from litgrpo.parallel.device import Clock
 from litgrpo.rollout.dynamic_sampling import DynamicSampling, informative, with_groups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 from tests.conftest import prompt_batch, tiny_policy

@@ -12,12 +12,12 @@ from torch.nn import Parameter
 
 from litgrpo.algorithm.objective import Normalizers, Objective
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.metrics import of_completions
 from litgrpo.learner.micro_batches import (
     Limits,
     MicroBatching,
     Ragged,
     StepSums,
+    Totals,
     check_centered,
     mini_batches,
     rows_with_gradient,
@@ -26,9 +26,8 @@ from litgrpo.learner.schedules import Coefficients
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenModel, Reference
-from litgrpo.parallel.clock import Clock, timed
 from litgrpo.parallel.comm import Comm, SingleProcess, whole
-from litgrpo.parallel.out_of_memory import with_halving
+from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import (
     Experience,
@@ -363,3 +362,41 @@ def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
     before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
     gap = (before - rows.sampler_logprobs).abs() * rows.loss_mask
     return torch.stack([gap.sum(), rows.loss_mask.sum()])
+
+
+def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
+    """Averages over processes and optimizer steps of one iteration, to log.
+
+    Args:
+        seen: {name: []} numbers of this process.
+        reports: of its optimizer steps.
+        comm: of the processes.
+        device: where the numbers are put together.
+    """
+    totals = Totals()
+    for name, value in seen.items():
+        totals.add_value(name, value)
+    totals.add_steps(reports)
+    return totals.averages(comm, device)
+
+
+def of_completions(advantages: Tensor) -> Tensor:
+    """[N] the advantage of each completion from those of its tokens [N, C].
+
+    Without a discount all tokens of the policy have the same; others have 0.
+    """
+    return advantages.gather(1, advantages.abs().argmax(1, keepdim=True)).squeeze(1)
+
+
+def advantages_of(experience: Experience, rewards: RewardTable) -> Tensor:
+    """[B, G] the advantage of each completion, on the host."""
+    return of_completions(experience.advantages).view_as(rewards.total).cpu()
+
+
+def advantage_stats(experience: Experience) -> Stats:
+    """Mean and spread of the advantages of completions."""
+    advantages = of_completions(experience.advantages)
+    return {
+        "policy/advantage_mean": advantages.mean(),
+        "policy/advantage_std": advantages.std(correction=0),
+    }

@@ -11,8 +11,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import Learner
@@ -23,14 +22,12 @@ from litgrpo.models.loading import Precision
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.modules.trainer import TrainerComm, is_attached
-from litgrpo.parallel.clock import Clock
-from litgrpo.parallel.device import backend
+from litgrpo.parallel.device import Clock, backend
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong
 from litgrpo.rewards.scorer import Reward, Scorer
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
-from litgrpo.rollout.engines.interface import RolloutEngine
-from litgrpo.rollout.environment import Environment
+from litgrpo.rollout.interface import Environment, RolloutEngine
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
 

@@ -14,7 +14,7 @@ from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.metrics import advantage_stats, advantages_of, averages
+from litgrpo.learner.learner import advantage_stats, advantages_of, averages
 from litgrpo.learner.schedules import Coefficients, Controllers
 from litgrpo.models.loading import (
     LoRA,
@@ -46,9 +46,8 @@ from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.scorer import Reward, RewardFormat, Scorer
-from litgrpo.rollout.engines.interface import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.interface import Environment, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.types import Experience, PromptBatch, Stats, StepReport
 

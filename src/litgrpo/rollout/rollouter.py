@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.clock import Clock, timed
-from litgrpo.parallel.out_of_memory import with_halving
-from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.interface import Environment, Requests, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.types import PromptBatch, Rollout
 
