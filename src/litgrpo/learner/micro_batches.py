@@ -12,8 +12,9 @@ from torch import Tensor
 
 from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized
 from litgrpo.algorithm.objective import Normalizers, Objective
+from litgrpo.models.attention.packing import family_buckets
 from litgrpo.parallel.comm import Comm
-from litgrpo.tensors import family_buckets, length_buckets
+from litgrpo.tensors import length_buckets
 from litgrpo.types import Experience, LossOutput, Stats, StepReport, TokenLogprobs, TokenRows
 
 Rows = TypeVar("Rows", TokenRows, Experience)
