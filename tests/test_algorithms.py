@@ -16,7 +16,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithm import advantages, surrogates, weighting
+from litgrpo.algorithm import advantages, surrogates
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.surrogates import PolicyGradient
 from litgrpo.program import main

@@ -24,7 +24,8 @@ from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines import local as local_engine
 from litgrpo.rollout.engines.local import CompletionBuffer
 from litgrpo.rollout.sampling import Sampling

@@ -6,7 +6,7 @@ from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.reference import FrozenModel
 from litgrpo.modules import kernel_choice
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward
+from litgrpo.rewards.parts import Reward
 from tests.checks.test_invariants import fit, module
 from tests.conftest import tiny_policy
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from litgrpo.parallel import clock as clocks
 from litgrpo.parallel import device as devices
 from litgrpo.parallel.cuda import CudaBackend, Replayed
 from litgrpo.parallel.device import (
@@ -189,7 +188,7 @@ class Ticking:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(clocks, "time", Ticking())
+    monkeypatch.setattr(devices, "time", Ticking())
     return Clock()
 
 
@@ -227,7 +226,7 @@ def test_the_device_is_waited_for_before_the_clock_is_read(clock, monkeypatch):
         def synchronize(self):
             order.append("synchronized")
 
-    monkeypatch.setattr(clocks, "backend", lambda device: Device())
+    monkeypatch.setattr(devices, "backend", lambda device: Device())
     with clock.phase("time/learn_s"):
         order.append("asked for")
     assert order == ["asked for", "synchronized"]
@@ -344,3 +343,10 @@ def test_each_way_to_say_that_memory_is_short_is_known():
 
 def test_freeing_memory_needs_no_device():
     free_memory()
+
+
+def test_data_stay_on_the_host_of_a_compiling_device_and_go_to_others():
+    there = Backend(torch.device("meta"))
+    assert there.data_device == torch.device("meta")
+    there.static_shapes = True
+    assert there.data_device == torch.device("cpu")

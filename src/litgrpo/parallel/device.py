@@ -43,6 +43,11 @@ class Backend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @property
+    def data_device(self) -> torch.device:
+        """Where prompts, rollouts and numbers to log are: on the host where shapes are static."""
+        return torch.device("cpu") if self.static_shapes else self.device
+
     def prepare(self) -> None:
         """Set up what torch expects of a device; called before a model is put there."""
 
@@ -228,7 +233,7 @@ def timed(name: str) -> Callable[[Method], Method]:
 
 
 Result = TypeVar("Result")
-# How allocators that raise a plain RuntimeError say it: two of torch's on the CPU, and XLA's.
+# How allocators that raise a plain RuntimeError say it: two of torch's on the CPU, one of compilers.
 MESSAGES = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
 
 

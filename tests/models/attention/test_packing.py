@@ -72,15 +72,15 @@ def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
     of_parents = torch.tensor([7, 99, 2, 20])
     buckets = family_buckets(LENGTHS, of_parents, parents, max_rows=max_rows, max_tokens=max_tokens)
     assert sorted(torch.cat(buckets).tolist()) == list(range(len(LENGTHS)))
-    for rows in buckets:
-        tokens = int(LENGTHS[rows].sum() + of_parents[parents[rows].unique()].sum())
-        assert len(rows) <= (max_rows or len(LENGTHS))
-        assert max_tokens is None or tokens <= max_tokens or len(rows) == 1
+    for each in buckets:
+        tokens = int(LENGTHS[each].sum() + of_parents[parents[each].unique()].sum())
+        assert len(each) <= (max_rows or len(LENGTHS))
+        assert max_tokens is None or tokens <= max_tokens or len(each) == 1
 
 
 def test_a_family_stays_together_where_it_fits():
     lengths, parents = torch.full((6,), 10), torch.tensor([0, 1, 0, 1, 0, 1])
     buckets = family_buckets(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
-    assert [rows.tolist() for rows in buckets] == [[0, 2, 4], [1, 3, 5]]
+    assert [each.tolist() for each in buckets] == [[0, 2, 4], [1, 3, 5]]
     none = torch.tensor([], dtype=torch.long)
     assert family_buckets(none, none, none) == []
