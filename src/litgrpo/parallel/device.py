@@ -233,7 +233,7 @@ def timed(name: str) -> Callable[[Method], Method]:
 
 
 Result = TypeVar("Result")
-# How allocators that raise a plain RuntimeError say it: two of torch's on the CPU, one of compilers.
+# How allocators that raise a plain RuntimeError say it: two on the CPU, one of compilers.
 MESSAGES = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
 
 
