@@ -15,7 +15,7 @@ needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch with
 
 
 def kernels_of(policy):
-    return {layer.kernel for layer in linears.fast_linears(policy.model)}
+    return {layer.kernel for layer in linears.linears(policy.model)}
 
 
 def choosing(kernels):

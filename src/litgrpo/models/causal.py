@@ -58,9 +58,7 @@ class CausalPolicy(Policy):
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> Iterator[None]:
         """Fuse or pack the weights where that is faster; small products run on one thread."""
-        layers = linears.fast_linears(self.model)
-        largest = max((layer.weight.numel() for layer in layers), default=0)
-        few = threads(1 if rows * largest < WORTH_THREADS else torch.get_num_threads())
+        few = threads(1 if rows * self._largest < WORTH_THREADS else torch.get_num_threads())
         with few, lower_precision(self.model.device, dtype), torch.no_grad():
             if fused and self.can_fuse:
                 self._decoder = self._fused()
@@ -70,6 +68,11 @@ class CausalPolicy(Policy):
                     yield
             finally:
                 self._decoder = None
+
+    @cached_property
+    def _largest(self) -> int:
+        """Numbers in the largest weight of a linear layer."""
+        return max((layer.weight.numel() for layer in linears.linears(self.model)), default=0)
 
     @cached_property
     def can_fuse(self) -> bool:

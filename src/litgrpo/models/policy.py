@@ -126,8 +126,8 @@ class Policy(nn.Module, ABC):
     def linear_outputs(self) -> int:
         """Numbers that the linear layers compute for each token, the head not counted."""
         head = self.model.get_output_embeddings()
-        layers = [layer for layer in linears.fast_linears(self.model) if layer is not head]
-        return max(1, sum(len(layer.matrix) for layer in layers))
+        layers = [layer for layer in linears.linears(self.model) if layer is not head]
+        return max(1, sum(len(linears.matrix(layer)) for layer in layers))
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """What to sample and to learn within: matrix products in the recipe's lower precision."""
