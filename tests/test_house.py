@@ -52,9 +52,11 @@ TESTED_ELSEWHERE = {
     "models/policy.py": "tests/models/test_causal.py",
     "models/static_decoder.py": "tests/rollout/engines/test_static.py",
     "models/reference.py": "tests/learner/test_schedules.py",
+    "parallel/random_state.py": "tests/parallel/test_device.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
+    "rewards/shaping.py": "tests/rewards/test_scorer.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
 IFS, IFS_OF_CORE, CORE = 4.5, 3.5, ("algorithm", "learner", "rollout")

@@ -204,15 +204,15 @@ class CompletionBuffer:
         logprobs: [N, C] float32 log-probabilities at sampling.
         mask: [N, C] True marks a real token.
         ended: [N] True where the end token was sampled.
-        candidate_ids: for each step, its columns, its rows [n], and the tokens that could be
-            sampled there [n, S].
+        candidate_ids: for each step, the columns [n] and rows [n] of its tokens, and the tokens
+            that could be sampled there [n, S].
     """
 
     ids: Tensor
     logprobs: Tensor
     mask: Tensor
     ended: Tensor
-    candidate_ids: list[tuple[int | Tensor, Tensor, Tensor]] = field(default_factory=list)
+    candidate_ids: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @staticmethod
     def empty(shape: torch.Size, pad_id: int, device: torch.device) -> CompletionBuffer:
@@ -223,16 +223,6 @@ class CompletionBuffer:
             mask=torch.zeros(shape, dtype=torch.bool, device=device),
             ended=torch.zeros(shape[0], dtype=torch.bool, device=device),
         )
-
-    def write_column(self, column: int, rows: Tensor, drawn: Drawn, eos_ids: Tensor) -> None:
-        """Write one token of each of the rows [n]; rows that have ended stay as they are."""
-        active, tokens = ~self.ended[rows], drawn.tokens
-        self.ids[rows, column] = torch.where(active, tokens, self.ids[rows, column])
-        self.logprobs[rows, column] = torch.where(active, drawn.logprobs.float(), 0.0)
-        self.mask[rows, column] = active
-        if drawn.candidate_ids is not None:
-            self.candidate_ids.append((column, rows[active], drawn.candidate_ids[active]))
-        self.ended[rows] |= torch.isin(tokens, eos_ids)
 
     def write_steps(self, steps: Iterable[tuple[Tensor, Tensor, Drawn]], is_end: Tensor) -> None:
         """Write all decoding steps of a rollout at once, after the last one.
