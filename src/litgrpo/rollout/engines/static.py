@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,8 +87,12 @@ class StaticEngine(RolloutEngine):
 
         On devices with static shapes the rollout is on the host, unused columns and padded prompts
         included; prompts may be on the host, too, so that they need not be fetched from the device.
-        Elsewhere it is where the prompts are, without unused columns.
+        Elsewhere it is where the prompts are, without unused columns. Where memory was short, some
+        groups decode after the others, in shapes of their own.
         """
+        parts = _parts(requests)
+        if len(parts) > 1:
+            return _joined([self.generate(part) for part in parts], requests)
         policy, prompts, uniforms = requests.policy, requests.prompts, requests.uniforms
         group_size, sampling = requests.group_size, requests.sampling
         device = backend(policy.model.device)
@@ -243,3 +247,48 @@ def _decode_step(
     logits, state = policy.static.step(output.tokens, state)
     drawn = sampler.draw(logits, output.column)
     return output.append(drawn, policy.pad_id, sampler.is_end), state
+
+
+def _parts(requests: Requests) -> list[Requests]:
+    """Whole groups that decode together, as many as `max_rows` allows; prompts stay as wide."""
+    prompts, group_size = requests.prompts, requests.group_size
+    groups = max(1, (requests.max_rows or requests.num_rows) // group_size)
+
+    def part(rows: slice) -> Requests:
+        own = PromptBatch(
+            prompts.prompt_ids[rows],
+            prompts.prompt_mask[rows],
+            prompts.prompts[rows],
+            {name: values[rows] for name, values in prompts.columns.items()},
+            prompts.index[rows],
+        )
+        uniforms = requests.uniforms[rows.start * group_size : rows.stop * group_size]
+        return replace(requests, prompts=own, uniforms=uniforms, max_rows=None)
+
+    return [part(slice(start, start + groups)) for start in range(0, len(prompts), groups)]
+
+
+def _joined(parts: list[Rollout], requests: Requests) -> Rollout:
+    """One rollout of all groups, as wide as the widest part."""
+    widest = max(part.completion_ids.shape[1] for part in parts)
+
+    def cat(name: str, fill: int = 0) -> Tensor:
+        values = [getattr(part, name).movedim(1, -1) for part in parts]
+        wide = [pad(each, (0, widest - each.shape[-1]), value=fill) for each in values]
+        return torch.cat(wide).movedim(-1, 1)
+
+    first = parts[0]
+    prompts: dict[str, Any] = {
+        name: torch.cat([getattr(part.prompts, name) for part in parts])
+        for name in ("prompt_ids", "prompt_mask", "index")
+    }
+    return replace(
+        first,
+        prompts=replace(requests.prompts, **prompts),
+        completion_ids=cat("completion_ids", requests.policy.pad_id),
+        completion_mask=cat("completion_mask"),
+        loss_mask=cat("loss_mask"),
+        sampler_logprobs=cat("sampler_logprobs"),
+        truncated=torch.cat([part.truncated for part in parts]),
+        candidate_ids=None if first.candidate_ids is None else cat("candidate_ids", -1),
+    )
