@@ -167,6 +167,9 @@ def versions() -> dict[str, str]:
 class RunFolder(Callback):
     """Writes the configuration to the run folder and into every checkpoint.
 
+    A start that goes on from a checkpoint writes it when that was accepted: of a refused one the
+    folder keeps the configuration that its checkpoints were made with.
+
     Args:
         config: the resolved configuration as YAML text.
     """
@@ -174,9 +177,9 @@ class RunFolder(Callback):
     def __init__(self, config: str) -> None:
         self.config = config
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Write `config.yaml` before anything else can fail."""
-        if stage == "fit" and writes_files(trainer):
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write `config.yaml`, now that nothing refuses the checkpoint or the settings."""
+        if writes_files(trainer):
             write_config(run_folder(trainer), self.config)
 
     def state_dict(self) -> dict[str, Any]:
