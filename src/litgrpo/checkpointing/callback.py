@@ -23,6 +23,7 @@ from litgrpo.callbacks.run_folder import (
     run_folder,
     writes_files,
 )
+from litgrpo.callbacks.trainer_options import refuse_sharding
 from litgrpo.checkpointing.io import CheckedIO, point
 from litgrpo.checkpointing.manifest import TO_GO_ON, positions_of
 from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_state
@@ -109,7 +110,12 @@ class IterationCheckpoint(Checkpoint):
     # --- starting ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have files verified, before Lightning reads the first."""
+        """Have files verified, before Lightning reads the first.
+
+        Raises:
+            ValueError: no checkpoint could hold what the trainer's strategy has.
+        """
+        refuse_sharding(trainer.strategy)
         self.io = CheckedIO(trainer.strategy.checkpoint_io)
         trainer.strategy.checkpoint_io = self.io
         if stage == "fit":

@@ -44,6 +44,7 @@ from litgrpo.callbacks.run_folder import (
 from litgrpo.callbacks.run_lock import held
 from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.trainer_options import check_trainer_options
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.logger_state import LoggerState, never_failing
@@ -292,6 +293,7 @@ class LitGRPOCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with our loggers and callbacks, unless the recipe says otherwise."""
         chosen = {**self._get(self.config_init, "trainer"), **kwargs}
+        check_trainer_options(chosen, self.model)
         given = chosen["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         ours = [self._get(self.config_init, name) for name in CALLBACKS]
