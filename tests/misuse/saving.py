@@ -78,7 +78,7 @@ PROBES = [
     Probe(
         "resume with another learning rate",
         f"{QUICK} --model.max_iterations 2 --model.optimizer.lr 1e-6 --ckpt_path last",
-        ("by the recipe: lr 0.001 -> 1e-06",),
+        ("-> 1e-06",),
         code=0,
         before=trained,
         after=resumed_by("lr: 1.0e-06", "1e-06"),

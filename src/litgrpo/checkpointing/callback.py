@@ -67,9 +67,9 @@ class IterationCheckpoint(Checkpoint):
     """Saves the whole state of the training between two iterations, to `checkpoints/`.
 
     `last.ckpt` and `best.ckpt` point to the newest and the best. The file is written beside the
-    training, which waits for the copy to the host's memory only. On SIGTERM or SIGINT the
+    training, which waits for the copy to the host's memory only. On SIGTERM, SIGINT or SIGHUP the
     iteration is dropped before its first optimizer step and finished after it, then the state is
-    saved and the program ends with 143 or 130; a second signal ends it at once. (Lightning's
+    saved and the program ends with 143, 130 or 129; a second signal ends it at once. (Lightning's
     ModelCheckpoint counts optimizer steps, of which an iteration may take many or none.)
 
     Args:
@@ -107,7 +107,7 @@ class IterationCheckpoint(Checkpoint):
         self.stop = StopRequest()
         self.boundary: Boundary | None = None  # after the newest iteration, once training started
 
-    # --- starting ---
+    # --- starting and ending ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have files verified, before Lightning reads the first.
@@ -129,6 +129,10 @@ class IterationCheckpoint(Checkpoint):
         if writes_files(trainer):
             for path in folder_of(trainer).glob(".*.tmp"):
                 path.unlink()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Signals do again what they did before."""
+        self.stop.let_go()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         """From here on our answer to signals replaces Lightning's."""
@@ -216,6 +220,7 @@ class IterationCheckpoint(Checkpoint):
             self._save_if_missing(trainer, n)
             rank_zero_info(f"Stopped after iteration {n}: `--ckpt_path last` goes on from there.")
         self._settle(trainer)
+        self.stop.let_go()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
