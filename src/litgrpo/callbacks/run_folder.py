@@ -89,13 +89,17 @@ def _written(folder: Path) -> list[Path]:
     return [path for name in WRITTEN for path in folder.glob(name)]
 
 
-def checkpoint_file(given: str, folder: Path | None = None) -> Path:
+ADVICE = "leave --ckpt_path out to start anew, or give it a .ckpt file or a run folder"
+
+
+def checkpoint_file(given: str, folder: Path | None = None, advice: str = ADVICE) -> Path:
     """The file behind what a user calls a checkpoint.
 
     Args:
         given: `last`, `best`, a file, a folder such as `checkpoint-100`, or a run folder, of which
             the last checkpoint is taken.
         folder: the run folder in which `last` and `best` are looked up.
+        advice: what to do where there is none.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -108,10 +112,7 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
         of_run = checkpoints_of(path)
         path = of_run / LAST if of_run.is_dir() else path / TRAINING_STATE
     if not path.exists():
-        raise FileNotFoundError(
-            f"There is no checkpoint {path}: leave --ckpt_path out to start anew, or give it "
-            "a .ckpt file or a run folder."
-        )
+        raise FileNotFoundError(f"There is no checkpoint {path}: {advice}.")
     return path
 
 
