@@ -27,6 +27,8 @@ STEPS = 3  # optimizer steps of an iteration of the stand-in
 class Learns(StandIn):
     """Takes real steps, and notes the options of each."""
 
+    gradient = torch.ones(2)
+
     def __init__(self, iterations, optimizer=ADAMW, schedule: LRSchedulerCallable = None):
         super().__init__(iterations)
         self.hparams.clear()  # a checkpoint holds no functions
@@ -42,7 +44,7 @@ class Learns(StandIn):
 
     def training_step(self, batch, batch_idx):
         for _ in range(STEPS):
-            self.weight.grad = torch.ones(2)
+            self.weight.grad = self.gradient.clone()
             self.seen.append({**self.optimizers().param_groups[0], "params": None})
             self.optimizers().step()
             if self.schedule is not None:

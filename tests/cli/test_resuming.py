@@ -74,3 +74,36 @@ def test_a_run_folder_that_is_a_file_is_one_sentence(cli):  # noqa: F811
     code, _, err = cli(*FIT, "--run_dir", "taken")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: run_dir is taken, where nothing can be written (File exists)")
+
+
+def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):  # noqa: F811
+    assert cli(*FIT, "--checkpoint.save", "weights")[0] == 0
+    said = refused(cli, "--ckpt_path", "last")
+    assert "last.ckpt holds weights only (checkpoint.save weights): no run goes on" in said
+    of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
+    assert cli("validate", *of_run)[0] == 0
+    assert cli("export", "runs/recipe", "out")[0] == 0
+    code, _, err = cli(*FIT, "--checkpoint.save", "weights", "--auto_resume", "true")
+    assert (code, "--auto_resume needs whole checkpoints" in err) == (2, True)
+
+
+def refuses(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("litgrpo.checkpointing.io.write", refuses)
+    with pytest.warns(UserWarning, match="checkpoint not saved"):
+        code, _, _ = cli(*FIT)
+    full = "[Errno 28] No space left on device"
+    # Python prints the text and ends with 1.
+    assert code == f"error: checkpoint not saved: {full}; there is no earlier one"
+
+
+def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("litgrpo.models.loading.export", refuses)
+    code, _, _ = cli(*FIT)
+    folder = "runs/recipe/final_model"
+    assert code.startswith(f"error: {folder} is not complete: [Errno 28] No space left on device")
+    assert code.endswith(f"from the last checkpoint: export runs/recipe {folder}")
+    assert Path("runs/recipe/checkpoints/last.ckpt").exists()

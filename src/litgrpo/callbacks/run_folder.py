@@ -37,6 +37,17 @@ WRITTEN = (
 )
 
 
+class NotSaved(SystemExit):
+    """What the run came to could not be written; the program ends with this line and code 1.
+
+    Args:
+        message: what, why, and what is left.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"error: {message}")
+
+
 def refuse_if_taken(folder: Path, *, overwrite: bool = False) -> None:
     """Stop before two runs mix, or before anything else is deleted.
 

@@ -104,7 +104,7 @@ class LoggerState(Callback):
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         """Hold it until the training starts."""
-        self.stood = checkpoint[KEY]
+        self.stood = checkpoint.get(KEY)  # one of weights alone has none
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take the loggers back to the checkpoint, and log what was pending there."""

@@ -199,7 +199,12 @@ def verify(checkpoint: Mapping[str, Any], path: Path, needs: tuple[str, ...]) ->
     own = digest({name: value for name, value in manifest.items() if name != OWN})
     # One flipped bit can rename a part and its entry alike: the file holds equal words once.
     _check(manifest.get(OWN) == own, f"{path}: the manifest is damaged")
-    for name in (*needs, *parts):
+    _check(
+        set(needs) <= parts.keys(),
+        f"{path} holds weights only (checkpoint.save weights): no run goes on from it. Evaluate or "
+        "export it; a new run starts from what `export` writes, as model.pretrained.",
+    )
+    for name in parts:
         _check(name in checkpoint, f"{path}: {name} is missing")
     for name, part in checkpoint.items():
         sound = name == MANIFEST or digest(part) == parts.get(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from litgrpo.models.attention.decode_shared_prefix import same_attention_again
@@ -325,6 +326,9 @@ def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> No
         policy: the policy.
         folder: where to write config, weights (safetensors) and tokenizer.
         dtype: of the weights in the folder; None leaves them.
+
+    Raises:
+        OSError: the disk refuses.
     """
     model: Any = policy.model
     if policy.has_adapter:
@@ -343,6 +347,8 @@ def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> No
         with _no_progress_bars():
             weights = _on_host(model) if backend(model.device).static_shapes else None
             model.save_pretrained(folder, state_dict=weights)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
     finally:
         model.config = original
     policy.tokenizer.save_pretrained(folder)
