@@ -42,6 +42,6 @@ def test_too_little_room_is_warned_of_and_none_is_refused(tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match=r"about 4\.0 MiB, up to 3 are there at once; 10\.0 MiB"):
         say_disk_use(tmp_path / "run" / "checkpoints", 4 * 2**20, 3)
     with pytest.raises(
-        ValueError, match=r"10\.0 MiB are free\. Make room, choose another disk, or"
+        ValueError, match=r"10\.0 MiB are free\. Make room, choose another disk with"
     ):
         say_disk_use(tmp_path, 11 * 2**20, 3)
