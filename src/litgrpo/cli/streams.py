@@ -14,7 +14,7 @@ READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that was clos
 class LastingFile(io.FileIO):
     """Goes on to nowhere when its reader is gone, as of `| head -1`."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         """Write, here or to nowhere."""
         try:
             return super().write(data)
