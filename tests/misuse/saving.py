@@ -60,11 +60,35 @@ print([text for text, process in zip(said, two) if process.returncode][0])
 """
 
 
-def two_starts() -> str:
-    """A script that starts the same run twice at once."""
+CLOSED_STDOUT = """
+import subprocess, sys
+words = [sys.executable, {cli!r}, *{words!r}]
+process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+print("first line:", process.stdout.readline())
+process.stdout.close()
+print(process.stderr.read())
+print("exit code", process.wait())
+"""
+
+HANGUP = """
+import pathlib, signal, subprocess, sys, time
+words = [sys.executable, {cli!r}, *{words!r}, "--model.max_iterations", "1000"]
+process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+while process.poll() is None and not pathlib.Path("run/metrics.csv").exists():
+    time.sleep(0.05)
+process.send_signal(signal.SIGHUP)
+process.send_signal(signal.SIGHUP)  # a closed terminal sends two
+print(process.stderr.read())
+print("exit code", process.wait())
+print(pathlib.Path("run/checkpoints/last.ckpt").resolve(strict=True), "last.ckpt")
+"""
+
+
+def in_script(text: str) -> str:
+    """A script that starts the quick training in processes of their own."""
     recipe = str(ROOT / "configs" / "quickstart.yaml")
     words = split(QUICK.replace("{recipe}", recipe).replace("{folder}", "."))
-    return TWO_STARTS.format(cli=str(ROOT / "cli.py"), words=words)
+    return text.format(cli=str(ROOT / "cli.py"), words=words)
 
 
 PROBES = [
@@ -91,7 +115,13 @@ PROBES = [
         code=0,
         before=trained,
     ),
-    Probe("two starts at once", "", ("another training is running",), code=0, script=two_starts()),
+    Probe(
+        "two starts at once",
+        "",
+        ("another training is running",),
+        code=0,
+        script=in_script(TWO_STARTS),
+    ),
     Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "trainer.strategy ddp"), after=no_events),
     Probe(
         "strategy that cannot be saved",
@@ -136,4 +166,33 @@ PROBES = [
         ("nowhere.jsonl",),
         after=no_events,
     ),
+    Probe(
+        "export over a folder",
+        "export run out",
+        ("out exists", "--force true"),
+        files={"run/checkpoints/last.ckpt": "", "out/notes.txt": ""},
+        quick=True,
+    ),
+    Probe("export of nothing", "export nowhere out", ("no checkpoint nowhere", "run folder")),
+    Probe(
+        "export to where nothing can be written",
+        "export run /proc/out",
+        ("/proc/out cannot be written",),
+        files={"run/checkpoints/last.ckpt": ""},
+    ),
+    Probe(
+        "resume from weights alone",
+        f"{QUICK} --model.max_iterations 2 --ckpt_path last",
+        ("holds weights only", "checkpoint.save weights"),
+        before=lambda folder: trained(folder, "--checkpoint.save", "weights"),
+        after=untouched,
+    ),
+    Probe(
+        "stdout closed",
+        "",
+        ("first line: ", "exit code 0"),
+        code=0,
+        script=in_script(CLOSED_STDOUT),
+    ),
+    Probe("the terminal closes", "", ("exit code 129", "last.ckpt"), 0, script=in_script(HANGUP)),
 ]
