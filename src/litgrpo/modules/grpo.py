@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules import kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice
 from litgrpo.modules.assembly import (
     Settings,
     changing,
@@ -124,6 +125,7 @@ class GRPO(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.arguments = arguments_kept.kept(locals())
         check_sizes(group_size, max_completion_len, max_iterations, objective)
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
@@ -155,6 +157,18 @@ class GRPO(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.reference: Reference | None = None
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **arguments: Any
+    ) -> GRPO:
+        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
+
+        Args:
+            checkpoint_path: a .ckpt file.
+            arguments: what replaces the checkpoint's, or what it could not hold.
+        """
+        return arguments_kept.loaded(cls, checkpoint_path, arguments)
 
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
@@ -300,6 +314,7 @@ class GRPO(LightningModule):
         """Keep what changes: no frozen reference, no weights under adapters."""
         if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
             self.configure_model()
+        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
         save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 

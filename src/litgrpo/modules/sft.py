@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
-from litgrpo.modules import kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice
 from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
@@ -56,6 +57,7 @@ class SFT(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.arguments = arguments_kept.kept(locals())
         if (pretrained is None) == (scratch is None):
             raise ValueError(
                 f"SFT starts from `pretrained` ({pretrained!r}) or from `scratch` ({scratch!r}): "
@@ -79,6 +81,18 @@ class SFT(LightningModule):
         self.reports: list[StepReport] = []
         self.mean_loss = MeanMetric()
         self.mean_accuracy = MeanMetric()
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **arguments: Any
+    ) -> SFT:
+        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
+
+        Args:
+            checkpoint_path: a .ckpt file.
+            arguments: what replaces the checkpoint's, or what it could not hold.
+        """
+        return arguments_kept.loaded(cls, checkpoint_path, arguments)
 
     def setup(self, stage: str) -> None:
         """Refuse a device that would compile a program for every batch.
@@ -214,6 +228,7 @@ class SFT(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note what decides how results are rounded, and the tokenizer if it was fitted."""
         assert self.policy is not None
+        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint[kernel_choice.KEY] = kernel_choice.saved(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = tokenizer_files(self.tokenizer)
