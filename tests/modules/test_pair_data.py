@@ -98,8 +98,8 @@ def test_the_held_out_prompts_are_those_of_prompt_data(tmp_path):
     prompts.setup("validate")
     asked = {text for batch in prompts.val_dataloader() for text in batch.prompts}
     held = {
-        byte_tokenizer().decode(ids[:length], skip_special_tokens=True)
-        for ids, length in zip(data.sets["val"].ids, data.sets["val"].prompt_lens, strict=True)
+        byte_tokenizer().decode(ids[:start], skip_special_tokens=True)
+        for ids, [(start, _)] in zip(data.sets["val"].ids, data.sets["val"].learned, strict=True)
     }
     assert held == asked
 

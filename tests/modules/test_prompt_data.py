@@ -221,7 +221,7 @@ def test_one_prompt_from_the_shell_parses():
     parser.add_subclass_arguments(LightningDataModule, "data")
     given = ["--data=litgrpo.PromptData", "--data.prompts", '["What is 3+4?"]']
     data = parser.instantiate(parser.parse_args([*given, "--data.chat", "true"])).data
-    assert data.sources["predict"] == ["What is 3+4?"]
+    assert data.sources["predict"] == [{"prompt": "What is 3+4?"}]
     assert data.style.chat == Chat()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -11,7 +12,7 @@ from litgrpo.arguments import at_least, require
 from litgrpo.data.rendering import LengthLimit, PromptStyle, checked, load_tokenizer
 from litgrpo.data.rows import Table
 from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
-from litgrpo.data.sources import Row, SourceLike
+from litgrpo.data.sources import Row, SetsLike, weights_of
 
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
     """Rows of sources, tokenized for a model.
 
     Args:
-        sources: {set: where its rows come from, or None}.
+        sources: {set: where its rows come from, or None}; all but `train` may be several sets with
+            names, `{name: source}`.
         table: how rows get their names, and how they are split.
         style: makes prompts of rows.
         limit: of a row's tokens.
@@ -32,7 +34,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
 
     def __init__(
         self,
-        sources: Mapping[str, SourceLike | None],
+        sources: Mapping[str, SetsLike | None],
         table: Table,
         style: PromptStyle,
         limit: LengthLimit,
@@ -45,6 +47,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         at_least("pad_to_multiple", pad_to_multiple, 1)
         twice = sources["val"] is not None and table.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
+        self.weights = weights_of(sources["train"])
         self.sources, self.table, self.style, self.limit = sources, table, style, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
         self.pad_to_multiple = pad_to_multiple
@@ -79,6 +82,12 @@ class SourceData(LightningDataModule, Generic[Batch]):
         if stage == "fit" and name not in self.sets and self.trainer is not None:
             self.trainer.limit_val_batches = 0
 
+    @property
+    def mixture(self) -> list[tuple[float, int]]:
+        """The weight of each training source and how many rows it has; none without weights."""
+        counts = Counter(self.sets["train"].sources)
+        return [(weight, counts[n]) for n, weight in enumerate(self.weights or [])]
+
     def train_loader(self, plan: Plan, identity: dict[str, Any]) -> BatchLoader[Batch]:
         """Training batches, whose position is part of a checkpoint.
 
@@ -86,6 +95,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
             plan: epoch -> batches of row numbers.
             identity: what the order of batches depends on.
         """
+        identity = identity | {"mixture": self.mixture or None}
         order = BatchOrder(plan, *self.process)
         return BatchLoader(self.sets["train"], order, self.num_workers, identity)
 
