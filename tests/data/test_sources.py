@@ -105,8 +105,7 @@ def test_a_data_set_of_the_library_datasets_is_a_source(tmp_path):
     assert values(f"{tmp_path}/splits:test") == rows[:1]
     with pytest.raises(ValueError, match="has no split 'val'; it has: train, test"):
         read(f"{tmp_path}/splits:val")
-    with pytest.raises(ValueError, match=r"a DatasetDict is no set of rows; .*\['train'\]"):
-        read([splits][0] and splits)
+    assert [row.set_name for row in read(splits)] == ["train", "train", "test"]
 
 
 def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
     for name, source in given.items():
         good = isinstance(name, str) and name and "/" not in name
         require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
-        fits = isinstance(source, str | list | dict | Source) and bool(source)
+        fits = isinstance(source, Iterable | Source) and bool(source)
         require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
     return {name: _as_source(source) for name, source in given.items()}
 
@@ -203,19 +203,11 @@ def limited(rows: list[Placed], source: Source) -> list[Placed]:
 def _given(rows: Any) -> list[Placed]:
     """Rows that exist in Python: a list, or a `datasets.Dataset`."""
     kind = type(rows).__name__
-    splits = isinstance(rows, Mapping)
-    require(
-        not splits, f"a {kind} is no set of rows; give one of its splits: {', '.join(_names(rows))}"
-    )
     iterable = isinstance(rows, Iterable)
     require(
         iterable, f"{rows!r:.60} (a {kind}) is no source: give a path, a list of rows or a Dataset"
     )
     return from_list(rows, GIVEN if isinstance(rows, list) else f"the given {kind}")
-
-
-def _names(rows: Any) -> list[str]:
-    return [f"[{name!r}]" for name in rows] if isinstance(rows, Mapping) else []
 
 
 def _placed(source: Source) -> list[Placed]:

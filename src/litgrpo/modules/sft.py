@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 from litgrpo.arguments import at_least, require
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import kernel_choice
+from litgrpo.modules.source_data import set_names
 from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
@@ -77,8 +78,8 @@ class SFT(LightningModule):
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
         self.reports: list[StepReport] = []
-        self.mean_loss = MeanMetric()
-        self.mean_accuracy = MeanMetric()
+        # {name of a validation set: mean loss and mean accuracy of its tokens}
+        self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
 
     def setup(self, stage: str) -> None:
         """Refuse a device that would compile a program for every batch.
@@ -87,6 +88,10 @@ class SFT(LightningModule):
             ValueError: it would; GRPO alone learns in fixed shapes.
         """
         device = self.trainer.strategy.root_device
+        self.means = {
+            name: (MeanMetric().to(device), MeanMetric().to(device))
+            for name in set_names(self.trainer)
+        }
         require(
             not backend(device).static_shapes,
             f"Supervised training does not run on {device.type!r} devices, which compile a "
@@ -238,19 +243,20 @@ class SFT(LightningModule):
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Count loss and accuracy of a batch, weighted by its tokens."""
         logprobs, correct = self.score(batch)
-        self.mean_loss.update(-logprobs)
-        self.mean_accuracy.update(correct.float())
+        mean_loss, mean_accuracy = self.means[batch.set_name]
+        mean_loss.update(-logprobs)
+        mean_accuracy.update(correct.float())
 
     def on_validation_epoch_end(self, stage: str = "val") -> None:
-        """Report loss, perplexity and token accuracy over the whole set."""
-        loss = self.mean_loss.compute()
-        report = {
-            f"{stage}/loss": loss,
-            f"{stage}/perplexity": loss.exp(),
-            f"{stage}/token_accuracy": self.mean_accuracy.compute(),
-        }
-        self.mean_loss.reset()
-        self.mean_accuracy.reset()
+        """Report loss, perplexity and token accuracy over the whole set, or each of several."""
+        report = {}
+        for name, (mean_loss, mean_accuracy) in self.means.items():
+            path, loss = "/".join(filter(None, (stage, name))), mean_loss.compute()
+            report[f"{path}/loss"] = loss
+            report[f"{path}/perplexity"] = loss.exp()
+            report[f"{path}/token_accuracy"] = mean_accuracy.compute()
+            mean_loss.reset()
+            mean_accuracy.reset()
         self.log("step", float(self.iteration))
         self.log_dict(report)
         self.evaluation_report = {name: float(value) for name, value in report.items()}

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic
 
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 
 from litgrpo.arguments import at_least, require
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import LengthLimit, PromptStyle, checked, load_tokenizer
 from litgrpo.data.rows import Table
 from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
@@ -102,3 +103,19 @@ class SourceData(LightningDataModule, Generic[Batch]):
     def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
         """The same batches of a set in every epoch."""
         return BatchLoader(self.sets[name], BatchOrder(lambda _: batches, *self.process))
+
+
+def set_names(trainer: Trainer) -> list[str]:
+    """The names of the sets that a trainer validates or tests on; [""] where there is one."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = data.sets if isinstance(data, SourceData) else {}
+    held_out = [each for role, each in sets.items() if role in ("val", "test")]
+    return list(dict.fromkeys(name for each in held_out for name in each.set_names)) or [""]
+
+
+def reward_columns(trainer: Trainer) -> list[list[str]]:
+    """The columns of each set whose completions are rewarded."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = data.sets if isinstance(data, SourceData) else {}
+    rewarded = {name: each for name, each in sets.items() if name != "predict"}
+    return [list(each.columns) for each in rewarded.values() if isinstance(each, PromptSet)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -51,6 +51,10 @@ class Reward:
     gate_threshold: float = 1.0
     normalize: Normalize = "none"
     schedule: dict[int, float] = field(default_factory=dict)
+
+
+# What a rollout adds to the columns of its prompts.
+OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
 
 
 class Scorer:
@@ -160,6 +164,20 @@ class Scorer:
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         rows = texts | columns | texts
         return self._submit(rows, group_size, {"trainer_state": state}, iteration)
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse data that lack a column which a function needs, before anything is sampled.
+
+        Args:
+            columns: the names of what is known of each prompt.
+
+        Raises:
+            ValueError: the function and what it needs.
+        """
+        given = ("prompts", *columns, "completions", *OF_ROLLOUT)
+        rows: dict[str, list[Any]] = {name: [] for name in given}
+        for name in self.parts:
+            self._call(name, rows, {"group_size": 0, "trainer_state": None})
 
     def _submit(
         self,
