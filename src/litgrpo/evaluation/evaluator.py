@@ -129,7 +129,9 @@ class Evaluator:
         With several sets of prompts {`stage`/set/name: number}.
         """
         report: dict[str, float] = {}
-        for set_name, counts in self.counts.items():
+        # Sets that the trainer's limits leave out were answered by no process.
+        seen = {name: each for name, each in self.counts.items() if each.sampled.update_called}
+        for set_name, counts in seen.items():
             path = "/".join(filter(None, (stage, set_name)))
             for metric in counts.metrics:
                 values = metric.compute().items()
@@ -143,7 +145,8 @@ class Evaluator:
         Returns:
             One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns.
         """
-        sampling = Sampling(temperature=self.settings.predict_temperature)
+        asked = self.settings
+        sampling = Sampling(temperature=asked.predict_temperature, top_p=asked.predict_top_p)
         rollout = rollouter.generate(prompts, "predict", group_size=1, sampling=sampling)
         return [
             {name: values[row] for name, values in prompts.columns.items()}

@@ -250,7 +250,8 @@ class SFT(LightningModule):
     def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Report loss, perplexity and token accuracy over the whole set, or each of several."""
         report = {}
-        for name, (mean_loss, mean_accuracy) in self.means.items():
+        seen = {name: means for name, means in self.means.items() if means[0].update_called}
+        for name, (mean_loss, mean_accuracy) in seen.items():
             path, loss = "/".join(filter(None, (stage, name))), mean_loss.compute()
             report[f"{path}/loss"] = loss
             report[f"{path}/perplexity"] = loss.exp()
