@@ -37,7 +37,7 @@ def test_a_batch_is_padded_on_the_left_and_carries_every_column(tmp_path):
     assert batch.prompt_ids.tolist() == [[1, a, b], [0, 1, c]]
     assert batch.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
     assert batch.prompts == ["ab", "c"]
-    assert batch.columns == {"answer": [1, 2], "hint": ["x", None]}
+    assert batch.columns == {"q": ["ab", "c"], "answer": [1, 2], "hint": ["x", None]}
     assert batch.index.tolist() == [0, 1]
 
 

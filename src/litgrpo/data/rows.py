@@ -19,6 +19,8 @@ NAMES_OF_REWARDS = {
     "conversation",
 }
 
+OUR_NAMES = ("prompt", "completion", "messages", "answer", "id")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -26,7 +28,7 @@ class Table:
 
     Args:
         columns: {our name: name in the source}; a row that lacks the source's name but already has
-            ours is taken as it is. Other fields keep their names.
+            ours is taken as it is. All fields keep their own names, too.
         extract: {our name: regular expression}; the column becomes the expression's only group.
         val_fraction: share of the training rows to hold out, chosen by a hash of their prompts.
         overlap: what to do with training rows whose prompt is also in the validation set.
@@ -73,7 +75,8 @@ class Table:
 
     def _named(self, row: Row, required: set[str]) -> Row:
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs in row.values}
-        taken = set(renamed.values())
+        # A column keeps its own name, too, unless that name means something else here.
+        taken = set(renamed.values()) & {*NAMES_OF_REWARDS, *OUR_NAMES}
         values = {name: value for name, value in row.values.items() if name not in taken}
         values |= {ours: row.values[theirs] for ours, theirs in renamed.items()}
         spared = {name for own, others in self.instead.items() if own in values for name in others}
