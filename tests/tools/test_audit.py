@@ -125,8 +125,8 @@ def test_overrides_follow_the_names_of_fit() -> None:
 def test_columns_may_be_used_under_both_names() -> None:
     """The audit reads `answer`, a reward of one's own the name that the data have."""
     names = {"columns": {"prompt": "task", "answer": "solution"}}
-    settings = {"train": [{"task": "1+1?", "solution": "2"}], **names}
+    settings = {"train": [{"task": "1+1?", "solution": "two"}], **names}
     recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
     _, (problem,) = problems_of(recipe, None)
-    assert (problem.prompt, problem.answer) == ("1+1?", "2")
-    assert problem.columns == {"task": "1+1?", "solution": "2"}
+    assert (problem.prompt, problem.answer) == ("1+1?", "two")
+    assert problem.columns == {"task": "1+1?", "solution": "two"}
