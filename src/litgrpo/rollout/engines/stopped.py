@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import Rollout
 
