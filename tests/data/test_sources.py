@@ -183,8 +183,8 @@ def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="limit"):
         Source("a.txt", limit=0)
-    with pytest.raises(ValueError, match="weight"):
-        Source("a.txt", weight=0)
+    with pytest.raises(ValueError, match=r"weight of a source is 0; it must be above 0"):
+        weights_of([Source("a.txt", weight=0)])
     with pytest.raises(ValueError, match="1 of 2 sources have a weight"):
         weights_of([Source("a.txt", weight=2), Source("b.txt")])
     with pytest.raises(ValueError, match="kwargs are for"):

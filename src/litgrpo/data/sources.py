@@ -44,7 +44,6 @@ class Source:
     def __post_init__(self) -> None:
         """Refuse what can give no rows."""
         at_least(f"limit of {self.path!r}", self.limit, 1)
-        above(f"weight of {self.path!r}", self.weight, 0)
         used = not self.kwargs or self.path.startswith(PYTHON)
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
 
@@ -172,6 +171,8 @@ def weights_of(source: Any) -> list[float] | None:
         len(given) in (0, len(weights)),
         f"{len(given)} of {len(weights)} sources have a weight; give one to each or to none",
     )
+    for weight in given:
+        above("weight of a source", weight, 0)
     return given or None
 
 
