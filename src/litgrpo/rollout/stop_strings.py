@@ -72,41 +72,49 @@ class StopStrings:
         return text[: place + len(stop) * include]
 
 
+class NoWatch:
+    """Looks for nothing while rows decode."""
+
+    def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
+        """Remember the tokens [n] of a step at their places [n] in [N * C], of active rows."""
+
+    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
+        """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
+        return active
+
+
 @dataclass
-class Watch:
+class Watch(NoWatch):
     """Looks for stop strings while rows decode, so that these rows need not go on.
 
     Args:
-        stops: what to look for; None for nothing.
+        stops: what to look for.
         shape: (N, C) of the rollout.
         device: where it is sampled.
     """
 
-    stops: StopStrings | None
+    stops: StopStrings
     shape: torch.Size
     device: torch.device
     ids: Tensor = field(init=False)
     suspects: Tensor = field(init=False)
+    may_complete: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Room for the tokens, where there is something to look for."""
-        rows, columns = self.shape if self.stops else (0, 0)
+        """Room for the tokens."""
+        rows, columns = self.shape
         self.ids = torch.zeros(rows * columns, dtype=torch.long, device=self.device)
         self.suspects = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        if self.stops is not None:
-            self.may_complete = self.stops.may_complete.to(self.device)
+        self.may_complete = self.stops.may_complete.to(self.device)
 
     def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
-        """Remember the tokens [n] of a step at their places [n] in [N * C], of active rows."""
-        if self.stops is not None:
-            places, seen = cursor[active], tokens[active]
-            self.ids[places] = seen
-            self.suspects[places // self.shape[1]] |= self.may_complete[seen]
+        """See `NoWatch.note`."""
+        places, seen = cursor[active], tokens[active]
+        self.ids[places] = seen
+        self.suspects[places // self.shape[1]] |= self.may_complete[seen]
 
     def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
-        """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
-        if self.stops is None:
-            return active
+        """See `NoWatch.goes_on`."""
         length = self.shape[1]
         rows = (cursor - 1) // length
         asked = (active & self.suspects[rows]).nonzero().flatten().tolist()
@@ -116,3 +124,8 @@ class Watch:
             start = (ends[place] - 1) // length * length
             active[place] = not self.stops.found(self.ids[start : ends[place]].tolist())
         return active
+
+
+def watch_for(stops: StopStrings | None, uniforms: Tensor) -> NoWatch:
+    """What looks for these stop strings in a rollout with the random numbers [N, C]."""
+    return NoWatch() if stops is None else Watch(stops, uniforms.shape, uniforms.device)

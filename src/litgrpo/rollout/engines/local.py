@@ -14,7 +14,7 @@ from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
-from litgrpo.rollout.stop_strings import Watch
+from litgrpo.rollout.stop_strings import watch_for
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -83,7 +83,7 @@ class LocalEngine(RolloutEngine):
         waiting, batch, step, full = len(requests.prompts), None, 0, 0
         # Finished rows take up room until they are looked for, so short limits look more often.
         pause = min(self.look_every, max(1, length // 4))
-        watch = Watch(requests.stops, requests.uniforms.shape, requests.uniforms.device)
+        watch = watch_for(requests.stops, requests.uniforms)
         while waiting or batch is not None:
             free = places - (0 if batch is None else len(batch.cursor))
             if waiting and free >= group_size and (batch is None or batch.state.can_join):

@@ -228,7 +228,7 @@ def _is_end(requests: Requests) -> Tensor:
 
 def _all_ended(output: Output, stops: StopStrings | None) -> bool:
     """Whether every row has sampled an end token, or a stop string if there are any."""
-    if stops is None or bool(output.ended.all()):
+    if stops is None:
         return bool(output.ended.all())
     waiting, ids = output.ended.logical_not().tolist(), output.ids.tolist()
     lengths = output.lengths.tolist()
