@@ -63,6 +63,8 @@ TESTED_ELSEWHERE = {
     "models/static_decoder.py": "tests/rollout/engines/test_static.py",
     "models/reference.py": "tests/learner/test_schedules.py",
     "parallel/random_state.py": "tests/parallel/test_device.py",
+    "data/files.py": "tests/data/test_sources.py",
+    "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",

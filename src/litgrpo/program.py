@@ -114,7 +114,7 @@ def run(verb: str, words: list[str]) -> None:
         elif verb == "plan":  # reads the command line of fit by itself
             import_module(COMMANDS[verb][0]).plan()
         else:
-            run_function(verb, words)
+            run_function(verb, words, Path(folder))
 
 
 def run_trainer() -> None:
@@ -129,15 +129,15 @@ def run_trainer() -> None:
         raise SystemExit(TERMINATED) from stop
 
 
-def run_function(verb: str, words: list[str]) -> None:
-    """Call the function of a verb with its arguments."""
+def run_function(verb: str, words: list[str], folder: Path) -> None:
+    """Call the function of a verb with its arguments; the folder is for what has to be a file."""
     from jsonargparse import auto_cli
 
     from litgrpo.cli.trainer_cli import PlainParser
 
     words = [word for word in words if word != "--debug"]
     if verb == "audit":  # a recipe is given to it as to fit
-        words = ["--recipes+" if word in ("-c", "--config") else word for word in words]
+        words = import_module(COMMANDS[verb][0]).recipe_words(words, folder)
     function = vars(import_module(COMMANDS[verb][0]))[verb]
     program = f"{program_name()} {verb}"
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)

@@ -38,7 +38,7 @@ class ReferenceEngine(RolloutEngine):
         uniforms = requests.uniforms.to(device)
         buffer = CompletionBuffer.empty(uniforms.shape, policy.pad_id, device)
         rows = torch.arange(len(uniforms), device=device)
-        eos_ids = torch.tensor(policy.eos_ids, device=device)
+        eos_ids = torch.tensor(requests.end_ids, device=device)
         for column in range(uniforms.shape[1]):
             logits = policy.dense_logits(prompt_ids, prompt_mask, buffer.ids[:, :column])[:, -1]
             drawn = sample(logits, uniforms[:, column], requests.sampling)

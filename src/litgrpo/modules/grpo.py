@@ -40,6 +40,7 @@ from litgrpo.modules.assembly import (
     place_of,
     unmoved,
 )
+from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
 from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
@@ -180,7 +181,9 @@ class GRPO(LightningModule):
             # Prompts stay on the host; overridden here alone, because Lightning warns of it.
             self.transfer_batch_to_device = unmoved  # type: ignore
             self.log = numbers_on_host(super().log)  # type: ignore
-        self.evaluator.start(backend(device).data_device)
+        self.evaluator.start(backend(device).data_device, set_names(self.trainer))
+        for columns in reward_columns(self.trainer):  # before a model is loaded
+            self.scorer.check(columns)
         if stage != "predict":
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
@@ -288,7 +291,9 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
-        evaluated = self.evaluator.evaluate(self.rollouter, prompts, purpose, self.iteration)
+        evaluated = self.evaluator.evaluate(
+            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
+        )
         return dict(zip(("rollout", "rewards"), evaluated, strict=True))
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:

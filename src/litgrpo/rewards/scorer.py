@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,6 +17,9 @@ from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
 from litgrpo.rewards.shaping import scheduled, shaped
 from litgrpo.types import RewardTable, Rollout
+
+# What a rollout adds to the columns of its prompts.
+OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
 
 
 class Scorer:
@@ -119,6 +122,20 @@ class Scorer:
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         rows = texts | columns | texts
         return self._submit(rows, group_size, {"trainer_state": state}, iteration)
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse data that lack a column which a function needs, before anything is sampled.
+
+        Args:
+            columns: the names of what is known of each prompt.
+
+        Raises:
+            ValueError: the function and what it needs.
+        """
+        given = ("prompts", *columns, "completions", *OF_ROLLOUT)
+        rows: dict[str, list[Any]] = {name: [] for name in given}
+        for name in self.parts:
+            self._call(name, rows, {"group_size": 0, "trainer_state": None})
 
     def _submit(
         self,

@@ -14,6 +14,7 @@ from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
+from litgrpo.rollout.stop_strings import watch_for
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -82,6 +83,7 @@ class LocalEngine(RolloutEngine):
         waiting, batch, step, full = len(requests.prompts), None, 0, 0
         # Finished rows take up room until they are looked for, so short limits look more often.
         pause = min(self.look_every, max(1, length // 4))
+        watch = watch_for(requests.stops, requests.uniforms)
         while waiting or batch is not None:
             free = places - (0 if batch is None else len(batch.cursor))
             if waiting and free >= group_size and (batch is None or batch.state.can_join):
@@ -94,8 +96,10 @@ class LocalEngine(RolloutEngine):
             drawn = decoding.draw(batch)
             yield batch.cursor, batch.active, drawn
             tokens, step = drawn.tokens, step + 1
+            watch.note(batch.cursor, batch.active, tokens)
             batch = batch.appended(tokens, decoding.is_end)
             if step % pause == 0 or step == full:
+                batch = replace(batch, active=watch.goes_on(batch.cursor, batch.active))
                 active = int(batch.active.sum())
                 ended = len(tokens) - active
                 if active == 0:
@@ -159,9 +163,8 @@ class _Decoding:
     @cached_property
     def is_end(self) -> Tensor:
         """[V] True for tokens that end a completion."""
-        policy = self.requests.policy
-        tokens = torch.arange(policy.vocab_size)
-        is_end = torch.isin(tokens, torch.tensor(policy.eos_ids))
+        tokens = torch.arange(self.requests.policy.vocab_size)
+        is_end = torch.isin(tokens, torch.tensor(self.requests.end_ids))
         return is_end.to(self.requests.uniforms.device)
 
     def begin(self, first: int, groups: int) -> _RunningBatch:

@@ -15,6 +15,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Backend, backend
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
+from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -102,11 +103,11 @@ class StaticEngine(RolloutEngine):
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.static.attending():
             ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
-            is_end = _is_end(policy).to(device.device)
+            is_end = _is_end(requests).to(device.device)
             sampler = TokenSampler(_plain(uniforms, device), is_end, sampling)
             output, state = prefill(policy, ids, mask, sampler, group_size)
             for column in range(1, uniforms.shape[1]):
-                if column % self.look_every == 0 and bool(output.ended.all()):
+                if column % self.look_every == 0 and _all_ended(output, requests.stops):
                     break
                 output, state = step(policy, output, state, sampler)
             if device.static_shapes:
@@ -224,9 +225,19 @@ def _plain(tensor: Tensor, device: Backend) -> Tensor:
     return there.clone() if there.is_inference() else there
 
 
-def _is_end(policy: Policy) -> Tensor:
+def _is_end(requests: Requests) -> Tensor:
     """[V] True for tokens that end a completion; on the host."""
-    return torch.isin(torch.arange(policy.vocab_size), torch.tensor(policy.eos_ids))
+    return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
+
+
+def _all_ended(output: Output, stops: StopStrings | None) -> bool:
+    """Whether every row has sampled an end token, or a stop string if there are any."""
+    if stops is None:
+        return bool(output.ended.all())
+    waiting, ids = output.ended.logical_not().tolist(), output.ids.tolist()
+    lengths = output.lengths.tolist()
+    rows = zip(waiting, ids, lengths, strict=True)
+    return all(stops.found(row[:length]) for waits, row, length in rows if waits)
 
 
 def _prefill(
