@@ -4,6 +4,7 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
+from litgrpo.evaluation.evaluator import Evaluated
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.conftest import tiny_policy
 
@@ -66,6 +67,8 @@ class StandIn(LightningModule):
         self.iteration = 0
         self.evaluations = 0
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}
+        self.complete_evaluation = dict
         self.policy = None
 
     def configure_model(self) -> None:
@@ -95,7 +98,8 @@ class StandIn(LightningModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int):
         rollout = rollout_of(batch)
-        return {"rollout": rollout, "rewards": rewards_of(rollout)}
+        rewards = rewards_of(rollout)
+        return vars(Evaluated(rollout, rewards, rewards.total >= 1))
 
     def on_validation_epoch_end(self) -> None:
         score = self.scores[self.evaluations]

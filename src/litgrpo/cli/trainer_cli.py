@@ -26,6 +26,7 @@ import litgrpo.modules.pair_data
 import litgrpo.modules.prompt_data  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
@@ -55,6 +56,7 @@ from litgrpo.parallel.device import check_machine
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
     "completions": Completions,
+    "evaluation_files": EvaluationFiles,
     "summary": Summary,
     "export": Export,
     "predictions": Predictions,

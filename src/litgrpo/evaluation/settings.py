@@ -22,6 +22,8 @@ class Evaluation:
         predict_temperature: of the completions of `predict`; 0 takes the most likely tokens.
         corpus: what to compute from one reply to every prompt, such as `DialogueScores`: the most
             likely reply, or without `greedy` the first sample.
+        fluency: measure the text of the samples, too: length, share that ended, distinct-n, and
+            their perplexity and KL under the weights that training started from.
     """
 
     samples: int = 4
@@ -32,6 +34,7 @@ class Evaluation:
     threshold: float = 1.0
     predict_temperature: float = 0.0
     corpus: CorpusScores | None = None
+    fluency: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -126,16 +126,23 @@ class Learner:
 
     def reference_logprobs(self, tokens: TokenRows, max_rows: int | None = None) -> Tensor | None:
         """[N, C] log-probabilities under the reference; None without one."""
-        reference = self.reference
-        if reference is None:
+        if self.reference is None:
             return None
+        temperature = self.sampling.policy_temperature
+        return self.logprobs_under(self.reference, tokens, temperature, max_rows)
+
+    def logprobs_under(
+        self,
+        reference: Reference,
+        tokens: TokenRows,
+        temperature: float,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """[N, C] log-probabilities under a frozen model, a micro-batch at a time."""
 
         def logprobs_of(rows: TokenRows) -> TokenLogprobs:
             with self.policy.arithmetic():
-                return reference.logprobs(
-                    rows,
-                    temperature=self.sampling.policy_temperature,
-                )
+                return reference.logprobs(rows, temperature=temperature)
 
         limits = self._limits(max_rows, reference.shares_prompts)
         return self.micro_batching.scored(tokens, logprobs_of, limits).logprobs

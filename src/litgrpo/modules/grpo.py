@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules import kernel_choice
+from litgrpo.modules import kernel_choice, start
 from litgrpo.modules.assembly import (
     Settings,
     changing,
@@ -153,6 +154,8 @@ class GRPO(LightningModule):
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # of each set, by name
+        self.complete_evaluation = partial(start.complete, self)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.reference: Reference | None = None
@@ -271,8 +274,8 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
-        evaluated = self.evaluator.evaluate(self.rollouter, prompts, purpose, self.iteration)
-        return dict(zip(("rollout", "rewards"), evaluated, strict=True))
+        self.evaluator.start_logprobs = start.start_logprobs(self)
+        return vars(self.evaluator.evaluate(self.rollouter, prompts, purpose, self.iteration))
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Like a validation step, with random numbers of its own."""
@@ -281,6 +284,7 @@ class GRPO(LightningModule):
     def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Report accuracies with intervals, and mean rewards."""
         self.evaluation_report = self.evaluator.report(stage)
+        self.evaluated_prompts = self.evaluator.of_prompts
         self.reseed()
         report = self.evaluation_report | {"step": float(self.iteration)}
         self.log_dict({name: torch.tensor(value) for name, value in report.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +76,8 @@ class SFT(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
+        self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
         self.mean_loss = MeanMetric()
         self.mean_accuracy = MeanMetric()
