@@ -5,6 +5,8 @@ from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from litgrpo.evaluation.evaluator import Evaluated
+from litgrpo.learner.metrics import averages
+from litgrpo.parallel.comm import SingleProcess
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.conftest import tiny_policy
 
@@ -89,7 +91,9 @@ class StandIn(LightningModule):
         rewards = rewards_of(rollout)
         self.iteration += 1
         self.log("step", float(self.iteration))
-        self.log_dict(rewards.stats() | rollout.stats(), batch_size=len(batch))
+        seen = rewards.stats() | rollout.stats()
+        logged = averages(seen, [], SingleProcess(), torch.device("cpu"))
+        self.log_dict(logged, batch_size=len(batch))
         if self.iteration == self.max_iterations:
             self.trainer.should_stop = True
         reports = [StepReport(lr=0.1)] * STEPS_PER_ITERATION

@@ -22,7 +22,7 @@ def test_at_most_four_names_are_shown():
     assert list(short(logged | {"perf/tokens_per_s": 1.0})) == ["reward", "loss", "kl", "len"]
 
 
-ESTIMATE = "about T s to go: 2 iterations of T s, 1 evaluations of T s"
+ESTIMATE = "about T s to go: 2 iterations of T s, 1 evaluation of T s"
 
 
 def without_times(line: str) -> str:

@@ -180,8 +180,9 @@ def estimate(
     """
     evaluations = 0 if evaluation_s is None else math.ceil(iterations / interval)
     total = iterations * iteration_s + evaluations * (evaluation_s or 0.0)
-    parts = f"{iterations} iterations of {digits(iteration_s)} s"
-    parts += f", {evaluations} evaluations of {digits(evaluation_s or 0.0)} s" * bool(evaluations)
+    parts = f"{iterations} iteration{'s' * (iterations > 1)} of {digits(iteration_s)} s"
+    several = f"{evaluations} evaluation{'s' * (evaluations > 1)}"
+    parts += f", {several} of {digits(evaluation_s or 0.0)} s" * bool(evaluations)
     return f"about {duration(total)} to go: {parts}"
 
 

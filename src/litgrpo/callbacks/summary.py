@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from litgrpo.callbacks.lightning_internals import validate_now
 from litgrpo.callbacks.evaluation_files import measured
+from litgrpo.callbacks.lightning_internals import validate_now
+from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.report import BOUNDS, aligned, entries, finite, marked, plain_names, signed
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.evaluation.paired import Comparison, compared
@@ -127,6 +128,7 @@ class Summary(Callback):
             validate_now(trainer)
         self.trained_s, self.trains_since = self._elapsed_s(), None
         self._complete(trainer, pl_module)
+        self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())
         pl_module.print("\n" + self.page(folder, pl_module.iteration))
@@ -139,6 +141,23 @@ class Summary(Callback):
         self.after["report"] |= plain_names(missing)
         for logger in trainer.loggers:
             logger.log_metrics(missing, step=pl_module.iteration)
+
+    def _log_summary(self, trainer: Trainer, iteration: int) -> None:
+        """Hand before, after and change to loggers that compare runs; the file has its own."""
+        known = {"before": self.before, "after": self.after}
+        reports = {when: e["report"] for when, e in known.items() if e is not None}
+        numbers = {
+            f"summary/{name}/{when}": value
+            for when, report in reports.items()
+            for name, value in report.items()
+        }
+        for set_name, comparison in self.comparisons().items():
+            start = f"summary/{set_name}/" if set_name else "summary/"
+            changes = comparison.changes.items()
+            numbers |= {f"{start}{name}/change": change.mean for name, change in changes}
+        for logger in trainer.loggers:
+            if numbers and not isinstance(logger, MetricsCSV):
+                logger.log_metrics(numbers, step=iteration)
 
     def comparisons(self) -> dict[str, Comparison]:
         """{set: what changed from before to after, prompt by prompt}."""
@@ -199,7 +218,9 @@ def _measures(evaluation: Evaluation | None) -> dict[str, Any] | None:
         return _of_set(evaluation, report)
     starts = {name: f"{name}/" for name in sets}
     return {
-        name: _of_set(evaluation, {k.removeprefix(s): x for k, x in report.items() if k.startswith(s)})
+        name: _of_set(
+            evaluation, {k.removeprefix(s): x for k, x in report.items() if k.startswith(s)}
+        )
         for name, s in starts.items()
     }
 

@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
@@ -28,6 +28,7 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
@@ -250,6 +251,7 @@ class LitGRPOCLI(LightningCLI):
         check_machine(settings.trainer, rows)
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
+        name_runs(settings.trainer.logger, Path(settings.run_dir).name)
         if self._starts_anew():
             folder = Path(self.settings.run_dir)
             # A run that died before its first checkpoint left nothing to go on from.
@@ -298,7 +300,12 @@ class LitGRPOCLI(LightningCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
-        always = [RunFolder(self.config_text()), RngState(), LoggerState(self.settings.run_dir)]
+        always = [
+            RunFolder(self.config_text()),
+            Hyperparameters(self.config_text()),
+            RngState(),
+            LoggerState(self.settings.run_dir),
+        ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
@@ -311,12 +318,12 @@ class LitGRPOCLI(LightningCLI):
         folder = self.settings.run_dir
         loggers: list[Logger] = []
         if self.settings.tensorboard:
-            loggers.append(TensorBoardLogger(folder, name="", version="", default_hp_metric=False))
+            loggers.append(Board(folder))
         if self.settings.csv:
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
-        return [never_failing(logger) for logger in loggers]
+        return [never_failing(with_allowed_names(logger)) for logger in loggers]
 
     def config_text(self) -> str:
         """The configuration as YAML for any verb, without what was meant for this call only."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from litgrpo.arguments import one_of
+from litgrpo.arguments import one_of, require
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.evaluation.fluency import Fluency, StartFluency
 from litgrpo.evaluation.settings import Evaluation
@@ -21,9 +21,13 @@ from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.text import extract_answer, extract_reasoning
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 
-
 # [N, C] log-probabilities of a rollout under the weights that training started from.
 StartLogprobs = Callable[[Rollout], Tensor]
+
+
+# Numbers of an evaluation beside those of its rewards.
+RESERVED = {"reward", "reward_low", "reward_high", "greedy", "greedy_low", "greedy_high"}
+RESERVED |= {"ended_frac", "len_mean", "distinct_1", "distinct_2", "start_perplexity", "start_kl"}
 
 
 class Counts:
@@ -118,6 +122,11 @@ class Evaluator:
         self.scorer = scorer
         self.success = names[0] if settings.success is None else settings.success
         one_of("evaluation.success", self.success, names)
+        taken = sorted(RESERVED & set(names))
+        require(
+            not taken,
+            f"a reward cannot be named {taken}: an evaluation has a number of that name already.",
+        )
         # What the start of training says; None where it has to be asked for later, by `complete`.
         self.start_logprobs: StartLogprobs | None = None
         self.counts: dict[str, Counts] = {}  # of each set of prompts, "" where there is only one

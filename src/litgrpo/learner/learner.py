@@ -43,6 +43,7 @@ from litgrpo.types import (
 )
 
 Result = TypeVar("Result")
+MISMATCH = "policy/sampler_mismatch"
 
 
 @dataclass
@@ -203,6 +204,8 @@ class Learner:
                 if report.skipped:
                     found = {int(rows[row]): reason for row, reason in report.skipped.items()}
                     report = replace(report, skipped=found)
+                if reports:  # the policy has moved away from what sampled
+                    report.sums.pop(MISMATCH, None)
                 reports.append(report)
         return reports
 
@@ -296,8 +299,7 @@ class Learner:
         for micro, is_last in self.micro_batching.split(experience, rows, limits):
             new = self.logprobs(micro.tokens)
             output = self.objective.loss(new, micro, normalizers)
-            if not self.engine_exact:
-                output.stats["policy/sampler_mismatch"] = _sampler_mismatch(new, micro)
+            output.stats[MISMATCH] = _sampler_mismatch(new, micro)
             yield output, is_last
 
     def normalizers(self, experience: Experience) -> Normalizers:
@@ -366,7 +368,6 @@ class Learner:
 
 
 def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
-    """[2] sum and count of the distance (nats) of the sampler from the policy before the update."""
-    before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
-    gap = (before - rows.sampler_logprobs).abs() * rows.loss_mask
-    return torch.stack([gap.sum(), rows.loss_mask.sum()])
+    """[2] sum and count of the distance (nats) of the sampler from the policy."""
+    gap = (new.logprobs.detach() - rows.sampler_logprobs).abs()
+    return torch.stack([torch.where(rows.loss_mask, gap, 0.0).sum(), rows.loss_mask.sum()])

@@ -43,20 +43,53 @@ class Totals:
         return dict(zip(self.sums, means.float(), strict=True))
 
 
+# Names that end so are extremes, over processes too; everything else is averaged.
+SMALLEST, LARGEST = ("_min", "/min"), ("_max", "/max")
+# Shares of which an iteration's optimizer steps have extremes, too.
+CLIPPED = {"policy/clip_low_frac", "policy/clip_high_frac"}
+
+
 def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
-    """Averages over processes and optimizer steps of one iteration, to log.
+    """Averages and extremes over processes and optimizer steps of one iteration, to log.
 
     Args:
-        seen: {name: []} numbers of this process.
+        seen: {name: [] number, or [2] sum and count} of this process; all report the same names.
         reports: of its optimizer steps.
         comm: of the processes.
         device: where the numbers are put together.
     """
     totals = Totals()
+    extremes = _extremes(seen, reports, device)
     for name, value in seen.items():
-        totals.add_value(name, value)
+        if value.dim():
+            totals.add({name: value})
+        elif not name.endswith(SMALLEST + LARGEST):
+            totals.add_value(name, value)
     totals.add_steps(reports)
-    return totals.averages(comm, device)
+    averaged = totals.averages(comm, device)
+    known = comm.max(torch.stack(list(extremes.values()))) if extremes else torch.zeros(0)
+    for name, value in zip(extremes, known, strict=True):
+        signed = -value if name.endswith(SMALLEST) else value
+        averaged[name] = signed.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    return averaged
+
+
+def _extremes(seen: Stats, reports: list[StepReport], device: torch.device) -> Stats:
+    """{name: [] largest so far, smallest ones negated}, so that one maximum serves both."""
+    found = {
+        name: [-value if name.endswith(SMALLEST) else value]
+        for name, value in seen.items()
+        if name.endswith(SMALLEST + LARGEST) and not value.dim()
+    }
+    for report in reports:
+        for name in CLIPPED & report.sums.keys():
+            total, count = report.sums[name].unbind()
+            share = total / count.clamp(min=1)
+            found.setdefault(f"{name}_min", []).append(-share)
+            found.setdefault(f"{name}_max", []).append(share)
+    # float64: Totals counts in it, too.
+    on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
+    return {name: torch.stack(values).max().float() for name, values in on_device.items()}
 
 
 def of_completions(advantages: Tensor) -> Tensor:

@@ -170,7 +170,6 @@ class Coefficients:
         """The coefficients of this iteration, to log."""
         numbers = {}
         if self.controllers.entropy is not None:
-            numbers["policy/sampled_entropy"] = self.sampled_entropy
             numbers["policy/entropy_coef"] = self.objective.entropy_coef
         if self.objective.needs_reference:
             numbers["policy/kl_coef"] = self.objective.kl_coef

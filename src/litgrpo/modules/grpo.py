@@ -42,7 +42,12 @@ from litgrpo.modules.assembly import (
     unmoved,
 )
 from litgrpo.modules.state import load, save
-from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
+from litgrpo.modules.trainer import (
+    TrainerStepper,
+    is_attached,
+    optimizer_and_schedule,
+    passes_over_data,
+)
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
 from litgrpo.rewards.runner.runner import RewardRunner
@@ -243,6 +248,7 @@ class GRPO(LightningModule):
         stats |= self.coefficients.stats()
         stats["perf/tokens_per_s"] *= comm.world_size
         stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
+        stats["data/epoch"] = torch.tensor(passes_over_data(self))
         stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         self.log_dict(stats | {"step": torch.tensor(float(self.iteration))})
         self.learner.follow(stats, self.iteration)
