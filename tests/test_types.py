@@ -156,6 +156,9 @@ def test_reward_stats_by_hand():
     # Standard deviations with n - 1: sqrt(2) and 0.
     expected = {
         "reward/mean": 5 / 3,
+        "reward/std": (7 / 3) ** 0.5,  # of 0, 2 and 3
+        "reward/min": 0.0,
+        "reward/max": 3.0,
         "reward/group_std": 2**0.5 / 2,
         "reward/failed_frac": 0.25,
         "reward/equal_groups_frac": 0.5,

@@ -48,6 +48,34 @@ def test_skipped_steps_count_in_the_learning_rate_and_nowhere_else(comm):
     assert float(logged["optim/lr"]) == pytest.approx(0.2)
 
 
+def test_extremes_are_of_all_processes_and_pairs_are_weighed():
+    def process(smallest, largest, total, count):
+        seen = {"completion/len_min": torch.tensor(smallest), "reward/max": torch.tensor(largest)}
+        seen |= {"policy/entropy": pair(total, count), "reward/mean": torch.tensor(largest)}
+        return lambda comm: averages(seen, [StepReport(0.1)], comm, CPU)
+
+    for found in in_turns(process(3.0, 1.0, 10, 1), process(2.0, 5.0, 2, 3)):
+        assert found["completion/len_min"] == 2
+        assert found["reward/max"] == 5
+        assert found["policy/entropy"] == 3
+        assert found["reward/mean"] == 3
+
+
+def test_an_extreme_of_nothing_is_zero():
+    seen = {"completion/terminated_len_min": torch.tensor(torch.inf)}
+    seen["completion/terminated_len_max"] = torch.tensor(-torch.inf)
+    found = averages(seen, [StepReport(0.1)], SingleProcess(), CPU)
+    assert found["completion/terminated_len_min"] == found["completion/terminated_len_max"] == 0
+
+
+def test_the_share_that_is_clipped_has_extremes_over_optimizer_steps():
+    reports = [StepReport(0.1, {"policy/clip_low_frac": pair(n, 4)}) for n in (0, 1, 3)]
+    found = averages({}, reports, SingleProcess(), CPU)
+    assert float(found["policy/clip_low_frac"]) == pytest.approx(4 / 12)
+    assert found["policy/clip_low_frac_min"] == 0
+    assert found["policy/clip_low_frac_max"] == 0.75
+
+
 def test_the_advantage_of_a_completion_is_that_of_its_policy_tokens():
     tokens = torch.tensor([[0.0, -2.0, -2.0], [1.5, 0.0, 1.5], [0.0, 0.0, 0.0]])
     assert of_completions(tokens).tolist() == [-2.0, 1.5, 0.0]

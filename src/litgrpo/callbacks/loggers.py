@@ -143,7 +143,7 @@ class Board(TensorBoardLogger):
         given = vars(params) if isinstance(params, Namespace) else params
         values = dict(flat(given))
         self.hparams.update(values)
-        compared = sorted(name for name in self.known if SHOWN.fullmatch(name))
-        metrics = dict.fromkeys(compared or ["reward/mean"], 0.0)
+        compared = {name for name in self.known if SHOWN.fullmatch(name)} | {"reward/mean"}
+        metrics = dict.fromkeys(sorted(compared), 0.0)
         for summary in hparams(values, metrics):
             self.experiment._get_file_writer().add_summary(summary)

@@ -150,6 +150,7 @@ class Summary(Callback):
             f"summary/{name}/{when}": value
             for when, report in reports.items()
             for name, value in report.items()
+            if not name.endswith(BOUNDS)
         }
         for set_name, comparison in self.comparisons().items():
             start = f"summary/{set_name}/" if set_name else "summary/"
@@ -312,8 +313,8 @@ def change_column(comparisons: dict[str, Comparison]) -> dict[str, str]:
 def solved_lines(comparisons: dict[str, Comparison]) -> list[str]:
     """One line for each set of prompts of which some were gained or lost."""
     return [
-        f"{name + ': ' if name else ''}prompts solved ({each.solved_by}): {len(each.gained)} gained,"
-        f" {len(each.lost)} lost (McNemar's exact p {each.p_value:.2g})"
+        f"{name + ': ' if name else ''}prompts solved ({each.solved_by}): {len(each.gained)} "
+        f"gained, {len(each.lost)} lost (McNemar's exact p {each.p_value:.2g})"
         for name, each in comparisons.items()
         if each.gained or each.lost
     ]
