@@ -89,9 +89,9 @@ def test_rollout_stats_by_hand():
         "completion/terminated_len_mean": [6.0, 3.0],
         "completion/terminated_len_min": 1.0,
         "completion/terminated_len_max": 3.0,
-        "prompt/len_mean": 1.5,
-        "prompt/len_min": 1.0,
-        "prompt/len_max": 2.0,
+        "prompt/len_mean": 3.0,
+        "prompt/len_min": 3.0,
+        "prompt/len_max": 3.0,
         "policy/entropy": [9.0, 9.0],
     }
 
