@@ -5,7 +5,7 @@ from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from litgrpo.evaluation.evaluator import Evaluated
-from litgrpo.learner.metrics import averages
+from litgrpo.learner.learner import averages
 from litgrpo.parallel.comm import SingleProcess
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.conftest import tiny_policy

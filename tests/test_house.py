@@ -46,14 +46,15 @@ TESTED_ELSEWHERE = {
     "__main__.py": "tests/test_program.py",
     # What a model computes does not depend on how: each kind of model is held against plain rows.
     "models/attention/cross.py": "tests/models/test_seq2seq.py",
-    "models/attention/decode_shared_prefix.py": "tests/rollout/engines/test_engines.py",
     "models/attention/packed_flash.py": "tests/models/attention/test_packed_shared_prefix.py",
     "models/attention/static.py": "tests/rollout/engines/test_static.py",
+    "models/causal_static.py": "tests/rollout/engines/test_static.py",
     "models/policy.py": "tests/models/test_causal.py",
+    "models/static_decoder.py": "tests/rollout/engines/test_static.py",
     "models/reference.py": "tests/learner/test_schedules.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
-    "rewards/shaping.py": "tests/rewards/test_scorer.py",
+    "rewards/parts.py": "tests/rewards/test_scorer.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
 IFS, IFS_OF_CORE, CORE = 4.5, 3.5, ("algorithm", "learner", "rollout")

@@ -17,8 +17,8 @@ from litgrpo.models.reference import FrozenModel
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.modules.trainer import TrainerStepper
+from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.rewards.scorer import Reward
 from tests.algorithms import PUBLISHED
 from tests.conftest import tiny_policy
 

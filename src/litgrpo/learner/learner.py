@@ -12,23 +12,21 @@ from torch.nn import Parameter
 
 from litgrpo.algorithm.objective import Normalizers, Objective
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.metrics import of_completions
 from litgrpo.learner.micro_batches import (
     Limits,
     MicroBatching,
     Ragged,
     StepSums,
+    Totals,
     check_centered,
     mini_batches,
     rows_with_gradient,
 )
-from litgrpo.learner.schedules import Coefficients
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import FrozenModel, Reference
-from litgrpo.parallel.clock import Clock, timed
+from litgrpo.models.reference import Reference
 from litgrpo.parallel.comm import Comm, SingleProcess, whole
-from litgrpo.parallel.out_of_memory import with_halving
+from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import (
     Experience,
@@ -44,6 +42,50 @@ from litgrpo.types import (
 
 Result = TypeVar("Result")
 MISMATCH = "policy/sampler_mismatch"
+# Names that end so are extremes, over processes too; everything else is averaged.
+SMALLEST, LARGEST = ("_min", "/min"), ("_max", "/max")
+# Shares of which an iteration's optimizer steps have extremes, too.
+CLIPPED = {"policy/clip_low_frac", "policy/clip_high_frac"}
+
+
+class Coefficients:
+    """The objective, whose coefficients stay as they are; controllers may move them.
+
+    Args:
+        objective: what is maximized.
+    """
+
+    moves_reference = False
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def follow_entropy(self, rollout: Rollout, comm: Comm) -> None:
+        """Called with each rollout, before it is learned from."""
+
+    def follow(
+        self, stats: Stats, iteration: int, policy: Policy, reference: Reference | None
+    ) -> None:
+        """Called after each iteration.
+
+        Args:
+            stats: averages of the iteration.
+            iteration: number of finished iterations.
+            policy: has learned.
+            reference: for the KL term.
+        """
+
+    def stats(self) -> Stats:
+        """The coefficients of this iteration, to log."""
+        kl_coef = {"policy/kl_coef": torch.tensor(self.objective.kl_coef)}
+        return kl_coef if self.objective.needs_reference else {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficients that a checkpoint holds."""
+        return {"entropy_coef": self.objective.entropy_coef, "kl_coef": self.objective.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing steers them, so they are the recipe's."""
 
 
 @dataclass
@@ -83,7 +125,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         """Refuse a reference that cannot follow the policy where a controller lets it."""
-        if self.reference is not None and self.coefficients.controllers.reference is not None:
+        if self.reference is not None and self.coefficients.moves_reference:
             self.reference.check_follows(self.policy)
 
     @property
@@ -323,18 +365,13 @@ class Learner:
     # --- after the update ---
 
     def follow(self, stats: Stats, iteration: int) -> None:
-        """Set the KL coefficient for the next iteration, and let the reference follow the policy.
+        """Let what is steered follow this iteration.
 
         Args:
             stats: averages of this iteration.
             iteration: number of finished iterations.
         """
-        self.coefficients.follow_kl(stats)
-        self.coefficients.finish_iteration()
-        sync = self.coefficients.controllers.reference
-        if sync is not None and iteration % sync.every == 0:
-            assert isinstance(self.reference, FrozenModel)
-            self.reference.follow(self.policy, sync.share)
+        self.coefficients.follow(stats, iteration, self.policy, self.reference)
 
     # --- memory ---
 
@@ -371,3 +408,68 @@ def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
     """[2] sum and count of the distance (nats) of the sampler from the policy."""
     gap = (new.logprobs.detach() - rows.sampler_logprobs).abs()
     return torch.stack([torch.where(rows.loss_mask, gap, 0.0).sum(), rows.loss_mask.sum()])
+
+
+def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
+    """Averages and extremes over processes and optimizer steps of one iteration, to log.
+
+    Args:
+        seen: {name: [] number, or [2] sum and count} of this process; all report the same names.
+        reports: of its optimizer steps.
+        comm: of the processes.
+        device: where the numbers are put together.
+    """
+    totals = Totals()
+    extremes = _extremes(seen, reports, device)
+    for name, value in seen.items():
+        if value.dim():
+            totals.add({name: value})
+        elif not name.endswith(SMALLEST + LARGEST):
+            totals.add_value(name, value)
+    totals.add_steps(reports)
+    averaged = totals.averages(comm, device)
+    known = comm.max(torch.stack(list(extremes.values()))) if extremes else torch.zeros(0)
+    for name, value in zip(extremes, known, strict=True):
+        signed = -value if name.endswith(SMALLEST) else value
+        averaged[name] = signed.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    return averaged
+
+
+def _extremes(seen: Stats, reports: list[StepReport], device: torch.device) -> Stats:
+    """{name: [] largest so far, smallest ones negated}, so that one maximum serves both."""
+    found = {
+        name: [-value if name.endswith(SMALLEST) else value]
+        for name, value in seen.items()
+        if name.endswith(SMALLEST + LARGEST) and not value.dim()
+    }
+    for report in reports:
+        for name in CLIPPED & report.sums.keys():
+            total, count = report.sums[name].unbind()
+            share = total / count.clamp(min=1)
+            found.setdefault(f"{name}_min", []).append(-share)
+            found.setdefault(f"{name}_max", []).append(share)
+    # float64: Totals counts in it, too.
+    on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
+    return {name: torch.stack(values).max().float() for name, values in on_device.items()}
+
+
+def of_completions(advantages: Tensor) -> Tensor:
+    """[N] the advantage of each completion from those of its tokens [N, C].
+
+    Without a discount all tokens of the policy have the same; others have 0.
+    """
+    return advantages.gather(1, advantages.abs().argmax(1, keepdim=True)).squeeze(1)
+
+
+def advantages_of(experience: Experience, rewards: RewardTable) -> Tensor:
+    """[B, G] the advantage of each completion, on the host."""
+    return of_completions(experience.advantages).view_as(rewards.total).cpu()
+
+
+def advantage_stats(experience: Experience) -> Stats:
+    """Mean and spread of the advantages of completions."""
+    advantages = of_completions(experience.advantages)
+    return {
+        "policy/advantage_mean": advantages.mean(),
+        "policy/advantage_std": advantages.std(correction=0),
+    }

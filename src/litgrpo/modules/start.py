@@ -11,9 +11,8 @@ from torch import Tensor
 from litgrpo.evaluation.evaluator import StartLogprobs
 from litgrpo.models.loading import load_reference
 from litgrpo.models.reference import AdapterOff, Reference
-from litgrpo.parallel.device import backend
+from litgrpo.parallel.device import backend, free_memory, is_out_of_memory
 from litgrpo.parallel.messages import rank_zero_warn
-from litgrpo.parallel.out_of_memory import free_memory, is_out_of_memory
 from litgrpo.types import Rollout
 
 
@@ -30,7 +29,7 @@ def start_logprobs(module: Any) -> StartLogprobs | None:
     if module.iteration == 0:
         return as_sampled
     reference, policy = module.reference, module.policy
-    moves = module.coefficients.controllers.reference is not None
+    moves = module.coefficients.moves_reference
     if reference is not None and module.reference_path is None and not moves:
         return partial(asked, module, reference)
     return partial(asked, module, AdapterOff(policy)) if policy.has_adapter else None
