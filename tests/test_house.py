@@ -174,6 +174,26 @@ def test_every_name_path_key_and_command_of_a_page_is_there():
     assert not found, "\n".join(found)
 
 
+def broken(text: str) -> list[str]:
+    """Lines after which a page is not shown as it was meant."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    cut = re.findall(r"^\|.*\|\n\n(\|.*\|)\n(?!\|[-|: ]+\|$)", text, flags=re.MULTILINE)
+    glued = re.findall(r"^[^|\n].*\n(\*\*[^*\n]+\.\*\*.*)$", text, flags=re.MULTILINE)
+    return cut + glued
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda path: path.name)
+def test_tables_and_paragraphs_of_a_page_are_whole(page):
+    assert not broken(page.read_text())
+
+
+def test_a_table_in_two_parts_and_a_paragraph_without_its_blank_line_are_found():
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    assert broken(f"{table}\n| 3 | 4 |\n| 5 | 6 |\n") == ["| 3 | 4 |"]
+    assert broken("One.\n**Two.** More.\n") == ["**Two.** More."]
+    assert not broken(f"{table}\n{table}\nOne.\n\n**Two.** More.\n")
+
+
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda path: path.name)
 def test_files_that_a_page_links_to_exist(page):
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
