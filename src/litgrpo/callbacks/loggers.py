@@ -98,7 +98,7 @@ def with_allowed_names(logger: Logger) -> Logger:
     def renamed(metrics: Mapping[str, float], step: int | None = None) -> None:
         log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
 
-    logger.log_metrics = renamed  # type: ignore[method-assign,assignment]
+    logger.log_metrics = renamed  # type: ignore[method-assign]
     return logger
 
 

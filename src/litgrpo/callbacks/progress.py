@@ -83,7 +83,8 @@ class Progress(ProgressBar):
         """Show the finished iterations; after the first one, what the whole will take."""
         n, total = pl_module.iteration, pl_module.max_iterations
         if total and n < total and not self.estimated:
-            interval = trainer.val_check_batch if trainer.enable_validation else math.inf
+            batches = trainer.val_check_batch if trainer.enable_validation else None
+            interval = batches or math.inf
             taken_s = time.monotonic() - self.began
             self.print(estimate(total - n, taken_s, self.evaluation_s, interval))
         self.estimated = True

@@ -217,7 +217,8 @@ class Evaluator:
         """
         scored = self.settings.fluency and self.start_logprobs is not None
         self.stage, self.waiting = stage, self.settings.fluency and not scored
-        self.of_prompts, report = {}, {}
+        report: dict[str, float] = {}
+        self.of_prompts = {}
         for name, counts in self.counts.items():
             numbers, self.of_prompts[name] = counts.numbers(scored=scored)
             report |= self._named(name, numbers)
@@ -233,7 +234,7 @@ class Evaluator:
 
     def complete(self) -> dict[str, float]:
         """{`stage`/name: number}: what the last report lacked, after `score`."""
-        report = {}
+        report: dict[str, float] = {}
         for name, counts in self.counts.items():
             report |= self._named(name, values_of(counts.start))
         self.waiting = False

@@ -44,13 +44,11 @@ def bootstrap_ratio(
         return nan, nan
     generator = torch.Generator().manual_seed(SEED)
     values = torch.tensor([sums, counts], dtype=torch.float64)
-    draws = []
-    for size in [max(1, AT_ONCE // prompts)] * NUM_DRAWS:
-        missing = NUM_DRAWS - sum(map(len, draws))
-        if not missing:
-            break
-        chosen = torch.randint(prompts, (min(size, missing), prompts), generator=generator)
-        drawn = values[:, chosen].sum(2)
+    at_once = max(1, AT_ONCE // prompts)
+    draws: list[torch.Tensor] = []
+    for first in range(0, NUM_DRAWS, at_once):
+        size = (min(at_once, NUM_DRAWS - first), prompts)
+        drawn = values[:, torch.randint(prompts, size, generator=generator)].sum(2)
         draws.append(drawn[0] / drawn[1])
     means = torch.cat(draws)
     tail = (1 - confidence) / 2

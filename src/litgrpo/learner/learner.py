@@ -239,7 +239,7 @@ class Learner:
         """
         self.policy.train()
         steps = mini_batches(len(experience), self.group_size, self.config.num_mini_batches)
-        reports = []
+        reports: list[StepReport] = []
         for _ in range(self.config.inner_epochs):
             for rows in steps:
                 report = self.step(self.micro_batching.step_rows(experience, rows), stepper)

@@ -239,7 +239,8 @@ def table(rows: list[Row], metrics: Sequence[str], seeds: Sequence[int]) -> str:
         low, high = within(values)
         return f"{fmean(values):.3f} [{low:.3f}, {high:.3f}]"
 
-    limits = {**dict.fromkeys(metrics, bounds), REWARD: clustered_mean}
+    limits: dict[str, Callable[..., tuple[float, float]]] = dict.fromkeys(metrics, bounds)
+    limits[REWARD] = clustered_mean
     succeeded = any(any(row.values(metrics[0])) for row in rows)
     decides = metrics[0] if succeeded else REWARD
     titles = ["algorithm", *metrics, "mean reward", f"{decides} over the first row"]
