@@ -43,7 +43,8 @@ def signed(value: float) -> str:
         >>> signed(0.5), signed(-13.896)
         ('+0.500', '-13.9')
     """
-    return ("+" if value >= 0 else "") + digits(value)
+    text = digits(value)
+    return text if text.startswith("-") else f"+{text}"
 
 
 def marked(text: str, truncated: bool) -> str:
@@ -75,7 +76,7 @@ def digits(value: float) -> str:
         ('0.512', '13.9', '15234')
     """
     places = next((n for limit, n in PLACES_BELOW.items() if abs(value) < limit), 0)
-    return f"{value:.{places}f}"
+    return f"{round(value, places) + 0.0:.{places}f}"  # no minus before a zero
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,11 +158,13 @@ class GRPO(LightningModule):
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
-        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # of each set, by name
-        self.complete_evaluation = partial(start.complete, self)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.reference: Reference | None = None
+
+    # What callbacks ask after an evaluation, besides `evaluation_report`.
+    evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
+    complete_evaluation = start.complete
 
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
@@ -293,7 +295,6 @@ class GRPO(LightningModule):
     def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Report accuracies with intervals, and mean rewards."""
         self.evaluation_report = self.evaluator.report(stage)
-        self.evaluated_prompts = self.evaluator.of_prompts
         self.reseed()
         report = self.evaluation_report | {"step": float(self.iteration)}
         self.log_dict({name: torch.tensor(value) for name, value in report.items()})

@@ -97,9 +97,7 @@ def compare(
         further: more of the command line of `fit`, e.g. --further='["--data.batch_size", "8"]'.
         folder: the earlier name of run_dir.
     """
-    if folder is not None:
-        print(f"--folder is called --run_dir now, as everywhere: {folder}", flush=True)
-        run_dir = folder
+    run_dir = run_dir if folder is None else said(folder)
     check_different(f"seeds is {seeds}; an interval needs at least 2 different ones.", seeds)
     check_different(f"algorithms is {algorithms}; give two or more different ones.", algorithms)
     plotting = find_spec("matplotlib") is not None
@@ -132,6 +130,12 @@ def compare(
     Path(run_dir, "table.json").write_text(json.dumps(as_json(rows, seeds), indent=2))
     plot(rows, metrics, Path(run_dir, "plot.png"))
     print(f"{text}\n\nwritten to {run_dir}: table.md, table.json, plot.png and every run")
+
+
+def said(folder: str) -> str:
+    """The folder, which was given under its earlier name."""
+    print(f"--folder is called --run_dir now, as everywhere: {folder}", flush=True)
+    return folder
 
 
 def check_different(message: str, given: Sequence[object]) -> None:
