@@ -26,6 +26,7 @@ RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
 WRITTEN = (
     CONFIG,
     CHECKPOINTS,
+    "evaluation",
     "events.out.tfevents.*",
     "checkpoint-*",
     "final_model",

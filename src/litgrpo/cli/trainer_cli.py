@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
@@ -27,7 +27,9 @@ import litgrpo.modules.pair_data
 import litgrpo.modules.prompt_data  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.loggers import Board, Hyperparameters, with_allowed_names
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
@@ -59,6 +61,7 @@ from litgrpo.parallel.device import check_machine
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
     "completions": Completions,
+    "evaluation_files": EvaluationFiles,
     "summary": Summary,
     "export": Export,
     "predictions": Predictions,
@@ -255,6 +258,12 @@ class LitGRPOCLI(LightningCLI):
         folder = Path(self.settings.run_dir)
         if self._writes_a_run():
             rank_zero_only(self._hold)(folder)
+        always = [
+            RunFolder(self.config_text()),
+            Hyperparameters(self.config_text()),
+            RngState(),
+            LoggerState(self.settings.run_dir),
+        ]
         if self._starts_anew():
             # A run that died before its first checkpoint left nothing to go on from.
             overwrite = self.settings.overwrite or self._resumes_itself()
@@ -310,8 +319,13 @@ class LitGRPOCLI(LightningCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
-        always = [RunFolder(self.config_text()), RecipeSettings(), RngState()]
-        always.append(LoggerState(self.settings.run_dir))
+        always = [
+            RunFolder(self.config_text()),
+            Hyperparameters(self.config_text()),
+            RecipeSettings(),
+            RngState(),
+            LoggerState(self.settings.run_dir),
+        ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
@@ -324,12 +338,12 @@ class LitGRPOCLI(LightningCLI):
         folder = self.settings.run_dir
         loggers: list[Logger] = []
         if self.settings.tensorboard:
-            loggers.append(TensorBoardLogger(folder, name="", version="", default_hp_metric=False))
+            loggers.append(Board(folder))
         if self.settings.csv:
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
-        return [never_failing(logger) for logger in loggers]
+        return [never_failing(with_allowed_names(logger)) for logger in loggers]
 
     def config_text(self) -> str:
         """The configuration as YAML for any verb, without what was meant for this call only."""

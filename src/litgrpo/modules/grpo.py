@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules import arguments_kept, kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice, start
 from litgrpo.modules.assembly import (
     Settings,
     changing,
@@ -42,7 +43,12 @@ from litgrpo.modules.assembly import (
 )
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
-from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
+from litgrpo.modules.trainer import (
+    TrainerStepper,
+    is_attached,
+    optimizer_and_schedule,
+    passes_over_data,
+)
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
 from litgrpo.rewards.parts import Reward, RewardFormat
@@ -171,6 +177,10 @@ class GRPO(LightningModule):
         """
         return arguments_kept.loaded(cls, checkpoint_path, arguments)
 
+    # What callbacks ask after an evaluation, besides `evaluation_report`.
+    evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
+    complete_evaluation = start.complete
+
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
         device = self.trainer.strategy.root_device
@@ -256,6 +266,7 @@ class GRPO(LightningModule):
         stats |= self.coefficients.stats()
         stats["perf/tokens_per_s"] *= comm.world_size
         stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
+        stats["data/epoch"] = torch.tensor(passes_over_data(self))
         stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         self.log_dict(stats | {"step": torch.tensor(float(self.iteration))})
         self.learner.follow(stats, self.iteration)
@@ -291,10 +302,11 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
+        self.evaluator.start_logprobs = start.start_logprobs(self)
         evaluated = self.evaluator.evaluate(
             self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
         )
-        return dict(zip(("rollout", "rewards"), evaluated, strict=True))
+        return vars(evaluated)
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Like a validation step, with random numbers of its own."""

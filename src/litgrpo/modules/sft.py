@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,8 @@ class SFT(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
+        self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
