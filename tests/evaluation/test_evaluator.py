@@ -128,3 +128,12 @@ def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
     )
     assert [row["truncated"] for row in rows] == greedy.truncated.tolist()
     assert {"reasoning", "answer"} <= rows[0].keys()
+
+
+def test_a_set_that_nobody_answered_is_not_asked_of_the_start_either():
+    judge, policy = evaluator(greedy=False), rollouter()
+    judge.start(torch.device("cpu"), ("easy", "hard"))
+    judge.evaluate(policy, BATCH, "val", 0, name="easy")
+    assert not [name for name in judge.report("val") if "hard" in name or "start" in name]
+    judge.score(lambda rollout: rollout.sampler_logprobs)
+    assert judge.complete().keys() == {"val/easy/start_perplexity", "val/easy/start_kl"}

@@ -237,8 +237,8 @@ class Evaluator:
     def complete(self) -> dict[str, float]:
         """{`stage`/name: number}: what the last report lacked, after `score`."""
         report: dict[str, float] = {}
-        for name, counts in self.counts.items():
-            report |= self._named(name, values_of(counts.start))
+        for name in self.of_prompts:  # sets that were left out were answered by nobody
+            report |= self._named(name, values_of(self.counts[name].start))
         self.waiting = False
         return report
 
@@ -252,7 +252,8 @@ class Evaluator:
         Returns:
             One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns.
         """
-        sampling = Sampling(temperature=self.settings.predict_temperature)
+        asked = self.settings
+        sampling = Sampling(temperature=asked.predict_temperature, top_p=asked.predict_top_p)
         rollout = rollouter.generate(prompts, "predict", group_size=1, sampling=sampling)
         return [
             {name: values[row] for name, values in prompts.columns.items()}
