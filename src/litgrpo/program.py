@@ -49,13 +49,14 @@ verbs:
 {verbs}
 
 examples:
-  {program} fit -c configs/quickstart.yaml
-  {program} fit -c configs/quickstart.yaml --seed_everything 1 --run_dir runs/second
-  {program} fit -c configs/quickstart.yaml --ckpt_path last
+  {program} fit -c quickstart
+  {program} fit -c quickstart --seed_everything 1 --run_dir runs/second
+  {program} fit -c quickstart --ckpt_path last
   {program} predict -c runs/quickstart/config.yaml --ckpt_path last --data.prompts '["3+4="]'
 
-A later -c overrides an earlier one, and --KEY VALUE overrides both. Everything of a run goes to one
-folder: runs/NAME, after the first recipe's name, or --run_dir.
+A recipe is a file, or the name of one that litgrpo brings (configs/). A later -c overrides an
+earlier one, and --KEY VALUE overrides both. Everything of a run goes to one folder: runs/NAME,
+after the first recipe's name, or --run_dir.
 
   {program} VERB --help               every key of a verb
   {program} VERB --model.help GRPO    every key of a class
@@ -94,10 +95,11 @@ def main() -> int:
 def run(verb: str, words: list[str]) -> None:
     """Hand over to LightningCLI or to a function, with the names of this version."""
     from litgrpo.cli.old_names import current_words
+    from litgrpo.cli.recipes import with_classes
     from litgrpo.tools.convert import converted
 
     with TemporaryDirectory() as folder:
-        words = current_words(words, Path(folder), converted)
+        words = with_classes(verb, current_words(words, Path(folder), converted))
         sys.argv[2:] = words
         if verb in LIGHTNING_VERBS:
             run_trainer()

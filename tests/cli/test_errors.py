@@ -12,7 +12,7 @@ from tests.cli.running import cli  # noqa: F401 (a fixture)
         ("seed", "", "seed_everything"),
         ("model.group_sise", " (of GRPO)", "model.group_size"),
         ("model.objective.kl_coeff", " (of Objective)", "model.objective.kl_coef"),
-        ("model.optimizer.lrr", " (of AdamW)", "model.optimizer.lr"),
+        ("model.optimizer.lrr", " (of DefaultAdamW)", "model.optimizer.lr"),
         ("data.batchsize", " (of PromptData)", "data.batch_size"),
         ("checkpoint.every", "", "checkpoint.every_n_iterations"),
     ],
