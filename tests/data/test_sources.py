@@ -62,6 +62,12 @@ def test_a_function_takes_arguments_from_its_path_and_from_kwargs():
     assert values(Source(path, kwargs={"size": 1, "start": 7})) == [{"prompt": "7?"}]
 
 
+def test_an_escaped_pair_of_surrogates_is_a_character(tmp_path):
+    assert values(str(written(tmp_path / "a.jsonl", '{"q": "\\ud83d\\ude00"}\n'))) == [
+        {"q": "\U0001f600"}
+    ]
+
+
 def test_a_limit_takes_the_first_rows(tmp_path):
     path = written(tmp_path / "a.txt", "a\nb\nc\n")
     assert values(Source(path, limit=2)) == [{"prompt": "a"}, {"prompt": "b"}]
@@ -85,6 +91,11 @@ def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch
         ("a.jsonl", '{"q": 1}\n{"q": \n', r"a\.jsonl, line 2: not JSON: Expecting value"),
         ("a.jsonl", '{"q": 1}\n[1]\n', r"a\.jsonl, line 2: is a list, expected an object"),
         ("a.jsonl", b'{"q": 1}\n{"q": "\xe9"}\n', r"a\.jsonl, line 2: not UTF-8"),
+        (
+            "a.jsonl",
+            '{"q": 1}\n{"q": "\\ud83d"}\n',
+            r"line 2: holds '\\ud83d', half of a surrogate",
+        ),
         ("a.jsonl", "", r"a\.jsonl holds no rows"),
         ("a.jsonl", "\n\n", r"a\.jsonl holds no rows"),
         ("a.json", "", r"a\.json holds no rows"),

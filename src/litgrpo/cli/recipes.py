@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from litgrpo.arguments import did_you_mean, require
+from litgrpo.arguments import did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "configs"
 CLONES_FOLDER = "configs/"  # where the same recipes are in a clone

@@ -6,6 +6,7 @@ import csv
 import inspect
 import io
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from litgrpo.arguments import at_least, import_by_path, require
 
 PYTHON = "python:"
 GIVEN = "the given list"
+# JSON may escape one; no tokenizer and no file takes it.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,16 @@ def _read_json(path: Path) -> list[Placed]:
 
 def _json(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         inside = f"line {error.lineno}, " if error.lineno > 1 else ""
         where = f"{inside}column {error.colno}"
         raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error
+    if half := HALF_PAIR.search(json.dumps(value, ensure_ascii=False) if "\\u" in text else ""):
+        raise ValueError(
+            f"{place}: holds {half[0]!a}, half of a surrogate pair, which is no character"
+        )
+    return value
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:
