@@ -20,7 +20,7 @@ CALLABLE = re.compile(
     r"Type typing\.Callable\[.+ expects a function or a callable class: "
     r"(.*?)(?:\.+ Got value: .*class_path='([\w.]+)'.*)?$"
 )
-GIVEN_CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
+GIVEN_CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 OWNER = re.compile(r"Problem with given class_path '(.+)':")
 # The frame around the reasons.
 FRAME = re.compile(
@@ -268,7 +268,7 @@ def missing(path: list[str], names: str, owner: str, *, recipe: bool) -> str:
     """
     wanted = [".".join([*path, name.rpartition(".")[2]]) for name in names.split(", ")]
     of = f" (of {owner.rpartition('.')[2]})" if owner else ""
-    hint = "; give a recipe, such as -c configs/quickstart.yaml" if recipe and not owner else ""
+    hint = "; give a recipe, such as -c quickstart" if recipe and not owner else ""
     return f"missing: {', '.join(wanted)}{of}{hint}"
 
 

@@ -55,7 +55,7 @@ class Key:
 
 def asked(words: Sequence[str]) -> tuple[str, str] | None:
     """The key and the class, or nothing, of the first `--KEY.help [CLASS]` on a command line."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if found := ASKED.fullmatch(word):
             return found[1], found[2] or ("" if following.startswith("-") else following)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -129,7 +130,7 @@ class Sources:
     def words(self, words: Sequence[str]) -> list[str]:
         """A command line with these sources as mappings."""
         options, result = {f"--data.{name}" for name in self.sets}, []
-        for before, word in zip(["", *words], words, strict=False):
+        for before, word in pairwise(["", *words]):
             option, equals, value = word.partition("=")
             if before in options and word[:1] not in "[{":
                 result.append(mapping(word))

@@ -20,10 +20,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-# Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
+# Imported so that recipes may say GRPO, SFT, PromptData, PairData, StaticEngine without the module.
 import litgrpo.modules.grpo
 import litgrpo.modules.pair_data
-import litgrpo.modules.prompt_data  # noqa: F401
+import litgrpo.modules.prompt_data
+import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.export import CheckpointFolders, Export

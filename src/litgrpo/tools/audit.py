@@ -51,7 +51,7 @@ def audit(
         form: how a completion should look, with {reasoning} and {answer} (default: tags).
         report: write the numbers into this .json file, too.
     """
-    require(bool(recipes), "give the recipe with the rewards: -c configs/quickstart.yaml")
+    require(bool(recipes), "give the recipe with the rewards: -c quickstart")
     at_least("limit", limit, 0)
     recipe = merged([_read(Path(path)) for path in recipes])
     settings = recipe.get("model", {}).get("init_args", {})
