@@ -6,7 +6,7 @@ from litgrpo.cli.key_help import asked, class_named, keys_of, roots_of, subclass
 from litgrpo.models.loading import LoRA
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
-from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rollout.interface import RolloutEngine
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 
