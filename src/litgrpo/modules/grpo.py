@@ -13,10 +13,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
+from litgrpo.callbacks.nothing_learned import NothingLearned
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import advantage_stats, advantages_of, averages
+from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.learner.schedules import Controllers, coefficients_of
 from litgrpo.models.loading import (
     LoRA,
@@ -41,6 +43,7 @@ from litgrpo.modules.assembly import (
     place_of,
     unmoved,
 )
+from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
 from litgrpo.modules.trainer import (
@@ -79,9 +82,11 @@ class GRPO(LightningModule):
         engine: how the rollout is computed.
         update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and counted.
-        optimizer: as in torch, without parameters.
-        lr_scheduler: as in torch, without optimizer; stepped once per optimizer step.
-        max_iterations: stop after so many iterations; None leaves it to the trainer.
+        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
+        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
+            once per optimizer step.
+        max_iterations: stop after so many iterations; None: after three passes over the data,
+            unless tokens or the trainer set a limit.
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
         max_resamples: where all completions of a prompt are equally good, sample another prompt, at
             most so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
@@ -115,7 +120,7 @@ class GRPO(LightningModule):
         engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
         update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable = DefaultAdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
@@ -184,6 +189,8 @@ class GRPO(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
         device = self.trainer.strategy.root_device
+        if stage == "fit":
+            refuse_greedy_training(self.settings.sampling, self.settings.group_size)
         check_trainer_precision(str(self.trainer.precision))
         check_device(self.settings, self.coefficients.objective, device)
         backend(device).prepare()
@@ -230,12 +237,14 @@ class GRPO(LightningModule):
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
-        """The checks at the start of a fit."""
-        return [InvariantChecks()] if self.check_invariants else []
+        """The checks at the start of a fit, and a word where nothing is learned."""
+        return [*[InvariantChecks()] * self.check_invariants, NothingLearned()]
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
-        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
+        return optimizer_and_schedule(
+            self, *settled(self, GRPO_RATES, self.settings.update.num_steps)
+        )
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """One iteration: sample, reward, and learn from the comparison.
