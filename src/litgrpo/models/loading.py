@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from litgrpo.arguments import require
 from litgrpo.models.attention.decode_shared_prefix import same_attention_again
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.kernels import linear as linears
@@ -71,6 +72,14 @@ class Precision:
     kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
     compute: Literal["bfloat16", "float16"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the two number formats go together."""
+        require(
+            self.compute is None or self.dtype == "float32",
+            f"precision.compute is {self.compute}, which lowers the precision of float32 weights, "
+            f"but precision.dtype is {self.dtype}. Leave out one of the two.",
+        )
 
 
 def resolve(pretrained: str) -> str:
