@@ -532,7 +532,7 @@ def test_every_way_to_lower_precision_trains(architecture, way, report):
 def test_a_failure_that_may_be_rounding_is_not_called_a_mistake():
     name = "1 cached decoding equals the full forward"
     rounding = invariants.Finding(name, error=0.3, tolerance=0.25)
-    with pytest.raises(ValueError, match="may be rounding.* precision.compute null") as raised:
+    with pytest.raises(ValueError, match=r"may be rounding.* precision\.compute null") as raised:
         invariants.refuse([rounding])
     assert "likely" not in str(raised.value)
     for finding in (replace(rounding, error=5.0), replace(rounding, tolerance=1e-4)):

@@ -21,6 +21,12 @@ from litgrpo.models.kernels import linear as linears
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
+from litgrpo.models.weights import (
+    check_vocabulary,
+    language_part,
+    load_weights,
+    other_files,
+)
 from litgrpo.parallel.device import backend, to_host
 
 if TYPE_CHECKING:
@@ -96,6 +102,12 @@ def resolve(pretrained: str) -> str:
         return str(folder)
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
     folder = Path(pretrained).expanduser()
+    require(
+        not folder.is_file(),
+        f"pretrained: {pretrained!r} is a file. Give the folder that holds config.json, the weights "
+        "as safetensors and the tokenizer, as save_pretrained writes it; a GGUF file is converted "
+        "by transformers' from_pretrained(folder, gguf_file=...) and save_pretrained.",
+    )
     if looks_like_path and not (folder / "config.json").is_file():
         raise ValueError(
             f"pretrained: {pretrained!r} is no model folder (no config.json in it). Give a folder "
@@ -147,8 +159,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _not_loadable(what: str, pretrained: str, error: Exception) -> str:
-    first_line = str(error).strip().splitlines()[0]
-    return f"No {what} could be loaded from pretrained: {pretrained!r}. {first_line}"
+    reason = str(error).strip().splitlines()[0].rstrip()
+    if reason.endswith(":"):  # a list of conditions follows, of which none is the user's
+        reason = f"It has no {what} files that transformers can read."
+    said = f"No {what} could be loaded from pretrained: {pretrained!r}. {reason}"
+    return said + other_files(resolve(pretrained))
 
 
 def load_policy(
@@ -169,24 +184,23 @@ def load_policy(
     Raises:
         ValueError: nothing can be loaded from there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     precision = precision or Precision()
     folder = resolve(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        original_dropout = {} if precision.dropout else _switch_dropout_off(config)
-        with _no_progress_bars():
-            kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-            model = kind.from_pretrained(
-                folder,
-                config=config,
-                dtype=getattr(torch, precision.dtype),
-                attn_implementation=_attention_for(config),
-            )
+        whole = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(_not_loadable("config", pretrained, error)) from error
+    config = language_part(whole)
+    original_dropout = {} if precision.dropout else _switch_dropout_off(config)
+    try:
+        dtype = getattr(torch, precision.dtype)
+        model = load_weights(folder, config, dtype, whole=config is whole)
     except OSError as error:
         raise ValueError(_not_loadable("model", pretrained, error)) from error
+    check_vocabulary(model, tokenizer, pretrained)
     return as_policy(
         model, tokenizer, precision=precision, lora=lora, original_dropout=original_dropout
     )
@@ -248,12 +262,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
     listed: Any = None if model.generation_config is None else model.generation_config.eos_token_id
     ids = [listed] if isinstance(listed, int) else list(listed or [])
     return tuple(sorted({int(tokenizer.eos_token_id), *ids}))
-
-
-def _attention_for(config: PretrainedConfig) -> str:
-    # Soft-capped scores (Gemma 2) exist in eager attention only; sdpa refuses them.
-    capped = config.to_dict().get("attn_logit_softcapping") is not None
-    return "eager" if capped else "sdpa"
 
 
 def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
