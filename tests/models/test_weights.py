@@ -63,7 +63,7 @@ def test_a_truncated_file_is_called_damaged(folder, kept):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * kept)])
-    with pytest.raises(ValueError, match="damaged or incomplete: .* Copy or download it again"):
+    with pytest.raises(ValueError, match=r"damaged or incomplete: .* Copy or download it again"):
         load_policy(str(folder))
 
 

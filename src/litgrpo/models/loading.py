@@ -104,9 +104,9 @@ def resolve(pretrained: str) -> str:
     folder = Path(pretrained).expanduser()
     require(
         not folder.is_file(),
-        f"pretrained: {pretrained!r} is a file. Give the folder that holds config.json, the weights "
-        "as safetensors and the tokenizer, as save_pretrained writes it; a GGUF file is converted "
-        "by transformers' from_pretrained(folder, gguf_file=...) and save_pretrained.",
+        f"pretrained: {pretrained!r} is a file. Give the folder that holds config.json, the "
+        "weights as safetensors and the tokenizer, as save_pretrained writes it; a GGUF file is "
+        "converted by transformers' from_pretrained(folder, gguf_file=...) and save_pretrained.",
     )
     if looks_like_path and not (folder / "config.json").is_file():
         raise ValueError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHOWN = 3  # names of weights in a message
-# How weights of a text part are called in a model for images, as pattern and name in the text model.
+# What weights of a text part are called in a model for images: pattern, name in the text model.
 TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",

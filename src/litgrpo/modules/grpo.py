@@ -40,6 +40,7 @@ from litgrpo.modules.assembly import (
     place_of,
     unmoved,
 )
+from litgrpo.modules.context import check_data
 from litgrpo.modules.state import load, save
 from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
@@ -201,6 +202,7 @@ class GRPO(LightningModule):
                 self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
             )
         if is_attached(self):
+            check_data(self, self.policy, self.settings.max_completion_len, "max_prompt_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:

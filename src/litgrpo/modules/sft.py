@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 from litgrpo.arguments import at_least, require
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import kernel_choice
+from litgrpo.modules.context import check_data
 from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
@@ -131,6 +132,7 @@ class SFT(LightningModule):
         if self.policy is None:
             self.policy = made_policy(self)
         if is_attached(self):
+            check_data(self, self.policy, 0, "max_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_optimizers(self) -> Any:
