@@ -16,8 +16,8 @@ from torch import Tensor
 
 from litgrpo.arguments import require
 from litgrpo.models.attention.decode_shared_prefix import same_attention_again
-from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.library import decoder_only
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
@@ -222,7 +222,7 @@ def as_policy(
     if lora is not None:
         model = with_adapters(model, lora)
     linears.install(model)
-    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
+    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else decoder_only
     policy = kind(model, tokenizer, end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts
     policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
@@ -265,10 +265,15 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
+    """Set to 0 what makes learning differ from sampling; what was there before.
+
+    Dropout, and RWKV's `rescale_every`, which changes the weights themselves between the two.
+    """
     settings = config.to_dict().items()
     own = {name: value for name, value in settings if "drop" in name and isinstance(value, float)}
-    for name in own:
-        setattr(config, name, 0.0)
+    own |= {name: value for name, value in settings if name == "rescale_every"}
+    for name, value in own.items():
+        setattr(config, name, type(value)(0))
     return own
 
 
