@@ -19,6 +19,8 @@ NAME = re.compile(r"checkpoint-(\d+)")
 class Export(Callback):
     """Saves the policy in Hugging Face format: `final_model/` of the run folder at the end.
 
+    With adapters they are merged into it, and saved beside it as `final_adapter/` in PEFT's format.
+
     Args:
         final: save `final_model/` when the training ends.
     """
@@ -30,6 +32,7 @@ class Export(Callback):
         """Save what was learned."""
         if self.final and writes_files(trainer):
             _write_policy(pl_module, run_folder(trainer) / "final_model")
+            _write_adapter(pl_module, run_folder(trainer) / "final_adapter")
 
 
 class CheckpointFolders(Checkpoint):
@@ -92,3 +95,10 @@ def _write_policy(pl_module: Any, folder: Path) -> None:
     from litgrpo.models.loading import export  # slow: imports transformers
 
     export(pl_module.policy, folder)
+
+
+def _write_adapter(pl_module: Any, folder: Path) -> None:
+    from litgrpo.models.loading import export_adapter  # slow: imports transformers
+
+    if pl_module.policy.has_adapter:
+        export_adapter(pl_module.policy, folder)

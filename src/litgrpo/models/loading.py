@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
+from litgrpo.models.adapters import (
+    LoRA,
+    merged,
+    refuse_adapter_folder,
+    save_adapter,
+    with_adapters,
+)
 from litgrpo.models.attention.decode_shared_prefix import same_attention_again
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.library import decoder_only
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
+from litgrpo.models.reference import AdapterAtStart, AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
 from litgrpo.models.weights import (
     check_vocabulary,
@@ -35,25 +42,6 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN = "builtin:"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Train low-rank adapters and leave the weights alone; the reference is then the model without.
-
-    Args:
-        rank: rank of each adapter.
-        alpha: the adapter's output is scaled by alpha / rank.
-        target_modules: names of the linear layers to adapt; `all-linear` takes every one.
-        dropout: dropout before the adapter; 0 keeps the policy that learns the one that sampled.
-
-    Source: LoRA, arXiv:2106.09685.
-    """
-
-    rank: int = 16
-    alpha: int = 32
-    target_modules: str | list[str] = "all-linear"
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +96,7 @@ def resolve(pretrained: str) -> str:
         "weights as safetensors and the tokenizer, as save_pretrained writes it; a GGUF file is "
         "converted by transformers' from_pretrained(folder, gguf_file=...) and save_pretrained.",
     )
+    refuse_adapter_folder(folder)
     if looks_like_path and not (folder / "config.json").is_file():
         raise ValueError(
             f"pretrained: {pretrained!r} is no model folder (no config.json in it). Give a folder "
@@ -231,7 +220,11 @@ def as_policy(
 
 
 def load_reference(
-    policy: Policy, path: str | None, pretrained: str, precision: Precision
+    policy: Policy,
+    path: str | None,
+    pretrained: str,
+    precision: Precision,
+    lora: LoRA | None = None,
 ) -> Reference:
     """The model that the KL term refers to.
 
@@ -240,12 +233,17 @@ def load_reference(
         path: the reference's folder or hub id; None takes the start of training.
         pretrained: where the policy was loaded from; a resumed run finds its start there.
         precision: as the policy's.
+        lora: the policy's adapters.
 
     Raises:
         ValueError: its vocabulary differs from the policy's.
     """
     if path is None and policy.has_adapter:
-        return AdapterOff(policy)
+        return (
+            AdapterOff(policy)
+            if lora is None or not lora.start
+            else AdapterAtStart(policy, lora.start)
+        )
     reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, precision=precision)
     sizes = [each.bare_model.config.vocab_size for each in (reference, policy)]
     if sizes[0] != sizes[1]:
@@ -275,31 +273,6 @@ def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
     for name, value in own.items():
         setattr(config, name, type(value)(0))
     return own
-
-
-def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
-    """The model with low-rank adapters around its linear layers; only they are trained.
-
-    Args:
-        model: its weights are frozen in place.
-        lora: the adapters.
-
-    Raises:
-        ValueError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError("lora needs the package peft: pip install 'litgrpo[peft]'") from error
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=lora.target_modules,
-        lora_dropout=lora.dropout,
-        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
-    )
-    adapted: Any = get_peft_model(model, config)
-    return adapted
 
 
 def check_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -349,7 +322,7 @@ def export(policy: Policy, folder: str | Path) -> None:
     """
     model: Any = policy.model
     if policy.has_adapter:
-        model = copy.deepcopy(model).merge_and_unload()
+        model = merged(model)
     config = copy.deepcopy(model.config)
     for name, value in policy.original_dropout.items():
         setattr(config, name, value)
@@ -364,6 +337,21 @@ def export(policy: Policy, folder: str | Path) -> None:
             model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = original
+    policy.tokenizer.save_pretrained(folder)
+    _name_tokenizer_class(Path(folder))
+
+
+def export_adapter(policy: Policy, folder: str | Path) -> None:
+    """Write the trained adapter in PEFT's format, with the tokenizer.
+
+    Raises:
+        ValueError: the policy has none.
+    """
+    require(
+        policy.has_adapter,
+        "There is no adapter to export: this run trains the weights themselves (no model.lora).",
+    )
+    save_adapter(policy.model, folder)
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
 

@@ -194,7 +194,11 @@ class GRPO(LightningModule):
             )
         if self.coefficients.objective.needs_reference and self.reference is None:
             self.reference = load_reference(
-                self.policy, self.reference_path, self.pretrained, self.settings.precision
+                self.policy,
+                self.reference_path,
+                self.pretrained,
+                self.settings.precision,
+                self.lora,
             )
         if vars(self).get("place") != place_of(self, self.policy):
             self.place = place_of(self, self.policy)
