@@ -26,6 +26,13 @@ from litgrpo.models.attention.decode_shared_prefix import same_attention_again
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.library import decoder_only
 from litgrpo.models.policy import Policy
+from litgrpo.models.quantized import (
+    Quantization,
+    is_quantized,
+    keep_packing,
+    loading_settings,
+    merged_into_dequantized,
+)
 from litgrpo.models.reference import AdapterAtStart, AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
 from litgrpo.models.weights import (
@@ -58,6 +65,7 @@ class Precision:
         compute: compute matrix products in this lower precision, in sampling and in learning, with
             weights, moments, log-probabilities and losses as they are; null leaves that to
             `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
+        quantize: hold the weights under `lora` in four bits (QLoRA): nf4 or fp4; null does not.
     """
 
     dtype: Dtype = "float32"
@@ -66,6 +74,7 @@ class Precision:
     kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
     compute: Literal["bfloat16", "float16"] | None = None
+    quantize: Quantization | None = None
 
     def __post_init__(self) -> None:
         """Check that the two number formats go together."""
@@ -161,6 +170,7 @@ def load_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
     precision: Precision | None = None,
     lora: LoRA | None = None,
+    frozen: bool = False,
 ) -> Policy:
     """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
 
@@ -169,6 +179,7 @@ def load_policy(
         tokenizer: the tokenizer, if it is loaded already.
         precision: dtype, checkpointing and dropout.
         lora: train adapters instead of the weights.
+        frozen: it will not be trained.
 
     Raises:
         ValueError: nothing can be loaded from there.
@@ -176,6 +187,11 @@ def load_policy(
     from transformers import AutoConfig
 
     precision = precision or Precision()
+    require(
+        precision.quantize is None or lora is not None or frozen,
+        f"precision.quantize is {precision.quantize}, but weights in four bits cannot be trained "
+        "themselves. Give --model.lora.rank 16, or leave it out.",
+    )
     folder = resolve(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
@@ -186,7 +202,8 @@ def load_policy(
     original_dropout = {} if precision.dropout else _switch_dropout_off(config)
     try:
         dtype = getattr(torch, precision.dtype)
-        model = load_weights(folder, config, dtype, whole=config is whole)
+        how = loading_settings(precision.quantize, dtype)
+        model = load_weights(folder, config, dtype, whole=config is whole, **how)
     except OSError as error:
         raise ValueError(_not_loadable("model", pretrained, error)) from error
     check_vocabulary(model, tokenizer, pretrained)
@@ -205,6 +222,7 @@ def as_policy(
 ) -> Policy:
     """A policy around a model at hand; see `load_policy`."""
     precision = precision or Precision()
+    keep_packing(model)
     if precision.gradient_checkpointing:
         again = partial(same_attention_again, model)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
@@ -244,7 +262,9 @@ def load_reference(
             if lora is None or not lora.start
             else AdapterAtStart(policy, lora.start)
         )
-    reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, precision=precision)
+    reference = load_policy(
+        path or pretrained, tokenizer=policy.tokenizer, precision=precision, frozen=True
+    )
     sizes = [each.bare_model.config.vocab_size for each in (reference, policy)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -322,7 +342,7 @@ def export(policy: Policy, folder: str | Path) -> None:
     """
     model: Any = policy.model
     if policy.has_adapter:
-        model = merged(model)
+        model = merged_into_dequantized(model) if is_quantized(model) else merged(model)
     config = copy.deepcopy(model.config)
     for name, value in policy.original_dropout.items():
         setattr(config, name, value)

@@ -213,7 +213,9 @@ class Policy(nn.Module, ABC):
         """Numbers that the linear layers compute for each token, the head not counted."""
         head = self.model.get_output_embeddings()
         layers = [layer for layer in linears.fast_linears(self.model) if layer is not head]
-        return max(1, sum(len(layer.matrix) for layer in layers))
+        others = [each for each in self.model.modules() if isinstance(each, nn.Linear)]
+        quantized = [each.out_features for each in others if not isinstance(each, linears.Fast)]
+        return max(1, sum(len(layer.matrix) for layer in layers) + sum(quantized))
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """What to sample and to learn within: matrix products in the recipe's lower precision."""

@@ -111,7 +111,7 @@ class _OneDnn(torch.autograd.Function):
         return of_x, of_weight, flat.sum(0) if wants_bias else None
 
 
-class _Fast(nn.Module):
+class Fast(nn.Module):
     """What the two classes below add to the library's layers."""
 
     weight: Tensor
@@ -133,11 +133,11 @@ class _Fast(nn.Module):
         return super().forward(x)
 
 
-class FastLinear(_Fast, nn.Linear):
+class FastLinear(Fast, nn.Linear):
     """`nn.Linear` with a choice of kernel; parameters and their names are the same."""
 
 
-class FastConv1D(_Fast, Conv1D):
+class FastConv1D(Fast, Conv1D):
     """GPT-2's linear layer, which holds its weight transposed."""
 
     @property
@@ -146,7 +146,7 @@ class FastConv1D(_Fast, Conv1D):
         return self.weight.t()
 
 
-FAST: dict[type[nn.Module], type[_Fast]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
+FAST: dict[type[nn.Module], type[Fast]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
 
 
 def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
@@ -155,9 +155,9 @@ def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
     return same and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
-def fast_linears(model: nn.Module) -> list[_Fast]:
+def fast_linears(model: nn.Module) -> list[Fast]:
     """The model's linear layers that can change their kernel, adapters' among them."""
-    return [module for module in model.modules() if isinstance(module, _Fast)]
+    return [module for module in model.modules() if isinstance(module, Fast)]
 
 
 def install(model: nn.Module) -> None:
