@@ -64,7 +64,13 @@ SMALL: dict[str, Any] = (
 )
 OWN: dict[str, dict[str, Any]] = {
     "bamba": dict(mamba_n_heads=8, mamba_d_head=8, attn_layer_indices=[1]),
-    "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=8),
+    "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=8, layer_types=["mamba", "attention"]),
+    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
+    "qwen4_exp_text": dict(layer_types=["linear_attention", "full_attention"]),
+    "deepseek_v2": dict(num_experts_per_tok=2, topk_method="greedy"),
+    "gemma3n_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "nemotron_h": dict(mamba_num_heads=8, mamba_head_dim=8, chunk_size=16),
+    "xmod": dict(default_language="en_XX", is_decoder=True),
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=2),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=6),
     "hunyuan_v1_dense": dict(head_dim=8),

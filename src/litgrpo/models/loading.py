@@ -285,10 +285,16 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
     """Set to 0 what makes learning differ from sampling; what was there before.
 
-    Dropout, and RWKV's `rescale_every`, which changes the weights themselves between the two.
+    Dropout, noise on the routers of experts, and RWKV's `rescale_every`, which changes the weights
+    themselves between the two.
     """
     settings = config.to_dict().items()
-    own = {name: value for name, value in settings if "drop" in name and isinstance(value, float)}
+    noise = ("drop", "jitter")
+    own = {
+        name: value
+        for name, value in settings
+        if isinstance(value, float) and any(word in name for word in noise)
+    }
     own |= {name: value for name, value in settings if name == "rescale_every"}
     for name, value in own.items():
         setattr(config, name, type(value)(0))
