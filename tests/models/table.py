@@ -68,7 +68,9 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
     "qwen4_exp_text": dict(layer_types=["linear_attention", "full_attention"]),
     "deepseek_v2": dict(num_experts_per_tok=2, topk_method="greedy"),
-    "gemma3n_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3n_text": dict(
+        num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]
+    ),
     "nemotron_h": dict(mamba_num_heads=8, mamba_head_dim=8, chunk_size=16),
     "xmod": dict(default_language="en_XX", is_decoder=True),
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=2),
@@ -196,10 +198,15 @@ def trained(policy: Policy, reference: Any) -> list[Finding]:
     findings = measured(rollouter_of(policy), learner, batch, Conditions(fresh_reference=True))
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     stepper = PlainStepper(torch.optim.AdamW(policy.parameters(), lr=1e-3))
-    learner.update(sampled(learner, batch), stepper)
+    learner.update(sampled(learner, batch, unequal), stepper)
     after = zip(before, policy.parameters(), strict=True)
     assert any(not torch.equal(one, other) for one, other in after), "no weight has moved"
     return findings
+
+
+def unequal(prompts: list[str], completions: list[str]) -> list[float]:
+    """Rewards that differ within every group, whatever a random model says."""
+    return [row % 3 / 2 for row in range(len(completions))]
 
 
 def path_of(policy: Policy) -> str:

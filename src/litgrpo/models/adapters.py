@@ -75,11 +75,23 @@ def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     settings = lora.peft_settings if lora.start is None else _settings_of(lora, lora.start)
     try:
         adapted: Any = get_peft_model(model, LoraConfig(**settings, task_type=task))
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"These adapters do not fit the model: {error}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        names = sorted({n.rpartition(".")[2] for n in linear_names(model)})
+        raise ValueError(
+            f"These adapters do not fit the model: {' '.join(str(error).split())[:300]} Its linear "
+            f"layers are called {', '.join(names)} (lora.target_modules)."
+        ) from error
     if lora.start is not None:
         read_adapter(adapted, lora.start, TRAINED)
     return adapted
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """The linear layers of a model, by the whole name of each."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
 
 
 def _settings_of(lora: LoRA, folder: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from litgrpo.arguments import require
-from litgrpo.models.architectures import ARCHITECTURES, LAYER_TYPES
+from litgrpo.models.architectures import ARCHITECTURES, LAYER_TYPES, PADDED_ON_THE_RIGHT
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.policy import DecodeState, Policy, StaticDecoder
 from litgrpo.parallel.messages import rank_zero_info
@@ -241,7 +241,8 @@ def decoder_only(*described: Any) -> Policy:
         return policy
     tolerance = max(1e-3, 32 * torch.finfo(policy.bare_model.dtype).eps)
     layers = set(config.to_dict().get("layer_types") or ())
-    if layers <= LAYER_TYPES and tried(policy).error <= tolerance:
+    suited = layers <= LAYER_TYPES and config.model_type not in PADDED_ON_THE_RIGHT
+    if suited and tried(policy).error <= tolerance:
         return policy
     trials = []
     for cached, batched in ((True, True), (True, False), (False, True), (False, False)):
