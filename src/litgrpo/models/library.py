@@ -19,9 +19,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from litgrpo.arguments import require
 from litgrpo.models.architectures import ARCHITECTURES, LAYER_TYPES, PADDED_ON_THE_RIGHT
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.policy import DecodeState, Policy, StaticDecoder
+from litgrpo.models.policy import DecodeState, Policy
+from litgrpo.models.static_decoder import StaticDecoder
 from litgrpo.parallel.messages import rank_zero_info
-from litgrpo.tensors import pack_left, pad_left, predicting, widened
+from litgrpo.tensors import pack_left, predicting, widened
 from litgrpo.types import TokenRows
 
 # Lengths of the prompts and completions that a policy is tried with; each prompt has two.
@@ -319,12 +320,16 @@ def _few_rows(vocabulary: int, device: torch.device) -> TokenRows:
     """Two prompts of unequal length and two completions of each, of tokens from all over."""
     total = sum(PROMPTS) + sum(COMPLETIONS)
     tokens = (torch.arange(total) * 7919 + 11).remainder(vocabulary).tolist()
-    texts = [[tokens.pop() for _ in range(length)] for length in PROMPTS + COMPLETIONS]
-    prompts = pad_left(texts[: len(PROMPTS)], 0)
-    said = nn.utils.rnn.pad_sequence(list(map(torch.tensor, texts[len(PROMPTS) :])), True)
+    texts = [
+        torch.tensor([tokens.pop() for _ in range(length)]) for length in PROMPTS + COMPLETIONS
+    ]
+    pad = nn.utils.rnn.pad_sequence
+    prompts = pad(texts[: len(PROMPTS)], batch_first=True, padding_side="left")
+    real = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
+    said = pad(texts[len(PROMPTS) :], batch_first=True)
     mask = torch.arange(said.shape[1]) < torch.tensor(COMPLETIONS)[:, None]
     prompt_of = torch.arange(len(COMPLETIONS)) * len(PROMPTS) // len(COMPLETIONS)
-    return TokenRows(*(each.to(device) for each in (*prompts, prompt_of, said, mask)))
+    return TokenRows(*(each.to(device) for each in (prompts, real, prompt_of, said, mask)))
 
 
 def _each(rows: TokenRows) -> list[tuple[Tensor, Tensor]]:
