@@ -121,7 +121,7 @@ def _settings_of(lora: LoRA, folder: str) -> dict[str, Any]:
         f"Adapter: goes on from {folder}, rank {found['r']}, alpha {found['lora_alpha']}"
     )
     unsaved = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
-    known = {each.name for each in fields(saved)} - unsaved  # type: ignore[arg-type]
+    known = {each.name for each in fields(saved)} - unsaved
     return {name: found[name] for name in known if name in found} | {"lora_dropout": lora.dropout}
 
 

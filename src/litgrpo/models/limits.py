@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def check_lengths(policy: Policy, longest: dict[str, int], completion: int, key:
     rank_zero_warn(f"{said} Beyond that its text is usually noise. {lower}")
 
 
-def check_tokens(policy: Policy, sets: dict[str, Sequence[Sequence[int]]]) -> None:
+def check_tokens(policy: Policy, sets: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Refuse token ids that the model has no embedding of.
 
     Args:

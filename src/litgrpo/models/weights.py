@@ -149,7 +149,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     Raises:
         ValueError: with the first such token and the remedy.
     """
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
     special = set(tokenizer.all_special_ids) | {
         number for number, token in tokenizer.added_tokens_decoder.items() if token.special
     }
