@@ -30,7 +30,7 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
-from litgrpo.callbacks.loggers import Board, Hyperparameters, with_allowed_names
+from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions

@@ -18,8 +18,6 @@ from litgrpo.parallel.messages import rank_zero_info
 
 PYTHON = "python:"
 GIVEN = "the given list"
-# JSON may escape one; no tokenizer and no file takes it.
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)

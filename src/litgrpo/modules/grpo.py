@@ -43,6 +43,7 @@ from litgrpo.modules.assembly import (
     place_of,
     unmoved,
 )
+from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
@@ -226,7 +227,11 @@ class GRPO(LightningModule):
             )
         if self.coefficients.objective.needs_reference and self.reference is None:
             self.reference = load_reference(
-                self.policy, self.reference_path, self.pretrained, self.settings.precision
+                self.policy,
+                self.reference_path,
+                self.pretrained,
+                self.settings.precision,
+                self.lora,
             )
         if vars(self).get("place") != place_of(self, self.policy):
             self.place = place_of(self, self.policy)
@@ -234,6 +239,7 @@ class GRPO(LightningModule):
                 self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
             )
         if is_attached(self):
+            check_data(self, self.policy, self.settings.max_completion_len, "max_prompt_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:

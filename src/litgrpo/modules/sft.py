@@ -17,6 +17,7 @@ from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import arguments_kept, kernel_choice
+from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import SFT_RATES, settled
 from litgrpo.modules.source_data import set_names
 from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
@@ -155,6 +156,7 @@ class SFT(LightningModule):
         if self.policy is None:
             self.policy = made_policy(self)
         if is_attached(self):
+            check_data(self, self.policy, 0, "max_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_optimizers(self) -> Any:
