@@ -141,11 +141,13 @@ def users_mistake(error: BaseException | None) -> BaseException | None:
     """
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+    from litgrpo.rewards import RewardFailure
+
     while error is not None:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        raised_by = frames[-1].f_globals.get("__name__", "").partition(".")[0]
-        checked = isinstance(error, ValueError | FileNotFoundError) and raised_by == "litgrpo"
-        if checked or isinstance(error, MisconfigurationException):
+        raised_by = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames[-1:]]
+        checked = isinstance(error, ValueError | FileNotFoundError) and raised_by == ["litgrpo"]
+        if checked or isinstance(error, MisconfigurationException | RewardFailure):
             return error
         error = error.__cause__
     return None

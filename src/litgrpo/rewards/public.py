@@ -6,6 +6,7 @@ CLASSES = {
     "scorer": ("Reward", "Scorer"),
     "models": ("Judge", "RewardModel"),
     "rubric": ("Criterion", "Rubric"),
+    "remote_judge": ("RemoteJudge",),
     "runner.calls": ("pure", "whole_batch"),
     "runner.runner": ("RewardFailure", "RewardRunner"),
     "runner.in_process": ("InProcessRunner",),
