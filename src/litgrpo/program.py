@@ -7,11 +7,15 @@ Nothing slow is imported before the verb is known, so that help and mistakes ans
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import traceback
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from litgrpo.arguments import add_folders
 
 LIGHTNING_VERBS = {
     "fit": "train: a before/after table, checkpoints and the model in the run folder",
@@ -96,6 +100,7 @@ def run(verb: str, words: list[str]) -> None:
     from litgrpo.cli.old_names import current_words
     from litgrpo.tools.convert import converted
 
+    add_folders([*recipe_folders(words), os.getcwd()])  # where a recipe's own rewards may lie
     with TemporaryDirectory() as folder:
         words = current_words(words, Path(folder), converted)
         sys.argv[2:] = words
@@ -105,6 +110,13 @@ def run(verb: str, words: list[str]) -> None:
             import_module(COMMANDS[verb][0]).plan()
         else:
             run_function(verb, words)
+
+
+def recipe_folders(words: list[str]) -> list[str]:
+    """The folders of the recipes on a command line."""
+    split = [part for word in words for part in word.split("=", 1)]
+    given = [word for flag, word in pairwise(split) if flag in ("-c", "--config", "--recipe")]
+    return [str(Path(word).parent) for word in given if Path(word).is_file()]
 
 
 def run_trainer() -> None:

@@ -30,6 +30,7 @@ from litgrpo.modules.assembly import (
     Settings,
     changing,
     check_device,
+    check_overrides,
     check_sizes,
     check_trainer_precision,
     corrected,
@@ -45,7 +46,7 @@ from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_s
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
 from litgrpo.rewards.runner.runner import RewardRunner
-from litgrpo.rewards.scorer import Reward, RewardFormat, Scorer
+from litgrpo.rewards.scorer import Reward, RewardFormat, Scorer, named_rewards
 from litgrpo.rollout.engines.interface import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.environment import Environment, SingleTurn
@@ -95,6 +96,8 @@ class GRPO(LightningModule):
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
+
+    scorer_class: type[Scorer] = Scorer  # whose `combine` makes rewards of what functions gave
 
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
@@ -148,8 +151,9 @@ class GRPO(LightningModule):
             seed=seed,
         )
         self.coefficients = Coefficients(controllers, corrected(objective, engine))
-        rewards = rewards | overlong(soft_overlong, max_completion_len)
-        self.scorer = Scorer(rewards, reward_format, reward_runner, max_iterations)
+        check_overrides(type(self))
+        parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
+        self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
@@ -226,6 +230,7 @@ class GRPO(LightningModule):
             rewards = pending.result()
         experience = self.learner.experience(rollout, rewards, logprobs)
         reports = self.learner.update(experience, TrainerStepper(self))
+        self.log_dict(rewards.metrics)
         self.log_iteration(rewards.stats() | rollout.stats() | first, experience, reports)
         shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
         return shown | {"advantages": advantages_of(experience, rewards)}
@@ -298,6 +303,7 @@ class GRPO(LightningModule):
         if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
             self.configure_model()
         checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
+        checkpoint["judges"] = self.scorer.state_dict()
         save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -306,3 +312,4 @@ class GRPO(LightningModule):
         kernel_choice.restore(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
+        self.scorer.load_state_dict(checkpoint.get("judges", {}))

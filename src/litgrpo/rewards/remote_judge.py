@@ -117,6 +117,7 @@ class RemoteJudge(Rubric):
 
     in_process = True
     isolated = False
+    has_budget = True
     whole_batch = True  # it looks after single failures itself
 
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)

@@ -23,6 +23,7 @@ from typing import Any
 from litgrpo.arguments import require
 
 DOUBLE_EPS = sys.float_info.epsilon
+LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance
 IDS = "completion_ids"
 ATOMS = {str, int, float, bool, bytes, type(None)}
 ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
@@ -199,7 +200,8 @@ def is_coroutine(function: Function) -> bool:
 def read_result(result: object, num_rows: int) -> Scores:
     """What a function returned, as numbers.
 
-    None abstains. NaN, infinities and anything that is not a real number fail their row.
+    None abstains. NaN, infinities, numbers beyond 1e15 and anything that is not a real number fail
+    their row.
 
     Args:
         result: list, tuple, array or tensor of length N.
@@ -216,7 +218,7 @@ def read_result(result: object, num_rows: int) -> Scores:
         raise MalformedResult(f"returned {len(entries)} rewards for {num_rows} completions")
     scores = Scores([nan] * num_rows, precision=precision)
     for row, entry in enumerate(entries):
-        if type(entry) is float and isfinite(entry):  # nearly always, and quick
+        if type(entry) is float and -LARGEST <= entry <= LARGEST:  # nearly always, and quick
             scores.values[row] = entry
         elif entry is not None:
             _read_entry(scores, row, entry)
@@ -234,10 +236,11 @@ def _read_entry(scores: Scores, row: int, entry: Any) -> None:
         value = float(plain)
     except OverflowError:  # a whole number that no float can hold
         value = float("inf")
-    if isfinite(value):
+    if abs(value) <= LARGEST:
         scores.values[row] = value
     else:
-        scores.failures[row] = f"returned {value}"
+        beyond = f", beyond {LARGEST:g}" * isfinite(value)
+        scores.failures[row] = f"returned {value}{beyond}"
 
 
 def _as_python(value: Any) -> tuple[Any, float]:
