@@ -153,6 +153,7 @@ def users_mistake(error: BaseException | None) -> BaseException | None:
     """
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+    from litgrpo.cli.errors import constructor_reason
     from litgrpo.rewards import RewardFailure
 
     while error is not None:
@@ -161,6 +162,9 @@ def users_mistake(error: BaseException | None) -> BaseException | None:
         checked = isinstance(error, ValueError | FileNotFoundError) and raised_by == ["litgrpo"]
         if checked or isinstance(error, MisconfigurationException | RewardFailure):
             return error
+        said = constructor_reason(str(error))
+        if said is not None:
+            return ValueError(said)
         error = error.__cause__
     return None
 

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from litgrpo.cli.errors import constructor_reason, explain
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 
@@ -65,3 +66,23 @@ def test_without_a_recipe_the_message_asks_for_one(cli):  # noqa: F811
 def test_a_value_that_a_class_refuses_is_one_sentence(cli):  # noqa: F811
     code, _, err = cli("fit", "-c", "grpo.yaml", "--model.group_size", "0")
     assert (code, err) == (2, "error: group_size is 0; it must be at least 1.\n")
+
+
+def test_a_setting_of_a_class_that_is_not_chosen_says_what_to_write():
+    told = explain(
+        'Parser key "model":\n  Parser key "reward_runner":\n'
+        "    Expected an instantiatable class, but litgrpo.rewards.RewardRunner is abstract"
+    )
+    assert "give --model.reward_runner CLASS" in told
+
+
+def test_a_class_that_refuses_its_settings_is_heard_out_of_the_tree():
+    tree = (
+        "Does not validate against any of the Union subtypes\n"
+        "Subtypes: [<class 'str'>, collections.abc.Callable]\nErrors:\n"
+        "  - Expected a <class 'str'>\n  - rubric: highest is 0; it must be above 0\n"
+        "Given value: 1"
+    )
+    assert constructor_reason(tree) == "rubric: highest is 0; it must be above 0"
+    assert constructor_reason("rubric: highest is 0") is None
+    assert constructor_reason(tree.replace("rubric", "a bug")) is None
