@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import as_policy
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.tensors import pad_left
 from litgrpo.types import PromptBatch
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

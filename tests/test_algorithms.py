@@ -16,7 +16,8 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithm import advantages, surrogates, weighting
+from litgrpo.algorithm import advantages, surrogates
+from litgrpo.algorithm import objective as objectives
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.surrogates import PolicyGradient
 from litgrpo.program import main
@@ -26,7 +27,7 @@ from tests.algorithms import PUBLISHED
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-CHOICES = vars(advantages) | vars(surrogates) | vars(weighting)
+CHOICES = vars(advantages) | vars(surrogates) | vars(objectives)
 # A recipe that has chosen everything already, and nothing as any algorithm does.
 CONTRARY = """
 model:

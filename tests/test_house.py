@@ -46,14 +46,15 @@ TESTED_ELSEWHERE = {
     "__main__.py": "tests/test_program.py",
     # What a model computes does not depend on how: each kind of model is held against plain rows.
     "models/attention/cross.py": "tests/models/test_seq2seq.py",
-    "models/attention/decode_shared_prefix.py": "tests/rollout/engines/test_engines.py",
     "models/attention/packed_flash.py": "tests/models/attention/test_packed_shared_prefix.py",
     "models/attention/static.py": "tests/rollout/engines/test_static.py",
+    "models/causal_static.py": "tests/rollout/engines/test_static.py",
     "models/policy.py": "tests/models/test_causal.py",
+    "models/static_decoder.py": "tests/rollout/engines/test_static.py",
     "models/reference.py": "tests/learner/test_schedules.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
-    "rewards/shaping.py": "tests/rewards/test_scorer.py",
+    "rewards/parts.py": "tests/rewards/test_scorer.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
 IFS, IFS_OF_CORE, CORE = 4.5, 3.5, ("algorithm", "learner", "rollout")
@@ -171,6 +172,26 @@ def test_a_recipe_opens_with_what_machine_and_expected_result(path):
 def test_every_name_path_key_and_command_of_a_page_is_there():
     found = [f"{page.name}: {line}" for page in pages.pages() for line in pages.stale(page)]
     assert not found, "\n".join(found)
+
+
+def broken(text: str) -> list[str]:
+    """Lines after which a page is not shown as it was meant."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    cut = re.findall(r"^\|.*\|\n\n(\|.*\|)\n(?!\|[-|: ]+\|$)", text, flags=re.MULTILINE)
+    glued = re.findall(r"^[^|\n].*\n(\*\*[^*\n]+\.\*\*.*)$", text, flags=re.MULTILINE)
+    return cut + glued
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda path: path.name)
+def test_tables_and_paragraphs_of_a_page_are_whole(page):
+    assert not broken(page.read_text())
+
+
+def test_a_table_in_two_parts_and_a_paragraph_without_its_blank_line_are_found():
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    assert broken(f"{table}\n| 3 | 4 |\n| 5 | 6 |\n") == ["| 3 | 4 |"]
+    assert broken("One.\n**Two.** More.\n") == ["**Two.** More."]
+    assert not broken(f"{table}\n{table}\nOne.\n\n**Two.** More.\n")
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda path: path.name)

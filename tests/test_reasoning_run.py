@@ -17,7 +17,8 @@ from litgrpo.callbacks.run_folder import saved_config
 from litgrpo.learner.micro_batches import check_centered
 from litgrpo.models.loading import load_tokenizer
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable, Rollout
 from tests.conftest import prompt_batch, tiny_model
 from tests.test_recipes import CONFIGS, TINY, program, samples_of  # noqa: F401

@@ -10,14 +10,13 @@ import torch
 
 from litgrpo.tensors import (
     bounded_exp,
-    family_buckets,
     head_chunk,
     length_buckets,
-    masked_mean,
-    pad_left,
     positions,
     predicting,
+    query_scale,
     row_mean,
+    softcapped,
     token_logprobs,
     widened,
 )
@@ -29,22 +28,6 @@ def test_narrow_floats_are_widened_and_wide_ones_stay():
     for narrow in (torch.float16, torch.bfloat16, torch.float32):
         assert widened(torch.ones(1, dtype=narrow)).dtype == torch.float32
     assert widened(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
-
-
-def test_the_mean_counts_marked_values_only_whatever_the_others_are():
-    values = torch.tensor([[1.0, math.nan], [math.inf, 4.0]])
-    mask = torch.tensor([[True, False], [False, True]])
-    assert masked_mean(values, mask) == 2.5
-
-
-def test_the_mean_of_nothing_is_zero():
-    assert masked_mean(torch.tensor([math.nan]), torch.tensor([False])) == 0
-
-
-def test_the_gradient_of_a_masked_mean_is_zero_where_the_mask_is():
-    values = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
-    masked_mean(values, torch.tensor([True, False, True])).backward()
-    assert values.grad.tolist() == [0.5, 0.0, 0.5]
 
 
 def test_the_exponential_is_itself_up_to_the_limit_and_its_tangent_beyond():
@@ -69,22 +52,6 @@ def test_a_row_mean_counts_marked_values_only_and_is_zero_without_any():
     values = torch.tensor([[1.0, 5.0, 9.0], [4.0, 4.0, 4.0]])
     mask = torch.tensor([[True, True, False], [False, False, False]])
     assert row_mean(values, mask).tolist() == [[3.0], [0.0]]
-
-
-def test_rows_are_padded_on_the_left_to_the_longest_or_longer():
-    ids, mask = pad_left([[5, 6], [], [7]], pad_id=9)
-    assert ids.tolist() == [[5, 6], [9, 9], [9, 7]]
-    assert mask.tolist() == [[True, True], [False, False], [False, True]]
-    ids, mask = pad_left([[5, 6]], pad_id=0, length=4)
-    assert ids.tolist() == [[0, 0, 5, 6]]
-    assert mask.sum() == 2
-    assert ids.dtype == torch.long
-
-
-def test_a_pad_id_among_the_tokens_is_still_a_token():
-    ids, mask = pad_left([[0, 5], [0]], pad_id=0)
-    assert ids.tolist() == [[0, 5], [0, 0]]
-    assert mask.tolist() == [[True, True], [False, True]]
 
 
 def test_positions_count_real_tokens_from_zero():
@@ -207,32 +174,10 @@ def test_rows_of_equal_length_keep_their_order():
     assert torch.cat(length_buckets(torch.full((6,), 5), max_rows=4)).tolist() == list(range(6))
 
 
-@pytest.mark.parametrize(("max_rows", "max_tokens"), [(None, None), (3, None), (None, 25), (4, 31)])
-def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
-    max_rows, max_tokens
-):
-    parents = torch.tensor([0, 2, 0, 2, 2, 0, 3, 2, 0])
-    of_parents = torch.tensor([7, 99, 2, 20])
-    buckets = family_buckets(LENGTHS, of_parents, parents, max_rows=max_rows, max_tokens=max_tokens)
-    assert sorted(torch.cat(buckets).tolist()) == list(range(len(LENGTHS)))
-    for rows in buckets:
-        tokens = int(LENGTHS[rows].sum() + of_parents[parents[rows].unique()].sum())
-        assert len(rows) <= (max_rows or len(LENGTHS))
-        assert max_tokens is None or tokens <= max_tokens or len(rows) == 1
-
-
 def test_few_logits_are_one_chunk_and_many_are_cut():
     assert head_chunk(8192, 8192) == 8192
     assert head_chunk(8192, 256_000) == 131
     assert head_chunk(0, 10) == head_chunk(2, 2**40) == 1
-
-
-def test_a_family_stays_together_where_it_fits():
-    lengths, parents = torch.full((6,), 10), torch.tensor([0, 1, 0, 1, 0, 1])
-    buckets = family_buckets(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
-    assert [rows.tolist() for rows in buckets] == [[0, 2, 4], [1, 3, 5]]
-    none = torch.tensor([], dtype=torch.long)
-    assert family_buckets(none, none, none) == []
 
 
 def oracle() -> dict:
@@ -305,3 +250,12 @@ def test_logprobs_over_a_support_are_those_of_the_renormalized_distribution():
         # A score has mean 0 over the set that it is normalized over, and does not see the others.
         assert logits.grad[0, [0, 2]].tolist() == [0, 0]
         assert logits.grad.sum(1).tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_a_soft_cap_bounds_scores_and_none_leaves_them_alone():
+    query, keys = torch.tensor([[3.0, -40.0]]), torch.tensor([[2.0, 1.0], [1.0, 0.0]])
+    for cap in (None, 5.0):
+        scores = softcapped((query * query_scale(0.5, cap)) @ keys.T, cap)
+        plain = query @ keys.T * 0.5
+        expected = plain if cap is None else cap * torch.tanh(plain / cap)
+        torch.testing.assert_close(scores, expected)

@@ -22,74 +22,34 @@ def widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def index_copy(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
-    """A tensor with a part copied to where `place`, a tensor, says.
-
-    In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
-
-    Args:
-        whole: [...] n entries along `dim`.
-        dim: along which to write.
-        place: [k] int64 below n.
-        part: like `whole`, with k entries along `dim`; of any type.
-    """
-    part = part.to(whole.dtype)
-    if torch.compiler.is_compiling():
-        return whole.index_copy(dim, place, part)
-    return whole.index_copy_(dim, place, part)
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the values that the mask marks; 0 where it marks none.
-
-    Args:
-        values: [...] numbers, anything (even NaN) where the mask is False.
-        mask: [...] bool.
-
-    Returns:
-        [] mean.
-
-    Example:
-        >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
-        tensor(2.)
-    """
-    return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
-
-
 def bounded_exp(x: Tensor, limit: float = 20.0) -> Tensor:
     """e^x, continued past `limit` by its tangent: value and gradient stay finite."""
     return x.clamp(max=limit).exp() * (1 + (x - limit).relu())
 
 
+def query_scale(scaling: float, softcap: float | None) -> float:
+    """What to multiply queries by, so that their products with keys are ready for `softcapped`."""
+    return scaling if softcap is None else scaling / softcap
+
+
+def softcapped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores that have been divided by the soft-cap already -> softcap * tanh(scores)."""
+    return scores if softcap is None else scores.tanh() * softcap
+
+
+def within(back: Tensor, window: int | None) -> Tensor:
+    """Whether a token attends to another that is `back` positions before it: not to later ones.
+
+    Args:
+        back: [...] position of the one less that of the other.
+        window: positions that a token attends to, itself included; None: all.
+    """
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """[M, 1] mean over the marked tokens of each row of [M, C]; 0 where there are none."""
     return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of token ids of unequal length, padded on the left.
-
-    Args:
-        rows: M lists of token ids.
-        pad_id: the id that fills up.
-        length: the least length of the result.
-
-    Returns:
-        [M, T] ids and [M, T] bool mask.
-
-    Example:
-        >>> pad_left([[5, 6], [7]], pad_id=0)[0]
-        tensor([[5, 6],
-                [0, 7]])
-    """
-    width = max([length, *map(len, rows)])
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for row, tokens in enumerate(rows):
-        if tokens:
-            ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
-            mask[row, -len(tokens) :] = True
-    return ids, mask
 
 
 def pack_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,19 +94,6 @@ def predicting(hidden: Tensor, target_mask: Tensor) -> Tensor:
         [K, E] in row order.
     """
     return hidden[:, :-1][target_mask[:, 1:]]
-
-
-def predicting_last(hidden: Tensor, length: int) -> Tensor:
-    """The hidden states that predict the last tokens of each row, whether they are real or not.
-
-    Args:
-        hidden: [M, T, E] hidden states.
-        length: C, below T.
-
-    Returns:
-        [M, C, E].
-    """
-    return hidden[:, -length - 1 : -1]
 
 
 def token_logprobs(
@@ -284,62 +231,3 @@ def length_buckets(
         buckets.append(order[start : start + rows])
         start += rows
     return buckets
-
-
-def family_buckets(
-    lengths: Tensor,
-    of_parents: Tensor,
-    parents: Tensor,
-    *,
-    max_rows: int | None = None,
-    max_tokens: int | None = None,
-) -> list[Tensor]:
-    """Rows gathered by parent, so that what they share is in as few micro-batches as can be.
-
-    A family that does not fit beside the others opens the next bucket; one that does not fit into
-    a bucket of its own is divided.
-
-    Args:
-        lengths: [M] tokens of each row.
-        of_parents: [B] tokens of each parent; they count once in every bucket with a child.
-        parents: [M] the parent of each row.
-        max_rows: rows of a bucket at most; None sets no limit.
-        max_tokens: tokens of a bucket at most; a longer single row gets one of its own.
-
-    Returns:
-        Lists of row numbers; together every row once.
-
-    Example:
-        >>> family_buckets(
-        ...     torch.tensor([1, 2, 3, 4]), torch.tensor([5, 5]), torch.tensor([0, 1, 0, 1]),
-        ...     max_tokens=12,
-        ... )
-        [tensor([0, 2]), tensor([1, 3])]
-    """
-    most_rows = len(lengths) if max_rows is None else max_rows
-    most_tokens = float("inf") if max_tokens is None else max_tokens
-
-    def pieces(rows: list[int], costs: list[int], shared: int) -> Iterator[tuple[list[int], int]]:
-        """A family's rows, in parts that fit into a bucket each, and the tokens of each part."""
-        part: list[int] = []
-        tokens = shared
-        for row, cost in zip(rows, costs, strict=True):
-            if part and (len(part) == most_rows or tokens + cost > most_tokens):
-                yield part, tokens
-                part, tokens = [], shared
-            part.append(row)
-            tokens += cost
-        yield part, tokens
-
-    buckets: list[list[int]] = []
-    room = 0.0
-    for parent in sorted(set(parents.tolist())):
-        family = (parents == parent).nonzero().squeeze(1)
-        shared = int(of_parents[parent])
-        for part, tokens in pieces(family.tolist(), lengths[family].tolist(), shared):
-            if not buckets or tokens > room or len(buckets[-1]) + len(part) > most_rows:
-                buckets.append([])
-                room = most_tokens
-            buckets[-1] += part
-            room -= tokens
-    return [torch.tensor(rows, device=lengths.device) for rows in buckets]

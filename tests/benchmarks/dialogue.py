@@ -28,8 +28,8 @@ from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.models.loading import load_policy
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.library.dialogue import lapdog
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.text.overlap import bleu, distinct_n
 from tests.benchmarks.lapdog_released import OVERLAY as RELEASED

@@ -20,11 +20,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from litgrpo.learner.config import UpdateConfig
+from litgrpo.models.attention.packing import family_buckets
 from litgrpo.models.kernels import linear as linears
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.tensors import family_buckets
 from litgrpo.types import Rollout, TokenRows
 from tests.benchmarks.workload import SIZES, Work
 

@@ -42,10 +42,9 @@ def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
     from lightning import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader
 
-    from litgrpo.algorithm.objective import Objective
-    from litgrpo.algorithm.weighting import PerToken
+    from litgrpo.algorithm.objective import Objective, PerToken
     from litgrpo.modules.grpo import GRPO
-    from litgrpo.rewards.scorer import Reward
+    from litgrpo.rewards.parts import Reward
 
     torch.set_num_threads(work.threads)
     seed_everything(work.seed, verbose=False)

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.surrogates import PolicyGradient
 from litgrpo.learner.learner import Learner
-from litgrpo.rewards.scorer import Reward
+from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.sampling import Sampling
 from tests.benchmarks.dialogue import (
     by_persona,

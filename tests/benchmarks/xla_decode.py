@@ -21,8 +21,8 @@ import torch
 
 from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Backend
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
 from tests.conftest import tiny_policy

@@ -9,8 +9,7 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithm.advantages import Normalized
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.weighting import PerSequence, PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective, PerSequence, PerTokenOfMicroBatch
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
 from litgrpo.learner.config import UpdateConfig
@@ -25,9 +24,10 @@ from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines import local as local_engine
-from litgrpo.rollout.engines.buffer import CompletionBuffer
+from litgrpo.rollout.engines.local import CompletionBuffer
 from litgrpo.rollout.sampling import Sampling
 from tests.algorithms import PUBLISHED
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy

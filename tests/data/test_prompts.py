@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.data.prompts import tokenized_prompts
+from litgrpo.data.prompts import pad_left, tokenized_prompts
 from litgrpo.data.rendering import Chat, LengthLimit, prompt_style
 from litgrpo.data.sources import read
 from tests.conftest import byte_tokenizer
@@ -62,3 +62,19 @@ def test_a_prompt_without_tokens_is_refused():
 
 def test_ids_are_long():
     assert prompts_of(["a"])[[0]].prompt_ids.dtype == torch.long
+
+
+def test_rows_are_padded_on_the_left_to_the_longest_or_longer():
+    ids, mask = pad_left([[5, 6], [], [7]], pad_id=9)
+    assert ids.tolist() == [[5, 6], [9, 9], [9, 7]]
+    assert mask.tolist() == [[True, True], [False, False], [False, True]]
+    ids, mask = pad_left([[5, 6]], pad_id=0, length=4)
+    assert ids.tolist() == [[0, 0, 5, 6]]
+    assert mask.sum() == 2
+    assert ids.dtype == torch.long
+
+
+def test_a_pad_id_among_the_tokens_is_still_a_token():
+    ids, mask = pad_left([[0, 5], [0]], pad_id=0)
+    assert ids.tolist() == [[0, 5], [0, 0]]
+    assert mask.tolist() == [[True, True], [False, True]]

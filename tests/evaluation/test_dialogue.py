@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from litgrpo.evaluation.dialogue import DialogueScores, reply_counts
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward
+from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.overlap import token_f1, without_articles
 from litgrpo.types import PromptBatch

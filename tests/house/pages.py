@@ -187,7 +187,8 @@ def refused(words: list[str]) -> str | None:
 
 def _parse(verb: str, words: list[str]) -> None:
     if verb in LIGHTNING_VERBS:
-        parsers().parser.parse_args([verb, *words])
+        # The verb's own parser: the one of all verbs would read and check everything twice.
+        parsers()._subcommand_parsers[verb].parse_args(words)
     elif verb == "plan":
         PlanCLI(words)
     else:

@@ -6,13 +6,13 @@ import torch
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.learner import Learner
-from litgrpo.learner.schedules import Coefficients, Controllers
+from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.stepper import PlainStepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
+from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
@@ -42,7 +42,7 @@ def learner_of(
     **settings: Any,
 ) -> Learner:
     """Learns from the same."""
-    coefficients = Coefficients(Controllers(), objective)
+    coefficients = Coefficients(objective)
     sampling = Sampling() if sampling is None else sampling
     sizes = (GROUP, LENGTH)
     return Learner(policy, coefficients, config, sampling, *sizes, reference, **settings)

@@ -8,14 +8,17 @@ import torch
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.learner.config import UpdateConfig
+from litgrpo.learner.learner import averages, of_completions
+from litgrpo.learner.micro_batches import Totals
 from litgrpo.learner.static_batches import Static
 from litgrpo.learner.stepper import PlainStepper
 from litgrpo.models.reference import FrozenModel
+from litgrpo.parallel.comm import SingleProcess
 from litgrpo.parallel.device import backend
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.types import RolloutLogprobs
+from litgrpo.types import RolloutLogprobs, StepReport
 from tests.algorithms import PUBLISHED
-from tests.comms import Twins
+from tests.comms import Twins, in_turns
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import (
     GROUP,
@@ -421,3 +424,50 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     assert again.sums.keys() == report.sums.keys()
     for key, value in report.sums.items():
         assert torch.equal(again.sums[key], value), key
+
+
+CPU = torch.device("cpu")
+
+
+def pair(total, count):
+    return torch.tensor([float(total), float(count)])
+
+
+def test_an_average_counts_tokens_and_not_micro_batches():
+    totals = Totals()
+    totals.add({"kl": pair(10, 1)})
+    totals.add({"kl": pair(2, 3)})
+    assert totals.averages(SingleProcess(), CPU)["kl"] == 3  # 12 / 4, no mean of 10 and 2 / 3
+
+
+def test_an_average_over_processes_weighs_each_by_what_it_counted():
+    def process(total, count):
+        def mean(comm):
+            totals = Totals()
+            totals.add({"kl": pair(total, count)})
+            return totals.averages(comm, CPU)["kl"]
+
+        return mean
+
+    assert [float(each) for each in in_turns(process(10, 1), process(2, 3))] == [3.0, 3.0]
+
+
+def test_nothing_counted_is_zero_and_no_division_by_zero():
+    totals = Totals()
+    totals.add({"clip": pair(0, 0)})
+    assert totals.averages(SingleProcess(), CPU)["clip"] == 0
+
+
+@pytest.mark.parametrize("comm", [SingleProcess(), Twins()])
+def test_skipped_steps_count_in_the_learning_rate_and_nowhere_else(comm):
+    reports = [StepReport(0.1, {"policy/loss": pair(4, 1)}), StepReport(0.3, skipped={})]
+    logged = averages({"reward/mean": torch.tensor(0.5)}, reports, comm, CPU)
+    assert logged.keys() == {"reward/mean", "policy/loss", "optim/lr"}
+    assert logged["reward/mean"] == 0.5
+    assert logged["policy/loss"] == 4
+    assert float(logged["optim/lr"]) == pytest.approx(0.2)
+
+
+def test_the_advantage_of_a_completion_is_that_of_its_policy_tokens():
+    tokens = torch.tensor([[0.0, -2.0, -2.0], [1.5, 0.0, 1.5], [0.0, 0.0, 0.0]])
+    assert of_completions(tokens).tolist() == [-2.0, 1.5, 0.0]

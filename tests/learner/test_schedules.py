@@ -5,11 +5,12 @@ import torch
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.learner.schedules import (
-    Coefficients,
     Controllers,
     EntropyTarget,
     KLTarget,
     ReferenceSync,
+    SteeredCoefficients,
+    coefficients_of,
 )
 from litgrpo.models.loading import LoRA
 from litgrpo.models.reference import AdapterOff, FrozenModel
@@ -46,7 +47,7 @@ def sampled_with(entropy):
 
 def test_the_entropy_bonus_counts_only_where_the_entropy_is_not_above_the_target():
     target = EntropyTarget(target=1.0, step=0.25)
-    coefficients = Coefficients(Controllers(entropy=target), Objective(entropy_coef=1.0))
+    coefficients = SteeredCoefficients(Controllers(entropy=target), Objective(entropy_coef=1.0))
     coefficients.follow_entropy(sampled_with(1.5), SingleProcess())
     assert coefficients.sampled_entropy == 1.5
     assert coefficients.objective.entropy_coef == 0
@@ -66,9 +67,9 @@ def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
 
 def test_nothing_moves_unless_asked_for():
     objective = Objective(kl_coef=0.1, entropy_coef=0.2)
-    coefficients = Coefficients(Controllers(), objective)
+    coefficients = coefficients_of(Controllers(), objective)
     coefficients.follow_entropy(sampled_with(0.0), SingleProcess())
-    coefficients.follow_kl({"policy/kl": torch.tensor(9.0)})
+    coefficients.follow({"policy/kl": torch.tensor(9.0)}, 1, tiny_policy("qwen2"), None)
     assert coefficients.objective is objective
 
 

@@ -57,6 +57,7 @@ BASE += (
     " --model.reward_runner.timeout_s 3"
 )
 PART = "--model.rewards.mine.function"
+JUDGE = "base_url: 'http://127.0.0.1:9/v1', model: m, criteria: {a: {text: b}}"
 CLASS = QUICK + " --model.rewards.correct.function '{class_path: litgrpo.rewards.%s}'"
 
 
@@ -115,12 +116,12 @@ PROBES = [
     given("a reward model's wrong key", "RewardModel, init_args: {pretraind: x}", "did you mean"),
     given(
         "a judge without its key",
-        "RemoteJudge, init_args: {base_url: 'http://127.0.0.1:9/v1', model: m, criteria: {a: {text: b}}, api_key_env: LITGRPO_UNSET}",
+        f"RemoteJudge, init_args: {{{JUDGE}, api_key_env: LITGRPO_UNSET}}",
         "LITGRPO_UNSET is not set",
     ),
     given(
         "a judge's key in place of its name",
-        "RemoteJudge, init_args: {base_url: 'http://127.0.0.1:9/v1', model: m, criteria: {a: {text: b}}, api_key_env: sk-1-2}",
+        f"RemoteJudge, init_args: {{{JUDGE}, api_key_env: sk-1-2}}",
         "not the key itself",
     ),
     Probe(

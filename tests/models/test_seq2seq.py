@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
 from litgrpo.models.reference import AdapterOff
 from litgrpo.models.scratch import Scratch
 from litgrpo.models.seq2seq import Seq2SeqPolicy
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.tensors import pad_left
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.models.test_causal import dense_logprobs, tokens
 from tests.rollout.reference_engine import ReferenceEngine

@@ -13,7 +13,8 @@ from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch

@@ -8,7 +8,7 @@ from litgrpo.models.loading import export
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.models import RewardModel
-from litgrpo.rewards.scorer import Reward
+from litgrpo.rewards.parts import Reward
 from tests.conftest import tiny_policy
 from tests.rewards.classifiers import CHAT, write_classifier
 

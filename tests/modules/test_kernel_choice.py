@@ -6,7 +6,7 @@ from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.reference import FrozenModel
 from litgrpo.modules import kernel_choice
 from litgrpo.modules.grpo import GRPO
-from litgrpo.rewards.scorer import Reward
+from litgrpo.rewards.parts import Reward
 from tests.checks.test_invariants import fit, module
 from tests.conftest import tiny_policy
 
@@ -15,7 +15,7 @@ needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch with
 
 
 def kernels_of(policy):
-    return {layer.kernel for layer in linears.fast_linears(policy.model)}
+    return {layer.kernel for layer in linears.linears(policy.model)}
 
 
 def choosing(kernels):

@@ -1,9 +1,6 @@
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +14,11 @@ from litgrpo.models.reference import FrozenModel
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.modules.trainer import TrainerStepper
+from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.rewards.scorer import Reward
 from tests.algorithms import PUBLISHED
 from tests.conftest import tiny_policy
 
-ROOT = Path(__file__).parents[2]
 HELD_OUT = [
     {"prompt": "one", "answers": ["o n e"]},
     {"prompt": "two", "answers": ["t", "w", "o"]},
@@ -138,13 +134,22 @@ def take_gradients(num_processes, folder):
 
 
 def in_a_process_of_one_thread(function, folder, *words):
-    """Run for 1 and 2 processes; a fork of several threads can wait for some it does not have."""
-    code = "import sys, pathlib\n"
-    code += f"from tests.modules.test_processes import {function.__name__} as f\n"
-    code += "for num in (1, 2): f(num, pathlib.Path(sys.argv[1]), *sys.argv[2:])"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(folder), *words]
-    subprocess.run(command, check=True, env=environment, cwd=ROOT)
+    """Run for 1 and 2 processes; a fork of several threads can wait for some it does not have.
+
+    The processes are forked from one that has imported everything, which takes seconds.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    child = server.Process(target=once_alone_and_once_in_two, args=(function, folder, *words))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def once_alone_and_once_in_two(function, folder, *words):
+    """For 1 process and for 2."""
+    for number in (1, 2):
+        function(number, folder, *words)
 
 
 def redraw(num_processes, folder):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.algorithm.objective import Objective
-from litgrpo.learner.schedules import Coefficients, Controllers, KLTarget
+from litgrpo.learner.schedules import Controllers, KLTarget, SteeredCoefficients
 from litgrpo.modules.state import load, save
 from tests.conftest import tiny_policy
 from tests.learner.parts import learner_of, rollouter_of
@@ -12,7 +12,7 @@ from tests.learner.parts import learner_of, rollouter_of
 
 def parts(kl_coef=0.1):
     policy = tiny_policy("qwen2")
-    steered = Coefficients(Controllers(kl=KLTarget(0.1)), Objective(kl_coef=kl_coef))
+    steered = SteeredCoefficients(Controllers(kl=KLTarget(0.1)), Objective(kl_coef=kl_coef))
     learner = replace(learner_of(policy), coefficients=steered)
     return learner, rollouter_of(policy)
 

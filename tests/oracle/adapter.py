@@ -18,14 +18,15 @@ from torch import Tensor
 from litgrpo.algorithm import kl
 from litgrpo.algorithm.advantages import Advantages, DecoupledNormalized, Normalized
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Normalizers, Objective
-from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
-from litgrpo.algorithm.weighting import (
+from litgrpo.algorithm.objective import (
     Constant,
+    Normalizers,
+    Objective,
     PerSequence,
     PerToken,
     PerTokenOfMicroBatch,
 )
+from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
 from litgrpo.types import Experience, RewardTable, TokenLogprobs
 
 Case = Mapping[str, Any]

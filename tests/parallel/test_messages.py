@@ -24,23 +24,32 @@ def stderr_of(program, **environment):
     return done.stderr.splitlines()
 
 
-@pytest.mark.parametrize("first", ["", "import lightning\n"])
-def test_a_line_and_a_warning_are_written_once_and_plainly(first):
-    line, warning, *rest = stderr_of(first + BOTH)
+def test_a_line_and_a_warning_are_written_once_and_plainly():
+    line, warning, *rest = stderr_of(BOTH)
     assert line == "a line"
     assert warning.endswith("UserWarning: a warning")
     assert "a warning" not in "".join(rest[1:])
 
 
-def test_a_program_that_configures_logging_writes_the_line_itself():
+def test_beside_lightning_too_until_a_program_configures_logging_and_writes_the_line_itself():
     configured = "import logging; logging.basicConfig(format='mine: %(message)s')\n"
-    assert stderr_of(configured + BOTH)[0] == "mine: a line"
-    assert "a line" not in "".join(stderr_of(configured + BOTH)[1:])
+    before, warning, *rest = stderr_of(f"import lightning\n{BOTH}{configured}{BOTH}")
+    assert before == "a line"
+    assert warning.endswith("UserWarning: a warning")
+    assert [line for line in rest if "a line" in line] == ["mine: a line"]
 
 
 @pytest.mark.parametrize("name", messages.RANKS)
-def test_other_processes_than_the_first_write_nothing(name):
-    assert stderr_of(BOTH, **{name: "1"}) == []
+def test_other_processes_than_the_first_write_nothing(name, monkeypatch, caplog, recwarn):
+    for each in messages.RANKS:
+        monkeypatch.delenv(each, raising=False)
+    for rank, said in (("1", []), ("0", ["a line"])):
+        monkeypatch.setenv(name, rank)
+        rank_zero_info("a line")
+        assert caplog.messages == said
+    monkeypatch.setenv(name, "1")
+    rank_zero_warn("a warning")
+    assert not recwarn.list
 
 
 def test_the_launchers_rank_counts_before_that_of_the_cluster(monkeypatch):

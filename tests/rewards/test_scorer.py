@@ -119,7 +119,7 @@ def test_functions_written_for_trl_work_unchanged() -> None:
         ]
 
     def with_state(prompts, completions, trainer_state, log_metric=None, **kwargs):
-        assert log_metric is None
+        log_metric("step", trainer_state.global_step)
         return [float(trainer_state.global_step)] * len(completions)
 
     def asking(prompts, **kwargs):
@@ -127,6 +127,7 @@ def test_functions_written_for_trl_work_unchanged() -> None:
 
     state = {"trainer_state": SimpleNamespace(global_step=5)}
     result = table(state, "chat", ids=by_ids, chat=chat, state=with_state, asking=asking)
+    assert result.metrics == {"reward/step": 5.0}
     assert {name: part.flatten().tolist() for name, part in result.parts.items()} == {
         "ids": [1, 1, 1, 1], "chat": [0, 0, 0, 0], "state": [5, 5, 5, 5], "asking": [1, 1, 1, 1],
     }  # fmt: skip

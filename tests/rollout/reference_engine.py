@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from litgrpo.rollout.engines.buffer import CompletionBuffer
-from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.rollout.engines.local import CompletionBuffer
+from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import sample
 from litgrpo.types import Rollout
 

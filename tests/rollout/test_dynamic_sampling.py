@@ -7,9 +7,10 @@ import torch
 from lightning import Callback
 
 from litgrpo.modules.prompt_data import PromptData
-from litgrpo.parallel.clock import Clock
 from litgrpo.parallel.comm import SingleProcess
+from litgrpo.parallel.device import Clock
 from litgrpo.rollout.dynamic_sampling import DynamicSampling, informative, with_groups
+from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import rollouter_of
@@ -194,10 +195,8 @@ def test_the_statistics_are_those_of_the_prompts_that_came_first():
 
 
 def test_nothing_is_waited_for_where_nothing_may_be_replaced():
-    dynamic, source = sampling_of({}, max_resamples=0)
     first, pending = said(prompt_batch("a"), length=1, token=9), Future()
-    assert dynamic.replace_uninformative(first, pending, 7) == (first, pending, {})
-    assert not source.counts
+    assert AllGroups().replace_uninformative(first, pending, 7) == (first, pending, {})
 
 
 def long_prompts_only(prompts, completions):

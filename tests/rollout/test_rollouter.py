@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from litgrpo.rollout.engines.interface import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import GROUP, LENGTH, rollouter_of

@@ -14,8 +14,9 @@ from torch import nn
 
 from litgrpo.learner.learner import Learner
 from litgrpo.models.policy import Policy
+from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
 

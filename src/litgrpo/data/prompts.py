@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
@@ -13,7 +14,6 @@ from litgrpo.data.rendering import LengthLimit, PromptStyle
 from litgrpo.data.rows import columns_of
 from litgrpo.data.sampler import padded_length
 from litgrpo.data.sources import Row
-from litgrpo.tensors import pad_left
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here
@@ -102,3 +102,29 @@ def _end_of(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> l
         return ids
     begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
     return begin + ids[len(ids) - limit + len(begin) :]
+
+
+def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of token ids of unequal length, padded on the left.
+
+    Args:
+        rows: M lists of token ids.
+        pad_id: the id that fills up.
+        length: the least length of the result.
+
+    Returns:
+        [M, T] ids and [M, T] bool mask.
+
+    Example:
+        >>> pad_left([[5, 6], [7]], pad_id=0)[0]
+        tensor([[5, 6],
+                [0, 7]])
+    """
+    width = max([length, *map(len, rows)])
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for row, tokens in enumerate(rows):
+        if tokens:
+            ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
+            mask[row, -len(tokens) :] = True
+    return ids, mask

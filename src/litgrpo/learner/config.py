@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from litgrpo.arguments import at_least
@@ -42,7 +43,7 @@ class UpdateConfig:
         at_least("update.micro_batch_tokens", self.max_tokens, 1)
         at_least("update.max_grad_norm", self.max_grad_norm, 0)
 
-    @property
+    @cached_property
     def max_tokens(self) -> int | None:
         """`micro_batch_tokens` as a number; "auto" is the least that it stands for."""
         return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
@@ -60,7 +61,7 @@ class UpdateConfig:
         kept = BYTES_PER_OUTPUT * linear_outputs
         return replace(self, micro_batch_tokens=max(LEAST_TOKENS, int(KEPT_BYTES / kept)))
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Optimizer steps of one iteration."""
         return self.inner_epochs * self.num_mini_batches

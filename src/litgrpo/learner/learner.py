@@ -12,23 +12,21 @@ from torch.nn import Parameter
 
 from litgrpo.algorithm.objective import Normalizers, Objective
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.metrics import of_completions
 from litgrpo.learner.micro_batches import (
     Limits,
     MicroBatching,
     Ragged,
     StepSums,
+    Totals,
     check_centered,
     mini_batches,
     rows_with_gradient,
 )
-from litgrpo.learner.schedules import Coefficients
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import FrozenModel, Reference
-from litgrpo.parallel.clock import Clock, timed
+from litgrpo.models.reference import Reference
 from litgrpo.parallel.comm import Comm, SingleProcess, whole
-from litgrpo.parallel.out_of_memory import with_halving
+from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import (
     Experience,
@@ -43,6 +41,46 @@ from litgrpo.types import (
 )
 
 Result = TypeVar("Result")
+
+
+class Coefficients:
+    """The objective, whose coefficients stay as they are; controllers may move them.
+
+    Args:
+        objective: what is maximized.
+    """
+
+    moves_reference = False
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def follow_entropy(self, rollout: Rollout, comm: Comm) -> None:
+        """Called with each rollout, before it is learned from."""
+
+    def follow(
+        self, stats: Stats, iteration: int, policy: Policy, reference: Reference | None
+    ) -> None:
+        """Called after each iteration.
+
+        Args:
+            stats: averages of the iteration.
+            iteration: number of finished iterations.
+            policy: has learned.
+            reference: for the KL term.
+        """
+
+    def stats(self) -> Stats:
+        """The coefficients of this iteration, to log."""
+        kl_coef = {"policy/kl_coef": torch.tensor(self.objective.kl_coef)}
+        return kl_coef if self.objective.needs_reference else {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficients that a checkpoint holds."""
+        return {"entropy_coef": self.objective.entropy_coef, "kl_coef": self.objective.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing steers them, so they are the recipe's."""
 
 
 @dataclass
@@ -82,7 +120,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         """Refuse a reference that cannot follow the policy where a controller lets it."""
-        if self.reference is not None and self.coefficients.controllers.reference is not None:
+        if self.reference is not None and self.coefficients.moves_reference:
             self.reference.check_follows(self.policy)
 
     @property
@@ -314,18 +352,13 @@ class Learner:
     # --- after the update ---
 
     def follow(self, stats: Stats, iteration: int) -> None:
-        """Set the KL coefficient for the next iteration, and let the reference follow the policy.
+        """Let what is steered follow this iteration.
 
         Args:
             stats: averages of this iteration.
             iteration: number of finished iterations.
         """
-        self.coefficients.follow_kl(stats)
-        self.coefficients.finish_iteration()
-        sync = self.coefficients.controllers.reference
-        if sync is not None and iteration % sync.every == 0:
-            assert isinstance(self.reference, FrozenModel)
-            self.reference.follow(self.policy, sync.share)
+        self.coefficients.follow(stats, iteration, self.policy, self.reference)
 
     # --- memory ---
 
@@ -363,3 +396,41 @@ def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
     before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
     gap = (before - rows.sampler_logprobs).abs() * rows.loss_mask
     return torch.stack([gap.sum(), rows.loss_mask.sum()])
+
+
+def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
+    """Averages over processes and optimizer steps of one iteration, to log.
+
+    Args:
+        seen: {name: []} numbers of this process.
+        reports: of its optimizer steps.
+        comm: of the processes.
+        device: where the numbers are put together.
+    """
+    totals = Totals()
+    for name, value in seen.items():
+        totals.add_value(name, value)
+    totals.add_steps(reports)
+    return totals.averages(comm, device)
+
+
+def of_completions(advantages: Tensor) -> Tensor:
+    """[N] the advantage of each completion from those of its tokens [N, C].
+
+    Without a discount all tokens of the policy have the same; others have 0.
+    """
+    return advantages.gather(1, advantages.abs().argmax(1, keepdim=True)).squeeze(1)
+
+
+def advantages_of(experience: Experience, rewards: RewardTable) -> Tensor:
+    """[B, G] the advantage of each completion, on the host."""
+    return of_completions(experience.advantages).view_as(rewards.total).cpu()
+
+
+def advantage_stats(experience: Experience) -> Stats:
+    """Mean and spread of the advantages of completions."""
+    advantages = of_completions(experience.advantages)
+    return {
+        "policy/advantage_mean": advantages.mean(),
+        "policy/advantage_std": advantages.std(correction=0),
+    }

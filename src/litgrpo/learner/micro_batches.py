@@ -12,9 +12,10 @@ from torch import Tensor
 
 from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized
 from litgrpo.algorithm.objective import Normalizers, Objective
-from litgrpo.learner.metrics import Totals
-from litgrpo.tensors import family_buckets, length_buckets
-from litgrpo.types import Experience, LossOutput, Stats, TokenLogprobs, TokenRows
+from litgrpo.models.attention.packing import family_buckets
+from litgrpo.parallel.comm import Comm
+from litgrpo.tensors import length_buckets
+from litgrpo.types import Experience, LossOutput, Stats, StepReport, TokenLogprobs, TokenRows
 
 Rows = TypeVar("Rows", TokenRows, Experience)
 LogprobsOf = Callable[[TokenRows], TokenLogprobs]
@@ -35,6 +36,40 @@ class Limits:
     max_rows: int | None = None
     max_tokens: int | None = None
     shared: bool = False
+
+
+class Totals:
+    """Sums and counts that micro-batches contribute to; their quotients are exact averages."""
+
+    def __init__(self) -> None:
+        self.sums: Stats = {}
+
+    def add(self, stats: Stats) -> None:
+        """Count {name: [2] sum and count}."""
+        for name, sum_and_count in stats.items():
+            self.sums[name] = self.sums.get(name, 0.0) + sum_and_count.detach().double()
+
+    def add_value(self, name: str, value: Tensor) -> None:
+        """Count one number."""
+        self.add({name: torch.stack([value.detach(), torch.ones_like(value)])})
+
+    def add_steps(self, reports: list[StepReport]) -> None:
+        """Count what optimizer steps report; the learning rate of skipped ones, too."""
+        for report in reports:
+            self.add(report.sums)
+            self.add_value("optim/lr", torch.tensor(report.lr))
+
+    def averages(self, comm: Comm, device: torch.device) -> Stats:
+        """{name: []} averages over everything that all processes counted, by one collective.
+
+        Args:
+            comm: of the processes; all of them count the same names.
+            device: where the numbers are put together.
+        """
+        table = torch.stack([pair.to(device) for pair in self.sums.values()])
+        sums, counts = comm.sum(table).unbind(-1)
+        means = sums / counts.clamp(min=1)
+        return dict(zip(self.sums, means.float(), strict=True))
 
 
 class StepSums:

@@ -8,6 +8,9 @@ import torch
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.arguments import above, at_most, require
+from litgrpo.learner.learner import Coefficients
+from litgrpo.models.policy import Policy
+from litgrpo.models.reference import FrozenModel, Reference
 from litgrpo.parallel.comm import Comm
 from litgrpo.types import Rollout, Stats
 
@@ -119,7 +122,7 @@ class Controllers:
         )
 
 
-class Coefficients:
+class SteeredCoefficients(Coefficients):
     """The objective with the coefficients that controllers move.
 
     Args:
@@ -128,9 +131,10 @@ class Coefficients:
     """
 
     def __init__(self, controllers: Controllers, objective: Objective) -> None:
+        super().__init__(objective)
         controllers.check(objective)
         self.controllers = controllers
-        self.objective = objective
+        self.moves_reference = controllers.reference is not None
         # The bonus counts in some iterations only; this is its coefficient where it does.
         self.entropy_coef = objective.entropy_coef
         self.sampled_entropy = 0.0
@@ -155,6 +159,20 @@ class Coefficients:
         above = self.sampled_entropy > target.target
         self.objective = replace(self.objective, entropy_coef=0.0 if above else self.entropy_coef)
 
+    def follow(
+        self, stats: Stats, iteration: int, policy: Policy, reference: Reference | None
+    ) -> None:
+        """Set the KL coefficient for the next iteration, and let the reference follow the policy.
+
+        From here on a checkpoint holds these coefficients.
+        """
+        self.follow_kl(stats)
+        self._finished = self._now()
+        sync = self.controllers.reference
+        if sync is not None and iteration % sync.every == 0:
+            assert isinstance(reference, FrozenModel)
+            reference.follow(policy, sync.share)
+
     def follow_kl(self, stats: Stats) -> None:
         """Set the KL coefficient by the mean KL of a token (nats), where it has a target."""
         # Where every step was skipped there is no KL.
@@ -162,19 +180,13 @@ class Coefficients:
             kl_coef = self.controllers.kl.next(self.objective.kl_coef, float(stats["policy/kl"]))
             self.objective = replace(self.objective, kl_coef=kl_coef)
 
-    def finish_iteration(self) -> None:
-        """From here on a checkpoint holds these coefficients."""
-        self._finished = self._now()
-
     def stats(self) -> Stats:
         """The coefficients of this iteration, to log."""
-        numbers = {}
+        stats = super().stats()
         if self.controllers.entropy is not None:
-            numbers["policy/sampled_entropy"] = self.sampled_entropy
-            numbers["policy/entropy_coef"] = self.objective.entropy_coef
-        if self.objective.needs_reference:
-            numbers["policy/kl_coef"] = self.objective.kl_coef
-        return {name: torch.tensor(number) for name, number in numbers.items()}
+            stats["policy/sampled_entropy"] = torch.tensor(self.sampled_entropy)
+            stats["policy/entropy_coef"] = torch.tensor(self.objective.entropy_coef)
+        return stats
 
     def state_dict(self) -> dict[str, float]:
         """The coefficients at the end of the last iteration: one may be dropped on its way."""
@@ -187,3 +199,9 @@ class Coefficients:
         if self.controllers.kl is not None:
             self.objective = replace(self.objective, kl_coef=state["kl_coef"])
         self._finished = self._now()
+
+
+def coefficients_of(controllers: Controllers, objective: Objective) -> Coefficients:
+    """The objective, with what moves its coefficients where anything does."""
+    steered = any(vars(controllers).values())
+    return SteeredCoefficients(controllers, objective) if steered else Coefficients(objective)

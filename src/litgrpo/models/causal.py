@@ -11,12 +11,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from litgrpo.models.architectures import (
-    DECODER_ONLY,
-    LENGTH_DEPENDENT_ROPES,
-    has_known_layers,
-    rope_types,
-)
 from litgrpo.models.attention.decode_shared_prefix import (
     SHARED_PREFIX,
     SharedPrefixCache,
@@ -24,91 +18,24 @@ from litgrpo.models.attention.decode_shared_prefix import (
 )
 from litgrpo.models.attention.packed_shared_prefix import PACKED
 from litgrpo.models.attention.packing import WORTH, Packing, can_share, sharing_pays
-from litgrpo.models.attention.scores import softcapped
-from litgrpo.models.attention.static import STATIC, StaticPrompts, StaticRows, StaticState, per_row
+from litgrpo.models.causal_static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
-from litgrpo.models.policy import DecodeState, Policy, StaticDecoder, lower_precision
+from litgrpo.models.policy import DecodeState, Policy, lower_precision
 from litgrpo.parallel.device import threads
-from litgrpo.tensors import padding_mask, positions, predicting, predicting_last, widened
+from litgrpo.tensors import (
+    padding_mask,
+    positions,
+    predicting,
+    softcapped,
+    widened,
+)
 from litgrpo.types import TokenRows
 
 log = logging.getLogger(__name__)
 
 # A product of fewer multiplications than this is done before several threads have met.
 WORTH_THREADS = 2**20
-
-
-class CausalStaticDecoder(StaticDecoder):
-    """A decoder-only model in shapes that never change."""
-
-    policy: CausalPolicy
-
-    @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Attend in static shapes; see `StaticDecoder.attending`."""
-        model = self.policy.bare_model
-        config = model.config.to_dict()
-        if not has_known_layers(model):
-            raise ValueError(
-                f"model type {config['model_type']!r} with layers of type "
-                f"{sorted(set(config.get('layer_types') or ['unknown']))} cannot decode in static "
-                f"shapes; known are {', '.join(DECODER_ONLY)}, with full or sliding attention. "
-                "Use litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
-            )
-        kinds = rope_types(config.get("rope_parameters")) & LENGTH_DEPENDENT_ROPES
-        if kinds:
-            raise ValueError(
-                f"rope_parameters of type {sorted(kinds)} depend on the length of "
-                "the longest row, so that this model cannot decode in static shapes. Use "
-                "litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
-            )
-        _ = self.policy._logit_rules  # read now: a compiler cannot
-        with attention(model, STATIC), torch.no_grad():
-            yield
-
-    def prefill(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, StaticState]:
-        """Read the prompts, each once; see `StaticDecoder.prefill`."""
-        prompts = StaticPrompts(prompt_mask)
-        output = self.policy.bare_model.base_model(
-            input_ids=prompt_ids,
-            attention_mask=prompt_mask,  # `static` has it, but without one GPT-2 looks for padding
-            position_ids=positions(prompt_mask),
-            past_key_values=prompts,
-            use_cache=True,
-            static=prompts,
-        )
-        logits = self.policy.head(output.last_hidden_state[:, -1])
-        return per_row(logits, group_size), prompts.state(group_size, capacity)
-
-    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """Feed one token to every row; see `StaticDecoder.step`."""
-        rows = StaticRows(state)
-        output = self.policy.bare_model.base_model(
-            input_ids=tokens[:, None],
-            attention_mask=torch.ones_like(tokens[:, None]),
-            position_ids=rows.positions,
-            past_key_values=rows,
-            use_cache=True,
-            static=rows,
-        )
-        return self.policy.head(output.last_hidden_state[:, -1]), rows.after
-
-    def hidden(self, rows: TokenRows) -> Tensor:
-        """Hidden states of every completion token; see `StaticDecoder.hidden`."""
-        mask = torch.cat([rows.prompt_mask[rows.prompt_of], rows.completion_mask], 1)
-        model = self.policy.bare_model
-        with attention(model, STATIC):
-            output = model.base_model(
-                input_ids=torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1),
-                attention_mask=mask,  # `static` has it, but without one GPT-2 looks for padding
-                position_ids=positions(mask),
-                use_cache=False,
-                static=StaticPrompts(mask),
-            )
-        return predicting_last(output.last_hidden_state, rows.completion_ids.shape[1])
 
 
 class CausalPolicy(Policy):
@@ -131,9 +58,7 @@ class CausalPolicy(Policy):
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> Iterator[None]:
         """Fuse or pack the weights where that is faster; small products run on one thread."""
-        layers = linears.fast_linears(self.model)
-        largest = max((layer.weight.numel() for layer in layers), default=0)
-        few = threads(1 if rows * largest < WORTH_THREADS else torch.get_num_threads())
+        few = threads(1 if rows * self._largest < WORTH_THREADS else torch.get_num_threads())
         with few, lower_precision(self.model.device, dtype), torch.no_grad():
             if fused and self.can_fuse:
                 self._decoder = self._fused()
@@ -143,6 +68,11 @@ class CausalPolicy(Policy):
                     yield
             finally:
                 self._decoder = None
+
+    @cached_property
+    def _largest(self) -> int:
+        """Numbers in the largest weight of a linear layer."""
+        return max((layer.weight.numel() for layer in linears.linears(self.model)), default=0)
 
     @cached_property
     def can_fuse(self) -> bool:

@@ -198,7 +198,6 @@ def as_policy(
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     if lora is not None:
         model = with_adapters(model, lora)
-    linears.install(model)
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
     policy = kind(model, tokenizer, end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts

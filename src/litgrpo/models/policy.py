@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from litgrpo.models.attention.static import StaticState
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.static_decoder import StaticDecoder
 from litgrpo.parallel.device import backend
-from litgrpo.tensors import Head, head_chunk, pack_left, token_logprobs
+from litgrpo.tensors import head_chunk, pack_left, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 
 
@@ -23,38 +22,6 @@ def lower_precision(
 ) -> AbstractContextManager[None]:
     """Compute matrix products in `dtype`; None leaves things as they are."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-class RecomputeContext:
-    """A head for chunks that are computed twice to save memory, also where a compiler interferes.
-
-    A compiler that finds the same computation twice keeps the first result, and with it the memory
-    that recomputing was to save. So the second one reads a copy that it cannot see through.
-
-    Args:
-        head: hidden states -> logits.
-    """
-
-    def __init__(self, head: Head) -> None:
-        self._head, self._again = head, False
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """The same logits both times."""
-        return self._head(
-            backend(hidden.device).optimization_barrier(hidden) if self._again else hidden
-        )
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the first computation and of the second; see torch's checkpoint."""
-        return nullcontext(), self._recomputing()
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        self._again = True
-        try:
-            yield
-        finally:
-            self._again = False
 
 
 class DecodeState(ABC):
@@ -82,59 +49,6 @@ class DecodeState(ABC):
             newcomers: a state fresh from `Policy.prefill`, of the same capacity.
         """
         raise AssertionError("can_join is False")
-
-
-class StaticDecoder(ABC):
-    """A policy in shapes that never change: no shape depends on a value, and no value is read.
-
-    For devices that compile a program for each set of shapes, and for CUDA graphs.
-
-    Args:
-        policy: whose model computes.
-    """
-
-    def __init__(self, policy: Any) -> None:
-        self.policy = policy
-
-    @abstractmethod
-    def attending(self) -> AbstractContextManager[None]:
-        """What to call `prefill` and `step` within.
-
-        Raises:
-            ValueError: the model cannot decode in static shapes.
-        """
-
-    @abstractmethod
-    def prefill(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
-    ) -> tuple[Tensor, StaticState]:
-        """Read the prompts, each once.
-
-        Args:
-            prompt_ids: [B, P] token ids, padded on the left.
-            prompt_mask: [B, P] True marks a real token.
-            group_size: G.
-            capacity: most tokens that a completion will be fed, C.
-
-        Returns:
-            [N, V] logits of the first completion token of each row, and the state of the rows.
-        """
-
-    @abstractmethod
-    def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """Feed one token to every row: the same graph for every step.
-
-        Args:
-            tokens: [N] the tokens just sampled.
-            state: the state of these rows, which is used up.
-
-        Returns:
-            [N, V] logits of the next token, and the state one position further.
-        """
-
-    @abstractmethod
-    def hidden(self, rows: TokenRows) -> Tensor:
-        """[M, C, E] hidden states that predict every completion token, padding too."""
 
 
 class Policy(nn.Module, ABC):
@@ -212,8 +126,8 @@ class Policy(nn.Module, ABC):
     def linear_outputs(self) -> int:
         """Numbers that the linear layers compute for each token, the head not counted."""
         head = self.model.get_output_embeddings()
-        layers = [layer for layer in linears.fast_linears(self.model) if layer is not head]
-        return max(1, sum(len(layer.matrix) for layer in layers))
+        layers = [layer for layer in linears.linears(self.model) if layer is not head]
+        return max(1, sum(len(linears.matrix(layer)) for layer in layers))
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """What to sample and to learn within: matrix products in the recipe's lower precision."""
@@ -322,7 +236,7 @@ class Policy(nn.Module, ABC):
         """
         settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
         if self.static_shapes:
-            return self._static_logprobs(rows, **settings)
+            return self.static.logprobs(rows, **settings)
         mask, candidates = rows.completion_mask, rows.candidate_ids
         hidden = self.hidden(rows)
         found = token_logprobs(
@@ -330,27 +244,12 @@ class Policy(nn.Module, ABC):
             rows.completion_ids[mask],
             self.head,
             candidate_ids=None if candidates is None else candidates[mask],
-            chunk_size=self._chunk_size(len(hidden)),
+            chunk_size=self.chunk_size(len(hidden)),
             **settings,
         )
         padded = found[0].new_zeros(mask.shape)
         return TokenLogprobs(*(padded.masked_scatter(mask, each) for each in found))
 
-    def _static_logprobs(self, rows: TokenRows, **settings: Any) -> TokenLogprobs:
-        """`logprobs`, computed for padding, too, and masked afterwards."""
-        mask, candidates = rows.completion_mask, rows.candidate_ids
-        again = RecomputeContext(self.head)
-        found = token_logprobs(
-            self.static.hidden(rows).flatten(0, 1),
-            rows.completion_ids.flatten(),
-            again.head,
-            candidate_ids=None if candidates is None else candidates.flatten(0, 1),
-            chunk_size=self._chunk_size(mask.numel()),
-            context_fn=again.contexts,
-            **settings,
-        )
-        return TokenLogprobs(*(torch.where(mask, each.view_as(mask), 0.0) for each in found))
-
-    def _chunk_size(self, num_tokens: int) -> int:
+    def chunk_size(self, num_tokens: int) -> int:
         """Tokens whose logits exist at once."""
         return self.head_chunk or head_chunk(num_tokens, self.vocab_size)

@@ -23,7 +23,8 @@ from litgrpo.models.attention.cross import CrossAttention, GroupedCrossAttention
 from litgrpo.models.attention.decode_shared_prefix import attention
 from litgrpo.models.attention.static import STATIC, StaticAnswers, StaticPrompts, StaticState
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.policy import DecodeState, Policy, StaticDecoder, lower_precision
+from litgrpo.models.policy import DecodeState, Policy, lower_precision
+from litgrpo.models.static_decoder import StaticDecoder
 from litgrpo.tensors import padding_mask
 from litgrpo.types import TokenRows
 

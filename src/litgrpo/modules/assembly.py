@@ -11,27 +11,24 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.learner import Learner
+from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
-from litgrpo.learner.schedules import Coefficients
 from litgrpo.learner.static_batches import Static
 from litgrpo.models.loading import Precision
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.modules.trainer import TrainerComm, is_attached
-from litgrpo.parallel.clock import Clock
-from litgrpo.parallel.device import backend
+from litgrpo.parallel.device import Clock, backend
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
-from litgrpo.rollout.engines.interface import RolloutEngine
-from litgrpo.rollout.environment import Environment
-from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.rollout.interface import Environment, RolloutEngine
+from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.rollout.sampling import Sampling
 
 EXACT_DTYPES = ("float32", "float64")
@@ -56,14 +53,6 @@ class Settings:
         """Completions of each prompt, and tokens of a completion at most."""
         return self.group_size, self.max_completion_len
 
-    def seed_of(self, iteration: int) -> int:
-        """Where the device's own random numbers begin, before and after each iteration.
-
-        A device that compiles advances them with each program, and how many there are before an
-        iteration depends on where the process began. Nothing but dropout draws from them.
-        """
-        return self.seed * 1_000_003 + iteration
-
 
 def place_of(module: LightningModule, policy: Policy) -> tuple[torch.device, str]:
     """The device and the precision of a module's trainer, or the policy's where it has none."""
@@ -79,7 +68,7 @@ def join(
     coefficients: Coefficients,
     scorer: Scorer,
     module: LightningModule,
-) -> tuple[Clock, Rollouter, Learner, DynamicSampling]:
+) -> tuple[Clock, Rollouter, Learner, AllGroups]:
     """The objects that an iteration goes through; they know no trainer.
 
     Args:
@@ -118,9 +107,10 @@ def join(
         # The device decides how the learner batches, whichever engine samples.
         micro_batching=Static(backend(device)) if static_shapes else Ragged(),
     )
-    dynamic_sampling = DynamicSampling(
-        rollouter, scorer, settings.max_resamples, data_device(device), comm, static_shapes
-    )
+    dynamic_sampling = AllGroups()
+    if settings.max_resamples:
+        resampling = (settings.max_resamples, backend(device).data_device, comm, static_shapes)
+        dynamic_sampling = DynamicSampling(rollouter, scorer, *resampling)
     before = vars(module)
     if "learner" in before:  # limits where memory was short outlive the trainer
         learner.max_rows = before["learner"].max_rows
@@ -226,11 +216,6 @@ def check_device(settings: Settings, objective: Objective, device: torch.device)
     )
 
 
-def data_device(device: torch.device) -> torch.device:
-    """Where prompts, rollouts and numbers to log are: on the host where shapes are static."""
-    return torch.device("cpu") if backend(device).static_shapes else device
-
-
 def unmoved(batch: Any, *_: Any) -> Any:
     """A batch, where it is."""
     return batch
@@ -261,7 +246,7 @@ def use_static_shapes(module: nn.Module, device: torch.device) -> None:
 
 def changing(module: nn.Module, coefficients: Coefficients) -> dict[str, Tensor]:
     """{name: tensor} of the weights that training changes."""
-    follows = coefficients.controllers.reference is not None
+    follows = coefficients.moves_reference
     return {
         name: parameter.data
         for name, parameter in module.named_parameters()

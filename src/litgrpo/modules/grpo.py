@@ -14,8 +14,8 @@ from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.metrics import advantage_stats, advantages_of, averages
-from litgrpo.learner.schedules import Coefficients, Controllers
+from litgrpo.learner.learner import advantage_stats, advantages_of, averages
+from litgrpo.learner.schedules import Controllers, coefficients_of
 from litgrpo.models.loading import (
     LoRA,
     Precision,
@@ -34,7 +34,6 @@ from litgrpo.modules.assembly import (
     check_sizes,
     check_trainer_precision,
     corrected,
-    data_device,
     join,
     numbers_on_host,
     overlong,
@@ -45,11 +44,11 @@ from litgrpo.modules.state import load, save
 from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
+from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
 from litgrpo.rewards.runner.runner import RewardRunner
-from litgrpo.rewards.scorer import Reward, RewardFormat, Scorer, named_rewards
-from litgrpo.rollout.engines.interface import RolloutEngine
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.interface import Environment, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.types import Experience, PromptBatch, Stats, StepReport
 
@@ -133,8 +132,7 @@ class GRPO(LightningModule):
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.pretrained = pretrained
         self.reference_path = reference
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations = max_iterations
         self.max_generated_tokens = max_generated_tokens
         self.lora = lora
@@ -150,7 +148,7 @@ class GRPO(LightningModule):
             max_resamples=max_resamples,
             seed=seed,
         )
-        self.coefficients = Coefficients(controllers, corrected(objective, engine))
+        self.coefficients = coefficients_of(controllers, corrected(objective, engine))
         check_overrides(type(self))
         parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
         self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
@@ -171,7 +169,7 @@ class GRPO(LightningModule):
             # Prompts stay on the host; overridden here alone, because Lightning warns of it.
             self.transfer_batch_to_device = unmoved  # type: ignore
             self.log = numbers_on_host(super().log)  # type: ignore
-        self.evaluator.start(data_device(device))
+        self.evaluator.start(backend(device).data_device)
         if stage != "predict":
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
@@ -241,7 +239,7 @@ class GRPO(LightningModule):
         comm, tokens = self.learner.comm, self.rollouter.take_sampled_tokens()
         self.generated_tokens += int(comm.sum(torch.tensor(tokens)))
         seen |= advantage_stats(experience) | self.clock.stats(tokens)
-        stats = averages(seen, reports, comm, data_device(self.device))
+        stats = averages(seen, reports, comm, backend(self.device).data_device)
         stats |= self.coefficients.stats()
         stats["perf/tokens_per_s"] *= comm.world_size
         stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
@@ -257,8 +255,12 @@ class GRPO(LightningModule):
         self.reseed()
 
     def reseed(self) -> None:
-        """Begin the device's random numbers anew; see `Settings.seed_of`."""
-        backend(self.device).seed(self.settings.seed_of(self.iteration))
+        """Begin the device's own random numbers anew, before and after each iteration.
+
+        A device that compiles advances them with each program, and how many there are before an
+        iteration depends on where the process began. Nothing but dropout draws from them.
+        """
+        backend(self.device).seed(self.settings.seed * 1_000_003 + self.iteration)
 
     def on_train_start(self) -> None:
         """Let dynamic sampling ask the training data; a resumed run may be done already."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from litgrpo.arguments import import_by_path
-from litgrpo.parallel.cuda_graphs import Replayed
+from litgrpo.types import Stats
 
 Function = Callable[..., Any]
 # Devices that need more than `Backend`, imported when the first of them is used; and what checks a
 # machine for such a device before a trainer is built.
 BACKENDS = {
-    "cuda": "litgrpo.parallel.device.CudaBackend",
+    "cuda": "litgrpo.parallel.cuda.CudaBackend",
     "xla": "litgrpo.parallel.xla.backend.XlaBackend",
 }
 PREFLIGHTS = ("litgrpo.parallel.xla.preflight.check",)
@@ -38,6 +42,11 @@ class Backend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def data_device(self) -> torch.device:
+        """Where prompts, rollouts and numbers to log are: on the host where shapes are static."""
+        return torch.device("cpu") if self.static_shapes else self.device
 
     def prepare(self) -> None:
         """Set up what torch expects of a device; called before a model is put there."""
@@ -114,28 +123,6 @@ class Backend:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-class CudaBackend(Backend):
-    """A GPU; the functions that are to be replayed become CUDA graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.replayed: dict[Function, Replayed] = {}
-
-    def synchronize(self) -> None:
-        """See `Backend.synchronize`."""
-        torch.cuda.synchronize(self.device)
-
-    def compile(self, function: Function, *, replay: bool = False) -> Function:
-        """See `Backend.compile`."""
-        if not replay:
-            return function
-        return self.replayed.setdefault(function, Replayed(function))
-
-    def peak_memory_gib(self) -> float:
-        """See `Backend.peak_memory_gib`."""
-        return torch.cuda.max_memory_allocated(self.device) / 2**30
-
-
 _known: dict[torch.device, Backend] = {}
 
 
@@ -197,3 +184,124 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+Method = Callable[..., Any]
+
+
+class Clock:
+    """Seconds of the phases of one iteration.
+
+    Args:
+        device: is waited for at the end of each phase.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.seconds: dict[str, float] = {}
+
+    def restart(self) -> None:
+        """Begin an iteration."""
+        self.seconds = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of what is done within to the phase of this name."""
+        started = time.perf_counter()
+        yield
+        backend(self.device).synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def stats(self, tokens: int) -> Stats:
+        """The seconds of each phase, and tokens per second of all of them together, to log."""
+        numbers = self.seconds | {"perf/tokens_per_s": tokens / sum(self.seconds.values())}
+        return {name: torch.tensor(number) for name, number in numbers.items()}
+
+
+def timed(name: str) -> Callable[[Method], Method]:
+    """Count every call of a method as a phase, on the `clock` of its object."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.clock.phase(name):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+Result = TypeVar("Result")
+# How allocators that raise a plain RuntimeError say it: two on the CPU, one of compilers.
+MESSAGES = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice; each device says it in its own way."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in MESSAGES)
+
+
+def free_memory() -> None:
+    """Give cached memory back to the device, after the tensors that filled it are gone."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA has not been used
+
+
+def with_halving(
+    attempt: Callable[[int | None], Result],
+    *,
+    rows: Callable[[], int],
+    limit: int | None,
+    on_halved: Callable[[int], None],
+    what: str,
+    setting: str,
+    unchanged: str,
+    remedy: str,
+    least: int = 1,
+) -> Result:
+    """The result of an attempt, repeated with half as many rows at once while memory is short.
+
+    Only for what may be repeated: the attempt must begin anew when it is called again, and no
+    other process may wait for this one in the middle of it.
+
+    Args:
+        attempt: called with the limit on rows at once; None: no limit.
+        rows: how many rows the attempt that failed had at once; may be fewer than the limit.
+        limit: of the first attempt.
+        on_halved: called with each lower limit, so that later computations begin with it.
+        what: which part of the iteration, for messages.
+        setting: which setting the limit is, for messages.
+        unchanged: what a lower limit does not change, for messages.
+        remedy: what the user can do where nothing is left to halve.
+        least: the lowest limit; rows below it cannot be divided.
+
+    Returns:
+        What the first attempt with enough memory returned.
+
+    Raises:
+        RuntimeError: memory does not suffice for `least` rows either.
+    """
+    while True:
+        try:
+            return attempt(limit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = rows()
+            if failed <= least:
+                at_once = "a single row" if least == 1 else f"{least} rows"
+                raise RuntimeError(
+                    f"Out of memory in {what}, with {at_once} at once: {remedy}."
+                ) from error
+        # Here, behind the handler, the error is gone, and with it the frames that held tensors.
+        limit = max(least, failed // 2)
+        on_halved(limit)
+        free_memory()
+        warnings.warn(
+            f"out of memory in {what}: {setting} is {limit} from now on "
+            f"({unchanged} will be the same)",
+            stacklevel=2,
+        )

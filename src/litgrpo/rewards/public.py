@@ -3,7 +3,8 @@
 # {module: public names}. Imported when asked for, because a worker process needs `calls`, and a
 # user's function needs `correctness`, without torch, which takes a second.
 CLASSES = {
-    "scorer": ("Reward", "Scorer"),
+    "parts": ("Reward",),
+    "scorer": ("Scorer",),
     "models": ("Judge", "RewardModel"),
     "rubric": ("Criterion", "Rubric"),
     "remote_judge": ("RemoteJudge",),

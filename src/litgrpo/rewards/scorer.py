@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from itertools import combinations
-from math import isfinite
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from litgrpo.arguments import did_you_mean, one_of, require
-from litgrpo.rewards.lookup import parameters, resolved
+from litgrpo.arguments import one_of
+from litgrpo.rewards.lookup import parameters
 from litgrpo.rewards.models import Judge
+from litgrpo.rewards.parts import Normalize, Reward, RewardFormat, checked, named_rewards
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
-from litgrpo.rewards.shaping import Normalize, gated, normalized, scheduled
 from litgrpo.types import RewardTable, Rollout
-
-RewardFormat = Literal["text", "chat"]
-
-
-@dataclass
-class Reward:
-    """One reward function and how much it counts.
-
-    Args:
-        function: a function `f(prompts, completions, **columns) -> list[float | None]` or its
-            import path, such as `litgrpo.rewards.correctness`. It gets the columns
-            that its signature names (all of them with `**kwargs`), among them `completion_ids`,
-            `completion_lengths` and `truncated`. None abstains.
-        weight: factor in the total; 0 only shows the reward.
-        kwargs: further arguments of the function.
-        gate: name of another reward, without which this one counts nothing (`quality` only where
-            `correct`).
-        gate_threshold: the gate is open where that reward is at least this.
-        normalize: compare the reward before it is weighted: `group` gives its distance from the
-            mean of the prompt's completions in standard deviations, `batch` from that of all
-            completions of this process.
-        schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
-    """
-
-    function: str | Callable[..., Any]
-    weight: float = 1.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    gate: str | None = None
-    gate_threshold: float = 1.0
-    normalize: Normalize = "none"
-    schedule: dict[int, float] = field(default_factory=dict)
 
 
 class Scorer:
@@ -74,21 +41,13 @@ class Scorer:
         max_iterations: int | None = None,
     ) -> None:
         one_of("reward_format", reward_format, get_args(RewardFormat))
-        require(bool(parts), "there are no rewards; give at least one under `rewards`")
         self.parts = named_rewards(parts)
         self.max_iterations = max_iterations
-        for name, part in self.parts.items():
-            _check_weight(name, part)
-            _check_shaping(name, part, list(self.parts))
-        self.functions = {
-            name: resolved(name, part.function, part.kwargs) for name, part in self.parts.items()
-        }
+        self.functions = checked(self.parts)
+        self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
-        _check_names(list(self.parts))
-        _check_duplicates(self.parts, self.functions)
         self.weights = {name: float(part.weight) for name, part in self.parts.items()}
-        require(any(self.weights.values()), f"every reward has weight 0: {', '.join(self.parts)}")
 
     @property
     def failures(self) -> dict[str, dict[str, int]]:
@@ -178,15 +137,11 @@ class Scorer:
         `numbers` are those of the prompts, for messages.
         """
         num_rows = len(rows["completions"])
-        require(
-            group_size > 0 and num_rows > 0 and num_rows % group_size == 0,
-            f"{num_rows} completions do not make whole groups of {group_size}",
-        )
-        for name, values in rows.items():
-            require(
-                len(values) == num_rows,
-                f"column '{name}' has {len(values)} entries for {num_rows} completions",
-            )
+        if min(group_size, num_rows) < 1 or num_rows % group_size:
+            raise ValueError(f"{num_rows} completions do not make whole groups of {group_size}")
+        lengths = {name: len(values) for name, values in rows.items() if len(values) != num_rows}
+        for name, length in lengths.items():
+            raise ValueError(f"column '{name}' has {length} entries for {num_rows} completions")
         if self.reward_format == "chat":
             rows["prompts"] = [_messages("user", text) for text in rows["prompts"]]
             rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
@@ -199,15 +154,15 @@ class Scorer:
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
         function, kwargs = self.functions[name], self.parts[name].kwargs
-        named, takes_all = parameters(function)
+        named, takes_all = self.asks[name]
         known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
-        require(
-            not missing,
-            f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
-            f" ({', '.join(sorted(rows))}) nor among its kwargs; map a column of the data set"
-            " to that name",
-        )
+        if missing:
+            raise ValueError(
+                f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
+                f" ({', '.join(sorted(rows))}) nor among its kwargs; map a column of the data set"
+                " to that name"
+            )
         # A kwarg goes before a column of its name. The context is only for those who name it, as
         # functions with `**kwargs` often hand everything on.
         by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
@@ -283,31 +238,6 @@ class Scorer:
         return gated(parts[name], gate, part.gate_threshold, part.normalize, precision)
 
 
-def named_rewards(parts: Mapping[str, Any] | Sequence[Callable[..., Any]]) -> dict[str, Reward]:
-    """Rewards by name: a bare function counts 1, and those in a list are named after themselves.
-
-    Example:
-        >>> named_rewards([len])["len"].weight
-        1.0
-    """
-    if isinstance(parts, Sequence):
-        names = [_name_of(each) for each in parts]
-        require(
-            len(set(names)) == len(names),
-            f"rewards: several functions of a list have the same name: {', '.join(names)}; give"
-            " {name: function}",
-        )
-        parts = dict(zip(names, parts, strict=True))
-    return {
-        name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
-    }
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    known = function if "__name__" in dir(function) else type(function)
-    return str(known.__name__)
-
-
 def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:
     """{column: {row: value}} of what functions logged by `log_extra`."""
     merged: dict[str, dict[int, Any]] = {}
@@ -321,43 +251,72 @@ def _messages(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def _check_weight(name: str, part: Reward) -> None:
-    number = isinstance(part.weight, int | float) and not isinstance(part.weight, bool)
-    require(
-        number and isfinite(part.weight),
-        f"the weight of reward '{name}' must be a finite number, got {part.weight!r}",
-    )
+EPS = 1e-4
 
 
-def _check_shaping(name: str, part: Reward, names: Sequence[str]) -> None:
-    others = [other for other in names if other != name]
-    require(
-        part.gate is None or part.gate in others,
-        f"the gate of reward '{name}' is {part.gate!r}{did_you_mean(str(part.gate), others)}; it"
-        f" must name another reward: {', '.join(others) or 'there is none'}",
-    )
-    one_of(f"normalize of reward '{name}'", part.normalize, get_args(Normalize))
-    for iteration, factor in part.schedule.items():
-        require(
-            isinstance(iteration, int) and iteration >= 0 and isfinite(factor),
-            f"the schedule of reward '{name}' must map iterations to factors, such as"
-            f" {{0: 1.0, 200: 0.0}}, got {iteration!r}: {factor!r}",
-        )
+def normalized(values: Tensor, how: Normalize, precision: float) -> Tensor:
+    """Distance from the mean, in standard deviations.
+
+    Numbers that are equal but for rounding get exactly 0.
+
+    Args:
+        values: [B, G]; NaN is left out and stays.
+        how: `group` compares each row of the tensor, `batch` all of it, `none` nothing.
+        precision: machine epsilon of the arithmetic that the values came in.
+
+    Returns:
+        [B, G].
+    """
+    if how == "none":
+        return values
+    compared = values if how == "group" else values.reshape(1, -1)
+    # (x - mean) / (std + eps), with n - 1 in the standard deviation
+    missing = compared.isnan()
+    distance = compared - compared.nanmean(1, keepdim=True)
+    others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
+    std = (distance.square().nansum(1, keepdim=True) / others).sqrt()
+    high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
+    low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
+    largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    # Rounding errors would be blown up by a standard deviation that is one itself.
+    equal = high - low <= 4 * precision * largest
+    result = torch.where(equal & ~missing, 0.0, distance / (std + EPS))
+    return result.view(values.shape)
 
 
-def _check_names(names: Sequence[str]) -> None:
-    keys = RewardTable.stat_names(names)
-    for name in names:
-        require(
-            keys.count(name) == 1,
-            f"a reward cannot be named '{name}': reward/{name} is logged already",
-        )
+def gated(values: Tensor, gate: Tensor, threshold: float, how: Normalize, eps: float) -> Tensor:
+    """The values where the gate is open, 0 where it is closed.
+
+    Only values behind open gates are compared with each other.
+
+    Args:
+        values: [B, G].
+        gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
+        threshold: the gate is open from here on.
+        how: as in `normalized`.
+        eps: machine epsilon, as `precision` there.
+
+    Returns:
+        [B, G].
+    """
+    is_open = gate >= threshold
+    compared = normalized(values.where(is_open, torch.nan), how, eps)
+    return compared.where(is_open, 0.0).where(~gate.isnan(), torch.nan)
 
 
-def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, object]) -> None:
-    for one, other in combinations(parts, 2):
-        require(
-            functions[one] is not functions[other] or parts[one].kwargs != parts[other].kwargs,
-            f"rewards '{one}' and '{other}' are the same function with the same kwargs;"
-            " keep one and add their weights",
-        )
+def scheduled(schedule: Mapping[int, float], iteration: int) -> float:
+    """The factor at an iteration: linear between the given points, constant outside.
+
+    Args:
+        schedule: {iteration: factor}; nothing means 1.
+        iteration: finished iterations.
+
+    Example:
+        >>> scheduled({0: 1.0, 100: 0.0}, 25)
+        0.75
+    """
+    points = sorted(schedule.items()) or [(0, 1.0)]
+    # Outside of the points, the nearest one is on both sides.
+    start, low = max((p for p in points if p[0] <= iteration), default=points[0])
+    end, high = min((p for p in points if p[0] > iteration), default=points[-1])
+    return low + (high - low) * (iteration - start) / max(1, end - start)

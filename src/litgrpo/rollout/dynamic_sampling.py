@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from litgrpo.algorithm.advantages import Groups
 from litgrpo.arguments import require
 from litgrpo.parallel.comm import Comm, SingleProcess
-from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
@@ -42,7 +42,7 @@ def informative(rewards: RewardTable) -> Tensor:
 
 
 @dataclass
-class DynamicSampling:
+class DynamicSampling(AllGroups):
     """Samples other prompts in place of those whose completions were all equally good.
 
     Each resampling takes as many prompts as will do at the share that was informative so far, at
@@ -52,11 +52,11 @@ class DynamicSampling:
     Args:
         rollouter: samples.
         scorer: judges.
-        max_resamples: resamplings of an iteration at most; 0: nothing is replaced.
+        max_resamples: resamplings of an iteration at most.
         device: where prompts are put.
         comm: of the processes, which resample together.
         static_shapes: take B prompts each time, where another number would have to be compiled.
-        prompt_source: gives further prompts; needed where `max_resamples` is not 0.
+        prompt_source: gives further prompts.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -76,7 +76,7 @@ class DynamicSampling:
             ValueError: it cannot give prompts out of turn.
         """
         require(
-            not self.max_resamples or isinstance(loader, PromptSource),
+            isinstance(loader, PromptSource),
             f"max_resamples is {self.max_resamples}, but the training data cannot give prompts "
             "out of turn. Use litgrpo.PromptData, or set max_resamples to 0.",
         )
@@ -87,8 +87,6 @@ class DynamicSampling:
     ) -> tuple[Rollout, Future[RewardTable], Stats]:
         """The same number of groups, uninformative ones replaced as far as others are found.
 
-        Nothing is waited for where nothing can be replaced.
-
         Args:
             rollout: B groups.
             pending: their rewards.
@@ -98,8 +96,6 @@ class DynamicSampling:
             Rollout and rewards of B groups, and what to log instead of their own statistics: those
             of the prompts that came first, and how it went.
         """
-        if not self.max_resamples:
-            return rollout, pending, {}
         with self.rollouter.clock.phase("time/reward_s"):
             rewards = pending.result()
         first = rewards.stats() | rollout.stats()

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.clock import Clock, timed
-from litgrpo.parallel.out_of_memory import with_halving
-from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.interface import Environment, Requests, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
+
+
+class AllGroups:
+    """Learns from every group, informative or not; see `DynamicSampling`, which does not."""
+
+    def connect(self, loader: Any) -> None:
+        """No further prompts are needed."""
+
+    def replace_uninformative(
+        self, rollout: Rollout, pending: Future[RewardTable], iteration: int
+    ) -> tuple[Rollout, Future[RewardTable], Stats]:
+        """The rollout and its rewards, which are not waited for, and nothing to log."""
+        return rollout, pending, {}
 
 
 @dataclass

@@ -1,9 +1,16 @@
 from dataclasses import replace
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from litgrpo.models.attention.packing import Packing, can_share, sharing_pays, similar_lengths
+from litgrpo.models.attention.packing import (
+    Packing,
+    can_share,
+    family_buckets,
+    sharing_pays,
+    similar_lengths,
+)
 from litgrpo.models.loading import Precision, as_policy
 from litgrpo.types import TokenRows
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model
@@ -52,3 +59,28 @@ def test_rows_are_packed_only_where_it_saves_tokens():
     assert not sharing_pays(TokenRows(*prompts, ids, torch.ones_like(ids, dtype=torch.bool)))
     holes = rows().completion_mask & (torch.arange(30) != 1)
     assert not sharing_pays(replace(rows(), completion_mask=holes))
+
+
+LENGTHS = torch.tensor([3, 9, 1, 9, 4, 4, 30, 0, 2])
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(None, None), (3, None), (None, 25), (4, 31)])
+def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
+    max_rows, max_tokens
+):
+    parents = torch.tensor([0, 2, 0, 2, 2, 0, 3, 2, 0])
+    of_parents = torch.tensor([7, 99, 2, 20])
+    buckets = family_buckets(LENGTHS, of_parents, parents, max_rows=max_rows, max_tokens=max_tokens)
+    assert sorted(torch.cat(buckets).tolist()) == list(range(len(LENGTHS)))
+    for each in buckets:
+        tokens = int(LENGTHS[each].sum() + of_parents[parents[each].unique()].sum())
+        assert len(each) <= (max_rows or len(LENGTHS))
+        assert max_tokens is None or tokens <= max_tokens or len(each) == 1
+
+
+def test_a_family_stays_together_where_it_fits():
+    lengths, parents = torch.full((6,), 10), torch.tensor([0, 1, 0, 1, 0, 1])
+    buckets = family_buckets(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
+    assert [each.tolist() for each in buckets] == [[0, 2, 4], [1, 3, 5]]
+    none = torch.tensor([], dtype=torch.long)
+    assert family_buckets(none, none, none) == []

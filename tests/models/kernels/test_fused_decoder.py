@@ -4,8 +4,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
 from litgrpo.models.loading import LoRA, Precision, as_policy
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.conftest import SIZES, byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 

@@ -13,6 +13,7 @@ from tests.conftest import byte_tokenizer, tiny_model, tiny_policy
 
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")
 BOTH = Kernels(decode="onednn", learn="onednn")
+PACKED = Kernels(decode="onednn")
 
 
 def layer(kind=nn.Linear, into=96, out=160):
@@ -33,7 +34,6 @@ def test_values_and_gradients_are_those_of_the_plain_layer(kind):
     model, x = layer(kind)
     results = []
     for kernel in ("plain", "onednn"):
-        linears.install(model)
         linears.use(model, Kernels(learn=kernel))
         model.zero_grad()
         rows = x.clone().requires_grad_()
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(kind):
 def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, tolerance):
     model, x = layer(kind)
     expected = model(x)
-    linears.install(model)
+    linears.use(model, PACKED)
     with linears.packed(model, dtype), torch.no_grad():
         got = model(x)
         assert model[0].packed is not None
@@ -63,7 +63,7 @@ def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, 
 @needs_onednn
 def test_a_packed_layer_still_gives_gradients():
     model, x = layer()
-    linears.install(model)
+    linears.use(model, PACKED)
     with linears.packed(model):
         model(x).sum().backward()
     assert model[0].weight.grad.abs().sum() > 0
@@ -74,7 +74,6 @@ def test_under_autocast_packed_layers_answer_in_its_type():
     model, x = layer()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         expected = model(x)
-        linears.install(model)
         linears.use(model, BOTH)
         assert torch.equal(model(x), expected)
         with linears.packed(model):
@@ -87,7 +86,6 @@ def test_float64_stays_plain():
     model, x = layer()
     model.double()
     expected = model(x.double())
-    linears.install(model)
     linears.use(model, BOTH)
     with linears.packed(model), torch.no_grad():
         assert torch.equal(model(x.double()), expected)
@@ -105,7 +103,7 @@ def test_without_the_operators_every_layer_is_plain(monkeypatch):
         policy = tiny_policy("qwen2")
         assert linears.choose(policy.model, "onednn") == Kernels()
         with linears.packed(policy.model):
-            assert all(layer.packed is None for layer in linears.fast_linears(policy.model))
+            assert not any(type(layer) in linears.PLAIN for layer in linears.linears(policy.model))
     linears.onednn_works.cache_clear()
 
 
@@ -128,14 +126,14 @@ def test_the_shape_with_most_weights_decides(monkeypatch):
     small, large = nn.Linear(8, 8), nn.Linear(512, 1536)
     for layers, decode in (([small], "plain"), ([small, large], "onednn")):
         model = nn.Sequential(*layers)
-        linears.install(model)
+        linears.use(model, PACKED)
         assert {linears.choose(model, "auto") for _ in range(3)} == {Kernels(decode=decode)}
 
 
 def test_names_shapes_and_export_stay(architecture, tmp_path):
     plain = tiny_model(architecture)
     policy = tiny_policy(architecture)
-    assert linears.fast_linears(policy.model)
+    assert linears.linears(policy.model)
     state, expected = policy.model.state_dict(), plain.state_dict()
     assert state.keys() == expected.keys()
     policy.use_kernels(BOTH)
@@ -168,7 +166,7 @@ def test_a_policy_thinks_the_same_with_every_kernel(architecture):
 def test_adapters_and_the_weights_under_them_take_the_kernel(tmp_path):
     precision = Precision(kernels="onednn")
     policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=LoRA(4))
-    layers = linears.fast_linears(policy.model)
+    layers = linears.linears(policy.model)
     assert all(layer.kernel == "onednn" for layer in layers)
     assert sum("lora" in name for name, _ in policy.named_parameters()) < len(layers)
     ids = torch.arange(3, 9)[None]
@@ -194,3 +192,13 @@ def test_kernels_are_tried_alike_wherever_they_are_first_asked_for(works):
         works.cache_clear()
         with around:
             assert works() == expected
+
+
+def test_plain_layers_are_the_librarys_own():
+    policy = tiny_policy("gpt2")
+    assert {type(layer) for layer in linears.linears(policy.model)} == {nn.Linear, Conv1D}
+    if linears.onednn_works():
+        policy.use_kernels(BOTH)
+        assert {type(layer) for layer in linears.linears(policy.model)} == {*linears.PLAIN}
+        policy.use_kernels(Kernels())
+        assert {type(layer) for layer in linears.linears(policy.model)} == {nn.Linear, Conv1D}

@@ -6,7 +6,8 @@ import pytest
 from sacrebleu import sentence_bleu
 
 from litgrpo.rewards.library import dialogue
-from litgrpo.rewards.scorer import Reward, Scorer
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 
 SAID = ["i have two dogs .", "i like cats .", ""]
 GIVEN = [["i have two big dogs ."], ["no , i do not like dogs ."], ["hello"]]

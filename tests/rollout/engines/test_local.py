@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from litgrpo.rollout.engines.interface import Requests
-from litgrpo.rollout.engines.local import LocalEngine, _compacted
-from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine, _compacted
+from litgrpo.rollout.interface import Requests
+from litgrpo.rollout.sampling import Drawn, Sampling
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.engines.test_engines import (
     GROUP,
@@ -54,3 +54,60 @@ def test_rows_that_ended_are_replaced_by_the_last_ones():
     active = torch.tensor([True, False, True, False, True, True])
     assert _compacted(active, 4).tolist() == [0, 4, 2, 5]
     assert _compacted(torch.ones(3, dtype=torch.bool), 3).tolist() == [0, 1, 2]
+
+
+END, PAD = 2, 0
+IS_END = torch.arange(10) == END
+
+
+def drawn(*tokens, candidates=None):
+    candidates = None if candidates is None else torch.tensor(candidates).int()
+    return Drawn(torch.tensor(tokens), -torch.tensor(tokens).double(), candidates)
+
+
+def empty():
+    return CompletionBuffer.empty(torch.Size([2, 4]), PAD, torch.device("cpu"))
+
+
+def by_columns():
+    """Row 0 says 5, 2; row 1 says 7, 8, 9."""
+    buffer, rows = empty(), torch.arange(2)
+    steps = [drawn(5, 7), drawn(END, 8), drawn(6, 9)]
+    for column, each in enumerate(steps):
+        buffer.write_column(column, rows, each, torch.tensor([END]))
+    return buffer
+
+
+def at_once():
+    """The same, as an engine writes it after the last step."""
+    buffer = empty()
+    places = [torch.tensor([0, 4]), torch.tensor([1, 5]), torch.tensor([1, 6])]
+    active = [torch.tensor([True, True])] * 2 + [torch.tensor([False, True])]
+    steps = [drawn(5, 7), drawn(END, 8), drawn(6, 9)]
+    buffer.write_steps(zip(places, active, steps, strict=True), IS_END)
+    return buffer
+
+
+def test_both_ways_of_writing_give_the_same_rollout():
+    for buffer in (by_columns(), at_once()):
+        rollout = buffer.rollout(prompt_batch("a"), group_size=2)
+        assert rollout.completion_ids.tolist() == [[5, 2, 0], [7, 8, 9]]
+        assert rollout.completion_mask.tolist() == [[True, True, False], [True, True, True]]
+        assert rollout.sampler_logprobs.tolist() == [[-5, -2, 0], [-7, -8, -9]]
+        assert rollout.truncated.tolist() == [False, True]
+        assert rollout.candidate_ids is None
+
+
+def test_columns_that_no_row_uses_are_cut_off_but_one_stays():
+    rollout = empty().rollout(prompt_batch("a"), group_size=2)
+    assert rollout.completion_ids.shape == (2, 1)
+    assert not rollout.completion_mask.any()
+
+
+def test_candidates_of_different_widths_are_filled_up():
+    buffer, rows = empty(), torch.arange(2)
+    ends = torch.tensor([END])
+    buffer.write_column(0, rows, drawn(END, 7, candidates=[[END], [7]]), ends)
+    buffer.write_column(1, rows, drawn(6, 8, candidates=[[6, 5], [8, 9]]), ends)
+    candidates = buffer.rollout(prompt_batch("a"), group_size=2).candidate_ids
+    assert candidates.tolist() == [[[END, -1], [-1, -1]], [[7, -1], [8, 9]]]

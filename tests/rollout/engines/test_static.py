@@ -10,9 +10,9 @@ from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading import LoRA, as_policy
 from litgrpo.parallel.device import Backend
 from litgrpo.rollout.engines import static as static_engine
-from litgrpo.rollout.engines.interface import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.models.attention.test_packed_shared_prefix import SPECIAL, model_of_type

@@ -1,9 +1,11 @@
 """What of a recipe the plan reads."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from litgrpo.models.loading import LoRA
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.training import bucket, read
 
@@ -43,3 +45,13 @@ def test_rows_of_a_micro_batch_are_those_of_the_update(words, rows):
 def test_the_reference_is_a_model_of_its_own_where_it_must_be(words, own):
     training = read(PlanCLI(["-c", GEMMA, *words]).config)
     assert (training.reference is not None) == own
+
+
+def test_a_changed_recipe_keeps_its_models_unless_the_adapters_are_others():
+    training = read(PlanCLI(["-c", str(CONFIGS / "quickstart.yaml")]).config)
+    smaller = training.changed(work=replace(training.work, micro_rows=2))
+    assert smaller.models is training.models
+    sizes = [sum(item.size for item in each.account(1)) for each in (smaller, training)]
+    assert sizes[0] < sizes[1]
+    adapted = training.changed(lora=LoRA(rank=2), reference=None)
+    assert adapted.models["blueprint"].trained != training.models["blueprint"].trained

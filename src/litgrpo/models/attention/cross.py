@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from litgrpo.models.attention.scores import PromptGrid
+from litgrpo.models.attention.decode_shared_prefix import PromptGrid
 
 
 class CrossAttention:

@@ -18,11 +18,31 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
-from litgrpo.models.attention.scores import PromptGrid, query_scale, softcapped
 from litgrpo.models.policy import DecodeState
-from litgrpo.tensors import widened
+from litgrpo.tensors import query_scale, softcapped, widened
 
 SHARED_PREFIX = "litgrpo_shared_prefix"
+
+
+class PromptGrid:
+    """A cell [B, width] for each row: rows of one prompt become rows of one matrix product.
+
+    Args:
+        prompt_of: [n] prompt of each row, in any order.
+        num_prompts: B.
+    """
+
+    def __init__(self, prompt_of: Tensor, num_prompts: int) -> None:
+        members = torch.bincount(prompt_of, minlength=num_prompts)
+        self.width = int(members.max())
+        numbers = torch.arange(len(prompt_of), device=prompt_of.device)
+        order = prompt_of.argsort(stable=True)
+        # Place among the rows of the same prompt: the number in order less that of the first.
+        place = torch.empty_like(order)
+        place[order] = numbers - (members.cumsum(0) - members)[prompt_of[order]]
+        self.cell_of_row = prompt_of * self.width + place
+        self.row_of_cell = order.new_zeros(num_prompts * self.width)  # empty: any row
+        self.row_of_cell[self.cell_of_row] = numbers
 
 
 class Window(NamedTuple):

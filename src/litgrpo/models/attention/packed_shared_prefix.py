@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from litgrpo.models.attention import packed_flash as flash
 from litgrpo.models.attention.packing import Packing
-from litgrpo.models.attention.scores import softcapped, within
+from litgrpo.tensors import softcapped, within
 
 PACKED = "litgrpo_packed_shared_prefix"
 

@@ -8,6 +8,7 @@ Prefix Grouper (arXiv:2506.05433).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -194,3 +195,62 @@ def similar_lengths(lengths: Tensor, least: int = 16, share: float = 0.6) -> lis
         parts.append(order[begin:end])
         begin = end
     return parts
+
+
+def family_buckets(
+    lengths: Tensor,
+    of_parents: Tensor,
+    parents: Tensor,
+    *,
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
+) -> list[Tensor]:
+    """Rows gathered by parent, so that what they share is in as few micro-batches as can be.
+
+    A family that does not fit beside the others opens the next bucket; one that does not fit into
+    a bucket of its own is divided.
+
+    Args:
+        lengths: [M] tokens of each row.
+        of_parents: [B] tokens of each parent; they count once in every bucket with a child.
+        parents: [M] the parent of each row.
+        max_rows: rows of a bucket at most; None sets no limit.
+        max_tokens: tokens of a bucket at most; a longer single row gets one of its own.
+
+    Returns:
+        Lists of row numbers; together every row once.
+
+    Example:
+        >>> family_buckets(
+        ...     torch.tensor([1, 2, 3, 4]), torch.tensor([5, 5]), torch.tensor([0, 1, 0, 1]),
+        ...     max_tokens=12,
+        ... )
+        [tensor([0, 2]), tensor([1, 3])]
+    """
+    most_rows = len(lengths) if max_rows is None else max_rows
+    most_tokens = float("inf") if max_tokens is None else max_tokens
+
+    def pieces(rows: list[int], costs: list[int], shared: int) -> Iterator[tuple[list[int], int]]:
+        """A family's rows, in parts that fit into a bucket each, and the tokens of each part."""
+        part: list[int] = []
+        tokens = shared
+        for row, cost in zip(rows, costs, strict=True):
+            if part and (len(part) == most_rows or tokens + cost > most_tokens):
+                yield part, tokens
+                part, tokens = [], shared
+            part.append(row)
+            tokens += cost
+        yield part, tokens
+
+    buckets: list[list[int]] = []
+    room = 0.0
+    for parent in sorted(set(parents.tolist())):
+        family = (parents == parent).nonzero().squeeze(1)
+        shared = int(of_parents[parent])
+        for part, tokens in pieces(family.tolist(), lengths[family].tolist(), shared):
+            if not buckets or tokens > room or len(buckets[-1]) + len(part) > most_rows:
+                buckets.append([])
+                room = most_tokens
+            buckets[-1] += part
+            room -= tokens
+    return [torch.tensor(rows, device=lengths.device) for rows in buckets]

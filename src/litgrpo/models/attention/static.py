@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, EncoderDecoderCache
 
-from litgrpo.models.attention.scores import query_scale, softcapped, within
-from litgrpo.tensors import index_copy, widened
+from litgrpo.tensors import query_scale, softcapped, widened, within
 
 STATIC = "litgrpo_static"
 
@@ -288,3 +287,20 @@ def static_attention(
 
 
 AttentionInterface.register(STATIC, static_attention)
+
+
+def index_copy(whole: Tensor, dim: int, place: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part copied to where `place`, a tensor, says.
+
+    In place, but for graphs that are compiled: they give a new tensor and leave the old one alone.
+
+    Args:
+        whole: [...] n entries along `dim`.
+        dim: along which to write.
+        place: [k] int64 below n.
+        part: like `whole`, with k entries along `dim`; of any type.
+    """
+    part = part.to(whole.dtype)
+    if torch.compiler.is_compiling():
+        return whole.index_copy(dim, place, part)
+    return whole.index_copy_(dim, place, part)

@@ -119,17 +119,12 @@ class _Fast(nn.Module):
     kernel: Kernel = "plain"
     packed: PackedLinear | None = None
 
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as [out, in]."""
-        return self.weight
-
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if self.packed is not None and not torch.is_grad_enabled():
             return self.packed(x)
         if self.kernel == "onednn" and _is_plain_float32(x, self.weight):
-            return _OneDnn.apply(x, self.matrix, self.bias)
+            return _OneDnn.apply(x, matrix(self), self.bias)
         return super().forward(x)
 
 
@@ -140,13 +135,9 @@ class FastLinear(_Fast, nn.Linear):
 class FastConv1D(_Fast, Conv1D):
     """GPT-2's linear layer, which holds its weight transposed."""
 
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as [out, in]."""
-        return self.weight.t()
 
-
-FAST: dict[type[nn.Module], type[_Fast]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
+FAST: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
+PLAIN = {fast: plain for plain, fast in FAST.items()}
 
 
 def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
@@ -155,27 +146,32 @@ def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
     return same and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
-def fast_linears(model: nn.Module) -> list[_Fast]:
+def linears(model: nn.Module) -> list[Any]:
     """The model's linear layers that can change their kernel, adapters' among them."""
-    return [module for module in model.modules() if isinstance(module, _Fast)]
+    return [module for module in model.modules() if type(module) in FAST.keys() | PLAIN.keys()]
 
 
-def install(model: nn.Module) -> None:
-    """Let every linear layer choose its kernel; names, parameters and results stay."""
-    for module in model.modules():
-        if type(module) in FAST:
-            module.__class__ = FAST[type(module)]
+def matrix(layer: Any) -> Tensor:
+    """The weight of a linear layer as [out, in]."""
+    return layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
 
 
 def use(model: nn.Module, kernels: Kernels) -> None:
-    """Take a kernel for the forward and backward passes; `packed` is the one for decoding."""
+    """Take a kernel for the forward and backward passes; `packed` is the one for decoding.
+
+    Layers change their class, so that plain ones cost no more than the library's; names, parameters
+    and results stay.
+    """
     if kernels != Kernels() and not onednn_works():
         raise ValueError(
             "This torch cannot reach the kernels that were chosen (of a checkpoint of another "
             "machine?). Give precision.kernels: plain, and leave the checkpoint's choice out."
         )
-    for module in fast_linears(model):
-        module.kernel = kernels.learn
+    plain = kernels == Kernels()
+    for layer in linears(model):
+        kind = type(layer)
+        layer.__class__ = PLAIN.get(kind, kind) if plain else FAST.get(kind, kind)
+        layer.kernel = kernels.learn
 
 
 @contextmanager
@@ -186,16 +182,16 @@ def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]
     oneDNN cannot be reached, or the weights are neither float32 nor bfloat16, nothing happens.
 
     Args:
-        model: the model, its layers installed.
+        model: the model, its kernels chosen; plain layers stay as they are.
         dtype: to compute in; None takes the weights'. Results keep the type of the inputs.
     """
     autocast = torch.is_autocast_enabled("cpu")
     if autocast:
         dtype = torch.get_autocast_dtype("cpu")
-    layers = [layer for layer in fast_linears(model) if can_pack(layer.weight)]
+    layers = [each for each in linears(model) if type(each) in PLAIN and can_pack(each.weight)]
     try:
         for layer in layers:
-            layer.packed = PackedLinear(layer.matrix, layer.bias, dtype=dtype, widen=not autocast)
+            layer.packed = PackedLinear(matrix(layer), layer.bias, dtype=dtype, widen=not autocast)
         yield
     finally:
         for layer in layers:
@@ -226,13 +222,13 @@ def choose(model: nn.Module, choice: KernelChoice) -> Kernels:
     """The kernels to compute with: those asked for, or what the size of the weights says.
 
     Args:
-        model: the model, its layers installed.
+        model: the model.
         choice: `auto` looks at the shape that holds most of the model's weights.
     """
     shapes: Counter[tuple[int, ...]] = Counter()
-    for layer in fast_linears(model):
+    for layer in linears(model):
         if can_pack(layer.weight):
-            shapes[tuple(layer.matrix.shape)] += layer.weight.numel()
+            shapes[tuple(matrix(layer).shape)] += layer.weight.numel()
     if choice == "plain" or not shapes:
         return Kernels()
     if choice == "onednn":

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from litgrpo.arguments import at_least, require
-from litgrpo.models.policy import Policy, StaticState
+from litgrpo.models.attention.static import StaticState, index_copy
+from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Backend, backend
-from litgrpo.rollout.engines.interface import Requests, RolloutEngine
+from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
-from litgrpo.tensors import index_copy
 from litgrpo.types import PromptBatch, Rollout
 
 

@@ -98,15 +98,15 @@ def fits(items: Sequence[Item], chip: str) -> bool:
 def remedies(training: Training, number: int) -> Iterator[tuple[str, Training]]:
     """What a user could change, one after another and each on top of those before."""
     if not training.checkpointing:
-        training = replace(training, checkpointing=True)
+        training = training.changed(checkpointing=True)
         yield "--model.precision.gradient_checkpointing true", training
     most = training.work.micro_rows
     for rows in (rows for rows in MICRO_BATCHES if number <= rows < most):
-        training = replace(training, work=replace(training.work, micro_rows=rows))
+        training = training.changed(work=replace(training.work, micro_rows=rows))
         yield f"--model.update.micro_batch_size {rows}", training
     if training.lora is None and training.work.rollouts:
         lora = LoRA()
-        yield f"--model.lora.rank {lora.rank}", replace(training, lora=lora, reference=None)
+        yield f"--model.lora.rank {lora.rank}", training.changed(lora=lora, reference=None)
 
 
 def as_text(training: Training, items: Sequence[Item], chip: str, number: int) -> Iterator[str]:

@@ -71,6 +71,13 @@ class Training:
             "computed": self.compute and self.blueprint(self.compute),
         }
 
+    def changed(self, **settings: Any) -> Training:
+        """The same recipe with other settings; models are built again only for other adapters."""
+        other = replace(self, **settings)
+        if other.lora == self.lora:
+            vars(other)["models"] = self.models
+        return other
+
     def undivided(self, number: int) -> str | None:
         """What cannot be divided evenly over so many chips, in words; None if everything can.
 

@@ -1,16 +1,71 @@
-"""An environment that answers in the middle: what it said is read, and not learned from."""
+from dataclasses import FrozenInstanceError, replace
 
-from dataclasses import replace
-
+import pytest
 import torch
+from jsonargparse import ArgumentParser
 
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.environment import Environment, SingleTurn
+from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.interface import Environment, Requests, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import Rollout
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import GROUP, LENGTH, learner_of, rewards_of, rollouter_of
+
+
+class Plain(RolloutEngine):
+    """The least that an engine must define."""
+
+    def generate(self, requests):
+        return LocalEngine().generate(requests)
+
+
+def requests_for(num_prompts=2, group_size=3, length=4):
+    prompts = prompt_batch(*"ab"[:num_prompts])
+    uniforms = torch.zeros(num_prompts * group_size, length, dtype=torch.float64)
+    return Requests(tiny_policy("qwen2"), prompts, group_size, uniforms, Sampling())
+
+
+def test_an_engine_needs_no_more_than_generate():
+    engine, requests = Plain(), requests_for()
+    engine.sync_weights(requests.policy, 0)
+    assert engine.exact
+    assert not engine.static_shapes
+    assert engine.row_limit is None
+    assert len(engine.generate(requests).completion_ids) == requests.num_rows == 6
+
+
+def test_generate_must_be_defined():
+    with pytest.raises(TypeError, match="abstract"):
+        RolloutEngine()
+
+
+def test_requests_stay_as_they_are():
+    with pytest.raises(FrozenInstanceError):
+        requests_for().group_size = 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "exact", "static_shapes", "row_limit"),
+    [
+        (LocalEngine(), True, False, None),
+        (LocalEngine(max_rows=6), True, False, 6),
+        (LocalEngine(dtype="bfloat16"), False, False, None),
+        (StaticEngine(), True, True, None),
+    ],
+)
+def test_engines_say_what_they_can(engine, exact, static_shapes, row_limit):
+    said = (engine.exact, engine.static_shapes, engine.row_limit)
+    assert said == (exact, static_shapes, row_limit)
+
+
+def test_a_recipe_names_an_engine_by_its_class_path():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(RolloutEngine, "engine")
+    path = "litgrpo.rollout.engines.local.LocalEngine"
+    given = {"engine": {"class_path": path, "init_args": {"max_rows": 8}}}
+    assert parser.instantiate(parser.parse_object(given)).engine == LocalEngine(max_rows=8)
+
 
 ANSWER = [80, 81]
 

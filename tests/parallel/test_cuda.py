@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from litgrpo.parallel.cuda_graphs import MOST_KEPT, Replayed
+from litgrpo.parallel.cuda import MOST_KEPT, Replayed
 from litgrpo.parallel.device import Backend
 from litgrpo.rollout.engines import static as static_engine
-from litgrpo.rollout.engines.interface import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for

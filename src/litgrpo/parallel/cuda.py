@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from litgrpo.parallel.device import Backend, Function
+
 Run = Callable[[], Any]
 # Recordings that are kept for each module; each keeps the memory of its tensors.
 MOST_KEPT = 4
@@ -116,3 +118,25 @@ def _state(module: nn.Module) -> tuple[Hashable, ...]:
 def _kind(leaf: Any) -> Hashable:
     """What a recording depends on: a tensor's shape and type, a constant's value."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+class CudaBackend(Backend):
+    """A GPU; the functions that are to be replayed become CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.replayed: dict[Function, Replayed] = {}
+
+    def synchronize(self) -> None:
+        """See `Backend.synchronize`."""
+        torch.cuda.synchronize(self.device)
+
+    def compile(self, function: Function, *, replay: bool = False) -> Function:
+        """See `Backend.compile`."""
+        if not replay:
+            return function
+        return self.replayed.setdefault(function, Replayed(function))
+
+    def peak_memory_gib(self) -> float:
+        """See `Backend.peak_memory_gib`."""
+        return torch.cuda.max_memory_allocated(self.device) / 2**30
