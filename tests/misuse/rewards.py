@@ -36,7 +36,7 @@ def lists(completions):
     return [[1.0]] * len(completions)
 
 def short(completions):
-    return [1.0]
+    return [1.0] * 3
 
 def huge(completions):
     return [1e38 * n for n in range(1, 1 + len(completions))]
@@ -81,7 +81,7 @@ PROBES = [
     failing("nans", "returned nan: 4"),
     failing("texts", "returned str: 4"),
     failing("lists", "returned list: 4"),
-    failing("short", "returned 1 rewards for"),
+    failing("short", "returned 3 rewards for"),
     failing("huge", "beyond 1e+15"),
     Probe(
         "a reward beside the recipe, with a module beside it",
