@@ -44,6 +44,11 @@ class Reward:
     normalize: Normalize = "none"
     schedule: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it is made into something else before it is weighted."""
+        return self.gate is not None or self.normalize != "none"
+
 
 def named_rewards(parts: Mapping[str, Any] | Sequence[Callable[..., Any]]) -> dict[str, Reward]:
     """Rewards by name: a bare function counts 1, and those in a list are named after themselves.
