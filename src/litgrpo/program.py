@@ -11,9 +11,11 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from litgrpo.arguments import add_folders
 from litgrpo.cli.streams import outlive_readers
 
 LIGHTNING_VERBS = {
@@ -111,6 +113,7 @@ def run(verb: str, words: list[str]) -> None:
     from litgrpo.cli.recipes import with_classes
     from litgrpo.tools.convert import converted
 
+    add_folders([*recipe_folders(words), os.getcwd()])  # where a recipe's own rewards may lie
     with TemporaryDirectory() as folder:
         words = with_classes(verb, current_words(words, Path(folder), converted))
         sys.argv[2:] = words
@@ -120,6 +123,13 @@ def run(verb: str, words: list[str]) -> None:
             import_module(COMMANDS[verb][0]).plan()
         else:
             run_function(verb, words, Path(folder))
+
+
+def recipe_folders(words: list[str]) -> list[str]:
+    """The folders of the recipes on a command line."""
+    split = [part for word in words for part in word.split("=", 1)]
+    given = [word for flag, word in pairwise(split) if flag in ("-c", "--config", "--recipe")]
+    return [str(Path(word).parent) for word in given if Path(word).is_file()]
 
 
 def run_trainer() -> None:
@@ -157,7 +167,7 @@ def users_mistake(error: BaseException) -> str:
     jsonargparse wraps what a constructor raises. An error from anywhere else, or an unforeseen one
     in our own constructors, is a bug, and its traceback is worth reading.
     """
-    from litgrpo.cli.errors import refused
+    from litgrpo.cli.errors import constructor_reason, refused
 
     link: BaseException | None = error
     ours = False
@@ -166,9 +176,11 @@ def users_mistake(error: BaseException) -> str:
         raised_by = frames[-1].f_globals.get("__name__", "") if frames else ""
         ours = raised_by.partition(".")[0] == "litgrpo"
         checked = isinstance(link, ValueError | FileNotFoundError) and ours
-        # By its name, because to import Lightning takes seconds.
-        if checked or type(link).__name__ == "MisconfigurationException":
+        # By their names, because to import Lightning takes seconds.
+        if checked or type(link).__name__ in ("MisconfigurationException", "RewardFailure"):
             return str(link)
+        if said := constructor_reason(str(link)):
+            return said
         link = link.__cause__
     return "" if ours else refused(error)
 

@@ -5,7 +5,7 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from litgrpo.arguments import import_by_path
-from litgrpo.cli.errors import OF_VERBS
+from litgrpo.cli.errors import OF_VERBS, constructor_reason, explain
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 
@@ -124,3 +124,23 @@ def test_a_constructor_that_refuses_is_heard(cli):  # noqa: F811
         "fit", "-c", "recipe.yaml", "--trainer.logger", "tests.cli.test_errors.Logger"
     )
     assert (code, err) == (2, "error: Logger cannot be made: needs a moon that is full\n")
+
+
+def test_a_setting_of_a_class_that_is_not_chosen_says_what_to_write():
+    told = explain(
+        'Parser key "model":\n  Parser key "reward_runner":\n'
+        "    Expected an instantiatable class, but litgrpo.rewards.RewardRunner is abstract"
+    )
+    assert "give --model.reward_runner CLASS" in told
+
+
+def test_a_class_that_refuses_its_settings_is_heard_out_of_the_tree():
+    tree = (
+        "Does not validate against any of the Union subtypes\n"
+        "Subtypes: [<class 'str'>, collections.abc.Callable]\nErrors:\n"
+        "  - Expected a <class 'str'>\n  - rubric: highest is 0; it must be above 0\n"
+        "Given value: 1"
+    )
+    assert constructor_reason(tree) == "rubric: highest is 0; it must be above 0"
+    assert constructor_reason("rubric: highest is 0") is None
+    assert constructor_reason(tree.replace("rubric", "a bug")) is None

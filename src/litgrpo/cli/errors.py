@@ -17,7 +17,7 @@ from litgrpo.arguments import import_by_path
 
 KEY = re.compile(r"""Parser key ["'](.+?)["']:\s*(.*)""")
 CALLABLE = re.compile(
-    r"Type typing\.Callable\[.+ expects a function or a callable class: "
+    r"Type (?:typing|collections\.abc)\.Callable\[.+ expects a function or a callable class: "
     r"(.*?)(?:\.+ Got value: .*class_path='([\w.]+)'.*)?$"
 )
 GIVEN_CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
@@ -38,6 +38,10 @@ UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (.+)|Unable to load config \"(.+)\""
     r"|Subclasses are disabled for \w+, thus '(.+)' is not accepted"
 )
+ABSTRACT = re.compile(r"Expected an instantiatable class, but (.+) is abstract")
+UNION = "Does not validate against any of the Union subtypes"
+# What checks of reward classes begin with; anything else may be a bug of somebody's class.
+OURS = re.compile(r"^\s*- ((?:rubric|judge|reward model|reward_runner)\b.+)$", re.MULTILINE)
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 TYPE = re.compile(r"Expected a (.+?)(?:\. Got value: (.+))?$")
 VALUE = re.compile(r"Given value: (.+?)(?:\. Got value: .*)?$")
@@ -90,6 +94,12 @@ def explain(message: str, keys: Sequence[str] = ()) -> str:
     return " ".join(message.split())
 
 
+def constructor_reason(message: str) -> str | None:
+    """What a reward class says against its settings, out of the tree of types that were tried."""
+    reasons = OURS.findall(message) if message.startswith(UNION) else []
+    return reasons[-1] if reasons else None
+
+
 class _Trail:
     """The way down the message's tree, to the first reason."""
 
@@ -107,6 +117,7 @@ class _Trail:
             (UNKNOWN_KEY, self.unknown_key),
             (UNKNOWN_IN_GROUP, self.unknown_in_group),
             (UNKNOWN_CLASS, self.unknown_class),
+            (ABSTRACT, self.which_class),
             (REQUIRED, self.missing),
             (TYPE, self.wrong_type),
             (VALUE, self.wrong_value),
@@ -160,6 +171,13 @@ class _Trail:
             return unknown_function(self.key, _first(found), default)
         bases = self.bases or [argument_class(self.owner, self.since_owner)]
         return unknown_class(self.key, _first(found), bases)
+
+    def which_class(self, found: re.Match[str]) -> str:
+        known = sorted(c.__name__ for c in _under(found[1]))
+        return (
+            f"{self.key} has settings but no class: give --{self.key} CLASS before them (a recipe:"
+            f" class_path), where CLASS is one of {', '.join(known)}"
+        )
 
     def missing(self, found: re.Match[str]) -> str:
         return missing(self.path, found[1], self.owner, recipe="model" in self.keys)

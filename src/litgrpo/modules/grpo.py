@@ -34,6 +34,7 @@ from litgrpo.modules.assembly import (
     Settings,
     changing,
     check_device,
+    check_overrides,
     check_sizes,
     check_trainer_precision,
     corrected,
@@ -55,7 +56,7 @@ from litgrpo.modules.trainer import (
 )
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
-from litgrpo.rewards.parts import Reward, RewardFormat
+from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
@@ -109,6 +110,8 @@ class GRPO(LightningModule):
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
 
+    scorer_class: type[Scorer] = Scorer  # whose `combine` makes rewards of what functions gave
+
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
         pretrained: str,
@@ -144,8 +147,7 @@ class GRPO(LightningModule):
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.pretrained = pretrained
         self.reference_path = reference
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations = max_iterations
         self.max_generated_tokens = max_generated_tokens
         self.lora = lora
@@ -162,8 +164,9 @@ class GRPO(LightningModule):
             seed=seed,
         )
         self.coefficients = coefficients_of(controllers, corrected(objective, engine))
-        rewards = rewards | overlong(soft_overlong, max_completion_len)
-        self.scorer = Scorer(rewards, reward_format, reward_runner, max_iterations)
+        check_overrides(type(self))
+        parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
+        self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
@@ -267,6 +270,7 @@ class GRPO(LightningModule):
             rewards = pending.result()
         experience = self.learner.experience(rollout, rewards, logprobs)
         reports = self.learner.update(experience, TrainerStepper(self))
+        self.log_dict(rewards.metrics)
         self.log_iteration(rewards.stats() | rollout.stats() | first, experience, reports)
         shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
         return shown | {"advantages": advantages_of(experience, rewards)}
@@ -348,6 +352,7 @@ class GRPO(LightningModule):
             self.configure_model()
         checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
+        checkpoint["judges"] = self.scorer.state_dict()
         save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -356,3 +361,4 @@ class GRPO(LightningModule):
         kernel_choice.restore(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
+        self.scorer.load_state_dict(checkpoint.get("judges", {}))
