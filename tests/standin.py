@@ -145,7 +145,7 @@ class StandInData(LightningDataModule):
     Args:
         prompts: for predict.
         seed: only remembered.
-        broken: refuse to set up.
+        broken: has no batches, by a bug.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class StandInData(LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts = prompts or ["A", "B", "C", "D"]
-        self.seed = seed
-        if broken:
-            raise ValueError("a bug")
+        self.seed, self.broken = seed, broken
 
     def train_dataloader(self):
+        if self.broken:
+            raise ValueError("a bug")
         return DataLoader(self.prompts, batch_size=2, collate_fn=lambda texts: prompts(*texts))
 
     val_dataloader = predict_dataloader = test_dataloader = train_dataloader

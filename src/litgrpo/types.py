@@ -278,6 +278,8 @@ class RewardTable:
             relative differences of up to 4 of it count as equal.
         counted: {name: [B, G]} what of each part is weighted and added up, after normalization and
             gates; the parts themselves where nothing is said.
+        metrics: {name to log: number} that reward functions logged themselves.
+        extras: {column: {row: value}}, shown beside the samples.
     """
 
     parts: dict[str, Tensor]
@@ -286,6 +288,8 @@ class RewardTable:
     valid: Tensor
     precision: float = torch.finfo(torch.float64).eps
     counted: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check shapes and keys."""

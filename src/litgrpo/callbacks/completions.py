@@ -92,7 +92,8 @@ def sample_rows(
             "columns": {
                 name: values[row // rollout.group_size]
                 for name, values in rollout.prompts.columns.items()
-            },
+            }
+            | {name: noted.get(row) for name, noted in rewards.extras.items()},
         }
         for row, completion in enumerate(rollout.completions)
     ]

@@ -14,10 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
+import litgrpo
 from litgrpo.arguments import require
+from litgrpo.cli.recipes import brought, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, clustered_mean, paired_difference
 
-OVERLAYS = Path("configs/algorithms")
+OVERLAYS = "algorithms/"
 REWARD = "reward"  # the mean total reward of the sampled completions
 
 
@@ -87,7 +89,7 @@ def compare(
 
     Args:
         recipe: what to train; it must have validation prompts.
-        algorithms: overlays, by path or by name in configs/algorithms; `plain` is the recipe
+        algorithms: overlays, by path or by name, those of configs/algorithms; `plain` is the recipe
             itself. The others are compared with the first.
         tokens: tokens that each run samples in training; the last iteration is finished.
         seeds: at least 2; 5 or more tell something.
@@ -147,12 +149,14 @@ def overlay(name: str) -> list[Path]:
     """The recipe that turns another one into this algorithm; none for `plain`."""
     if name == "plain":
         return []
-    path = Path(name) if name.endswith(".yaml") else OVERLAYS / f"{name}.yaml"
-    known = ", ".join(["plain", *sorted(path.stem for path in OVERLAYS.glob("*.yaml"))])
+    algorithms = [Path(word).name for word in brought() if word.startswith(OVERLAYS)]
+    if name in algorithms:
+        return [recipe_file(OVERLAYS + name)]
+    path = Path(name)
     require(
-        path.exists(),
+        path.is_file(),
         f"there is no algorithm {name!r}: {path} does not exist. Give the path of an overlay "
-        f"or one of: {known}.",
+        f"or one of: {', '.join(['plain', *algorithms])}.",
     )
     return [path]
 
@@ -170,9 +174,12 @@ def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_suffix(".log")
     with log.open("w") as output:
-        command = [sys.executable, sys.argv[0], "fit", *words]
+        command = [sys.executable, "-m", "litgrpo", "fit", *words]
+        there = str(Path(litgrpo.__file__).parents[1])  # also where it is not installed
+        paths = os.pathsep.join(filter(None, [there, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": paths} | limits
         done = subprocess.run(
-            command, env=os.environ | limits, stdout=output, stderr=subprocess.STDOUT, check=False
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
         last = "\n".join(log.read_text().splitlines()[-5:])
