@@ -8,7 +8,8 @@ RUN_KEYS: dict[str, tuple[Any, Any, str]] = {
     "run_dir": (
         str | None,
         None,
-        "Folder of everything that a run writes (default: runs/<name of the first -c>).",
+        "Folder of everything that a run writes (default: runs/<name of the first -c>); {seed} in "
+        "it stands for the seed.",
     ),
     "overwrite": (bool, False, "Replace the run in run_dir."),
     "auto_resume": (
