@@ -137,8 +137,7 @@ class GRPO(LightningModule):
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.pretrained = pretrained
         self.reference_path = reference
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations = max_iterations
         self.max_generated_tokens = max_generated_tokens
         self.lora = lora
