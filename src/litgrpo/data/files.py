@@ -16,6 +16,9 @@ Placed = tuple[dict[str, Any], str]  # the fields of a row, and where it was rea
 # JSON may escape one; no tokenizer and no file takes it.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 
+# JSON may escape one; no tokenizer and no file takes it.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+
 
 def from_list(rows: Iterable[Any], name: str) -> list[Placed]:
     """Rows of a list: objects, or texts, which become `{"prompt": text}`."""
