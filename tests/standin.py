@@ -116,6 +116,21 @@ class StandIn(LightningModule):
         self.iteration = checkpoint["iteration"]
 
 
+class OtherModel(StandIn):
+    """Another architecture."""
+
+    def configure_model(self) -> None:
+        if self.policy is None:
+            self.policy = tiny_policy("gpt2")
+
+
+class FailsToStart(StandIn):
+    """Has a bug in its first evaluation."""
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int):
+        raise RuntimeError("a bug")
+
+
 class StandInData(LightningDataModule):
     """Prompts A, B, C, D in two batches.
 

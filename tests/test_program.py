@@ -39,3 +39,18 @@ def test_a_bug_keeps_its_traceback(cli):  # noqa: F811
     # Raised by code that is not ours and checks no input.
     with pytest.raises(ValueError, match="a bug"):
         cli("fit", "-c", "recipe.yaml", "--data.broken", "true")
+
+
+@pytest.mark.parametrize("within", ["", "lightning"])
+def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):  # noqa: F811
+    def interrupted(*_):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if within:  # Lightning's trainer makes an exit of it
+                raise SystemExit(1)  # noqa: B904
+            raise
+
+    monkeypatch.setattr("litgrpo.program.run", interrupted)
+    said = "interrupted, with nothing to save yet\n"
+    assert cli("fit", "-c", "recipe.yaml") == (130, "", said)

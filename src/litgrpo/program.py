@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from litgrpo.cli.streams import outlive_readers
+
 LIGHTNING_VERBS = {
     "fit": "train: a before/after table, checkpoints and the model in the run folder",
     "validate": "evaluate on the held-out validation problems",
@@ -36,6 +38,7 @@ COMMANDS = {
         "train by several algorithms and seeds; which gains are real?",
     ),
 }
+INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
 
@@ -68,8 +71,9 @@ def main() -> int:
     """Run the verb on the command line.
 
     Returns:
-        The exit code: 0; 2 for a mistake in the input; 143 when asked to stop.
+        The exit code: 0; 2 for a mistake in the input; 130 or 143 when asked to stop.
     """
+    outlive_readers()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(help_page())
@@ -83,6 +87,12 @@ def main() -> int:
         return print_error(f"there is no verb {verb!r}: {guess}")
     try:
         run(verb, words[1:])
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Lightning makes an exit of the first; where something is trained, it is saved instead.
+        if not isinstance(stop.__context__ or stop, KeyboardInterrupt):
+            raise
+        print("interrupted, with nothing to save yet", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         cause = users_mistake(error)
         if "--debug" in words or cause is None:
@@ -104,7 +114,7 @@ def run(verb: str, words: list[str]) -> None:
         elif verb == "plan":  # reads the command line of fit by itself
             import_module(COMMANDS[verb][0]).plan()
         else:
-            run_function(verb, words)
+            run_function(verb, words, Path(folder))
 
 
 def run_trainer() -> None:
@@ -119,15 +129,15 @@ def run_trainer() -> None:
         raise SystemExit(TERMINATED) from stop
 
 
-def run_function(verb: str, words: list[str]) -> None:
-    """Call the function of a verb with its arguments."""
+def run_function(verb: str, words: list[str], folder: Path) -> None:
+    """Call the function of a verb with its arguments; the folder is for what has to be a file."""
     from jsonargparse import auto_cli
 
     from litgrpo.cli.trainer_cli import PlainParser
 
     words = [word for word in words if word != "--debug"]
     if verb == "audit":  # a recipe is given to it as to fit
-        words = ["--recipes+" if word in ("-c", "--config") else word for word in words]
+        words = import_module(COMMANDS[verb][0]).recipe_words(words, folder)
     function = vars(import_module(COMMANDS[verb][0]))[verb]
     program = f"{program_name()} {verb}"
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)

@@ -115,6 +115,8 @@ class PromptBatch:
         prompts: B rendered prompt texts.
         columns: every other column of the data set, a list of length B each; rewards see them.
         index: [B] position of each prompt in its data set; names its completions' random streams.
+        set_name: of the set that all of them belong to, where there are several (`val: {easy: ...,
+            hard: ...}`); else "".
     """
 
     prompt_ids: Tensor
@@ -122,6 +124,7 @@ class PromptBatch:
     prompts: list[str]
     columns: dict[str, list[Any]]
     index: Tensor
+    set_name: str = ""
 
     def __post_init__(self) -> None:
         """Check ranks and sizes."""
@@ -148,6 +151,7 @@ class PromptBatch:
                 name: [values[row] for row in chosen] for name, values in self.columns.items()
             },
             index=self.index[chosen],
+            set_name=self.set_name,
         )
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:

@@ -11,13 +11,14 @@ from litgrpo.algorithm.advantages import Normalized, TopShare
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.kl import absolute, k1, k2
 from litgrpo.algorithm.objective import (
+    Clipped,
     Constant,
     Objective,
     PerSequence,
     PerToken,
     PerTokenOfMicroBatch,
 )
-from litgrpo.algorithm.surrogates import SAPO, VESPO, Clipped, PolicyGradient
+from litgrpo.algorithm.surrogates import SAPO, VESPO, PolicyGradient
 from litgrpo.types import Experience, RewardTable, TokenLogprobs, row_fields
 from tests.algorithms import CLIP_HIGHER, PUBLISHED, SUM
 from tests.comms import Twins

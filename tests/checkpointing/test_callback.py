@@ -113,7 +113,7 @@ class Signalled(StandIn):
         return super().validation_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130), (1, 129)])
 @pytest.mark.parametrize(
     ("during", "saved", "evaluations"), [("rollout", 1, 3), ("update", 2, 3), ("validation", 2, 3)]
 )

@@ -17,13 +17,12 @@ from litgrpo.parallel.device import (
     free_memory,
     install,
     is_out_of_memory,
-    random_state,
-    set_random_state,
     threads,
     timed,
     to_host,
     with_halving,
 )
+from litgrpo.parallel.random_state import random_state, set_random_state
 
 CPU = torch.device("cpu")
 SOURCE = Path(devices.__file__).parents[1]

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks.run_folder import TRAINING_STATE, run_folder, writes_files
+from litgrpo.callbacks.run_folder import TRAINING_STATE, NotSaved, run_folder, writes_files
 
 NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -29,10 +29,22 @@ class Export(Callback):
         self.final = final
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save what was learned."""
-        if self.final and writes_files(trainer):
-            _write_policy(pl_module, run_folder(trainer) / "final_model")
+        """Save what was learned.
+
+        Raises:
+            NotSaved: the disk refuses.
+        """
+        folder = run_folder(trainer) / "final_model"
+        if not (self.final and writes_files(trainer)):
+            return
+        try:
+            _write_policy(pl_module, folder)
             _write_adapter(pl_module, run_folder(trainer) / "final_adapter")
+        except OSError as error:
+            raise NotSaved(
+                f"{folder} is not complete: {error}; remove it and make it from the last "
+                f"checkpoint: export {run_folder(trainer)} {folder}"
+            ) from error
 
 
 class CheckpointFolders(Checkpoint):

@@ -15,10 +15,10 @@ def plain_names(report: dict[str, float]) -> dict[str, float]:
     """The report with its names freed of the stage.
 
     Example:
-        >>> plain_names({"val/loss": 1.0, "greedy": 0.5})
-        {'loss': 1.0, 'greedy': 0.5}
+        >>> plain_names({"val/loss": 1.0, "val/hard/greedy": 0.25, "greedy": 0.5})
+        {'loss': 1.0, 'hard/greedy': 0.25, 'greedy': 0.5}
     """
-    return {name.rsplit("/", maxsplit=1)[-1]: float(value) for name, value in report.items()}
+    return {name.split("/", maxsplit=1)[-1]: float(value) for name, value in report.items()}
 
 
 def entries(report: dict[str, float]) -> dict[str, str]:

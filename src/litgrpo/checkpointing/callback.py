@@ -12,17 +12,21 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from litgrpo.arguments import at_least, require
+from litgrpo.arguments import at_least, one_of, require
 from litgrpo.callbacks.lightning_internals import validate_now, validation_is_due
 from litgrpo.callbacks.report import plain_names
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,
+    NotSaved,
     by_age,
     checkpoints_of,
+    newest_checkpoint,
     run_folder,
     writes_files,
 )
+from litgrpo.callbacks.trainer_options import refuse_sharding
+from litgrpo.checkpointing.disk_use import checkpoint_bytes, say_disk_use
 from litgrpo.checkpointing.io import CheckedIO, point
 from litgrpo.checkpointing.manifest import TO_GO_ON, positions_of
 from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_state
@@ -31,6 +35,12 @@ from litgrpo.data.sampler import BatchLoader
 from litgrpo.models.loading import check_weights
 
 SIGN = {"max": 1.0, "min": -1.0}
+# What a checkpoint of `save: weights` does not hold.
+ONLY_TO_GO_ON = ("optimizer_states", "lr_schedulers", "loops", "random_state", "loggers")
+STOPPED = {
+    "everything": "`--ckpt_path last` goes on from there.",
+    "weights": "its weights are saved; with checkpoint.save weights no run goes on from there.",
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +76,9 @@ class IterationCheckpoint(Checkpoint):
     """Saves the whole state of the training between two iterations, to `checkpoints/`.
 
     `last.ckpt` and `best.ckpt` point to the newest and the best. The file is written beside the
-    training, which waits for the copy to the host's memory only. On SIGTERM or SIGINT the
+    training, which waits for the copy to the host's memory only. On SIGTERM, SIGINT or SIGHUP the
     iteration is dropped before its first optimizer step and finished after it, then the state is
-    saved and the program ends with 143 or 130; a second signal ends it at once. (Lightning's
+    saved and the program ends with 143, 130 or 129; a second signal ends it at once. (Lightning's
     ModelCheckpoint counts optimizer steps, of which an iteration may take many or none.)
 
     Args:
@@ -78,6 +88,8 @@ class IterationCheckpoint(Checkpoint):
         monitor: which number of an evaluation says how good; the first one when not given.
         mode: whether the largest or the smallest is best; when not given, the smallest of a loss
             and the largest of anything else.
+        save: `everything` that a run needs to go on; or `weights`, about a third, to evaluate and
+            export, for a run that will not be resumed.
     """
 
     def __init__(
@@ -87,7 +99,9 @@ class IterationCheckpoint(Checkpoint):
         keep_best: int = 1,
         monitor: str | None = None,
         mode: Literal["max", "min"] | None = None,
+        save: Literal["everything", "weights"] = "everything",
     ) -> None:
+        one_of("checkpoint.save", save, STOPPED)
         at_least("checkpoint.every_n_iterations", every_n_iterations, 0)
         at_least("checkpoint.keep_last", keep_last, 1)
         at_least("checkpoint.keep_best", keep_best, 0)
@@ -96,6 +110,7 @@ class IterationCheckpoint(Checkpoint):
         self.keep_best = keep_best
         self.monitor = monitor
         self.mode = mode
+        self.parts = save
         self.falls_back = False  # whether a damaged file is passed over: cli.py fit --auto_resume
         self.scores: dict[int, float] = {}
         self.best_model_path = ""  # read by Trainer.validate(ckpt_path="best")
@@ -106,23 +121,45 @@ class IterationCheckpoint(Checkpoint):
         self.stop = StopRequest()
         self.boundary: Boundary | None = None  # after the newest iteration, once training started
 
-    # --- starting ---
+    # --- starting and ending ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have files verified, before Lightning reads the first."""
+        """Have files verified, before Lightning reads the first.
+
+        Raises:
+            ValueError: no checkpoint could hold what the trainer's strategy has, or none would hold
+                what --auto_resume needs.
+        """
+        refuse_sharding(trainer.strategy)
         self.io = CheckedIO(trainer.strategy.checkpoint_io)
         trainer.strategy.checkpoint_io = self.io
         if stage == "fit":
+            require(
+                self.parts == "everything" or not self.falls_back,
+                "--auto_resume needs whole checkpoints, but checkpoint.save is weights: leave one "
+                "of them out.",
+            )
+            self.io.leaves_out = ONLY_TO_GO_ON if self.parts == "weights" else ()
             self.io.falls_back = self.falls_back
             self.io.needs = TO_GO_ON
             self.io.fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove what a killed run left half written."""
+        """Remove what a killed run left half written; say what the disk will hold.
+
+        Raises:
+            ValueError: the disk has no room for a checkpoint.
+        """
         self.boundary = None
         if writes_files(trainer):
             for path in folder_of(trainer).glob(".*.tmp"):
                 path.unlink()
+            size = checkpoint_bytes(trainer, pl_module, weights_only=self.parts == "weights")
+            say_disk_use(folder_of(trainer), size, self.keep_last + self.keep_best + 1)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Signals do again what they did before."""
+        self.stop.let_go()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         """From here on our answer to signals replaces Lightning's."""
@@ -208,8 +245,9 @@ class IterationCheckpoint(Checkpoint):
             n = self.boundary.iteration
             set_all_random_state(self.boundary.random)  # a dropped iteration may have drawn
             self._save_if_missing(trainer, n)
-            rank_zero_info(f"Stopped after iteration {n}: `--ckpt_path last` goes on from there.")
+            rank_zero_info(f"Stopped after iteration {n}: {STOPPED[self.parts]}")
         self._settle(trainer)
+        self.stop.let_go()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
@@ -242,7 +280,7 @@ class IterationCheckpoint(Checkpoint):
         """Save unless this iteration has a file, which the process that writes knows.
 
         Raises:
-            RuntimeError: the file could not be written.
+            NotSaved: the file could not be written.
         """
         self._settle(trainer)
         if trainer.strategy.broadcast(self.failed or self.last_saved != iteration):
@@ -250,9 +288,11 @@ class IterationCheckpoint(Checkpoint):
         try:
             self.io.wait()
         except OSError as error:
-            raise RuntimeError(
-                f"checkpoint not saved: {error}; the last good one is in {folder_of(trainer)}"
-            ) from error
+            newest = newest_checkpoint(run_folder(trainer))
+            earlier = (
+                "there is no earlier one" if newest is None else f"the last good one: {newest}"
+            )
+            raise NotSaved(f"checkpoint not saved: {error}; {earlier}") from error
 
     def _settle(self, trainer: Trainer) -> None:
         """Wait for the file that is being written; if it fails, a later one may succeed."""
@@ -261,7 +301,7 @@ class IterationCheckpoint(Checkpoint):
         except OSError as error:
             self.failed = True
             rank_zero_warn(
-                f"checkpoint not saved: {error}; training goes on, the older ones are still there"
+                f"checkpoint not saved: {error}; training goes on, and the next one is tried"
             )
 
     def _tidy(self, folder: Path, best: list[int]) -> None:

@@ -293,12 +293,20 @@ def mismatched_rows(dry: DryRun, rollout: Rollout, true: ReferenceForward, limit
 
 
 def bad_ends(dry: DryRun, rollout: Rollout) -> float:
-    """Number of rows whose mask is not: tokens, then one end token or the length limit."""
-    eos_ids, limit = dry.learner.policy.eos_ids, dry.rollouter.max_completion_len
+    """Number of rows whose mask is not: tokens, then one end token or the length limit.
+
+    A token that completes a stop string is an end token, too.
+    """
+    rollouter, stops = dry.rollouter, dry.rollouter.stop_strings
+    limit, eos_ids = rollouter.max_completion_len, list(rollouter.policy.eos_ids)
+    eos_ids += rollouter.sampling.stop_token_ids
     mask = rollout.completion_mask
     lengths = mask.sum(1)
     places = torch.arange(mask.shape[1], device=mask.device)
     ends = mask & torch.isin(rollout.completion_ids, torch.tensor(eos_ids, device=mask.device))
+    if stops is not None:
+        first = torch.tensor([stops.length(ids) for ids in rollout.token_lists()])
+        ends |= mask & (places == first[:, None].to(mask.device) - 1)
     ends_last = ends == (places == lengths[:, None] - 1)
     right = torch.where(rollout.truncated[:, None], ~ends & (lengths[:, None] == limit), ends_last)
     right &= mask == (places < lengths[:, None])

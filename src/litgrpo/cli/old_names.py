@@ -30,6 +30,8 @@ PATHS = {
     "litgrpo.objectives": "litgrpo.algorithm",
     "litgrpo.objectives.weighting": "litgrpo.algorithm.objective",
     "litgrpo.algorithm.weighting": "litgrpo.algorithm.objective",
+    "litgrpo.objectives.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
+    "litgrpo.algorithm.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
     "litgrpo.policies": "litgrpo.models",
     "litgrpo.rollout.eager_engine.EagerEngine": "litgrpo.rollout.engines.local.LocalEngine",
     "litgrpo.rollout.static_engine": "litgrpo.rollout.engines.static",

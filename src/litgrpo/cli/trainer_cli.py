@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,12 +41,15 @@ from litgrpo.callbacks.run_folder import (
     refuse_if_taken,
     saved_config,
 )
+from litgrpo.callbacks.run_lock import held
 from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.trainer_options import check_trainer_options
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.logger_state import LoggerState, never_failing
 from litgrpo.checkpointing.manifest import read
+from litgrpo.checkpointing.recipe_settings import RecipeSettings
 from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.cli.errors import explain
 from litgrpo.cli.old_names import current_recipe
@@ -170,10 +174,8 @@ class LitGRPOCLI(LightningCLI):
         keep_quiet()
         verb = sys.argv[1]
         usage = f"cli.py {verb} [-c RECIPE.yaml ...] [--KEY VALUE ...]"
-        super().__init__(
-            **READING,
-            parser_kwargs={verb: {"usage": usage}},
-        )
+        with ExitStack() as self.until_the_end:  # what is let go when the verb has ended
+            super().__init__(**READING, parser_kwargs={verb: {"usage": usage}})
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -186,7 +188,8 @@ class LitGRPOCLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of everything that a run writes (default: runs/<name of the first -c>).",
+            help="Folder of everything that a run writes (default: runs/<name of the first -c>); "
+            "{seed} in it stands for the seed.",
         )
         parser.add_argument(
             "--overwrite", type=bool, default=False, help="Replace the run in run_dir."
@@ -224,7 +227,8 @@ class LitGRPOCLI(LightningCLI):
         recipes = [path for path in settings.config or [] if path is not None]
         name = Path(str(recipes[0])).stem if recipes else self.config.subcommand
         run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
-        settings.run_dir = settings.trainer.default_root_dir = str(run_dir)
+        run_dir = str(run_dir).replace("{seed}", str(settings.seed_everything))
+        settings.run_dir = settings.trainer.default_root_dir = run_dir
         given = settings.ckpt_path
         require(
             given is None or not self._resumes_itself(),
@@ -248,8 +252,10 @@ class LitGRPOCLI(LightningCLI):
         check_machine(settings.trainer, rows)
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
+        folder = Path(self.settings.run_dir)
+        if self._writes_a_run():
+            rank_zero_only(self._hold)(folder)
         if self._starts_anew():
-            folder = Path(self.settings.run_dir)
             # A run that died before its first checkpoint left nothing to go on from.
             overwrite = self.settings.overwrite or self._resumes_itself()
             rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
@@ -262,13 +268,20 @@ class LitGRPOCLI(LightningCLI):
         if self._starts_anew():
             rank_zero_only(begin)(Path(self.settings.run_dir), self.config_text())
 
+    def _hold(self, folder: Path) -> None:
+        # A process that was killed may need a moment to end.
+        patience_s = 5.0 if self._resumes_itself() else 0.0
+        self.until_the_end.enter_context(held(folder, patience_s))
+
+    def _writes_a_run(self) -> bool:
+        return self.config.subcommand == "fit" and not self.settings.trainer.fast_dev_run
+
     def _starts_anew(self) -> bool:
         settings = self.settings
-        in_earnest = self.config.subcommand == "fit" and not settings.trainer.fast_dev_run
         from_here = settings.ckpt_path is not None and (
             Path(settings.run_dir).resolve() in Path(settings.ckpt_path).resolve().parents
         )
-        return in_earnest and not from_here
+        return self._writes_a_run() and not from_here
 
     def _hand_seed_to(self, node: Any) -> None:
         # A seed that differs from its class's default was given on purpose.
@@ -280,6 +293,7 @@ class LitGRPOCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with our loggers and callbacks, unless the recipe says otherwise."""
         chosen = {**self._get(self.config_init, "trainer"), **kwargs}
+        check_trainer_options(chosen, self.model)
         given = chosen["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         ours = [self._get(self.config_init, name) for name in CALLBACKS]
@@ -296,7 +310,8 @@ class LitGRPOCLI(LightningCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
-        always = [RunFolder(self.config_text()), RngState(), LoggerState(self.settings.run_dir)]
+        always = [RunFolder(self.config_text()), RecipeSettings(), RngState()]
+        always.append(LoggerState(self.settings.run_dir))
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]

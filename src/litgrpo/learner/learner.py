@@ -25,9 +25,10 @@ from litgrpo.learner.micro_batches import (
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.parallel.comm import Comm, SingleProcess, whole
+from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.tensors import whole
 from litgrpo.types import (
     Experience,
     LossOutput,

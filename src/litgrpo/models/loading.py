@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from litgrpo.arguments import require
@@ -336,7 +337,7 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def export(policy: Policy, folder: str | Path) -> None:
+def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> None:
     """Write the policy as a folder that `from_pretrained` of plain transformers loads.
 
     Adapters are merged into the weights; the policy itself is left as it is.
@@ -344,10 +345,16 @@ def export(policy: Policy, folder: str | Path) -> None:
     Args:
         policy: the policy.
         folder: where to write config, weights (safetensors) and tokenizer.
+        dtype: of the weights in the folder; None leaves them.
+
+    Raises:
+        OSError: the disk refuses.
     """
     model: Any = policy.model
     if policy.has_adapter:
         model = merged_into_dequantized(model) if is_quantized(model) else merged(model)
+    if dtype is not None:
+        model = copy.deepcopy(model).to(getattr(torch, dtype))
     config = copy.deepcopy(model.config)
     for name, value in policy.original_dropout.items():
         setattr(config, name, value)
@@ -360,10 +367,20 @@ def export(policy: Policy, folder: str | Path) -> None:
         with _no_progress_bars():
             weights = _on_host(model) if backend(model.device).static_shapes else None
             model.save_pretrained(folder, state_dict=weights)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
     finally:
         model.config = original
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
+    _open_to_whom_the_rest_is(Path(folder))
+
+
+def _open_to_whom_the_rest_is(folder: Path) -> None:
+    """Give the weights the permissions of the files beside them; safetensors keeps them private."""
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def export_adapter(policy: Policy, folder: str | Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
+from litgrpo.algorithm import surrogates  # noqa: F401 (so that recipes can name its classes)
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules import kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice
 from litgrpo.modules.assembly import (
     Settings,
     changing,
@@ -40,6 +41,7 @@ from litgrpo.modules.assembly import (
     unmoved,
 )
 from litgrpo.modules.context import check_data
+from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
 from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
@@ -125,6 +127,7 @@ class GRPO(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.arguments = arguments_kept.kept(locals())
         check_sizes(group_size, max_completion_len, max_iterations, objective)
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
@@ -157,6 +160,18 @@ class GRPO(LightningModule):
         self.policy: Policy | None = None
         self.reference: Reference | None = None
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **arguments: Any
+    ) -> GRPO:
+        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
+
+        Args:
+            checkpoint_path: a .ckpt file.
+            arguments: what replaces the checkpoint's, or what it could not hold.
+        """
+        return arguments_kept.loaded(cls, checkpoint_path, arguments)
+
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
         device = self.trainer.strategy.root_device
@@ -167,7 +182,9 @@ class GRPO(LightningModule):
             # Prompts stay on the host; overridden here alone, because Lightning warns of it.
             self.transfer_batch_to_device = unmoved  # type: ignore
             self.log = numbers_on_host(super().log)  # type: ignore
-        self.evaluator.start(backend(device).data_device)
+        self.evaluator.start(backend(device).data_device, set_names(self.trainer))
+        for columns in reward_columns(self.trainer):  # before a model is loaded
+            self.scorer.check(columns)
         if stage != "predict":
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
@@ -280,7 +297,9 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
-        evaluated = self.evaluator.evaluate(self.rollouter, prompts, purpose, self.iteration)
+        evaluated = self.evaluator.evaluate(
+            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
+        )
         return dict(zip(("rollout", "rewards"), evaluated, strict=True))
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
@@ -306,6 +325,7 @@ class GRPO(LightningModule):
         """Keep what changes: no frozen reference, no weights under adapters."""
         if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
             self.configure_model()
+        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
         save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 

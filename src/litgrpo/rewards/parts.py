@@ -44,6 +44,11 @@ class Reward:
     normalize: Normalize = "none"
     schedule: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it is made into something else before it is weighted."""
+        return self.gate is not None or self.normalize != "none"
+
 
 def _check_weight(name: str, part: Reward) -> None:
     number = isinstance(part.weight, int | float) and not isinstance(part.weight, bool)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from litgrpo.arguments import one_of
 from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.parts import Normalize, Reward, RewardFormat, checked
+from litgrpo.rewards.parts import Reward, RewardFormat, checked
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
+from litgrpo.rewards.shaping import scheduled, shaped
 from litgrpo.types import RewardTable, Rollout
+
+# What a rollout adds to the columns of its prompts.
+OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
 
 
 class Scorer:
@@ -44,6 +47,7 @@ class Scorer:
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
+        self.shaped = [name for name, part in self.parts.items() if part.is_shaped]
         self.weights = {name: float(part.weight) for name, part in self.parts.items()}
 
     @property
@@ -119,6 +123,20 @@ class Scorer:
         rows = texts | columns | texts
         return self._submit(rows, group_size, {"trainer_state": state}, iteration)
 
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse data that lack a column which a function needs, before anything is sampled.
+
+        Args:
+            columns: the names of what is known of each prompt.
+
+        Raises:
+            ValueError: the function and what it needs.
+        """
+        given = ("prompts", *columns, "completions", *OF_ROLLOUT)
+        rows: dict[str, list[Any]] = {name: [] for name in given}
+        for name in self.parts:
+            self._call(name, rows, {"group_size": 0, "trainer_state": None})
+
     def _submit(
         self,
         rows: dict[str, list[Any]],
@@ -172,9 +190,15 @@ class Scorer:
             name: torch.tensor(part.values, dtype=torch.float64).view(-1, group_size)
             for name, part in scores.items()
         }
-        factors = {name: scheduled(part.schedule, iteration) for name, part in self.parts.items()}
-        weights = {name: self.weights[name] * factors[name] for name in values}
-        counted = {name: self._shaped(name, values, scores[name].precision) for name in values}
+        weights = self.weights | {
+            name: self.weights[name] * scheduled(part.schedule, iteration)
+            for name, part in self.parts.items()
+            if part.schedule
+        }
+        counted = values | {
+            name: shaped(self.parts[name], name, values, scores[name].precision)
+            for name in self.shaped
+        }
         total = torch.zeros_like(next(iter(values.values())))
         answered = torch.zeros_like(total, dtype=torch.bool)
         failed = answered.clone()
@@ -190,84 +214,6 @@ class Scorer:
         precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
         return RewardTable(values, weights, total, answered & ~failed, precision, counted)
 
-    def _shaped(self, name: str, parts: Mapping[str, Tensor], precision: float) -> Tensor:
-        part = self.parts[name]
-        if part.gate is None:
-            return normalized(parts[name], part.normalize, precision)
-        gate = parts[part.gate]
-        return gated(parts[name], gate, part.gate_threshold, part.normalize, precision)
-
 
 def _messages(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
-
-
-EPS = 1e-4
-
-
-def normalized(values: Tensor, how: Normalize, precision: float) -> Tensor:
-    """Distance from the mean, in standard deviations.
-
-    Numbers that are equal but for rounding get exactly 0.
-
-    Args:
-        values: [B, G]; NaN is left out and stays.
-        how: `group` compares each row of the tensor, `batch` all of it, `none` nothing.
-        precision: machine epsilon of the arithmetic that the values came in.
-
-    Returns:
-        [B, G].
-    """
-    if how == "none":
-        return values
-    compared = values if how == "group" else values.reshape(1, -1)
-    # (x - mean) / (std + eps), with n - 1 in the standard deviation
-    missing = compared.isnan()
-    distance = compared - compared.nanmean(1, keepdim=True)
-    others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
-    std = (distance.square().nansum(1, keepdim=True) / others).sqrt()
-    high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
-    low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
-    largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
-    # Rounding errors would be blown up by a standard deviation that is one itself.
-    equal = high - low <= 4 * precision * largest
-    result = torch.where(equal & ~missing, 0.0, distance / (std + EPS))
-    return result.view(values.shape)
-
-
-def gated(values: Tensor, gate: Tensor, threshold: float, how: Normalize, eps: float) -> Tensor:
-    """The values where the gate is open, 0 where it is closed.
-
-    Only values behind open gates are compared with each other.
-
-    Args:
-        values: [B, G].
-        gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
-        threshold: the gate is open from here on.
-        how: as in `normalized`.
-        eps: machine epsilon, as `precision` there.
-
-    Returns:
-        [B, G].
-    """
-    is_open = gate >= threshold
-    compared = normalized(values.where(is_open, torch.nan), how, eps)
-    return compared.where(is_open, 0.0).where(~gate.isnan(), torch.nan)
-
-
-def scheduled(schedule: Mapping[int, float], iteration: int) -> float:
-    """The factor at an iteration: linear between the given points, constant outside.
-
-    Args:
-        schedule: {iteration: factor}; nothing means 1.
-        iteration: finished iterations.
-
-    Example:
-        >>> scheduled({0: 1.0, 100: 0.0}, 25)
-        0.75
-    """
-    points = sorted(schedule.items()) or [(0, 1.0)]
-    # Outside of the points, the nearest one is on both sides.
-    start, low = max((p for p in points if p[0] <= iteration), default=points[0])
-    end, high = min((p for p in points if p[0] > iteration), default=points[-1])
-    return low + (high - low) * (iteration - start) / max(1, end - start)
