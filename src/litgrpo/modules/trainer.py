@@ -60,6 +60,13 @@ def is_attached(module: LightningModule) -> bool:
     return module._trainer is not None
 
 
+def passes_over_data(module: LightningModule) -> float:
+    """How often the training prompts have been seen, the batch at hand included."""
+    trainer = module.trainer
+    batches, batch = trainer.num_training_batches, trainer.fit_loop.batch_idx + 1
+    return trainer.current_epoch + batch / batches
+
+
 class TrainerStepper:
     """`Stepper` that backpropagates and steps through Lightning's strategy and precision plugin.
 

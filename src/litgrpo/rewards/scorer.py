@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -11,8 +12,9 @@ import torch
 
 from litgrpo.arguments import one_of
 from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.parts import Reward, RewardFormat, checked
-from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Scores
+from litgrpo.rewards.models import Judge
+from litgrpo.rewards.parts import Reward, RewardFormat, checked, named_rewards
+from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
 from litgrpo.rewards.shaping import scheduled, shaped
@@ -26,7 +28,8 @@ class Scorer:
     """The weighted sum of named reward functions.
 
     Args:
-        parts: {name: Reward}; names appear in logs as `reward/<name>`.
+        parts: {name: Reward}; names appear in logs as `reward/<name>`. A bare function counts 1;
+            functions in a list are named after themselves.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
         runner: how the functions are run; default is `ProcessRunner()`.
@@ -41,7 +44,7 @@ class Scorer:
         max_iterations: int | None = None,
     ) -> None:
         one_of("reward_format", reward_format, get_args(RewardFormat))
-        self.parts = dict(parts)
+        self.parts = named_rewards(parts)
         self.max_iterations = max_iterations
         self.functions = checked(self.parts)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
@@ -89,7 +92,8 @@ class Scorer:
         """
         texts = {"prompts": list(prompts), "completions": list(completions)}
         rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
-        return self._submit(rows, group_size, context or {}, iteration).result()
+        numbers = range(len(completions) // max(1, group_size))
+        return self._submit(rows, group_size, context or {}, iteration, numbers).result()
 
     def submit(self, rollout: Rollout, iteration: int = 0) -> Future[RewardTable]:
         """Begin to score a rollout; worker processes run until the rewards are asked for.
@@ -121,7 +125,8 @@ class Scorer:
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         rows = texts | columns | texts
-        return self._submit(rows, group_size, {"trainer_state": state}, iteration)
+        numbers = prompts.index.tolist()
+        return self._submit(rows, group_size, {"trainer_state": state}, iteration, numbers)
 
     def check(self, columns: Iterable[str]) -> None:
         """Refuse data that lack a column which a function needs, before anything is sampled.
@@ -143,8 +148,12 @@ class Scorer:
         group_size: int,
         context: Mapping[str, Any],
         iteration: int,
+        numbers: Sequence[int],
     ) -> Future[RewardTable]:
-        """Begin to score rows, `group_size` to a prompt, that follow each other."""
+        """Begin to score rows, `group_size` to a prompt, that follow each other.
+
+        `numbers` are those of the prompts, for messages.
+        """
         num_rows = len(rows["completions"])
         if min(group_size, num_rows) < 1 or num_rows % group_size:
             raise ValueError(f"{num_rows} completions do not make whole groups of {group_size}")
@@ -155,14 +164,16 @@ class Scorer:
             rows["prompts"] = [_messages("user", text) for text in rows["prompts"]]
             rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
         context = {"group_size": group_size, **context}
-        scores = self.runner.submit([self._call(name, rows, context) for name in self.parts])
-        return LazyFuture(lambda: self._table(scores.result(), group_size, iteration))
+        places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
+        calls = [replace(self._call(name, rows, context), places=places) for name in self.parts]
+        scores = self.runner.submit(calls)
+        return LazyFuture(lambda: self.combine(scores.result(), group_size, iteration))
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
         function, kwargs = self.functions[name], self.parts[name].kwargs
         named, takes_all = self.asks[name]
-        known = {**context, **rows, **kwargs}
+        known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
         if missing:
             raise ValueError(
@@ -175,10 +186,14 @@ class Scorer:
         by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
         chosen = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
         asked = {key: context[key] for key in context if key in by_name}
-        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked)
+        notes = tuple(each for each in Notes.NAMES if each in by_name)
+        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked, notes)
 
-    def _table(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
+    def combine(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
         """Add up the parts that answered; a row is valid if one did and none that counts failed.
+
+        Training, resampling and evaluation use what this returns: a subclass may override it, and
+        `GRPO.scorer_class` names that.
 
         Args:
             results: the scores of each part.
@@ -212,7 +227,41 @@ class Scorer:
         for name in {*counting, *gates}:
             failed.view(-1)[list(scores[name].failures)] = True
         precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
-        return RewardTable(values, weights, total, answered & ~failed, precision, counted)
+        table = RewardTable(values, weights, total, answered & ~failed, precision, counted)
+        return replace(table, metrics=self._metrics(results), extras=extras_of(results))
+
+    def _metrics(self, results: Sequence[Scores]) -> dict[str, float]:
+        """{name to log: mean} of what functions logged by `log_metric`."""
+        noted: dict[str, list[float]] = {}
+        for scores in results:
+            for name, numbers in scores.metrics.items():
+                noted.setdefault(name, []).extend(numbers)
+        taken = noted.keys() & set(RewardTable.stat_names(list(self.parts)))
+        for name in taken:
+            raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")
+        return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """{part: what it spent}, of judges with a budget."""
+        return {name: judge.state_dict() for name, judge in self._with_budget()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on with the budgets of a checkpoint."""
+        for name, judge in self._with_budget():
+            judge.load_state_dict(state.get(name, {}))
+
+    def _with_budget(self) -> list[tuple[str, Judge]]:
+        judges = [(n, each) for n, each in self.functions.items() if isinstance(each, Judge)]
+        return [(name, judge) for name, judge in judges if judge.has_budget]
+
+
+def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:
+    """{column: {row: value}} of what functions logged by `log_extra`."""
+    merged: dict[str, dict[int, Any]] = {}
+    for scores in results:
+        for column, noted in scores.extras.items():
+            merged.setdefault(column, {}).update(noted)
+    return merged
 
 
 def _messages(role: str, text: Any) -> Any:

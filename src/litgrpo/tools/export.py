@@ -31,7 +31,9 @@ def export(
         adapter: write the adapter alone, in PEFT's format, instead of the merged weights.
     """
     require(
-        not adapter or dtype is None, "--adapter true keeps its own numbers: leave --dtype out."
+        not (adapter and dtype),
+        f"An adapter keeps the dtype of its training: leave --dtype {dtype} out, or export the "
+        "merged weights (without --adapter).",
     )
     path, target = checkpoint_file(checkpoint, advice=ADVICE), Path(folder)
     require(
