@@ -123,4 +123,4 @@ def loaded(kind: type[Module], path: str | Path, given: Mapping[str, Any]) -> Mo
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-    return module  # type: ignore[no-any-return]
+    return module
