@@ -13,17 +13,7 @@ def test_the_help_of_the_program_is_one_page_and_immediate():
     assert len(page.splitlines()) < 40
     for verb in ("fit", "validate", "test", "predict", "export"):
         assert f"\n  {verb}" in page
-    assert "python cli.py fit -c configs/quickstart.yaml" in page
-
-
-def test_the_help_of_a_verb_takes_little_longer_than_lightning_itself():
-    # Both about 4 seconds of processor time here; the ratio holds on a slower machine too.
-    page, seconds = in_a_process("cli.py", "fit", "--help")
-    _, least = in_a_process("-c", "import lightning.pytorch.cli")
-    assert seconds < 2 * least
-    assert page.startswith("usage: cli.py fit [-c RECIPE.yaml ...] [--KEY VALUE ...]\n")
-    for key in ("--run_dir", "--checkpoint.every_n_iterations", "--trainer.max_time", "--debug"):
-        assert key in page
+    assert "python cli.py fit -c quickstart" in page
 
 
 def test_a_wrong_verb_names_the_nearest(cli):  # noqa: F811

@@ -108,6 +108,12 @@ def test_a_data_set_of_the_library_datasets_is_a_source(tmp_path):
     assert [row.set_name for row in read(splits)] == ["train", "train", "test"]
 
 
+def test_an_escaped_pair_of_surrogates_is_a_character(tmp_path):
+    assert values(str(written(tmp_path / "a.jsonl", '{"q": "\\ud83d\\ude00"}\n'))) == [
+        {"q": "\U0001f600"}
+    ]
+
+
 def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch):
     import datasets
 
@@ -126,6 +132,11 @@ def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch
         ("a.jsonl", '{"q": 1}\n{"q": \n', r"a\.jsonl, line 2: not JSON: Expecting value"),
         ("a.jsonl", '{"q": 1}\n[1]\n', r"a\.jsonl, line 2: is a list, expected an object"),
         ("a.jsonl", b'{"q": 1}\n{"q": "\xe9"}\n', r"a\.jsonl, line 2: not UTF-8"),
+        (
+            "a.jsonl",
+            '{"q": 1}\n{"q": "\\ud83d"}\n',
+            r"line 2: holds '\\ud83d', half of a surrogate",
+        ),
         ("a.jsonl", "", r"a\.jsonl holds no rows"),
         ("a.jsonl", "\n\n", r"a\.jsonl holds no rows"),
         ("a.json", "", r"a\.json holds no rows"),

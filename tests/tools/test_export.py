@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 
 from litgrpo.tools.export import _cannot_be_written
 from tests.cli.running import cli  # noqa: F401 (a fixture)
+from tests.misuse.probe import QUICK, RECIPE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
@@ -47,3 +48,13 @@ def test_errors_advise_what_export_has(cli):  # noqa: F811
     assert err.startswith("error: /proc/out cannot be written (")
     assert err.count("\n") == 1
     assert not _cannot_be_written(Path("out"))
+
+
+def test_a_checkpoint_with_adapters_exports_the_adapter_of_the_run(cli):  # noqa: F811
+    pytest.importorskip("peft")
+    words = QUICK.format(recipe=RECIPE, folder=".") + " --model.lora.rank 2"
+    assert cli(*words.split())[0] == 0
+    code, out, _ = cli("export", "run", "out", "--adapter", "true")
+    assert (code, out.endswith("is now out, in PEFT format\n")) == (0, True)
+    names = [Path(each, "adapter_model.safetensors") for each in ("out", "run/final_adapter")]
+    assert names[0].read_bytes() == names[1].read_bytes()

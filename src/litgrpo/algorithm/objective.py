@@ -299,7 +299,7 @@ class Objective:
             drift = row_mean(drift.nan_to_num(0.0), active)
             keep = keep & ((tokens.advantages >= 0) | (drift <= self.off_policy_limit))
         token_loss = torch.where(keep, self.surrogate(tokens), 0.0)
-        stats = {"policy/entropy": entropy, "policy/log_ratio": tokens.log_ratio}
+        stats = {"policy/entropy_learned": entropy, "policy/log_ratio": tokens.log_ratio}
         low, high = self.surrogate.clip_range
         stats["policy/clip_low_frac"] = (tokens.ratio < low) & (tokens.advantages < 0)
         stats["policy/clip_high_frac"] = (tokens.ratio > high) & (tokens.advantages > 0)

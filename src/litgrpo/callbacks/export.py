@@ -19,6 +19,8 @@ NAME = re.compile(r"checkpoint-(\d+)")
 class Export(Callback):
     """Saves the policy in Hugging Face format: `final_model/` of the run folder at the end.
 
+    With adapters they are merged into it, and saved beside it as `final_adapter/` in PEFT's format.
+
     Args:
         final: save `final_model/` when the training ends.
     """
@@ -37,6 +39,7 @@ class Export(Callback):
             return
         try:
             _write_policy(pl_module, folder)
+            _write_adapter(pl_module, run_folder(trainer) / "final_adapter")
         except OSError as error:
             raise NotSaved(
                 f"{folder} is not complete: {error}; remove it and make it from the last "
@@ -104,3 +107,10 @@ def _write_policy(pl_module: Any, folder: Path) -> None:
     from litgrpo.models.loading import export  # slow: imports transformers
 
     export(pl_module.policy, folder)
+
+
+def _write_adapter(pl_module: Any, folder: Path) -> None:
+    from litgrpo.models.loading import export_adapter  # slow: imports transformers
+
+    if pl_module.policy.has_adapter:
+        export_adapter(pl_module.policy, folder)

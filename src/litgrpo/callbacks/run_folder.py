@@ -26,6 +26,7 @@ RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
 WRITTEN = (
     CONFIG,
     CHECKPOINTS,
+    "evaluation",
     "events.out.tfevents.*",
     "checkpoint-*",
     "final_model",
@@ -119,6 +120,12 @@ def checkpoint_file(given: str, folder: Path | None = None, advice: str = ADVICE
     if folder is not None:
         named = {"last": checkpoints_of(folder) / LAST, "best": checkpoints_of(folder) / BEST}
     path = named.get(given, Path(given))
+    checkpoint_inside = (path / TRAINING_STATE).exists() or checkpoints_of(path).is_dir()
+    require(
+        checkpoint_inside or not (path / "config.json").is_file(),
+        f"{path} is a model, not a checkpoint: give it as --model.pretrained {path}, and leave "
+        "--ckpt_path out.",
+    )
     if path.is_dir():
         of_run = checkpoints_of(path)
         path = of_run / LAST if of_run.is_dir() else path / TRAINING_STATE

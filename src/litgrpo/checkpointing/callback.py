@@ -85,7 +85,9 @@ class IterationCheckpoint(Checkpoint):
         every_n_iterations: how often to save; 0 saves the best and the final state only.
         keep_last: how many of the newest to keep.
         keep_best: how many of the best to keep; 0 keeps none for being good.
-        monitor: which number of an evaluation says how good; the first one when not given.
+        monitor: which number of an evaluation says how good. When not given, the first one (avg@k),
+            and among equals the mean reward: so graded rewards that never reach the threshold of a
+            success are ranked, too. With several validation sets: the mean over them.
         mode: whether the largest or the smallest is best; when not given, the smallest of a loss
             and the largest of anything else.
         save: `everything` that a run needs to go on; or `weights`, about a third, to evaluate and
@@ -112,7 +114,7 @@ class IterationCheckpoint(Checkpoint):
         self.mode = mode
         self.parts = save
         self.falls_back = False  # whether a damaged file is passed over: cli.py fit --auto_resume
-        self.scores: dict[int, float] = {}
+        self.scores: dict[int, list[float]] = {}
         self.best_model_path = ""  # read by Trainer.validate(ckpt_path="best")
         self.last_saved = -1
         self.failed = False  # whether the newest file could not be written
@@ -315,12 +317,12 @@ class IterationCheckpoint(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """The scores so far, and whether the newest iteration has yet to be evaluated."""
-        scores = {str(n): score for n, score in self.scores.items()}
+        scores = {str(n): list(score) for n, score in self.scores.items()}
         return {"scores": scores, "validation_due": self.validation_due}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take them up."""
-        self.scores = {int(n): score for n, score in state_dict["scores"].items()}
+        self.scores = {int(n): list(score) for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
 
 
@@ -329,22 +331,30 @@ def folder_of(trainer: Trainer) -> Path:
     return checkpoints_of(run_folder(trainer))
 
 
-def best_of(scores: dict[int, float], number: int) -> list[int]:
+def best_of(scores: dict[int, list[float]], number: int) -> list[int]:
     """So many iterations of the highest scores, the best first."""
-    known = [n for n, score in scores.items() if not math.isnan(score)]
+    known = [n for n, score in scores.items() if not any(map(math.isnan, score))]
     # Of equals the later is better: it has seen more.
-    return sorted(known, key=lambda n: (-scores[n], -n))[:number]
+    return sorted(known, key=lambda n: (scores[n], n), reverse=True)[:number]
 
 
-def goodness(report: dict[str, float], monitor: str | None, mode: str | None) -> float:
-    """The monitored number of an evaluation, so that larger is better.
+def goodness(report: dict[str, float], monitor: str | None, mode: str | None) -> list[float]:
+    """The monitored number of an evaluation, so that larger is better; then what breaks a tie.
+
+    Without a monitor the mean reward breaks a tie, and each number is its mean over the sets of
+    prompts that have it.
 
     Raises:
         ValueError: the evaluation does not have it.
     """
     name = monitor or next(iter(report))
     require(name in report, f"checkpoint.monitor is {name!r}; the evaluation has {list(report)}.")
-    return SIGN[mode or ("min" if name.endswith("loss") else "max")] * report[name]
+    sign = SIGN[mode or ("min" if name.endswith("loss") else "max")]
+    if monitor is not None:
+        return [sign * report[name]]
+    wanted = (name.rpartition("/")[2], "reward")
+    found = [[x for key, x in report.items() if key.rpartition("/")[2] == own] for own in wanted]
+    return [sign * sum(values) / len(values) for values in found if values]
 
 
 def log_written(pl_module: Any, io: Any) -> None:

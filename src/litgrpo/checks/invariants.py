@@ -19,6 +19,7 @@ from torch import Tensor
 from litgrpo.algorithm.objective import PerTokenOfMicroBatch
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
+    FULL_TOLERANCE,
     DryRun,
     few_prompts,
     modes_kept,
@@ -34,6 +35,7 @@ from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
 
+ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
@@ -148,9 +150,24 @@ def refuse(findings: list[Finding]) -> None:
         worst = min(failed, key=lambda finding: list(LIKELY).index(finding.name))
         raise ValueError(
             f'Not trained: the invariant "{worst.name}" fails with error {worst.error:.2g} '
-            f"(tolerance {worst.tolerance:.0e}); likely {LIKELY[worst.name]} (`check_invariants: "
-            "false` trains regardless)."
+            f"(tolerance {worst.tolerance:.0e}); {likely(worst)} (`check_invariants: false` trains "
+            "regardless)."
         )
+
+
+def likely(finding: Finding) -> str:
+    """What may be wrong where a statement is not true.
+
+    Where the run computes with few digits, the error of a large or deep model may be rounding, and
+    naming a mistake would lead astray.
+    """
+    if FULL_TOLERANCE < finding.tolerance < finding.error < ROUNDING * finding.tolerance:
+        return (
+            "that may be rounding, for this run computes with few digits: the same command with "
+            "precision.dtype float32, precision.compute null, engine.dtype null and "
+            "trainer.precision 32-true tells rounding from a mistake"
+        )
+    return f"likely {LIKELY[finding.name]}"
 
 
 def agreed(comm: Comm, errors: dict[str, float], limit: float) -> list[Finding]:

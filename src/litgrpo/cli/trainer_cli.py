@@ -18,16 +18,19 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-# Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
+# Imported so that recipes may say GRPO, SFT, PromptData, PairData, StaticEngine without the module.
 import litgrpo.modules.grpo
 import litgrpo.modules.pair_data
-import litgrpo.modules.prompt_data  # noqa: F401
+import litgrpo.modules.prompt_data
+import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
@@ -52,13 +55,16 @@ from litgrpo.checkpointing.manifest import read
 from litgrpo.checkpointing.recipe_settings import RecipeSettings
 from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.cli.errors import explain
+from litgrpo.cli.key_help import asked, explained, roots_of
 from litgrpo.cli.old_names import current_recipe
+from litgrpo.cli.run_keys import RUN_KEYS
 from litgrpo.modules.sft import SFT
 from litgrpo.parallel.device import check_machine
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
     "completions": Completions,
+    "evaluation_files": EvaluationFiles,
     "summary": Summary,
     "export": Export,
     "predictions": Predictions,
@@ -184,24 +190,8 @@ class LitGRPOCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and our callbacks, each under its own key."""
-        parser.add_argument(
-            "--run_dir",
-            type=str | None,
-            default=None,
-            help="Folder of everything that a run writes (default: runs/<name of the first -c>); "
-            "{seed} in it stands for the seed.",
-        )
-        parser.add_argument(
-            "--overwrite", type=bool, default=False, help="Replace the run in run_dir."
-        )
-        parser.add_argument(
-            "--auto_resume",
-            type=bool,
-            default=False,
-            help="Go on from the newest good checkpoint in run_dir; start if there is none.",
-        )
-        parser.add_argument("--tensorboard", type=bool, default=True, help="Log to TensorBoard.")
-        parser.add_argument("--csv", type=bool, default=True, help="Log to metrics.csv.")
+        for key, (kind, default, text) in RUN_KEYS.items():
+            parser.add_argument(f"--{key}", type=kind, default=default, help=text)
         parser.add_argument(
             "--debug", action="store_true", help="Show tracebacks instead of one-line errors."
         )
@@ -255,6 +245,7 @@ class LitGRPOCLI(LightningCLI):
         folder = Path(self.settings.run_dir)
         if self._writes_a_run():
             rank_zero_only(self._hold)(folder)
+        name_runs(settings.trainer.logger, folder.name)
         if self._starts_anew():
             # A run that died before its first checkpoint left nothing to go on from.
             overwrite = self.settings.overwrite or self._resumes_itself()
@@ -310,8 +301,13 @@ class LitGRPOCLI(LightningCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
-        always = [RunFolder(self.config_text()), RecipeSettings(), RngState()]
-        always.append(LoggerState(self.settings.run_dir))
+        always = [
+            RunFolder(self.config_text()),
+            Hyperparameters(self.config_text()),
+            RecipeSettings(),
+            RngState(),
+            LoggerState(self.settings.run_dir),
+        ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
@@ -324,12 +320,12 @@ class LitGRPOCLI(LightningCLI):
         folder = self.settings.run_dir
         loggers: list[Logger] = []
         if self.settings.tensorboard:
-            loggers.append(TensorBoardLogger(folder, name="", version="", default_hp_metric=False))
+            loggers.append(Board(folder))
         if self.settings.csv:
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
-        return [never_failing(logger) for logger in loggers]
+        return [never_failing(with_allowed_names(logger)) for logger in loggers]
 
     def config_text(self) -> str:
         """The configuration as YAML for any verb, without what was meant for this call only."""
@@ -337,6 +333,15 @@ class LitGRPOCLI(LightningCLI):
         content = yaml.safe_load(text)[self.config.subcommand]
         kept = {name: value for name, value in content.items() if name not in OF_ONE_CALL}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+
+def key_help(words: list[str]) -> str:
+    """The help that `--KEY.help [CLASS]` on a command line asks for, or nothing if none does."""
+    question = asked(words)
+    if question is None:
+        return ""
+    roots = roots_of(words, {"trainer": Trainer, **CALLBACKS})
+    return "\n".join(explained(*question, roots))
 
 
 def load_module(path: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from litgrpo.arguments import require
 
 Placed = tuple[dict[str, Any], str]  # the fields of a row, and where it was read
+# JSON may escape one; no tokenizer and no file takes it.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def from_list(rows: Iterable[Any], name: str) -> list[Placed]:
@@ -54,11 +57,16 @@ def _read_json(path: Path) -> list[Placed]:
 
 def _json(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         inside = f"line {error.lineno}, " if error.lineno > 1 else ""
         where = f"{inside}column {error.colno}"
         raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error
+    if half := HALF_PAIR.search(json.dumps(value, ensure_ascii=False) if "\\u" in text else ""):
+        raise ValueError(
+            f"{place}: holds {half[0]!a}, half of a surrogate pair, which is no character"
+        )
+    return value
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class Evaluation:
             `predict_temperature` is above 0; 1 keeps all.
         corpus: what to compute from one reply to every prompt, such as `DialogueScores`: the most
             likely reply, or without `greedy` the first sample.
+        fluency: measure the text of the samples, too: length, share that ended, distinct-n, and
+            their perplexity and KL under the weights that training started from.
     """
 
     samples: int = 4
@@ -35,6 +37,7 @@ class Evaluation:
     predict_temperature: float = 0.0
     predict_top_p: float = 1.0
     corpus: CorpusScores | None = None
+    fluency: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
+from litgrpo.callbacks.nothing_learned import NothingLearned
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import advantage_stats, advantages_of, averages
+from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.learner.schedules import Controllers, coefficients_of
 from litgrpo.models.loading import (
     LoRA,
@@ -26,7 +29,7 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules import arguments_kept, kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice, start
 from litgrpo.modules.assembly import (
     Settings,
     changing,
@@ -41,9 +44,16 @@ from litgrpo.modules.assembly import (
     place_of,
     unmoved,
 )
+from litgrpo.modules.context import check_data
+from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
-from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
+from litgrpo.modules.trainer import (
+    TrainerStepper,
+    is_attached,
+    optimizer_and_schedule,
+    passes_over_data,
+)
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
 from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
@@ -74,9 +84,11 @@ class GRPO(LightningModule):
         engine: how the rollout is computed.
         update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and counted.
-        optimizer: as in torch, without parameters.
-        lr_scheduler: as in torch, without optimizer; stepped once per optimizer step.
-        max_iterations: stop after so many iterations; None leaves it to the trainer.
+        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
+        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
+            once per optimizer step.
+        max_iterations: stop after so many iterations; None: after three passes over the data,
+            unless tokens or the trainer set a limit.
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
         max_resamples: where all completions of a prompt are equally good, sample another prompt, at
             most so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
@@ -112,7 +124,7 @@ class GRPO(LightningModule):
         engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
         update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable = DefaultAdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
@@ -173,9 +185,15 @@ class GRPO(LightningModule):
         """
         return arguments_kept.loaded(cls, checkpoint_path, arguments)
 
+    # What callbacks ask after an evaluation, besides `evaluation_report`.
+    evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
+    complete_evaluation = start.complete
+
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
         device = self.trainer.strategy.root_device
+        if stage == "fit":
+            refuse_greedy_training(self.settings.sampling, self.settings.group_size)
         check_trainer_precision(str(self.trainer.precision))
         check_device(self.settings, self.coefficients.objective, device)
         backend(device).prepare()
@@ -211,7 +229,11 @@ class GRPO(LightningModule):
             )
         if self.coefficients.objective.needs_reference and self.reference is None:
             self.reference = load_reference(
-                self.policy, self.reference_path, self.pretrained, self.settings.precision
+                self.policy,
+                self.reference_path,
+                self.pretrained,
+                self.settings.precision,
+                self.lora,
             )
         if vars(self).get("place") != place_of(self, self.policy):
             self.place = place_of(self, self.policy)
@@ -219,15 +241,18 @@ class GRPO(LightningModule):
                 self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
             )
         if is_attached(self):
+            check_data(self, self.policy, self.settings.max_completion_len, "max_prompt_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
-        """The checks at the start of a fit."""
-        return [InvariantChecks()] if self.check_invariants else []
+        """The checks at the start of a fit, and a word where nothing is learned."""
+        return [*[InvariantChecks()] * self.check_invariants, NothingLearned()]
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
-        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
+        return optimizer_and_schedule(
+            self, *settled(self, GRPO_RATES, self.settings.update.num_steps)
+        )
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """One iteration: sample, reward, and learn from the comparison.
@@ -259,6 +284,7 @@ class GRPO(LightningModule):
         stats |= self.coefficients.stats()
         stats["perf/tokens_per_s"] *= comm.world_size
         stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
+        stats["data/epoch"] = torch.tensor(passes_over_data(self))
         stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         self.log_dict(stats | {"step": torch.tensor(float(self.iteration))})
         self.learner.follow(stats, self.iteration)
@@ -294,10 +320,11 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
+        self.evaluator.start_logprobs = start.start_logprobs(self)
         evaluated = self.evaluator.evaluate(
             self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
         )
-        return dict(zip(("rollout", "rewards"), evaluated, strict=True))
+        return vars(evaluated)
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Like a validation step, with random numbers of its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,12 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
+from litgrpo.learner.optimization import DefaultAdamW
+from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import arguments_kept, kernel_choice
+from litgrpo.modules.context import check_data
+from litgrpo.modules.defaults import SFT_RATES, settled
 from litgrpo.modules.source_data import set_names
 from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from litgrpo.data.pairs import PairBatch
-    from litgrpo.models.loading import LoRA, Precision
     from litgrpo.models.policy import Policy
 
 
@@ -35,13 +38,14 @@ class SFT(LightningModule):
     Args:
         pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`.
         scratch: a new model and tokenizer instead of `pretrained`.
-        optimizer: as in torch, without parameters.
-        lr_scheduler: as in torch, without optimizer; it is stepped once per iteration, so give its
-            length in iterations.
+        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
+        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is
+            stepped once per iteration, so give its length in iterations.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         precision: dtype, gradient checkpointing and dropout.
         lora: train adapters instead of the weights.
-        max_iterations: stop after so many optimizer steps; None leaves it to the trainer.
+        max_iterations: stop after so many optimizer steps; None: after three passes over the data,
+            unless the trainer sets a limit.
         seed: of the initial weights of `scratch`.
     """
 
@@ -49,7 +53,7 @@ class SFT(LightningModule):
         self,
         pretrained: str | None = None,
         scratch: Scratch | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable = DefaultAdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_grad_norm: float | None = 1.0,
         precision: Precision | None = None,
@@ -79,6 +83,8 @@ class SFT(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
+        self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
@@ -150,11 +156,12 @@ class SFT(LightningModule):
         if self.policy is None:
             self.policy = made_policy(self)
         if is_attached(self):
+            check_data(self, self.policy, 0, "max_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in iterations."""
-        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
+        return optimizer_and_schedule(self, *settled(self, SFT_RATES))
 
     def score(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """How well the policy predicts the K target tokens of a batch.

@@ -187,10 +187,11 @@ class Clock:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
 
     def restart(self) -> None:
         """Begin an iteration."""
-        self.seconds = {}
+        self.seconds, self.began = {}, time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -201,8 +202,12 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def stats(self, tokens: int) -> Stats:
-        """The seconds of each phase, and tokens per second of all of them together, to log."""
+        """The seconds of each phase and of the step, and tokens per second of the phases, to log.
+
+        The step is the iteration up to here.
+        """
         numbers = self.seconds | {"perf/tokens_per_s": tokens / sum(self.seconds.values())}
+        numbers["time/step_s"] = time.perf_counter() - self.began
         return {name: torch.tensor(number) for name, number in numbers.items()}
 
 

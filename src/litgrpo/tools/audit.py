@@ -60,7 +60,7 @@ def audit(
         form: how a completion should look, with {reasoning} and {answer} (default: tags).
         report: write the numbers into this .json file, too.
     """
-    require(bool(recipes), "give the recipe with the rewards: -c configs/quickstart.yaml")
+    require(bool(recipes), "give the recipe with the rewards: -c quickstart")
     at_least("limit", limit, 0)
     read_recipes = [_read(Path(path)) for path in recipes]
     recipe = merged([each for each in read_recipes if not _is_command_line(each)])

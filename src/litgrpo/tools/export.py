@@ -9,11 +9,18 @@ from litgrpo.callbacks.run_folder import checkpoint_file
 from litgrpo.cli.trainer_cli import load_module
 from litgrpo.models.loading import Dtype
 from litgrpo.models.loading import export as write
+from litgrpo.models.loading import export_adapter as write_adapter
 
 ADVICE = "give a .ckpt file, or a run folder with a checkpoint in it"
 
 
-def export(checkpoint: str, folder: str, dtype: Dtype | None = None, force: bool = False) -> None:
+def export(
+    checkpoint: str,
+    folder: str,
+    dtype: Dtype | None = None,
+    force: bool = False,
+    adapter: bool = False,
+) -> None:
     """Write the policy of a checkpoint as a folder that plain transformers loads.
 
     Args:
@@ -21,7 +28,13 @@ def export(checkpoint: str, folder: str, dtype: Dtype | None = None, force: bool
         folder: where to write config, weights and tokenizer.
         dtype: of the weights; that of the training when not given.
         force: write into a folder that exists; files of the same names are replaced.
+        adapter: write the adapter alone, in PEFT's format, instead of the merged weights.
     """
+    require(
+        not (adapter and dtype),
+        f"An adapter keeps the dtype of its training: leave --dtype {dtype} out, or export the "
+        "merged weights (without --adapter).",
+    )
     path, target = checkpoint_file(checkpoint, advice=ADVICE), Path(folder)
     require(
         force or not target.exists(),
@@ -32,10 +45,10 @@ def export(checkpoint: str, folder: str, dtype: Dtype | None = None, force: bool
     require(not unwritable, f"{target} cannot be written ({unwritable}): choose another folder.")
     policy = load_module(path).policy
     try:
-        write(policy, target, dtype)
+        write_adapter(policy, target) if adapter else write(policy, target, dtype)
     except OSError as error:
         raise ValueError(f"{target} is not complete: {error}. Remove it, and try again.") from error
-    print(f"{path} is now {target}, in Hugging Face format")
+    print(f"{path} is now {target}, in {'PEFT' if adapter else 'Hugging Face'} format")
 
 
 def _cannot_be_written(folder: Path) -> str:

@@ -1,0 +1,78 @@
+"""The page docs/first_task.md, replayed: its files, and its commands with fewer iterations."""
+
+# ruff: noqa: F811 (a fixture)
+
+import doctest
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.cli.running import cli  # noqa: F401
+
+TEXT = (Path(__file__).parents[1] / "docs" / "first_task.md").read_text(encoding="utf-8")
+FILES = re.findall(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)```", TEXT, flags=re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+# {recipe: what makes it quick}
+QUICK = {
+    "sft.yaml": "--model.max_iterations 2",
+    "grpo.yaml": "--model.max_iterations 2 --model.evaluation.greedy false --model.group_size 2",
+}
+QUICK |= {"grpo.yaml --ckpt_path last": QUICK["grpo.yaml"].replace(" 2 ", " 3 ", 1)}
+
+
+@pytest.fixture
+def folder(cli, monkeypatch):
+    """An empty one, which is the working folder, with the files of the page."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.delitem(sys.modules, "sorting", raising=False)
+    for name, content in FILES:
+        Path(name).write_text(content)
+    runpy.run_path("make_data.py")
+    for name, kept in (("held_out", 8), ("train", 40), ("demonstrations", 40)):
+        lines = Path(f"{name}.jsonl").read_text().splitlines(keepends=True)
+        Path(f"{name}.jsonl").write_text("".join(lines[:kept]))
+    return Path.cwd()
+
+
+def quickly(line: str) -> list[str]:
+    """The words of a command, with few iterations where it trains."""
+    _, verb, *rest = shlex.split(line)
+    known = [recipe for recipe in QUICK if verb == "fit" and recipe in line]
+    return [verb, *rest, *(QUICK[known[-1]].split() if known else [])]
+
+
+def test_the_page_has_four_files_and_every_verb_that_a_task_needs():
+    assert [name for name, _ in FILES] == ["make_data.py", "sft.yaml", "sorting.py", "grpo.yaml"]
+    verbs = [line.split()[1] for line in COMMANDS if line.startswith("litgrpo")]
+    assert verbs == ["fit", "audit", "fit", "validate", "predict", "export", "fit", "fit", "fit"]
+
+
+def test_its_commands_run_in_its_folder_in_the_order_of_the_page(cli, folder):
+    for line in COMMANDS:
+        if not line.startswith("litgrpo"):
+            continue
+        code, out, err = cli(*quickly(line))
+        assert code == 0, f"{line}\n{out}\n{err}"
+        if " audit " in line:
+            assert out.rstrip().endswith("PASS")
+    rows = Path("runs/grpo/samples/iteration-000001.jsonl").read_text().splitlines()
+    assert json.loads(rows[0])["rewards"].keys() == {"right", "places"}
+    assert len(Path("runs/grpo/predictions.jsonl").read_text().splitlines()) == 2
+    assert AutoModelForCausalLM.from_pretrained("sorter").config.hidden_size == 96
+    last = {path.parts[1]: path.resolve().stem for path in Path("runs").glob("*/*/last.ckpt")}
+    two, three = "iteration=000002", "iteration=000003"
+    assert last == {"sft": two, "grpo": three, "second": two, "kl": two}
+
+
+def test_its_example_of_the_reward_gives_what_it_says(folder):
+    (shown,) = re.findall(r"```python\n(>>> .*?)```", TEXT, flags=re.DOTALL)
+    example = doctest.DocTestParser().get_doctest(shown, {}, "first_task.md", None, 0)
+    assert len(example.examples) == 2
+    assert doctest.DocTestRunner().run(example).failed == 0
