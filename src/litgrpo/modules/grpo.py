@@ -148,8 +148,7 @@ class GRPO(LightningModule):
         self.pretrained = pretrained
         self.reference_path = reference
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.max_iterations = max_iterations
-        self.max_generated_tokens = max_generated_tokens
+        self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
         self.lora = lora
         self.check_invariants = check_invariants
         self.settings = Settings(
