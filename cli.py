@@ -2,7 +2,11 @@
 
 import sys
 
-from litgrpo.program import main
+try:
+    from litgrpo.program import main
+except ModuleNotFoundError as missing:
+    print(f"error: {missing}. Install first: pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main())
