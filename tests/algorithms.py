@@ -2,8 +2,8 @@
 
 from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized, TopShare
 from litgrpo.algorithm.kl import k2
-from litgrpo.algorithm.objective import Constant, Objective, PerToken, PerTokenOfMicroBatch
-from litgrpo.algorithm.surrogates import CISPO, GMPO, SAPO, VESPO, Clipped, PolicyGradient
+from litgrpo.algorithm.objective import Clipped, Constant, Objective, PerToken, PerTokenOfMicroBatch
+from litgrpo.algorithm.surrogates import CISPO, GMPO, SAPO, VESPO, PolicyGradient
 
 CLIP_HIGHER = Clipped(0.2, 0.28)
 SUM = Constant(by_limit=False)

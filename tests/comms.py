@@ -28,24 +28,29 @@ class Listening:
     """One of two processes that are computed in turns, see `in_turns`.
 
     Args:
-        sums: of both processes, as far as they are known.
+        known: sums and maxima of both processes, as far as they are known.
     """
 
     world_size = 2
 
-    def __init__(self, sums: list[Tensor]) -> None:
-        self.sums = sums
+    def __init__(self, known: list[Tensor]) -> None:
+        self.known = known
         self.asked: list[Tensor] = []
+        self.largest: list[bool] = []  # whether a maximum was asked for
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of both where it is known, else the value."""
-        self.asked.append(value)
-        number = len(self.asked)
-        return self.sums[number - 1] if number <= len(self.sums) else value
+        return self._answer(value, largest=False)
 
     def max(self, value: Tensor) -> Tensor:
-        """Not asked for."""
-        raise NotImplementedError
+        """The maximum of both where it is known, else the value."""
+        return self._answer(value, largest=True)
+
+    def _answer(self, value: Tensor, *, largest: bool) -> Tensor:
+        self.asked.append(value)
+        self.largest.append(largest)
+        number = len(self.asked)
+        return self.known[number - 1] if number <= len(self.known) else value
 
     def gather(self, values: Tensor) -> Tensor:
         """Not asked for."""
@@ -53,12 +58,13 @@ class Listening:
 
 
 def in_turns(*processes: Callable[[Listening], Tensor]) -> list[Tensor]:
-    """Results of two processes that take turns: each round knows one more sum, until all are."""
-    sums: list[Tensor] = []
+    """Results of two processes that take turns: each round knows one more answer, until all are."""
+    known: list[Tensor] = []
     while True:
-        comms = [Listening(sums) for _ in processes]
+        comms = [Listening(known) for _ in processes]
         results = [process(comm) for process, comm in zip(processes, comms, strict=True)]
-        if len(sums) == len(comms[0].asked):
+        position = len(known)
+        if position == len(comms[0].asked):
             return results
-        position = len(sums)
-        sums.append(torch.stack([comm.asked[position] for comm in comms]).sum(0))
+        asked = torch.stack([comm.asked[position] for comm in comms])
+        known.append(asked.amax(0) if comms[0].largest[position] else asked.sum(0))

@@ -4,6 +4,9 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
+from litgrpo.evaluation.evaluator import Evaluated
+from litgrpo.learner.learner import averages
+from litgrpo.parallel.comm import SingleProcess
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.conftest import tiny_policy
 
@@ -66,6 +69,8 @@ class StandIn(LightningModule):
         self.iteration = 0
         self.evaluations = 0
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}
+        self.complete_evaluation = dict
         self.policy = None
 
     def configure_model(self) -> None:
@@ -86,7 +91,9 @@ class StandIn(LightningModule):
         rewards = rewards_of(rollout)
         self.iteration += 1
         self.log("step", float(self.iteration))
-        self.log_dict(rewards.stats() | rollout.stats(), batch_size=len(batch))
+        seen = rewards.stats() | rollout.stats()
+        logged = averages(seen, [], SingleProcess(), torch.device("cpu"))
+        self.log_dict(logged, batch_size=len(batch))
         if self.iteration == self.max_iterations:
             self.trainer.should_stop = True
         reports = [StepReport(lr=0.1)] * STEPS_PER_ITERATION
@@ -95,7 +102,8 @@ class StandIn(LightningModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int):
         rollout = rollout_of(batch)
-        return {"rollout": rollout, "rewards": rewards_of(rollout)}
+        rewards = rewards_of(rollout)
+        return vars(Evaluated(rollout, rewards, rewards.total >= 1))
 
     def on_validation_epoch_end(self) -> None:
         score = self.scores[self.evaluations]
@@ -116,13 +124,28 @@ class StandIn(LightningModule):
         self.iteration = checkpoint["iteration"]
 
 
+class OtherModel(StandIn):
+    """Another architecture."""
+
+    def configure_model(self) -> None:
+        if self.policy is None:
+            self.policy = tiny_policy("gpt2")
+
+
+class FailsToStart(StandIn):
+    """Has a bug in its first evaluation."""
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int):
+        raise RuntimeError("a bug")
+
+
 class StandInData(LightningDataModule):
     """Prompts A, B, C, D in two batches.
 
     Args:
         prompts: for predict.
         seed: only remembered.
-        broken: refuse to set up.
+        broken: has no batches, by a bug.
     """
 
     def __init__(
@@ -130,11 +153,11 @@ class StandInData(LightningDataModule):
     ) -> None:
         super().__init__()
         self.prompts = prompts or ["A", "B", "C", "D"]
-        self.seed = seed
-        if broken:
-            raise ValueError("a bug")
+        self.seed, self.broken = seed, broken
 
     def train_dataloader(self):
+        if self.broken:
+            raise ValueError("a bug")
         return DataLoader(self.prompts, batch_size=2, collate_fn=lambda texts: prompts(*texts))
 
     val_dataloader = predict_dataloader = test_dataloader = train_dataloader

@@ -1,15 +1,25 @@
 """The house rules: who may import whom, how large things may be, and that every page is true."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from litgrpo.algorithm.objective import Objective, PerToken
+from litgrpo.models.loading import Precision, as_policy
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rollout.engines.local import LocalEngine
+from tests.conftest import byte_tokenizer, tiny_model
 from tests.house import pages
+from tests.house.__main__ import parts_of
+from tests.house.iteration_trace import IterationTrace
 from tests.house.source import File, circles, files_of
+from tests.modules.test_grpo import batches, module, train, vowels
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "litgrpo"
@@ -52,11 +62,16 @@ TESTED_ELSEWHERE = {
     "models/policy.py": "tests/models/test_causal.py",
     "models/static_decoder.py": "tests/rollout/engines/test_static.py",
     "models/reference.py": "tests/learner/test_schedules.py",
+    "parallel/random_state.py": "tests/parallel/test_device.py",
+    "data/files.py": "tests/data/test_sources.py",
+    "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
+    "rewards/shaping.py": "tests/rewards/test_scorer.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
+FILES_OF_ITERATION, LINES_OF_ITERATION = 20, 5_000
 IFS, IFS_OF_CORE, CORE = 4.5, 3.5, ("algorithm", "learner", "rollout")
 names = [file.name for file in FILES]
 each_file = pytest.mark.parametrize("file", FILES, ids=names)
@@ -226,3 +241,30 @@ def test_a_stale_name_is_found_and_a_good_one_is_not(text, line, tmp_path, monke
     page.write_text(text)
     (found,) = pages.stale(page)
     assert found.startswith(line)
+
+
+def traced(folder: Path) -> dict[str, list[str]]:
+    """Files of one iteration like the quickstart's, without what only makes it faster or safer."""
+    grpo = module(
+        reward=vowels,
+        objective=Objective(weighting=PerToken()),
+        engine=LocalEngine(fused=False),
+        reward_runner=InProcessRunner(),
+        lr_scheduler=torch.optim.lr_scheduler.ConstantLR,
+        max_iterations=3,
+    )
+    plain = Precision(share_prompts=False, kernels="plain")
+    grpo.policy = as_policy(tiny_model("gemma2"), byte_tokenizer(), precision=plain)
+    report = folder / "trace.json"
+    trace = {"callbacks": [IterationTrace(str(report))]}
+    train(grpo, batches("a", "hello there", "xyz"), **trace)
+    found = json.loads(report.read_text())
+    return parts_of(found["step"], found["around"])
+
+
+def test_one_iteration_passes_through_few_files_and_lines(tmp_path):
+    step = traced(tmp_path)["step"]
+    lines = {file.name: file.lines for file in FILES}
+    assert {"modules/grpo.py", "learner/learner.py", "tensors.py"} <= {*step}
+    assert len(step) <= FILES_OF_ITERATION, step
+    assert sum(lines[name] for name in step) <= LINES_OF_ITERATION

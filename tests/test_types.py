@@ -79,12 +79,28 @@ def test_the_tokens_of_a_rollout_continue_their_prompts():
 
 
 def test_rollout_stats_by_hand():
-    stats = {name: float(value) for name, value in rollout().stats().items()}
-    assert stats == {
+    given = replace(rollout(), sampler_logprobs=-rollout().completion_mask.float())
+    assert {name: value.tolist() for name, value in given.stats().items()} == {
         "completion/len_mean": 2.25,
+        "completion/len_min": 1.0,
         "completion/len_max": 3.0,
         "completion/truncated_frac": 0.25,
+        # One of the two of length 3 was cut off; a pair is a sum and a count.
+        "completion/terminated_len_mean": [6.0, 3.0],
+        "completion/terminated_len_min": 1.0,
+        "completion/terminated_len_max": 3.0,
+        "prompt/len_mean": 3.0,
+        "prompt/len_min": 3.0,
+        "prompt/len_max": 3.0,
+        "policy/entropy": [9.0, 9.0],
     }
+
+
+def test_where_no_completion_ended_there_is_no_length_of_those_that_did():
+    given = replace(rollout(), truncated=torch.ones(4, dtype=torch.bool))
+    stats = given.stats()
+    assert stats["completion/terminated_len_mean"].tolist() == [0.0, 0.0]
+    assert stats["completion/terminated_len_min"] == torch.inf
 
 
 @pytest.mark.parametrize("name", ["prompt_mask", "index"])
@@ -140,6 +156,9 @@ def test_reward_stats_by_hand():
     # Standard deviations with n - 1: sqrt(2) and 0.
     expected = {
         "reward/mean": 5 / 3,
+        "reward/std": (7 / 3) ** 0.5,  # of 0, 2 and 3
+        "reward/min": 0.0,
+        "reward/max": 3.0,
         "reward/group_std": 2**0.5 / 2,
         "reward/failed_frac": 0.25,
         "reward/equal_groups_frac": 0.5,

@@ -10,8 +10,10 @@ PUBLIC = {
     "SFT": "litgrpo.modules.sft",
     "PromptData": "litgrpo.modules.prompt_data",
     "PairData": "litgrpo.modules.pair_data",
+    "WarmupCosine": "litgrpo.learner.optimization",
+    "WarmupLinear": "litgrpo.learner.optimization",
 }
-__all__ = ["GRPO", "SFT", "PairData", "PromptData"]
+__all__ = ["GRPO", "SFT", "PairData", "PromptData", "WarmupCosine", "WarmupLinear"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import traceback
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
@@ -60,9 +63,38 @@ def import_by_path(path: str) -> Any:
     )
     try:
         module = import_module(module_path)
-    except ImportError as error:
-        raise ValueError(f"cannot import module {module_path!r} of {path!r} ({error})") from error
+    except (Exception, SystemExit) as error:  # a user's module may raise or exit when it is read
+        why = _why_not_imported(module_path, error)
+        raise ValueError(f"cannot import module {module_path!r} of {path!r} ({why})") from error
     try:
         return getattr(module, name)
     except AttributeError as error:
         raise ValueError(f"module {module_path!r} has no {name!r}") from error
+
+
+def _why_not_imported(module_path: str, error: BaseException) -> str:
+    """What was searched for a module that is nowhere; else what its own code raised, and where."""
+    missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    if missing and f"{module_path}.".startswith(f"{missing}."):
+        folders = ", ".join(own_folders()) or "no folder of yours"
+        return f"{error}; looked in {folders} and among installed packages; PYTHONPATH adds folders"
+    what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "<" not in frame[0]]
+    ours = [frame for frame in frames if not frame.filename.startswith(sys.base_prefix)]
+    own_code = [frame for frame in ours if frame.filename != __file__]
+    place = [f", {frame.filename} line {frame.lineno}" for frame in own_code[-1:]]
+    return "".join([" ".join(what.split()), *place])
+
+
+def own_folders() -> list[str]:
+    """The folders of the module path that are no installation, without repetition."""
+    found = [os.path.abspath(entry) for entry in sys.path]
+    installed = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)))
+    return [each for each in dict.fromkeys(found) if not each.startswith(installed)]
+
+
+def add_folders(folders: Iterable[str]) -> None:
+    """Let modules in these folders be imported; what is installed goes before them."""
+    known = {os.path.abspath(entry) for entry in sys.path}
+    new = [os.path.abspath(folder) for folder in folders]
+    sys.path += [each for each in dict.fromkeys(new) if each not in known]

@@ -7,11 +7,16 @@ Nothing slow is imported before the verb is known, so that help and mistakes ans
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import traceback
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from litgrpo.arguments import add_folders
+from litgrpo.cli.streams import outlive_readers
 
 LIGHTNING_VERBS = {
     "fit": "train: a before/after table, checkpoints and the model in the run folder",
@@ -36,6 +41,7 @@ COMMANDS = {
         "train by several algorithms and seeds; which gains are real?",
     ),
 }
+INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
 
@@ -49,13 +55,14 @@ verbs:
 {verbs}
 
 examples:
-  {program} fit -c configs/quickstart.yaml
-  {program} fit -c configs/quickstart.yaml --seed_everything 1 --run_dir runs/second
-  {program} fit -c configs/quickstart.yaml --ckpt_path last
+  {program} fit -c quickstart
+  {program} fit -c quickstart --seed_everything 1 --run_dir runs/second
+  {program} fit -c quickstart --ckpt_path last
   {program} predict -c runs/quickstart/config.yaml --ckpt_path last --data.prompts '["3+4="]'
 
-A later -c overrides an earlier one, and --KEY VALUE overrides both. Everything of a run goes to one
-folder: runs/NAME, after the first recipe's name, or --run_dir.
+A recipe is a file, or the name of one that litgrpo brings (configs/). A later -c overrides an
+earlier one, and --KEY VALUE overrides both. Everything of a run goes to one folder: runs/NAME,
+after the first recipe's name, or --run_dir.
 
   {program} VERB --help               every key of a verb
   {program} VERB --model.help GRPO    every key of a class
@@ -68,8 +75,9 @@ def main() -> int:
     """Run the verb on the command line.
 
     Returns:
-        The exit code: 0; 2 for a mistake in the input; 143 when asked to stop.
+        The exit code: 0; 2 for a mistake in the input; 130 or 143 when asked to stop.
     """
+    outlive_readers()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(help_page())
@@ -81,80 +89,127 @@ def main() -> int:
             f"did you mean {near[0]!r}?" if near else f"the verb comes first: {', '.join(known)}"
         )
         return print_error(f"there is no verb {verb!r}: {guess}")
+    if verb in LIGHTNING_VERBS and asks_for_help(words):
+        return print_help(verb)
     try:
         run(verb, words[1:])
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Lightning makes an exit of the first; where something is trained, it is saved instead.
+        if not isinstance(stop.__context__ or stop, KeyboardInterrupt):
+            raise
+        print("interrupted, with nothing to save yet", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         cause = users_mistake(error)
-        if "--debug" in words or cause is None:
+        if "--debug" in words or not cause:
             raise
-        return print_error(str(cause))
+        return print_error(cause)
     return 0
 
 
 def run(verb: str, words: list[str]) -> None:
     """Hand over to LightningCLI or to a function, with the names of this version."""
     from litgrpo.cli.old_names import current_words
+    from litgrpo.cli.recipes import with_classes
     from litgrpo.tools.convert import converted
 
+    add_folders([*recipe_folders(words), os.getcwd()])  # where a recipe's own rewards may lie
     with TemporaryDirectory() as folder:
-        words = current_words(words, Path(folder), converted)
+        words = with_classes(verb, current_words(words, Path(folder), converted))
         sys.argv[2:] = words
         if verb in LIGHTNING_VERBS:
             run_trainer()
         elif verb == "plan":  # reads the command line of fit by itself
             import_module(COMMANDS[verb][0]).plan()
         else:
-            run_function(verb, words)
+            run_function(verb, words, Path(folder))
+
+
+def recipe_folders(words: list[str]) -> list[str]:
+    """The folders of the recipes on a command line."""
+    split = [part for word in words for part in word.split("=", 1)]
+    given = [word for flag, word in pairwise(split) if flag in ("-c", "--config", "--recipe")]
+    return [str(Path(word).parent) for word in given if Path(word).is_file()]
 
 
 def run_trainer() -> None:
     """Train, evaluate or answer; the verb is on the command line."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from litgrpo.cli.trainer_cli import LitGRPOCLI
+    from litgrpo.cli.trainer_cli import LitGRPOCLI, key_help
 
+    if text := key_help(sys.argv[2:]):
+        show(text)
+        return
     try:
         LitGRPOCLI()
     except SIGTERMException as stop:
         raise SystemExit(TERMINATED) from stop
 
 
-def run_function(verb: str, words: list[str]) -> None:
-    """Call the function of a verb with its arguments."""
+def run_function(verb: str, words: list[str], folder: Path) -> None:
+    """Call the function of a verb with its arguments; the folder is for what has to be a file."""
     from jsonargparse import auto_cli
 
     from litgrpo.cli.trainer_cli import PlainParser
 
     words = [word for word in words if word != "--debug"]
     if verb == "audit":  # a recipe is given to it as to fit
-        words = ["--recipes+" if word in ("-c", "--config") else word for word in words]
+        words = import_module(COMMANDS[verb][0]).recipe_words(words, folder)
     function = vars(import_module(COMMANDS[verb][0]))[verb]
     program = f"{program_name()} {verb}"
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)
 
 
-def users_mistake(error: BaseException | None) -> BaseException | None:
-    """The error itself or a cause of it that a check of ours or of Lightning's raised.
+def users_mistake(error: BaseException) -> str:
+    """What a check of ours, of Lightning's or of a constructor in a recipe said; nothing for a bug.
 
-    jsonargparse wraps what a constructor raises. An error from anywhere else is a bug, and its
-    traceback is worth reading.
+    jsonargparse wraps what a constructor raises. An error from anywhere else, or an unforeseen one
+    in our own constructors, is a bug, and its traceback is worth reading.
     """
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from litgrpo.cli.errors import constructor_reason, refused
 
-    while error is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        raised_by = frames[-1].f_globals.get("__name__", "").partition(".")[0]
-        checked = isinstance(error, ValueError | FileNotFoundError) and raised_by == "litgrpo"
-        if checked or isinstance(error, MisconfigurationException):
-            return error
-        error = error.__cause__
-    return None
+    link: BaseException | None = error
+    ours = False
+    while link is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
+        raised_by = frames[-1].f_globals.get("__name__", "") if frames else ""
+        ours = raised_by.partition(".")[0] == "litgrpo"
+        checked = isinstance(link, ValueError | FileNotFoundError) and ours
+        # By their names, because to import Lightning takes seconds.
+        if checked or type(link).__name__ in ("MisconfigurationException", "RewardFailure"):
+            return str(link)
+        if said := constructor_reason(str(link)):
+            return said
+        link = link.__cause__
+    return "" if ours else refused(error)
 
 
 def print_error(message: str) -> int:
     """Print one line and return the exit code."""
     print(f"error: {message}", file=sys.stderr)
     return WRONG_INPUT
+
+
+def asks_for_help(words: list[str]) -> bool:
+    """Whether `--help` stands on the command line."""
+    return bool({"-h", "--help"}.intersection(words))
+
+
+def print_help(verb: str) -> int:
+    """Print the page of a verb of Lightning's; the exit code."""
+    from litgrpo.cli.help_page import page
+
+    show(page(program_name(), verb, LIGHTNING_VERBS[verb]))
+    return 0
+
+
+def show(text: str) -> None:
+    """Print a page; a reader such as `head` may have enough before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def help_page() -> str:

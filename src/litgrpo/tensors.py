@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Head = Callable[[Tensor], Tensor]
@@ -231,3 +232,11 @@ def length_buckets(
         buckets.append(order[start : start + rows])
         start += rows
     return buckets
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which each process may hold a shard, put together; every process must take part.
+
+    Norms of sharded gradients come as shards, too.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -115,6 +115,8 @@ class PromptBatch:
         prompts: B rendered prompt texts.
         columns: every other column of the data set, a list of length B each; rewards see them.
         index: [B] position of each prompt in its data set; names its completions' random streams.
+        set_name: of the set that all of them belong to, where there are several (`val: {easy: ...,
+            hard: ...}`); else "".
     """
 
     prompt_ids: Tensor
@@ -122,6 +124,7 @@ class PromptBatch:
     prompts: list[str]
     columns: dict[str, list[Any]]
     index: Tensor
+    set_name: str = ""
 
     def __post_init__(self) -> None:
         """Check ranks and sizes."""
@@ -148,6 +151,7 @@ class PromptBatch:
                 name: [values[row] for row in chosen] for name, values in self.columns.items()
             },
             index=self.index[chosen],
+            set_name=self.set_name,
         )
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:
@@ -223,13 +227,42 @@ class Rollout:
         return [ids[:length] for ids, length in rows]
 
     def stats(self) -> Stats:
-        """Scalars under `completion/`."""
-        lengths = self.lengths.float()
-        return {
-            "completion/len_mean": lengths.mean(),
-            "completion/len_max": lengths.max(),
-            "completion/truncated_frac": self.truncated.float().mean(),
+        """Scalars under `completion/` and `prompt/`, and the entropy at sampling.
+
+        One of two numbers is a sum and the count to divide it by. Where no completion ended, the
+        extremes of those that did are infinite.
+        """
+        lengths, ended = self.lengths.float(), ~self.truncated
+        stats = mean_and_extremes("completion/len", lengths)
+        stats["completion/truncated_frac"] = self.truncated.float().mean()
+        stats |= mean_and_extremes("completion/terminated_len", lengths, ended)
+        stats |= mean_and_extremes("prompt/len", self.prompts.prompt_mask.sum(1).float())
+        # Unbiased, of all rows, and free: -log p of the tokens that were sampled.
+        surprise = -torch.where(self.loss_mask, self.sampler_logprobs, 0.0).sum()
+        stats["policy/entropy"] = torch.stack([surprise, self.loss_mask.sum()])
+        return stats
+
+
+def mean_and_extremes(name: str, values: Tensor, counted: Tensor | None = None) -> Stats:
+    """Mean and extremes of some values.
+
+    Args:
+        name: what the names begin with; `_mean`, `_min` and `_max` follow.
+        values: of any shape.
+        counted: True where a value counts, same shape; the mean is a sum and a count then. None:
+            everywhere.
+    """
+    if counted is None:
+        return {f"{name}_mean": values.mean(), f"{name}_min": values.min()} | {
+            f"{name}_max": values.max()
         }
+    joint = "" if name.endswith("/") else "_"
+    total = torch.where(counted, values, 0.0).sum()
+    return {
+        f"{name}{joint}mean": torch.stack([total, counted.sum()]),
+        f"{name}{joint}min": torch.where(counted, values, torch.inf).min(),
+        f"{name}{joint}max": torch.where(counted, values, -torch.inf).max(),
+    }
 
 
 @dataclass(frozen=True)
@@ -245,6 +278,8 @@ class RewardTable:
             relative differences of up to 4 of it count as equal.
         counted: {name: [B, G]} what of each part is weighted and added up, after normalization and
             gates; the parts themselves where nothing is said.
+        metrics: {name to log: number} that reward functions logged themselves.
+        extras: {column: {row: value}}, shown beside the samples.
     """
 
     parts: dict[str, Tensor]
@@ -253,6 +288,8 @@ class RewardTable:
     valid: Tensor
     precision: float = torch.finfo(torch.float64).eps
     counted: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check shapes and keys."""
@@ -268,6 +305,7 @@ class RewardTable:
         valid = self.total[self.valid]
         stats: Stats = {
             "reward/mean": valid.mean() if valid.numel() else self.total.new_zeros(()),
+            "reward/std": valid.std() if valid.numel() > 1 else self.total.new_zeros(()),
             "reward/group_std": spread.mean(),
             "reward/failed_frac": (~self.valid).double().mean(),
             "reward/equal_groups_frac": (spread == 0).double().mean(),
@@ -279,7 +317,9 @@ class RewardTable:
             std = answers.std() if len(answers) > 1 else self.total.new_zeros(())
             stats[f"reward/{name}_std"] = std
         stats |= self._comparison() if len(self.parts) > 1 else {}
-        return {name: value.nan_to_num(0.0).float() for name, value in stats.items()}
+        stats = {name: value.nan_to_num(0.0).float() for name, value in stats.items()}
+        extremes = mean_and_extremes("reward/", self.total.float(), self.valid)
+        return stats | {name: extremes[name] for name in ("reward/min", "reward/max")}
 
     def _comparison(self) -> Stats:
         """Which part moves the total within the groups, and which parts pull against each other.
@@ -315,7 +355,8 @@ class RewardTable:
     @staticmethod
     def stat_names(parts: Sequence[str]) -> list[str]:
         """Everything that `stats` logs under `reward/` for parts of these names."""
-        names = ["mean", "group_std", "failed_frac", "equal_groups_frac", *parts]
+        names = ["mean", "std", "min", "max", "group_std", "failed_frac", "equal_groups_frac"]
+        names += parts
         names += [f"{part}_std" for part in parts]
         if len(parts) > 1:
             names += [f"{part}_share" for part in parts]

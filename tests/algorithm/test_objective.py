@@ -11,13 +11,14 @@ from litgrpo.algorithm.advantages import Normalized, TopShare
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.kl import absolute, k1, k2
 from litgrpo.algorithm.objective import (
+    Clipped,
     Constant,
     Objective,
     PerSequence,
     PerToken,
     PerTokenOfMicroBatch,
 )
-from litgrpo.algorithm.surrogates import SAPO, VESPO, Clipped, PolicyGradient
+from litgrpo.algorithm.surrogates import SAPO, VESPO, PolicyGradient
 from litgrpo.types import Experience, RewardTable, TokenLogprobs, row_fields
 from tests.algorithms import CLIP_HIGHER, PUBLISHED, SUM
 from tests.comms import Twins
@@ -219,7 +220,7 @@ def test_stats_are_sums_and_counts_of_tokens():
     low = (s < math.log(0.9)) & (experience.advantages < 0) & mask
     assert stats["policy/clip_high_frac"][0] == high.sum() > 0
     assert stats["policy/clip_low_frac"][0] == low.sum() > 0
-    torch.testing.assert_close(stats["policy/entropy"][0], entropy[mask].sum())
+    torch.testing.assert_close(stats["policy/entropy_learned"][0], entropy[mask].sum())
     assert stats["policy/kl"][0] > 0
     assert "policy/kl" not in Objective().loss(TokenLogprobs(now, entropy), experience).stats
 

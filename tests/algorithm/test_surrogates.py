@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from litgrpo.algorithm.surrogates import (
-    CISPO,
-    GMPO,
-    SAPO,
-    VESPO,
-    Clipped,
-    PolicyGradient,
-    Tokens,
-)
+from litgrpo.algorithm.objective import Clipped, Tokens
+from litgrpo.algorithm.surrogates import CISPO, GMPO, SAPO, VESPO, PolicyGradient
 from litgrpo.tensors import bounded_exp, row_mean
 
 

@@ -45,7 +45,8 @@ def batches(path: Path, vocab: int, rows: int, number: int) -> list[PairBatch]:
     questions = [ids(pairs[row]["question"]) for row in chosen]
     answers = [ids(pairs[row]["answer"]) for row in chosen]
     whole = [question + answer for question, answer in zip(questions, answers, strict=True)]
-    data = PairSet(whole, [len(question) for question in questions], 0, 1)
+    lengths = zip(map(len, questions), map(len, whole), strict=True)
+    data = PairSet(whole, [[span] for span in lengths], 0, 1)
     return [data[list(range(first, first + rows))] for first in range(0, rows * number, rows)]
 
 

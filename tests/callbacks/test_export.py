@@ -6,7 +6,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.run_folder import checkpoint_file
+from litgrpo.models.loading import LoRA, as_policy
 from tests.callbacks.fitting import fit
+from tests.conftest import byte_tokenizer, tiny_model
 from tests.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
@@ -23,6 +25,22 @@ def test_plain_transformers_loads_the_final_model_with_equal_logits(tmp_path):
     module = fit(tmp_path, Export(), module=StandIn(3))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final_model", dtype=torch.float32)
     assert torch.equal(logits(loaded), logits(module.policy.model))
+
+
+def test_adapters_are_saved_beside_the_merged_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    module = StandIn(1)
+    module.policy = as_policy(tiny_model("llama"), byte_tokenizer(), lora=LoRA(rank=2))
+    module.policy.train()
+    fit(tmp_path, Export(), module=module)
+    assert {"final_adapter", "final_model"} <= {*names(tmp_path)}
+    plain = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "final_adapter")
+    assert torch.equal(logits(plain), logits(module.policy.model))
+
+
+def test_a_run_without_adapters_saves_none(tmp_path):
+    fit(tmp_path, Export(), module=StandIn(1))
+    assert names(tmp_path) == ["final_model"]
 
 
 def names(folder: Path) -> list[str]:

@@ -19,11 +19,12 @@ def summary(folder) -> dict:
 def test_the_file_holds_before_and_after_with_exactly_these_fields(tmp_path):
     fit(tmp_path, Summary(num_samples=1), module=StandIn(2, scores=[0.25, 0.75]))
     written = summary(tmp_path)
-    names = ["before", "after", "seconds", "seed", "versions", "samples"]
+    names = ["before", "after", "change", "seconds", "seed", "versions", "samples"]
     assert list(written) == names
     rewards = {"correct": 0.5, "format": 1.0}
-    before = dict(avg_at_k=0.25, low=0.15, high=0.35, greedy=0.25, n=4, rewards=rewards)
-    after = dict(avg_at_k=0.75, low=0.65, high=0.85, greedy=0.75, n=4, rewards=rewards)
+    rest = dict(n=4, reward=dict(mean=None, low=None, high=None), rewards=rewards, fluency={})
+    before = dict(avg_at_k=0.25, low=0.15, high=0.35, greedy=0.25, **rest)
+    after = dict(avg_at_k=0.75, low=0.65, high=0.85, greedy=0.75, **rest)
     assert written["before"] == before
     assert written["after"] == after
     assert list(written["versions"]) == ["python", "litgrpo", "torch", "lightning", "transformers"]

@@ -7,7 +7,7 @@ import torch
 
 from litgrpo.callbacks.run_folder import RunFolder, saved_config
 from litgrpo.checkpointing import io as checkpoint_io
-from litgrpo.checkpointing.callback import IterationCheckpoint, goodness
+from litgrpo.checkpointing.callback import IterationCheckpoint, best_of, goodness
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 
@@ -40,8 +40,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 def test_of_a_loss_the_smallest_is_best(tmp_path):
     checkpoint = IterationCheckpoint()
-    assert goodness({"loss": 2.0}, checkpoint.monitor, checkpoint.mode) == -2.0
-    assert goodness({"avg@4": 0.5, "loss": 2.0}, checkpoint.monitor, checkpoint.mode) == 0.5
+    assert goodness({"loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [-2.0]
+    assert goodness({"avg@4": 0.0, "reward": 0.7}, None, None) == [0.0, 0.7]
+    sets = {"easy/avg@4": 0.5, "easy/reward": 0.75, "hard/avg@4": 0.25, "hard/reward": 0.25}
+    assert goodness(sets, None, None) == [0.375, 0.5]
+    assert goodness(sets, "hard/reward", None) == [0.25]
+    assert goodness({"avg@4": 0.5, "loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [0.5]
 
 
 def test_an_unknown_monitor_is_named(tmp_path):
@@ -84,7 +88,7 @@ def test_a_run_resumes_after_the_iteration_that_was_saved(tmp_path):
     assert module.trainer.global_step == 21
     # Validations after 4, 6 and 7; the best of the first run is still the best.
     assert module.evaluations == 3
-    assert checkpoint.scores == {2: 0.5, 3: 0.4, 4: 0.2, 6: 0.2, 7: 0.2}
+    assert checkpoint.scores == {2: [0.5], 3: [0.4], 4: [0.2], 6: [0.2], 7: [0.2]}
     assert (tmp_path / "checkpoints/best.ckpt").readlink() == Path("iteration=000002.ckpt")
 
 
@@ -113,7 +117,7 @@ class Signalled(StandIn):
         return super().validation_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(15, 143), (2, 130), (1, 129)])
 @pytest.mark.parametrize(
     ("during", "saved", "evaluations"), [("rollout", 1, 3), ("update", 2, 3), ("validation", 2, 3)]
 )
@@ -184,3 +188,9 @@ def test_the_configuration_is_inside(tmp_path):
     assert (tmp_path / "config.yaml").read_text().endswith("model: {a: 1}\n")
     with pytest.raises(ValueError, match="holds no configuration: it was not written by"):
         saved_config({"state_dict": {}})
+
+
+def test_where_no_success_is_ever_reached_the_best_has_the_highest_mean_reward():
+    scores = {10: [0.0, 0.2], 20: [0.0, 0.9], 30: [0.0, 0.4]}
+    assert best_of(scores, 2) == [20, 30]
+    assert best_of(scores | {40: [0.25, 0.1]}, 1) == [40]  # a success counts first

@@ -48,3 +48,14 @@ def test_copies_on_the_host_share_no_memory_and_no_container():
     assert copied["b"] == (1, "x")
     assert len(copied["a"]) == 1
     assert copied["a"][0].sum() == 0
+
+
+def test_tied_weights_are_in_a_file_once(tmp_path):
+    table, other = torch.zeros(1000, 50), torch.ones(1000, 50)
+    weights = {"embedding": table, "head": table.detach(), "other": other}
+    for name, state_dict in {"tied": weights, "twice": weights | {"head": table.clone()}}.items():
+        torch.save(on_host(state_dict), tmp_path / name)
+    sizes = [(tmp_path / name).stat().st_size for name in ("tied", "twice")]
+    assert sizes[1] - sizes[0] >= table.nbytes
+    found = torch.load(tmp_path / "tied", weights_only=True)
+    assert digest(found) == digest(weights)

@@ -1,9 +1,12 @@
+import os
+import pty
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from litgrpo.checkpointing.signals import Stopped, StopRequest
+from litgrpo.checkpointing.signals import SIGNALS, Stopped, StopRequest
 
 
 def one_process():
@@ -18,13 +21,15 @@ def several(others_asked):
 
 @pytest.fixture(autouse=True)
 def old_handlers():
-    known = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    known = {each: signal.getsignal(each) for each in SIGNALS}
     yield
     for each, handler in known.items():
         signal.signal(each, handler)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_what_can_be_dropped_stops_at_once_and_the_rest_at_the_next_check(signum, code):
     request = StopRequest()
     request.listen(one_process())
@@ -51,3 +56,43 @@ def test_several_processes_stop_together_at_a_check():
 
 def test_no_reward_function_takes_it_for_an_error_of_its_own():
     assert not issubclass(Stopped, Exception)
+
+
+def test_a_hangup_that_is_ignored_stays_so_and_one_that_was_taken_is_given_back():
+    request = StopRequest()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    request.listen(one_process())
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    request.listen(one_process())
+    request.listen(one_process())
+    assert signal.getsignal(signal.SIGHUP) == request._received
+    request.let_go()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def saves_after_hangup(file) -> None:
+    """What a run in a terminal does when that is closed: it is told twice, and writes on."""
+    request = StopRequest()
+    request.listen(one_process())
+    signal.alarm(20)  # no test waits for ever
+    os.write(1, b"ready")
+    while not request.signum:
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGHUP)
+    os.write(1, b"a line that nobody can read")
+    try:
+        request.check(one_process())
+    except Stopped as stop:
+        file.write_text(str(stop.code))
+
+
+def test_a_closed_terminal_lets_the_run_save(tmp_path):
+    child, terminal = pty.fork()
+    if child == 0:
+        saves_after_hangup(tmp_path / "saved")
+        os._exit(0)
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "saved").read_text() == "129"

@@ -2,10 +2,12 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithm.advantages import Normalized
@@ -494,6 +496,48 @@ def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):
 def test_no_false_alarm_when_the_engine_is_of_lower_precision(architecture):
     engine = local_engine.LocalEngine(dtype="bfloat16")
     assert fit(module(architecture, engine=engine)).lightning_module.iteration == 1
+
+
+LOWER = {
+    "compute bfloat16": dict(precision=Precision(compute="bfloat16")),
+    "compute float16": dict(precision=Precision(compute="float16")),
+    "weights bfloat16": dict(precision=Precision(dtype="bfloat16")),
+    "weights float16": dict(precision=Precision(dtype="float16")),
+    "engine bfloat16": dict(engine=local_engine.LocalEngine(dtype="bfloat16")),
+    "bf16-mixed": dict(trainer="bf16-mixed"),
+    # Lightning replaces the plain words 16-mixed on a CPU.
+    "16-mixed": dict(plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))),
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+@pytest.mark.parametrize("way", LOWER)
+def test_every_way_to_lower_precision_trains(architecture, way, report):
+    settings = dict(LOWER[way])
+    trainer = {"precision": settings.pop("trainer", None), "plugins": settings.pop("plugins", None)}
+    precision = settings.get("precision", Precision())
+    model = tiny_model(architecture).to(getattr(torch, precision.dtype))
+    policy = as_policy(model, byte_tokenizer(), precision=precision)
+    policy.requires_grad_(True)
+    grpo = module(policy=policy, optimizer=partial(torch.optim.SGD, lr=0.5), **settings)
+    before = weights(grpo).clone()
+    fit(grpo, **trainer)
+    assert grpo.iteration == 1
+    assert not torch.equal(weights(grpo), before)
+    assert weights(grpo).isfinite().all()
+    errors = {name: error for name, (error, _) in report().items()}
+    assert max(errors.values()) > 1e-4  # in full precision none is as large
+
+
+def test_a_failure_that_may_be_rounding_is_not_called_a_mistake():
+    name = "1 cached decoding equals the full forward"
+    rounding = invariants.Finding(name, error=0.3, tolerance=0.25)
+    with pytest.raises(ValueError, match=r"may be rounding.* precision\.compute null") as raised:
+        invariants.refuse([rounding])
+    assert "likely" not in str(raised.value)
+    for finding in (replace(rounding, error=5.0), replace(rounding, tolerance=1e-4)):
+        with pytest.raises(ValueError, match="likely the engine's"):
+            invariants.refuse([finding])
 
 
 def with_adapters(architecture="qwen2", **settings):

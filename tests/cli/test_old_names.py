@@ -103,6 +103,9 @@ def test_a_command_line_is_read_in_both_spellings(tmp_path, capsys):
     new = ["--model.update.inner_epochs", "2", "--model.init_args.reward_runner=InProcessRunner"]
     new += ["--model.engine", "{class_path: LocalEngine, init_args: {max_rows: 2}}", "-c", "none"]
     new += ["--model", '{"init_args": {"max_resamples": 1}}', "--data.prompts", "[a: b", "--x=-1"]
+    recipe = tmp_path / "new.yaml"
+    recipe.write_text("seed_everything: 1\n")
+    new[new.index("none")] = words[words.index("none")] = str(recipe)
     assert current_words(words, tmp_path, lambda _: None) == new
     assert capsys.readouterr().err.splitlines() == [
         f"warning: model.learning is now model.update{LATER}",

@@ -50,7 +50,7 @@ def test_a_run_writes_everything_to_the_folder_named_after_its_recipe(cli):  # n
     folder = Path("runs/recipe")
     written = {path.name.partition(".tfevents")[0] for path in folder.iterdir()}
     expected = {"checkpoints", "config.yaml", "events.out", "final_model", "metrics.csv", "samples"}
-    assert written == expected | {"hparams.yaml", "summary.json"}
+    assert written == expected | {"hparams.yaml", "summary.json", "evaluation"}
     assert scores("runs/recipe") == (0.0, 0.1)
     steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()]
     assert steps == ["step", "0", "1", "2", "3", "4", "4"]
@@ -184,6 +184,22 @@ def test_the_other_verbs_read_the_configuration_of_the_run(cli):  # noqa: F811
     assert "avg@2    0.100 [0.000, 0.200]" in out.splitlines()
     assert json.loads(Path("runs/recipe/validate.json").read_text())["avg_at_k"] == 0.1
     assert scores("runs/recipe") == (0.1, 0.2)
+    of = {"checkpoint": "iteration=000004", "iteration": 4}
+    assert json.loads(Path("runs/recipe/validate.json").read_text()).items() >= of.items()
+    assert Path("runs/recipe/evaluation/validate-iteration=000004.jsonl").exists()
+
+
+def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpoint(cli):  # noqa: F811
+    cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
+    of_run = ("validate", "-c", "runs/recipe/config.yaml")
+    _, out, _ = cli(*of_run, "--ckpt_path", "last")
+    assert "Evaluated: iteration=000004" in out
+    of_last = Path("runs/recipe/validate.json").read_text()
+    _, out, _ = cli(*of_run)
+    assert "Evaluated: the start, untrained; for a trained model give --ckpt_path." in out
+    assert Path("runs/recipe/validate.json").read_text() == of_last
+    start = json.loads(Path("runs/recipe/validate-start.json").read_text())
+    assert (start["checkpoint"], start["iteration"]) == ("start", 0)
 
 
 def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
@@ -200,7 +216,8 @@ def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
 
 def test_every_part_can_be_switched_off(cli):  # noqa: F811
     off = "--completions.every_n_iterations 0 --export.final false --trainer.logger false "
-    off += "--trainer.enable_checkpointing false --trainer.enable_progress_bar false"
+    off += "--evaluation_files.enabled false --trainer.enable_checkpointing false "
+    off += "--trainer.enable_progress_bar false"
     code, _, _ = cli("fit", "-c", "recipe.yaml", *off.split())
     assert code == 0
     written = sorted(path.name for path in Path("runs/recipe").iterdir())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.data.pairs import PairBatch, padding_frac, tokenized_pairs
+from litgrpo.data.pairs import PairBatch, PairStyle, padding_frac, tokenized_pairs
 from litgrpo.data.rendering import LengthLimit, Template, prompt_style
 from litgrpo.data.sources import read
 from tests.conftest import byte_tokenizer
@@ -14,8 +14,7 @@ def test_a_batch_of_rows_marks_what_is_to_predict():
     pairs = tokenized_pairs(
         read(rows),
         "train",
-        style=prompt_style(None, chat=False),
-        completion=Template("completion"),
+        style=PairStyle(prompt_style(None, chat=False), Template("completion")),
         limit=LengthLimit("max_len", 9, "drop"),
         tokenizer=byte_tokenizer(),
         pad_to_multiple=4,

@@ -116,7 +116,7 @@ def test_a_template_that_is_not_jinja_is_refused():
 
 
 def test_the_conversation_is_what_is_asked_without_the_chat_format():
-    style = ChatStyle(Template("prompt", "Say {{ prompt }}"), Chat(system="be kind"))
+    style = ChatStyle(Template("prompt", "Say {{ prompt }}"), chat=Chat(system="be kind"))
     said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Say hi"}]
     assert style.conversations(read(["hi"])) == [said]
 

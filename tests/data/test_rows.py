@@ -20,17 +20,19 @@ def prompts(rows):
 SUMS = [{"prompt": f"{a}+{b}?", "answer": a + b} for a in range(20) for b in range(20)]
 
 
-def test_columns_are_renamed_and_others_stay():
+def test_a_renamed_column_keeps_its_own_name_too_and_others_stay():
     rows = table({"prompt": "question", "gold": "answer"}).read(
         [{"question": "1+1?", "answer": "2", "level": 3}]
     )
-    assert rows[0].values == {"prompt": "1+1?", "gold": "2", "level": 3}
+    both = {"prompt": "1+1?", "question": "1+1?", "gold": "2", "level": 3}
+    assert rows[0].values == both  # `answer` is a name of ours: it means one thing
 
 
 def test_one_column_can_have_two_names():
     columns = {"prompt": "q", "answer": "a", "completion": "a"}
     rows = table(columns, {"answer": r"####\s*(.+)"}).read([{"q": "1+1?", "a": "one more\n#### 2"}])
-    assert rows[0].values == {"prompt": "1+1?", "answer": "2", "completion": "one more\n#### 2"}
+    ours = {"prompt": "1+1?", "answer": "2", "completion": "one more\n#### 2"}
+    assert rows[0].values == {"q": "1+1?", "a": "one more\n#### 2", **ours}
 
 
 def test_a_row_that_already_has_our_name_is_taken_as_it_is():

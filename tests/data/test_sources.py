@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from litgrpo.data.sources import Source, read
+from litgrpo.data.sources import Source, read, weights_of
 
 
 def rows_for_tests(size: int = 2, start: int = 0):
@@ -62,9 +62,56 @@ def test_a_function_takes_arguments_from_its_path_and_from_kwargs():
     assert values(Source(path, kwargs={"size": 1, "start": 7})) == [{"prompt": "7?"}]
 
 
-def test_a_limit_takes_the_first_rows(tmp_path):
-    path = written(tmp_path / "a.txt", "a\nb\nc\n")
-    assert values(Source(path, limit=2)) == [{"prompt": "a"}, {"prompt": "b"}]
+def test_a_limit_takes_the_same_random_rows_and_says_so(tmp_path, caplog):
+    path = written(tmp_path / "a.txt", "".join(f"{n}\n" for n in range(100)))
+    with caplog.at_level("INFO"):
+        few = [row.values["prompt"] for row in read(Source(path, limit=20))]
+    assert "20 of 100 rows, chosen at random, the same ones in every run" in caplog.text
+    assert few == sorted(few, key=int) != [str(n) for n in range(20)]
+    assert values(Source(path, limit=20)) == [{"prompt": text} for text in few]
+    more = [row.values["prompt"] for row in read(Source(path, limit=40))]
+    assert set(few) < set(more)
+    assert len(read(Source(path, limit=1000))) == 100
+
+
+def test_several_files_a_pattern_and_sources_are_read_one_after_the_other(tmp_path):
+    a, b = written(tmp_path / "a.txt", "a\n"), written(tmp_path / "b.txt", "b\nc\n")
+    both = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
+    assert values([a, b]) == both
+    assert values(f"{tmp_path}/*.txt") == both
+    assert values([Source(a), b]) == both
+    rows = read([a, Source(b)])
+    assert [(row.index, row.source) for row in rows] == [(0, 0), (1, 1), (2, 1)]
+    assert rows[2].place == f"{b}, line 2"
+
+
+def test_sets_have_names(tmp_path):
+    path = written(tmp_path / "b.txt", "b\nc\n")
+    rows = read({"easy": ["What is in a.txt?"], "hard": {"path": path}})
+    assert [(r.set_name, r.index) for r in rows] == [("easy", 0), ("hard", 1), ("hard", 2)]
+
+
+def test_a_data_set_of_the_library_datasets_is_a_source(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = [{"q": "a"}, {"q": "b"}]
+    given = datasets.Dataset.from_list(rows)
+    assert values(given) == values(given.to_iterable_dataset()) == rows
+    given.save_to_disk(tmp_path / "one")
+    splits = datasets.DatasetDict({"train": given, "test": datasets.Dataset.from_list(rows[:1])})
+    splits.save_to_disk(tmp_path / "splits")
+    assert values(f"{tmp_path}/one") == values(f"{tmp_path}/splits") == rows
+    assert values(f"{tmp_path}/splits:test") == rows[:1]
+    with pytest.raises(ValueError, match="has no split 'val'; it has: train, test"):
+        read(f"{tmp_path}/splits:val")
+    assert [row.set_name for row in read(splits)] == ["train", "train", "test"]
+
+
+def test_an_escaped_pair_of_surrogates_is_a_character(tmp_path):
+    assert values(str(written(tmp_path / "a.jsonl", '{"q": "\\ud83d\\ude00"}\n'))) == [
+        {"q": "\U0001f600"}
+    ]
 
 
 def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch):
@@ -85,6 +132,11 @@ def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch
         ("a.jsonl", '{"q": 1}\n{"q": \n', r"a\.jsonl, line 2: not JSON: Expecting value"),
         ("a.jsonl", '{"q": 1}\n[1]\n', r"a\.jsonl, line 2: is a list, expected an object"),
         ("a.jsonl", b'{"q": 1}\n{"q": "\xe9"}\n', r"a\.jsonl, line 2: not UTF-8"),
+        (
+            "a.jsonl",
+            '{"q": 1}\n{"q": "\\ud83d"}\n',
+            r"line 2: holds '\\ud83d', half of a surrogate",
+        ),
         ("a.jsonl", "", r"a\.jsonl holds no rows"),
         ("a.jsonl", "\n\n", r"a\.jsonl holds no rows"),
         ("a.json", "", r"a\.json holds no rows"),
@@ -114,6 +166,13 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         (["a", 3], "the given list, row 2: is a int"),
         ("python:nowhere.rows", "No module named 'nowhere'"),
         ("python:json.nothing", "has no 'nothing'"),
+        (["a.txt", "Tell me a story."], "the list holds files and 'Tell me a story.'"),
+        (["a.txt", "b.txt"], r"a\.txt: no such file"),
+        ("nowhere/*.jsonl", "no file fits this pattern"),
+        ({"path": "a.txt", "limt": 3}, r"no key 'limt' \(did you mean 'limit'\?\)"),
+        ({"easy": 3}, "the set 'easy' is 3, not a source"),
+        ({"a/b": "a.txt"}, "'a/b' cannot name a set"),
+        (3, r"3 \(a int\) is no source"),
         ("python:rows", "write python:package.module.function"),
         (f"python:{__name__}.rows_for_tests?sise=1", r"unexpected .* 'sise'; signature: \(size"),
     ],
@@ -135,5 +194,9 @@ def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="limit"):
         Source("a.txt", limit=0)
+    with pytest.raises(ValueError, match=r"weight of a source is 0; it must be above 0"):
+        weights_of([Source("a.txt", weight=0)])
+    with pytest.raises(ValueError, match="1 of 2 sources have a weight"):
+        weights_of([Source("a.txt", weight=2), Source("b.txt")])
     with pytest.raises(ValueError, match="kwargs are for"):
         Source("a.txt", kwargs={"size": 1})

@@ -31,7 +31,8 @@ def rollouter():
 
 def test_successes_of_the_samples_are_counted_at_the_threshold():
     judge = evaluator(success="second", threshold=2.0, greedy=False)
-    rollout, rewards = judge.evaluate(rollouter(), BATCH, "val", 0)
+    answered = judge.evaluate(rollouter(), BATCH, "val", 0)
+    rollout, rewards = answered.rollout, answered.rewards
     assert rewards.total.shape == (3, 4)
     report = judge.report("val")
     assert report["val/avg@4"] == 0.5  # two of 0, 1, 2, 3
@@ -78,7 +79,7 @@ def test_a_report_forgets_what_it_reported():
 def test_each_purpose_has_random_numbers_of_its_own():
     policy = rollouter()
     val, again, test = (
-        evaluator().evaluate(policy, BATCH, purpose, n)[0]
+        evaluator().evaluate(policy, BATCH, purpose, n).rollout
         for purpose, n in (("val", 0), ("val", 5), ("test", 0))
     )
     assert val.completions == again.completions
@@ -106,7 +107,7 @@ def test_the_corpus_gets_the_reply_that_would_be_given():
     for greedy in (True, False):
         corpus = Corpus()
         judge = evaluator(greedy=greedy, corpus=corpus)
-        rollout, _ = judge.evaluate(policy, batch, "val", 0)
+        rollout = judge.evaluate(policy, batch, "val", 0).rollout
         likely = policy.generate(batch, "val", group_size=1, sampling=Sampling(temperature=0.0))
         replies = likely.completions if greedy else rollout.completions[::4]
         assert corpus.seen == ([0, 1, 2], replies, {"level": [1, 2, 3]})

@@ -1,6 +1,10 @@
 """`python -m tests.house [--base PATH]`: how large, how branched and how entangled the code is.
 
-One iteration is traced in a small training of configs/quickstart.yaml on the CPU.
+One iteration is traced in a small training of configs/quickstart.yaml on the CPU: every file of the
+package that has a function which `training_step` calls counts with all of its lines. There are two
+rows. "One iteration" is what a reader must know: what only makes it faster or safer is switched off
+by keys of the recipe (`PLAIN`), and the task's own reward functions (`REWARDS`) are counted apart.
+"As the recipe runs it" is everything, these functions and worker processes too.
 """
 
 import argparse
@@ -10,12 +14,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.house.source import File, circles, files_of, inherited
 
 HERE = Path(__file__).parents[2]
 REPORTING = ("callbacks/", "checkpointing/")
+REWARDS = ("rewards/library/", "text/")
+PLAIN = """
+    --model.engine.fused false --model.precision.share_prompts false
+    --model.precision.kernels plain --model.reward_runner InProcessRunner
+"""
 TRAINING = """
     --model.max_iterations 3 --data.batch_size 4 --trainer.num_sanity_val_steps 0
     --trainer.limit_val_batches 1 --trainer.accelerator cpu --trainer.enable_progress_bar true
@@ -24,25 +34,39 @@ TRAINING = """
 MOST = 3  # classes and files named in a cell
 
 
-def iteration(checkout: Path) -> dict[str, list[str]]:
-    """Files of one iteration: of the core, and of callbacks and what else surrounds the step."""
+def iteration(checkout: Path, words: str = "") -> dict[str, list[str]]:
+    """Files of one iteration: of the step, its reward functions, and callbacks around it.
+
+    Args:
+        checkout: of the project.
+        words: of the command line, besides those of a small training.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "trace.json"
-        words = [sys.executable, checkout / "cli.py", "fit"]
-        words += ["-c", checkout / "configs" / "quickstart.yaml", "--run_dir", Path(folder) / "run"]
-        words += [*TRAINING.split(), f"--trainer.callbacks.report={report}"]
+        command = [sys.executable, checkout / "cli.py", "fit"]
+        command += ["-c", checkout / "configs" / "quickstart.yaml"]
+        command += ["--run_dir", Path(folder) / "run", *TRAINING.split(), *words.split()]
+        command += [f"--trainer.callbacks.report={report}"]
         paths = os.pathsep.join(map(str, (checkout / "src", Path(__file__).parent)))
         environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-        words = list(map(str, words))
+        command = list(map(str, command))
         done = subprocess.run(
-            words, check=False, cwd=folder, env=environment, capture_output=True, text=True
+            command, check=False, cwd=folder, env=environment, capture_output=True, text=True
         )
         if not report.exists():
             raise RuntimeError(f"the traced training failed:\n{done.stdout}{done.stderr}")
         traced = json.loads(report.read_text())
-    core = [name for name in traced["step"] if not name.startswith(REPORTING)]
-    around = sorted({*traced["step"], *traced["around"]} - {*core})
-    return {"core": core, "around": around}
+    return parts_of(traced["step"], traced["around"])
+
+
+def parts_of(step: Iterable[str], around: Iterable[str]) -> dict[str, list[str]]:
+    """Files that were passed through, by what they are for."""
+    apart = {
+        "step": [name for name in step if not name.startswith((*REPORTING, *REWARDS))],
+        "reward functions": [name for name in step if name.startswith(REWARDS)],
+    }
+    known = {name for names in apart.values() for name in names}
+    return apart | {"around it": sorted({*step, *around} - known)}
 
 
 def measures(checkout: Path) -> dict[str, str]:
@@ -61,9 +85,16 @@ def measures(checkout: Path) -> dict[str, str]:
         "ifs per 100 lines": per_hundred(files),
     }
     table |= entangled(files) | of_classes(files)
-    for part, names in iteration(checkout).items():
+    plain, everything = iteration(checkout, PLAIN), iteration(checkout)
+    rows = {
+        "one iteration": plain["step"],
+        "one iteration as the recipe runs it": everything["step"] + everything["reward functions"],
+        "its reward functions": plain["reward functions"],
+        "around it": everything["around it"],
+    }
+    for row, names in rows.items():
         size = sum(lines[name] for name in names)
-        table[f"one iteration, {part}: files, lines"] = f"{len(names)}, {size:,}"
+        table[f"{row}: files, lines"] = f"{len(names)}, {size:,}"
     for room in sorted({file.room for file in files if "/" in file.name}):
         of_room = [file for file in files if file.room == room]
         size = sum(file.lines for file in of_room)

@@ -28,6 +28,7 @@ class IterationTrace(Callback):
 
     def __init__(self, report: str) -> None:
         self.report = Path(report)
+        self.before: Any = None
         self.place = "around"
         self.called: dict[str, set[CodeType]] = {"step": set(), "around": set()}
 
@@ -48,10 +49,11 @@ class IterationTrace(Callback):
                 return result
 
             pl_module.training_step = traced_step
+            self.before = sys.getprofile()
             threading.setprofile(self.note)
             sys.setprofile(self.note)
         elif pl_module.iteration > TRACED:
-            sys.setprofile(None)
+            sys.setprofile(self.before)
             threading.setprofile(None)
             del pl_module.training_step
             self.report.write_text(json.dumps({k: by_file(v) for k, v in self.called.items()}))

@@ -63,7 +63,7 @@ def stale(page: Path) -> Iterator[str]:
             and "/" not in span
             and span not in NO_KEYS
             and not key[1].endswith(FILES)
-            and not taken(key[1])
+            and not taken(key[1].removesuffix(".help"))
         ):
             yield f"key {key[1]}"
     for line in commands(text):

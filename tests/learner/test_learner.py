@@ -181,15 +181,16 @@ def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
     torch.testing.assert_close(found.detach(), experience.sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_an_engine_that_is_not_exact_is_measured():
+def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_moves():
     learner, experience = judged("qwen2", Objective(sampler_correction=SamplerCorrection()))
-    inexact = replace(learner, engine_exact=False)
-    sums = inexact.step(experience, recording(learner.policy)).sums["policy/sampler_mismatch"]
+    learner = replace(learner, config=UpdateConfig(inner_epochs=2))
+    off = replace(experience, sampler_logprobs=experience.sampler_logprobs - 0.25)
+    first, second = learner.update(off, recording(learner.policy))
+    total, count = first.sums["policy/sampler_mismatch"]
     rows = (experience.advantages != 0).any(1)
-    gap = (experience.old_logprobs - experience.sampler_logprobs).abs()[rows]
-    torch.testing.assert_close(sums[0].float(), gap[experience.loss_mask[rows]].sum())
-    assert sums[1] == experience.loss_mask[rows].sum()
-    assert "policy/sampler_mismatch" not in learner.step(experience, recording(learner.policy)).sums
+    assert float(total / count) == pytest.approx(0.25, abs=1e-4)
+    assert count == experience.loss_mask[rows].sum()
+    assert "policy/sampler_mismatch" not in second.sums
 
 
 # --- several steps ---
@@ -466,6 +467,34 @@ def test_skipped_steps_count_in_the_learning_rate_and_nowhere_else(comm):
     assert logged["reward/mean"] == 0.5
     assert logged["policy/loss"] == 4
     assert float(logged["optim/lr"]) == pytest.approx(0.2)
+
+
+def test_extremes_are_of_all_processes_and_pairs_are_weighed():
+    def process(smallest, largest, total, count):
+        seen = {"completion/len_min": torch.tensor(smallest), "reward/max": torch.tensor(largest)}
+        seen |= {"policy/entropy": pair(total, count), "reward/mean": torch.tensor(largest)}
+        return lambda comm: averages(seen, [StepReport(0.1)], comm, CPU)
+
+    for found in in_turns(process(3.0, 1.0, 10, 1), process(2.0, 5.0, 2, 3)):
+        assert found["completion/len_min"] == 2
+        assert found["reward/max"] == 5
+        assert found["policy/entropy"] == 3
+        assert found["reward/mean"] == 3
+
+
+def test_an_extreme_of_nothing_is_zero():
+    seen = {"completion/terminated_len_min": torch.tensor(torch.inf)}
+    seen["completion/terminated_len_max"] = torch.tensor(-torch.inf)
+    found = averages(seen, [StepReport(0.1)], SingleProcess(), CPU)
+    assert found["completion/terminated_len_min"] == found["completion/terminated_len_max"] == 0
+
+
+def test_the_share_that_is_clipped_has_extremes_over_optimizer_steps():
+    reports = [StepReport(0.1, {"policy/clip_low_frac": pair(n, 4)}) for n in (0, 1, 3)]
+    found = averages({}, reports, SingleProcess(), CPU)
+    assert float(found["policy/clip_low_frac"]) == pytest.approx(4 / 12)
+    assert found["policy/clip_low_frac_min"] == 0
+    assert found["policy/clip_low_frac_max"] == 0.75
 
 
 def test_the_advantage_of_a_completion_is_that_of_its_policy_tokens():

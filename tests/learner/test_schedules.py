@@ -129,7 +129,7 @@ def test_the_reference_goes_half_the_way_every_second_iteration():
 def test_coefficients_are_logged_and_move():
     logged = train(steered(3), batches("a", "hello")).logged_metrics
     assert logged["policy/entropy_coef"] == pytest.approx(0.03)
-    assert logged["policy/sampled_entropy"] > 0
+    assert logged["policy/entropy"] > 0
     assert logged["policy/kl_coef"] != pytest.approx(0.1)
 
 

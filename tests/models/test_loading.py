@@ -113,3 +113,9 @@ def test_a_checkpoint_of_another_model_is_refused(found, problem):
     tensors = {name: torch.zeros(size) for name, size in found.items()}
     with pytest.raises(ValueError, match=f"The checkpoint is of another model: it {problem}"):
         check_weights(tensors, {"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_a_lower_precision_for_products_of_other_than_float32_weights_is_refused(dtype):
+    with pytest.raises(ValueError, match=rf"float32 weights, but precision\.dtype is {dtype}"):
+        Precision(dtype=dtype, compute="bfloat16")

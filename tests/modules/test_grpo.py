@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel
 from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
@@ -164,17 +165,12 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
 def test_old_logprobs_are_the_samplers_only_where_those_are_exact(not_learned):
     batch = prompt_batch("a", "hello there")
     two_epochs = UpdateConfig(inner_epochs=2)
-    for sampling, exact in [
-        (Sampling(temperature=0.7), True),
-        (Sampling(top_k=5, top_p=0.9), True),
-        (Sampling(temperature=0.0), False),
-    ]:
+    for sampling in (Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.9)):
         grpo = module(update=two_epochs, sampling=sampling)
         train(grpo, loader(batch))
         experience = not_learned.pop()
         assert not not_learned
-        same = experience.old_logprobs is experience.sampler_logprobs
-        assert same == exact
+        assert experience.old_logprobs is experience.sampler_logprobs
         fresh = grpo.learner.logprobs(experience.tokens).logprobs
         torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
 
@@ -375,8 +371,8 @@ def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(upd
     torch.testing.assert_close(runner.logged_metrics["policy/sampler_mismatch"], expected)
     weights = SamplerCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
     assert 1e-4 < (weights - 1).abs().mean() < 0.1
-    exact = module(update=UpdateConfig(inner_epochs=2))
-    assert "policy/sampler_mismatch" not in train(exact, batches("a")).logged_metrics
+    exact = train(module(update=UpdateConfig(inner_epochs=2)), batches("a")).logged_metrics
+    assert exact["policy/sampler_mismatch"] < 1e-5
 
 
 def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
@@ -464,3 +460,53 @@ def test_lower_limits_are_part_of_the_checkpoint(tmp_path):
     train(again, batches(*"abcd"), ckpt=tmp_path / "a.ckpt")
     assert again.iteration == 2
     assert (again.learner.max_rows, again.rollouter.max_rows) == (2, 8)
+
+
+class Sevens(Scorer):
+    """The place to override: what `combine` returns is what training, and all else, uses."""
+
+    def combine(self, results, group_size, iteration):
+        table = super().combine(results, group_size, iteration)
+        return replace(table, total=torch.full_like(table.total, 7.0))
+
+
+class OfSevens(GRPO):
+    scorer_class = Sevens
+
+
+def test_a_subclass_that_overrides_the_rewards_trains_on_them():
+    grpo = OfSevens(
+        "", [letters], group_size=GROUP, max_completion_len=LENGTH, check_invariants=False
+    )
+    grpo.policy = tiny_policy("qwen2")
+    trainer = Trainer(
+        max_epochs=-1, max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(grpo, loader(prompt_batch("a", "b"), 2))
+    assert trainer.callback_metrics["reward/mean"] == 7
+    assert 0 <= trainer.callback_metrics["reward/letters"] < 7
+
+
+@pytest.mark.parametrize("name", ["reward", "start_reward"])
+def test_a_method_that_nothing_calls_any_more_is_refused(name):
+    of_old = type("Mine", (GRPO,), {name: lambda self, rollout: None})
+    with pytest.raises(ValueError, match=f"Mine defines {name}, .*Scorer.combine"):
+        of_old("", [letters])
+
+
+def test_what_a_reward_logs_is_logged_and_budgets_are_in_the_checkpoint():
+    def counts(completions, log_metric):
+        log_metric("texts", len(completions))
+        return [1.0] * len(completions)
+
+    grpo = module(reward=counts, check_invariants=False)
+    trainer = Trainer(
+        max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(grpo, loader(prompt_batch("a", "b"), 2))
+    assert trainer.callback_metrics["reward/texts"] == 2 * GROUP
+    checkpoint = {"state_dict": grpo.state_dict()}
+    grpo.on_save_checkpoint(checkpoint)
+    assert checkpoint["judges"] == {}

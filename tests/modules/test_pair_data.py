@@ -6,6 +6,7 @@ import pytest
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
+from litgrpo.data import Source
 from litgrpo.modules.pair_data import PairData
 from litgrpo.modules.prompt_data import PromptData
 from tests.conftest import byte_tokenizer
@@ -98,8 +99,8 @@ def test_the_held_out_prompts_are_those_of_prompt_data(tmp_path):
     prompts.setup("validate")
     asked = {text for batch in prompts.val_dataloader() for text in batch.prompts}
     held = {
-        byte_tokenizer().decode(ids[:length], skip_special_tokens=True)
-        for ids, length in zip(data.sets["val"].ids, data.sets["val"].prompt_lens, strict=True)
+        byte_tokenizer().decode(ids[:start], skip_special_tokens=True)
+        for ids, [(start, _)] in zip(data.sets["val"].ids, data.sets["val"].learned, strict=True)
     }
     assert held == asked
 
@@ -174,3 +175,41 @@ def test_a_recipe_parses():
     recipe = {"data": {"class_path": "litgrpo.PairData", "init_args": settings}}
     data = parser.instantiate(parser.parse_object(recipe)).data
     assert (data.batch_size, data.max_tokens) == (None, 4096)
+
+
+def test_conversations_are_pairs_too_and_their_texts_are_fitted_to(tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    rows = [{"messages": talk}, {"messages": talk * 2}]
+    data = PairData(rows, chat=True, tokenizer=str(tmp_path / "chat"))
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert sorted(targets_of(batch)) == ["yo<eos>", "yo<eos>yo<eos>"]
+    assert list(data.pair_style.plain(data.sets["train"].rows)) == ["hi", "yo"] * 3
+    with pytest.raises(ValueError, match=r"no field 'completion' .* need `chat: true`"):
+        ready(tmp_path, rows)
+    with pytest.raises(ValueError, match="turns is 'first'; it must be one of: all, last"):
+        PairData(rows, turns="first")
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_mixture_of_pairs_is_resumed_where_it_stopped(tmp_path, cut):
+    for name, size in {"a": 9, "b": 3}.items():
+        lines = [f"{name * (1 + n)},{n}" for n in range(size)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["prompt,completion", *lines]))
+
+    def data(**settings):
+        parts = [Source(f"{tmp_path}/{name}.csv", weight=1) for name in "ab"]
+        return PairData(parts, batch_size=4, **settings)
+
+    whole = trained_rows(tmp_path, data(), texts_of, epochs=2)
+    assert [len(batch) for batch in whole] == [4] * 6
+    assert sum(text.startswith("<bos>a") for batch in whole[:3] for text in batch) == 6
+    save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
+    before = trained_rows(tmp_path, data(), texts_of, epochs=2, save=save)
+    after = trained_rows(tmp_path, data(), texts_of, epochs=2, ckpt_path=save.path)
+    assert before[:cut] + after == whole
+    with pytest.raises(ValueError, match="leave max_tokens out"):
+        trained_rows(tmp_path, data(max_tokens=9), texts_of)

@@ -1,5 +1,6 @@
 """PromptData: from any source to left-padded batches, resumed exactly in a real fit."""
 
+import json
 from itertools import chain
 
 import pytest
@@ -8,6 +9,7 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
 from litgrpo.data import Chat, Source
+from litgrpo.data.sources import named_sets
 from litgrpo.modules.prompt_data import PromptData
 from tests.conftest import byte_tokenizer
 from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
@@ -35,7 +37,7 @@ def test_a_batch_is_padded_on_the_left_and_carries_every_column(tmp_path):
     assert batch.prompt_ids.tolist() == [[1, a, b], [0, 1, c]]
     assert batch.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
     assert batch.prompts == ["ab", "c"]
-    assert batch.columns == {"answer": [1, 2], "hint": ["x", None]}
+    assert batch.columns == {"q": ["ab", "c"], "answer": [1, 2], "hint": ["x", None]}
     assert batch.index.tolist() == [0, 1]
 
 
@@ -221,10 +223,69 @@ def test_one_prompt_from_the_shell_parses():
     parser.add_subclass_arguments(LightningDataModule, "data")
     given = ["--data=litgrpo.PromptData", "--data.prompts", '["What is 3+4?"]']
     data = parser.instantiate(parser.parse_args([*given, "--data.chat", "true"])).data
-    assert data.sources["predict"] == ["What is 3+4?"]
+    assert data.sources["predict"] == [{"prompt": "What is 3+4?"}]
     assert data.style.chat == Chat()
 
 
 def test_a_batch_moves_to_a_device(tmp_path):
     (batch,) = ready("test", tmp_path, test=["a"]).test_dataloader()
     assert batch.to(torch.device("meta")).prompt_ids.device.type == "meta"
+
+
+def test_weights_are_shares_of_the_training_prompts(tmp_path):
+    sources = [SUMS, ["x", "y"]]
+    paths = []
+    for number, rows in enumerate(sources):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps([r if isinstance(r, dict) else {"prompt": r} for r in rows]))
+        paths.append(Source(str(path), weight=1))
+    data = PromptData(paths, batch_size=7)
+    first, second = trained_rows(tmp_path, data, lambda batch: batch.prompts), None
+    assert sum(len(set(text) & set("xy")) for batch in first for text in batch) == 7
+    # A row that comes again in the same epoch has random numbers of its own.
+    second = trained_rows(tmp_path, PromptData(paths, batch_size=7), rows_of)
+    assert len(set(chain(*second))) == 14
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp_path, cut):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{n}\n" for n in range(6)))
+
+    def data(weight=3):
+        parts = [Source(f"{tmp_path}/a.txt", weight=weight), Source(f"{tmp_path}/b.txt", weight=1)]
+        return PromptData(parts, batch_size=4)
+
+    whole = trained_rows(tmp_path, data(), rows_of, epochs=2)
+    save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
+    before = trained_rows(tmp_path, data(), rows_of, epochs=2, save=save)
+    after = trained_rows(tmp_path, data(), rows_of, epochs=2, ckpt_path=save.path)
+    assert before[:cut] + after == whole
+    with pytest.raises(ValueError, match="mixture="):
+        trained_rows(tmp_path, data(2), rows_of, ckpt_path=save.path)
+
+
+def test_sets_with_names_come_in_batches_of_their_own(tmp_path):
+    sets = {"easy": ["a", "b", "c"], "hard": ["d"]}
+    data = ready("validate", tmp_path, train=["a"], val=sets, eval_batch_size=2)
+    seen = [(batch.set_name, batch.prompts) for batch in data.val_dataloader()]
+    assert seen == [("easy", ["a", "b"]), ("hard", ["d"]), ("easy", ["c"])]
+    indices = [index for batch in data.val_dataloader() for index in rows_of(batch)]
+    assert sorted(indices) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="train is one set; several sources for it are a list"):
+        ready("fit", tmp_path, train=sets)
+
+
+def test_recipes_name_several_sources_and_sets():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    train = [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl", "weight": 1}]
+    val = {"easy": "a.csv", "hard": {"path": "b.csv", "limit": 3}}
+    recipe = {"class_path": "litgrpo.PromptData", "init_args": {"train": train, "val": val}}
+    data = parser.instantiate(parser.parse_object({"data": recipe})).data
+    assert data.weights == [2, 1]
+    assert named_sets(data.sources["val"]) == {"easy": "a.csv", "hard": Source("b.csv", limit=3)}
+    given = ["--data=litgrpo.PromptData", "--data.train", '["a.parquet", "b.jsonl"]']
+    data = parser.instantiate(parser.parse_args(given)).data
+    with pytest.raises(ValueError, match=r"a\.parquet: no such file"):
+        data.table.read(data.sources["train"])

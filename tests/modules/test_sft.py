@@ -342,3 +342,20 @@ def test_a_gradient_that_is_not_finite_skips_the_step(folder):
     fit(sft, [batch_of(SHORT)])
     assert [report.skipped for report in sft.reports] == [{}]
     assert all(map(torch.equal, before, sft.policy.parameters()))
+
+
+def test_validation_sets_with_names_have_numbers_of_their_own(folder):
+    """Each is what a validation on that set alone says."""
+    sets = {"low": ROWS[:3], "high": ROWS[3:]}
+
+    def losses(val):
+        sft, data = SFT(folder), PairData(ROWS, val=val, batch_size=2, overlap="keep")
+        with pytest.warns(UserWarning, match="kept"):
+            Trainer(**QUIET | {"limit_val_batches": 1.0}).validate(sft, data, verbose=False)
+        return sft.evaluation_report
+
+    both = losses(sets)
+    for name, rows in sets.items():
+        alone = losses(rows)
+        named = {key: both[f"val/{name}/{key.removeprefix('val/')}"] for key in alone}
+        assert named == pytest.approx(alone)

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 from litgrpo.modules.trainer import (
     TrainerComm,
     TrainerStepper,
+    check_small_numbers,
     is_attached,
     optimizer_and_schedule,
 )
@@ -136,3 +137,12 @@ def test_without_a_schedule_there_is_the_optimizer_alone_over_what_is_trained():
     module = Line(None)
     made = optimizer_and_schedule(module, lambda params: torch.optim.SGD(params, lr=0.5), None)
     assert [id(p) for p in made.param_groups[0]["params"]] == [id(module.slope)]
+
+
+def test_an_optimizer_that_would_divide_by_zero_in_float16_is_refused():
+    half = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16))]
+    with pytest.raises(ValueError, match=r"eps is 1e-08, which is 0 in torch.float16"):
+        check_small_numbers(torch.optim.AdamW(half))
+    check_small_numbers(torch.optim.AdamW(half, eps=1e-4))
+    check_small_numbers(torch.optim.SGD(half, lr=0.1))
+    check_small_numbers(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))

@@ -19,14 +19,16 @@ from litgrpo.algorithm import kl
 from litgrpo.algorithm.advantages import Advantages, DecoupledNormalized, Normalized
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import (
+    Clipped,
     Constant,
     Normalizers,
     Objective,
     PerSequence,
     PerToken,
     PerTokenOfMicroBatch,
+    Surrogate,
 )
-from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO, Clipped, Surrogate
+from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO
 from litgrpo.types import Experience, RewardTable, TokenLogprobs
 
 Case = Mapping[str, Any]

@@ -17,13 +17,12 @@ from litgrpo.parallel.device import (
     free_memory,
     install,
     is_out_of_memory,
-    random_state,
-    set_random_state,
     threads,
     timed,
     to_host,
     with_halving,
 )
+from litgrpo.parallel.random_state import random_state, set_random_state
 
 CPU = torch.device("cpu")
 SOURCE = Path(devices.__file__).parents[1]
@@ -199,7 +198,9 @@ def test_seconds_of_a_phase_add_up_until_the_next_iteration(clock):
     with clock.phase("time/rollout_s"):
         pass
     assert clock.seconds == {"time/learn_s": 2.0, "time/rollout_s": 1.0}
-    assert clock.stats(tokens=6)["perf/tokens_per_s"] == 2
+    logged = clock.stats(tokens=6)
+    assert logged["perf/tokens_per_s"] == 2
+    assert logged["time/step_s"] == 7  # six looks at the clock, and this one
     clock.restart()
     assert clock.seconds == {}
 

@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 
 from litgrpo import rewards
+from litgrpo.arguments import add_folders
 from litgrpo.rewards.lookup import PUBLIC, resolved
 
 
@@ -38,3 +39,41 @@ def test_an_old_path_works_with_a_line_that_names_the_new_one(old, new, caplog):
     module, _, name = new.rpartition(".")
     assert resolved("r", old, {}) is getattr(import_module(module), name)
     assert caplog.messages == [f"the reward function {old} is now {new}; the old path will go"]
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """A folder of the user's on the module path, as that of a recipe."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    add_folders([str(tmp_path), str(tmp_path)])
+    assert sys.path.count(str(tmp_path)) == 1
+    assert sys.path[-1] == str(tmp_path)  # what is installed goes before it
+    return tmp_path
+
+
+def test_a_module_that_is_nowhere_says_where_was_looked_and_guesses_nothing(beside):
+    with pytest.raises(ValueError, match="looked in") as caught:
+        resolved("r", "sorted_things.share", {})
+    assert str(beside) in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import nothing_of_that_name", r"\(No module named 'nothing_of_that_name', .*line 1\)"),
+        ("\nx = {}['a']", r"\(KeyError: 'a', .*line 2\)"),
+        ("import sys; sys.exit(3)", r"\(SystemExit: 3, .*line 1\)"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_fails_says_how_and_where(beside, code, message):
+    name = f"failing_{abs(hash(code))}"
+    (beside / f"{name}.py").write_text(code)
+    with pytest.raises(ValueError, match=message):
+        resolved("r", f"{name}.f", {})
+
+
+def test_a_misspelt_name_of_ours_is_guessed():
+    with pytest.raises(ValueError, match=r"did you mean 'litgrpo\.rewards\.correctness'"):
+        resolved("r", "litgrpo.rewards.corectness", {})

@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.rewards import InProcessRunner, Reward, Scorer
+from litgrpo.rewards import (
+    Criterion,
+    InProcessRunner,
+    ProcessRunner,
+    RemoteJudge,
+    Reward,
+    RewardFailure,
+    Scorer,
+)
 from litgrpo.rewards.library.math import correctness
 
 PROMPTS = ["p", "p", "q", "q"]
@@ -111,7 +119,7 @@ def test_functions_written_for_trl_work_unchanged() -> None:
         ]
 
     def with_state(prompts, completions, trainer_state, log_metric=None, **kwargs):
-        assert log_metric is None
+        log_metric("step", trainer_state.global_step)
         return [float(trainer_state.global_step)] * len(completions)
 
     def asking(prompts, **kwargs):
@@ -119,6 +127,7 @@ def test_functions_written_for_trl_work_unchanged() -> None:
 
     state = {"trainer_state": SimpleNamespace(global_step=5)}
     result = table(state, "chat", ids=by_ids, chat=chat, state=with_state, asking=asking)
+    assert result.metrics == {"reward/step": 5.0}
     assert {name: part.flatten().tolist() for name, part in result.parts.items()} == {
         "ids": [1, 1, 1, 1], "chat": [0, 0, 0, 0], "state": [5, 5, 5, 5], "asking": [1, 1, 1, 1],
     }  # fmt: skip
@@ -327,3 +336,103 @@ def test_a_function_may_ask_for_the_group_size() -> None:
         return [float(group_size)] * len(completions)
 
     assert table(g=by_group).total.tolist() == [[2, 2], [2, 2]]
+
+
+def counts(completions, log_metric, log_extra):
+    log_metric("letters", sum(map(len, completions)))
+    log_extra("first", [text[:1] for text in completions])
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("kind", [InProcessRunner, ProcessRunner])
+def test_what_a_function_logs_is_in_the_table(kind):
+    """Metrics are means over calls and functions; extras stay with their completions."""
+    runner = kind()
+    scorer = Scorer({"a": counts}, runner=runner)
+    table = scorer(["p"] * 4, ["ab", "c", "d", "e"], {}, 2)
+    runner.close()
+    assert table.metrics == {"reward/letters": 5.0}
+    assert table.extras == {"first": {0: "a", 1: "c", 2: "d", 3: "e"}}
+
+
+def test_rows_that_are_asked_alone_keep_their_own_extras():
+    def picky(completions, log_metric, log_extra):
+        log_metric("n", len(completions))
+        log_extra("own", list(completions))
+        if len(completions) > 1 or completions == ["bad"]:
+            raise KeyError
+        return [1.0]
+
+    table = Scorer([picky], runner=InProcessRunner())(["p"] * 3, ["a", "bad", "c"], {}, 3)
+    assert table.extras == {"own": {0: "a", 2: "c"}}
+    assert table.metrics == {"reward/n": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [("mean", ["x"] * 2, "rename it"), ("fine", ["x"] * 3, "3 values for 2 completions")],
+)
+def test_what_cannot_be_logged_is_refused(name, values, message):
+    def logs(completions, log_metric, log_extra):
+        log_metric(name, 1.0)
+        log_extra("column", values)
+        return [1.0] * len(completions)
+
+    with pytest.raises((ValueError, RewardFailure), match=message):
+        Scorer([logs], runner=InProcessRunner())(["p"] * 2, ["a", "b"], {}, 2)
+
+
+def test_bare_functions_count_one_and_are_named_after_themselves():
+    def long(completions):
+        return [float(len(text)) for text in completions]
+
+    for rewards in ({"long": long}, [long]):
+        scorer = Scorer(rewards, runner=InProcessRunner())
+        assert scorer(["p"] * 2, ["a", "bb"], {}, 2).total.tolist() == [[1.0, 2.0]]
+        assert list(scorer.parts) == ["long"]
+    with pytest.raises(ValueError, match="the same name: long, long"):
+        Scorer([long, long])
+
+
+def test_a_number_whose_square_overflows_fails_its_row():
+    runner = InProcessRunner(max_failed_frac=1.0)
+    scorer = Scorer([lambda completions: [1e38, 1.0, -1e16, 1e15]], runner=runner)
+    table = scorer(["p"] * 4, list("abcd"), {}, 4)
+    assert table.valid.tolist() == [[False, True, False, True]]
+    assert "returned 1e+38, beyond 1e+15" in runner.failures["<lambda>"]
+
+
+def test_a_failure_names_the_cause_the_line_and_the_prompt():
+    def raises(completions):
+        return {}[len(completions)]
+
+    with pytest.raises(RewardFailure) as caught:
+        Scorer([raises], runner=InProcessRunner())(["p", "p", "q", "q"], list("abcd"), {}, 2)
+    told = str(caught.value)
+    assert "(completion 0 of prompt 0)" in told
+    assert "the first cause: KeyError: 4 (test_scorer.py, line " in told
+    assert "\n" not in told
+
+
+class Halved(Scorer):
+    """Overrides what training uses."""
+
+    def combine(self, results, group_size, iteration):
+        table = super().combine(results, group_size, iteration)
+        return replace(table, total=table.total / 2)
+
+
+def test_a_subclass_changes_what_every_caller_gets():
+    scorer = Halved([lambda completions: [4.0] * len(completions)], runner=InProcessRunner())
+    assert scorer(["p"] * 2, ["a", "b"], {}, 2).total.tolist() == [[2.0, 2.0]]
+
+
+def test_state_of_judges_with_a_budget_is_kept_by_part(tmp_path):
+    judge = RemoteJudge("http://h/v1", "m", {"a": Criterion()}, api_key_env=None)
+    judge.counts["calls"] = 3
+    state = Scorer({"j": judge, "f": counts}).state_dict()
+    assert state == {"j": {"calls": 3}}
+    judge.load_state_dict({})
+    scorer = Scorer({"j": judge})
+    scorer.load_state_dict(state)
+    assert judge.counts["calls"] == 3

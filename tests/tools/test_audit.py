@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.tools.audit import merged
+from litgrpo.tools.audit import merged, overridden, problems_of
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.rewards.audit.test_cases import WORKED
 
@@ -76,3 +76,57 @@ def test_later_recipes_win_key_by_key_but_rewards_are_replaced() -> None:
         "model": {"a": 1, "c": 3, "rewards": {"y": 2}},
         "data": {"b": 2},
     }
+
+
+OPEN = """
+model:
+  class_path: litgrpo.GRPO
+  init_args:
+    pretrained: builtin:tiny-gemma2
+    max_completion_len: 8
+    rewards:
+      cheerful: {function: tests.rewards.audit.test_open_text.cheerful}
+data:
+  class_path: litgrpo.PromptData
+  init_args:
+    train: [Tell me a story.]
+"""
+
+
+def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
+    cli,  # noqa: F811
+    tmp_path,
+) -> None:
+    recipe = tmp_path / "open.yaml"
+    recipe.write_text(OPEN)
+    code, out, _ = cli("audit", "-c", str(recipe))
+    assert code == 1
+    assert "1 prompts without an answer; 4 samples of the start model" in out
+    assert "FAULT: hack: 'words of the reward' earns" in out
+    half = "{half: {function: tests.rewards.audit.test_open_text.always_half}}"
+    more = ("--data.train=[a b, c d]", "--model.rewards.half.weight", "2")
+    code, out, _ = cli("audit", "-c", str(recipe), "--model.rewards", half, *more)
+    assert code == 0
+    assert "2 prompts without an answer" in out
+    assert "earn 1 on average" in out
+
+
+def test_overrides_follow_the_names_of_fit() -> None:
+    recipe = {"data": {"init_args": {"train": "a.jsonl"}}}
+    overridden(recipe, "data.train.limit", 3)
+    overridden(recipe, "model.class_path", "litgrpo.GRPO")
+    overridden(recipe, "model.init_args.rewards", {})
+    assert recipe == {
+        "data": {"init_args": {"train": {"path": "a.jsonl", "limit": 3}}},
+        "model": {"class_path": "litgrpo.GRPO", "init_args": {"rewards": {}}},
+    }
+
+
+def test_columns_may_be_used_under_both_names() -> None:
+    """The audit reads `answer`, a reward of one's own the name that the data have."""
+    names = {"columns": {"prompt": "task", "answer": "solution"}}
+    settings = {"train": [{"task": "1+1?", "solution": "two"}], **names}
+    recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
+    _, (problem,) = problems_of(recipe, None)
+    assert (problem.prompt, problem.answer) == ("1+1?", "two")
+    assert problem.columns == {"task": "1+1?", "solution": "two"}

@@ -12,15 +12,17 @@ from litgrpo.tools.compare import Run, compare, fit, holm, overlay, read, rows_o
 
 ROOT = Path(__file__).parents[2]
 METRICS = ("pass@1", "pass@8")
+ALL = (*METRICS, "reward")
 
 
-def run(pass_at_1, tokens=1000):
-    before, after = dict.fromkeys(METRICS, 0.25), {"pass@1": pass_at_1, "pass@8": 0.5}
+def run(pass_at_1, tokens=1000, reward=2.5):
+    before = dict.fromkeys(ALL, 0.25)
+    after = {"pass@1": pass_at_1, "pass@8": 0.5, "reward": reward}
     return Run(before, after, tokens, 4, [(250.0 * n, 0.1 * n) for n in range(1, 5)])
 
 
 def rows(**values):
-    return rows_of({name: [run(value) for value in some] for name, some in values.items()}, METRICS)
+    return rows_of({name: [run(value) for value in some] for name, some in values.items()}, ALL)
 
 
 def test_p_values_are_corrected_for_being_several_and_stay_in_order():
@@ -55,9 +57,18 @@ def test_the_table_has_a_line_for_every_algorithm_and_the_start():
     assert cells[2][1] == "0.250 [0.250, 0.250]"
     # t(1) is 12.706, the error 0.05: an interval of more than a share can be.
     assert cells[3][1] == "0.550 [0.000, 1.000]"
-    assert cells[4][3].startswith("+0.100 ")
-    assert cells[4][5:] == ["4", "1,000"]
+    assert cells[4][3] == "2.500 [2.500, 2.500]"  # a reward is no share: it may be above 1
+    assert cells[4][4].startswith("+0.100 ")
+    assert cells[4][6:] == ["4", "1,000"]
     assert "2 seeds" in lines[-1]
+
+
+def test_where_nothing_ever_succeeds_the_mean_reward_decides():
+    found = {"plain": [1.0, 1.1, 1.2], "other": [2.0, 2.1, 2.2]}
+    runs = {name: [run(0.0, reward=x) for x in values] for name, values in found.items()}
+    head, *_, last = table(rows_of(runs, ALL), METRICS, [0, 1, 2]).splitlines()[:5]
+    assert "reward over the first row" in head
+    assert "+1.000 [+1.000, +1.000] | yes, better" in last
 
 
 def test_a_curve_is_smoothed_over_its_neighbors():
@@ -65,11 +76,11 @@ def test_a_curve_is_smoothed_over_its_neighbors():
 
 
 def test_an_unknown_algorithm_is_refused_before_anything_is_run(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # overlays are found in any folder
     assert overlay("plain") == []
-    assert overlay("dapo") == [Path("configs/algorithms/dapo.yaml")]
+    assert [path.name for path in overlay("dapo")] == ["dapo.yaml"]
     with pytest.raises(ValueError, match=r"no algorithm 'dappo'.*plain, bnpo, .*dapo"):
-        compare("configs/quickstart.yaml", ["plain", "dappo"], folder=str(tmp_path / "none"))
+        compare("configs/quickstart.yaml", ["plain", "dappo"], run_dir=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
 
@@ -87,18 +98,15 @@ def test_too_little_to_compare_is_refused(algorithms, seeds, words):
         compare("configs/quickstart.yaml", algorithms, seeds=seeds)
 
 
-def test_a_run_that_fails_is_named_with_its_last_words(monkeypatch, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("raise SystemExit('no such recipe')")
-    monkeypatch.setattr(sys, "argv", [str(program)])
-    with pytest.raises(ValueError, match=r"seed=1 ended with exit code 1:\nno such recipe"):
+def test_a_run_that_fails_is_named_with_its_last_words(tmp_path):
+    said = r"seed=1 ended with exit code 2:\nerror: there is no recipe 'none'"
+    with pytest.raises(ValueError, match=said):
         fit(tmp_path / "seed=1", ["-c", "none"], {"OMP_NUM_THREADS": "1"})
 
 
-def test_a_run_that_is_there_is_not_repeated(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["/does/not/exist"])
+def test_a_run_that_is_there_is_not_repeated(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
-    fit(tmp_path, [], {})
+    fit(tmp_path, ["--no-such-key"], {})
 
 
 def test_a_run_is_read_from_its_numbers(tmp_path):
@@ -121,15 +129,17 @@ def test_the_verb_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):
             folder.mkdir(parents=True)
             (folder / "summary.json").write_text("{}")
             (folder / "metrics.csv").write_text(
-                "step,val/pass@1,val/pass@2,reward/mean,perf/generated_tokens\n"
-                f"0,0.25,0.5,,\n1,,,0.3,120\n1,{value + seed / 100},0.9,,\n"
+                "step,val/pass@1,val/pass@2,val/reward,reward/mean,perf/generated_tokens\n"
+                f"0,0.25,0.5,0.1,,\n1,,,,0.3,120\n1,{value + seed / 100},0.9,0.2,,\n"
             )
     words = ["compare", "configs/quickstart.yaml", "--algorithms=[plain, dapo]", "--seeds=[0, 1]"]
     words += ["--samples=2", f"--folder={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["cli.py", *words])
     monkeypatch.chdir(ROOT)
     assert main() == 0
-    assert "| dapo | 0.755 [0.691, 0.819] |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| dapo | 0.755 [0.691, 0.819] |" in printed
+    assert "--folder is called --run_dir now" in printed
     numbers = json.loads((tmp_path / "table.json").read_text())
     assert numbers["algorithms"]["dapo"]["after"][1]["pass@1"] == 0.76
     assert (tmp_path / "table.md").read_text().startswith("| algorithm |")

@@ -1,83 +1,14 @@
-"""Surrogates: the loss of one token, whose gradient moves the policy along the advantage."""
+"""Published surrogates beside the clipped one, which is in `objective`; a new loss goes here."""
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from litgrpo.algorithm.objective import Surrogate, Tokens
 from litgrpo.tensors import bounded_exp, row_mean
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a surrogate may look at; every field is finite, 0 or 1 on padding.
-
-    Args:
-        logprobs: [M, C] l, log-probability now, with gradient.
-        log_ratio: [M, C] s, log-probability now minus before the update, with gradient.
-        ratio: [M, C] or [M, 1] w, importance ratio of the update, with gradient.
-        advantages: [M, C] A, how much better than expected.
-        mask: [M, C] tokens that count.
-        correction: [M, C] or [M, 1] weight of the trainer over the sampler.
-    """
-
-    logprobs: Tensor
-    log_ratio: Tensor
-    ratio: Tensor
-    advantages: Tensor
-    mask: Tensor
-    correction: Tensor
-
-
-class Surrogate(ABC):
-    """The loss of one token."""
-
-    @abstractmethod
-    def __call__(self, tokens: Tokens) -> Tensor:
-        """[M, C] loss of each token, corrected for the sampler."""
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """Ratios below and above which a token pushed further loses gradient; for statistics."""
-        return 0.0, torch.inf
-
-
-@dataclass(frozen=True)
-class Clipped(Surrogate):
-    """GRPO, DAPO, GSPO: -min(min(w, cap) A, clip(w, 1 - clip_low, 1 + clip_high) A).
-
-    Source: PPO, arXiv:1707.06347; clip-higher: DAPO, arXiv:2503.14476 (0.2, 0.28); GSPO,
-    arXiv:2507.18071 (3e-4, 4e-4 with `ratio: sequence`); cap: INTELLECT-2, arXiv:2505.07291.
-
-    Args:
-        clip_low: how far below 1 the ratio may go.
-        clip_high: how far above 1 the ratio may go.
-        cap: two-sided clip: largest ratio of a bad token that became likely; not given: none.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    cap: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        if min(self.clip_low, self.clip_high) < 0:
-            raise ValueError(f"clip_low {self.clip_low}, clip_high {self.clip_high}: must be >= 0")
-
-    def __call__(self, tokens: Tokens) -> Tensor:
-        """[M, C] clipped loss."""
-        free = tokens.ratio.clamp(max=torch.inf if self.cap is None else self.cap)
-        clipped = tokens.ratio.clamp(*self.clip_range)
-        worst = torch.minimum(free * tokens.advantages, clipped * tokens.advantages)
-        return -worst * tokens.correction
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """The range of the clip."""
-        return 1 - self.clip_low, 1 + self.clip_high
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.metrics_csv import loggers_of
-from litgrpo.callbacks.report import finite, markdown
+from litgrpo.callbacks.report import finite, markdown, marked
 from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.types import RewardTable, Rollout
 
@@ -73,7 +73,8 @@ def sample_rows(
         advantages: [B, G].
 
     Returns:
-        N rows; a number that is not finite (a function that abstained) is None.
+        N rows; a number that is not finite (a function that abstained) is None, and a completion
+        that the length limit cut off ends in ` [cut]`.
     """
     lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
     parts = {name: finite(part) for name, part in rewards.parts.items()}
@@ -82,7 +83,7 @@ def sample_rows(
         {
             "iteration": iteration,
             "prompt": rollout.prompts.prompts[row // rollout.group_size],
-            "completion": completion,
+            "completion": marked(completion, truncated[row]),
             "reward": total[row],
             "rewards": {name: values[row] for name, values in parts.items()},
             "advantage": advantage[row],
@@ -91,7 +92,8 @@ def sample_rows(
             "columns": {
                 name: values[row // rollout.group_size]
                 for name, values in rollout.prompts.columns.items()
-            },
+            }
+            | {name: noted.get(row) for name, noted in rewards.extras.items()},
         }
         for row, completion in enumerate(rollout.completions)
     ]

@@ -11,13 +11,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks.run_folder import TRAINING_STATE, run_folder, writes_files
+from litgrpo.callbacks.run_folder import TRAINING_STATE, NotSaved, run_folder, writes_files
 
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class Export(Callback):
     """Saves the policy in Hugging Face format: `final_model/` of the run folder at the end.
+
+    With adapters they are merged into it, and saved beside it as `final_adapter/` in PEFT's format.
 
     Args:
         final: save `final_model/` when the training ends.
@@ -27,9 +29,22 @@ class Export(Callback):
         self.final = final
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save what was learned."""
-        if self.final and writes_files(trainer):
-            _write_policy(pl_module, run_folder(trainer) / "final_model")
+        """Save what was learned.
+
+        Raises:
+            NotSaved: the disk refuses.
+        """
+        folder = run_folder(trainer) / "final_model"
+        if not (self.final and writes_files(trainer)):
+            return
+        try:
+            _write_policy(pl_module, folder)
+            _write_adapter(pl_module, run_folder(trainer) / "final_adapter")
+        except OSError as error:
+            raise NotSaved(
+                f"{folder} is not complete: {error}; remove it and make it from the last "
+                f"checkpoint: export {run_folder(trainer)} {folder}"
+            ) from error
 
 
 class CheckpointFolders(Checkpoint):
@@ -92,3 +107,10 @@ def _write_policy(pl_module: Any, folder: Path) -> None:
     from litgrpo.models.loading import export  # slow: imports transformers
 
     export(pl_module.policy, folder)
+
+
+def _write_adapter(pl_module: Any, folder: Path) -> None:
+    from litgrpo.models.loading import export_adapter  # slow: imports transformers
+
+    if pl_module.policy.has_adapter:
+        export_adapter(pl_module.policy, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -30,12 +31,14 @@ STAGES = {
     RunningStage.TESTING: "testing",
 }
 ITERATIONS = "{desc} {n_fmt}/{total_fmt} |{bar:16}| {elapsed}<{remaining}{postfix}"
-BATCHES = "{desc} {n_fmt} {elapsed}"
+BATCHES = "{desc} {n_fmt} of {total_fmt} |{bar:16}| {elapsed}<{remaining}"
 NOTHING: Mapping[str, Any] = {}
 
 
 class Progress(ProgressBar):
     """Shows iterations, reward, KL, completion length and tokens per second.
+
+    After the first iteration it says how long the whole run will take, about.
 
     (Lightning's bars count batches of an epoch, and print nothing where there is no terminal.)
 
@@ -49,6 +52,10 @@ class Progress(ProgressBar):
         self.is_enabled = True
         self.bar = tqdm(disable=True)
         self.last_line = 0.0
+        self.total_batches: int | None = None  # of the evaluation at hand
+        self.began = 0.0  # the evaluation or the iteration at hand, on the monotonic clock
+        self.evaluation_s: float | None = None  # what the evaluation before training took
+        self.estimated = False
 
     def disable(self) -> None:
         """Show nothing (all processes but the first)."""
@@ -68,9 +75,19 @@ class Progress(ProgressBar):
         self._open("training", ITERATIONS, pl_module.max_iterations)
         self.bar.n = pl_module.iteration
 
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Note when the iteration began."""
+        self.began = time.monotonic()
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Show the finished iterations."""
+        """Show the finished iterations; after the first one, what the whole will take."""
         n, total = pl_module.iteration, pl_module.max_iterations
+        if total and n < total and not self.estimated:
+            batches = trainer.val_check_batch if trainer.enable_validation else None
+            interval = batches or math.inf
+            taken_s = time.monotonic() - self.began
+            self.print(estimate(total - n, taken_s, self.evaluation_s, interval))
+        self.estimated = True
         self._show(n, f"training {n}" + (f"/{total}" if total else ""), trainer.callback_metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -82,13 +99,15 @@ class Progress(ProgressBar):
         if _in_training(trainer):
             self.bar.set_description_str("validating")
         else:
-            self._open(STAGES[trainer.state.stage], BATCHES)  # type: ignore[index]
+            self.began, self.total_batches = time.monotonic(), num_batches(trainer)
+            self._open(STAGES[trainer.state.stage], BATCHES, self.total_batches)  # type: ignore[index]
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """One batch further, where the evaluation has its own bar."""
         if not _in_training(trainer):
             n = self.bar.n + 1
-            self._show(n, f"{STAGES[trainer.state.stage]} {n}")  # type: ignore[index]
+            of = f" of {self.total_batches}" if self.total_batches else ""
+            self._show(n, f"{STAGES[trainer.state.stage]} {n}{of}")  # type: ignore[index]
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print what came out as one line."""
@@ -96,6 +115,7 @@ class Progress(ProgressBar):
             self.bar.set_description_str("training")
         else:
             self.bar.close()
+            self.evaluation_s = time.monotonic() - self.began
         if trainer.state.fn == "fit" and pl_module.evaluation_report:
             numbers = entries(plain_names(pl_module.evaluation_report)).items()
             shown = [f"{name} {text}" for name, text in list(numbers)[:MOST_NAMES]]
@@ -129,6 +149,54 @@ class Progress(ProgressBar):
         if self.is_enabled and self.bar.disable and now - self.last_line >= self.every_s:
             self.last_line = now
             print(line, *(f"{name} {text}" for name, text in numbers.items()))
+
+
+def num_batches(trainer: Trainer) -> int | None:
+    """How many batches the evaluation at hand has; None where that is not known."""
+    counts = {
+        RunningStage.SANITY_CHECKING: trainer.num_sanity_val_batches,
+        RunningStage.VALIDATING: trainer.num_val_batches,
+        RunningStage.TESTING: trainer.num_test_batches,
+    }[trainer.state.stage]  # type: ignore[index]
+    total = sum(counts) if isinstance(counts, list) else counts
+    return int(total) if math.isfinite(total) else None
+
+
+def estimate(
+    iterations: int, iteration_s: float, evaluation_s: float | None, interval: float
+) -> str:
+    """A line that says how long the rest of a run will take.
+
+    Args:
+        iterations: still to come.
+        iteration_s: what the first one took.
+        evaluation_s: what an evaluation takes; None where none was seen.
+        interval: iterations from one evaluation to the next.
+
+    Example:
+        >>> estimate(249, 0.8, 20.0, 125)
+        'about 4 min to go: 249 iterations of 0.800 s, 2 evaluations of 20.0 s'
+        >>> estimate(10_000, 3.6, None, 50)
+        'about 10.0 h to go: 10000 iterations of 3.600 s'
+    """
+    evaluations = 0 if evaluation_s is None else math.ceil(iterations / interval)
+    total = iterations * iteration_s + evaluations * (evaluation_s or 0.0)
+    parts = f"{iterations} iteration{'s' * (iterations > 1)} of {digits(iteration_s)} s"
+    several = f"{evaluations} evaluation{'s' * (evaluations > 1)}"
+    parts += f", {several} of {digits(evaluation_s or 0.0)} s" * bool(evaluations)
+    return f"about {duration(total)} to go: {parts}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that reads best.
+
+    Example:
+        >>> duration(42.3), duration(600), duration(36_000)
+        ('42 s', '10 min', '10.0 h')
+    """
+    units = {120.0: (1.0, "s", 0), 7200.0: (60.0, "min", 0), math.inf: (3600.0, "h", 1)}
+    size, unit, places = next(units[limit] for limit in units if seconds < limit)
+    return f"{seconds / size:.{places}f} {unit}"
 
 
 def _in_training(trainer: Trainer) -> bool:

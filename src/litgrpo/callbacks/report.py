@@ -15,10 +15,10 @@ def plain_names(report: dict[str, float]) -> dict[str, float]:
     """The report with its names freed of the stage.
 
     Example:
-        >>> plain_names({"val/loss": 1.0, "greedy": 0.5})
-        {'loss': 1.0, 'greedy': 0.5}
+        >>> plain_names({"val/loss": 1.0, "val/hard/greedy": 0.25, "greedy": 0.5})
+        {'loss': 1.0, 'hard/greedy': 0.25, 'greedy': 0.5}
     """
-    return {name.rsplit("/", maxsplit=1)[-1]: float(value) for name, value in report.items()}
+    return {name.split("/", maxsplit=1)[-1]: float(value) for name, value in report.items()}
 
 
 def entries(report: dict[str, float]) -> dict[str, str]:
@@ -34,6 +34,27 @@ def entries(report: dict[str, float]) -> dict[str, str]:
         return digits(report[name]) + (f" [{ends}]" if ends else "")
 
     return {name: text(name) for name in report if not name.endswith(BOUNDS)}
+
+
+def signed(value: float) -> str:
+    """A difference, with its sign.
+
+    Example:
+        >>> signed(0.5), signed(-13.896)
+        ('+0.500', '-13.9')
+    """
+    text = digits(value)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def marked(text: str, truncated: bool) -> str:
+    """A completion, with a mark where the length limit cut it off.
+
+    Example:
+        >>> marked("once upon a", True), marked("the end", False)
+        ('once upon a [cut]', 'the end')
+    """
+    return f"{text} [cut]" if truncated else text
 
 
 def finite(values: Tensor) -> list[float | None]:
@@ -55,7 +76,7 @@ def digits(value: float) -> str:
         ('0.512', '13.9', '15234')
     """
     places = next((n for limit, n in PLACES_BELOW.items() if abs(value) < limit), 0)
-    return f"{value:.{places}f}"
+    return f"{round(value, places) + 0.0:.{places}f}"  # no minus before a zero
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -26,6 +26,7 @@ RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
 WRITTEN = (
     CONFIG,
     CHECKPOINTS,
+    "evaluation",
     "events.out.tfevents.*",
     "checkpoint-*",
     "final_model",
@@ -35,6 +36,17 @@ WRITTEN = (
     "samples",
     "summary.json",
 )
+
+
+class NotSaved(SystemExit):
+    """What the run came to could not be written; the program ends with this line and code 1.
+
+    Args:
+        message: what, why, and what is left.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"error: {message}")
 
 
 def refuse_if_taken(folder: Path, *, overwrite: bool = False) -> None:
@@ -89,13 +101,17 @@ def _written(folder: Path) -> list[Path]:
     return [path for name in WRITTEN for path in folder.glob(name)]
 
 
-def checkpoint_file(given: str, folder: Path | None = None) -> Path:
+ADVICE = "leave --ckpt_path out to start anew, or give it a .ckpt file or a run folder"
+
+
+def checkpoint_file(given: str, folder: Path | None = None, advice: str = ADVICE) -> Path:
     """The file behind what a user calls a checkpoint.
 
     Args:
         given: `last`, `best`, a file, a folder such as `checkpoint-100`, or a run folder, of which
             the last checkpoint is taken.
         folder: the run folder in which `last` and `best` are looked up.
+        advice: what to do where there is none.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -104,14 +120,17 @@ def checkpoint_file(given: str, folder: Path | None = None) -> Path:
     if folder is not None:
         named = {"last": checkpoints_of(folder) / LAST, "best": checkpoints_of(folder) / BEST}
     path = named.get(given, Path(given))
+    checkpoint_inside = (path / TRAINING_STATE).exists() or checkpoints_of(path).is_dir()
+    require(
+        checkpoint_inside or not (path / "config.json").is_file(),
+        f"{path} is a model, not a checkpoint: give it as --model.pretrained {path}, and leave "
+        "--ckpt_path out.",
+    )
     if path.is_dir():
         of_run = checkpoints_of(path)
         path = of_run / LAST if of_run.is_dir() else path / TRAINING_STATE
     if not path.exists():
-        raise FileNotFoundError(
-            f"There is no checkpoint {path}: leave --ckpt_path out to start anew, or give it "
-            "a .ckpt file or a run folder."
-        )
+        raise FileNotFoundError(f"There is no checkpoint {path}: {advice}.")
     return path
 
 
@@ -167,6 +186,9 @@ def versions() -> dict[str, str]:
 class RunFolder(Callback):
     """Writes the configuration to the run folder and into every checkpoint.
 
+    A start that goes on from a checkpoint writes it when that was accepted: of a refused one the
+    folder keeps the configuration that its checkpoints were made with.
+
     Args:
         config: the resolved configuration as YAML text.
     """
@@ -174,9 +196,9 @@ class RunFolder(Callback):
     def __init__(self, config: str) -> None:
         self.config = config
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Write `config.yaml` before anything else can fail."""
-        if stage == "fit" and writes_files(trainer):
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write `config.yaml`, now that nothing refuses the checkpoint or the settings."""
+        if writes_files(trainer):
             write_config(run_folder(trainer), self.config)
 
     def state_dict(self) -> dict[str, Any]:

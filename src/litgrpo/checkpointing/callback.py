@@ -12,17 +12,21 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from litgrpo.arguments import at_least, require
+from litgrpo.arguments import at_least, one_of, require
 from litgrpo.callbacks.lightning_internals import validate_now, validation_is_due
 from litgrpo.callbacks.report import plain_names
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,
+    NotSaved,
     by_age,
     checkpoints_of,
+    newest_checkpoint,
     run_folder,
     writes_files,
 )
+from litgrpo.callbacks.trainer_options import refuse_sharding
+from litgrpo.checkpointing.disk_use import checkpoint_bytes, say_disk_use
 from litgrpo.checkpointing.io import CheckedIO, point
 from litgrpo.checkpointing.manifest import TO_GO_ON, positions_of
 from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_state
@@ -31,6 +35,12 @@ from litgrpo.data.sampler import BatchLoader
 from litgrpo.models.loading import check_weights
 
 SIGN = {"max": 1.0, "min": -1.0}
+# What a checkpoint of `save: weights` does not hold.
+ONLY_TO_GO_ON = ("optimizer_states", "lr_schedulers", "loops", "random_state", "loggers")
+STOPPED = {
+    "everything": "`--ckpt_path last` goes on from there.",
+    "weights": "its weights are saved; with checkpoint.save weights no run goes on from there.",
+}
 
 
 @dataclass(frozen=True)
@@ -66,18 +76,22 @@ class IterationCheckpoint(Checkpoint):
     """Saves the whole state of the training between two iterations, to `checkpoints/`.
 
     `last.ckpt` and `best.ckpt` point to the newest and the best. The file is written beside the
-    training, which waits for the copy to the host's memory only. On SIGTERM or SIGINT the
+    training, which waits for the copy to the host's memory only. On SIGTERM, SIGINT or SIGHUP the
     iteration is dropped before its first optimizer step and finished after it, then the state is
-    saved and the program ends with 143 or 130; a second signal ends it at once. (Lightning's
+    saved and the program ends with 143, 130 or 129; a second signal ends it at once. (Lightning's
     ModelCheckpoint counts optimizer steps, of which an iteration may take many or none.)
 
     Args:
         every_n_iterations: how often to save; 0 saves the best and the final state only.
         keep_last: how many of the newest to keep.
         keep_best: how many of the best to keep; 0 keeps none for being good.
-        monitor: which number of an evaluation says how good; the first one when not given.
+        monitor: which number of an evaluation says how good. When not given, the first one (avg@k),
+            and among equals the mean reward: so graded rewards that never reach the threshold of a
+            success are ranked, too. With several validation sets: the mean over them.
         mode: whether the largest or the smallest is best; when not given, the smallest of a loss
             and the largest of anything else.
+        save: `everything` that a run needs to go on; or `weights`, about a third, to evaluate and
+            export, for a run that will not be resumed.
     """
 
     def __init__(
@@ -87,7 +101,9 @@ class IterationCheckpoint(Checkpoint):
         keep_best: int = 1,
         monitor: str | None = None,
         mode: Literal["max", "min"] | None = None,
+        save: Literal["everything", "weights"] = "everything",
     ) -> None:
+        one_of("checkpoint.save", save, STOPPED)
         at_least("checkpoint.every_n_iterations", every_n_iterations, 0)
         at_least("checkpoint.keep_last", keep_last, 1)
         at_least("checkpoint.keep_best", keep_best, 0)
@@ -96,8 +112,9 @@ class IterationCheckpoint(Checkpoint):
         self.keep_best = keep_best
         self.monitor = monitor
         self.mode = mode
+        self.parts = save
         self.falls_back = False  # whether a damaged file is passed over: cli.py fit --auto_resume
-        self.scores: dict[int, float] = {}
+        self.scores: dict[int, list[float]] = {}
         self.best_model_path = ""  # read by Trainer.validate(ckpt_path="best")
         self.last_saved = -1
         self.failed = False  # whether the newest file could not be written
@@ -106,23 +123,45 @@ class IterationCheckpoint(Checkpoint):
         self.stop = StopRequest()
         self.boundary: Boundary | None = None  # after the newest iteration, once training started
 
-    # --- starting ---
+    # --- starting and ending ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have files verified, before Lightning reads the first."""
+        """Have files verified, before Lightning reads the first.
+
+        Raises:
+            ValueError: no checkpoint could hold what the trainer's strategy has, or none would hold
+                what --auto_resume needs.
+        """
+        refuse_sharding(trainer.strategy)
         self.io = CheckedIO(trainer.strategy.checkpoint_io)
         trainer.strategy.checkpoint_io = self.io
         if stage == "fit":
+            require(
+                self.parts == "everything" or not self.falls_back,
+                "--auto_resume needs whole checkpoints, but checkpoint.save is weights: leave one "
+                "of them out.",
+            )
+            self.io.leaves_out = ONLY_TO_GO_ON if self.parts == "weights" else ()
             self.io.falls_back = self.falls_back
             self.io.needs = TO_GO_ON
             self.io.fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove what a killed run left half written."""
+        """Remove what a killed run left half written; say what the disk will hold.
+
+        Raises:
+            ValueError: the disk has no room for a checkpoint.
+        """
         self.boundary = None
         if writes_files(trainer):
             for path in folder_of(trainer).glob(".*.tmp"):
                 path.unlink()
+            size = checkpoint_bytes(trainer, pl_module, weights_only=self.parts == "weights")
+            say_disk_use(folder_of(trainer), size, self.keep_last + self.keep_best + 1)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Signals do again what they did before."""
+        self.stop.let_go()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         """From here on our answer to signals replaces Lightning's."""
@@ -208,8 +247,9 @@ class IterationCheckpoint(Checkpoint):
             n = self.boundary.iteration
             set_all_random_state(self.boundary.random)  # a dropped iteration may have drawn
             self._save_if_missing(trainer, n)
-            rank_zero_info(f"Stopped after iteration {n}: `--ckpt_path last` goes on from there.")
+            rank_zero_info(f"Stopped after iteration {n}: {STOPPED[self.parts]}")
         self._settle(trainer)
+        self.stop.let_go()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
@@ -242,7 +282,7 @@ class IterationCheckpoint(Checkpoint):
         """Save unless this iteration has a file, which the process that writes knows.
 
         Raises:
-            RuntimeError: the file could not be written.
+            NotSaved: the file could not be written.
         """
         self._settle(trainer)
         if trainer.strategy.broadcast(self.failed or self.last_saved != iteration):
@@ -250,9 +290,11 @@ class IterationCheckpoint(Checkpoint):
         try:
             self.io.wait()
         except OSError as error:
-            raise RuntimeError(
-                f"checkpoint not saved: {error}; the last good one is in {folder_of(trainer)}"
-            ) from error
+            newest = newest_checkpoint(run_folder(trainer))
+            earlier = (
+                "there is no earlier one" if newest is None else f"the last good one: {newest}"
+            )
+            raise NotSaved(f"checkpoint not saved: {error}; {earlier}") from error
 
     def _settle(self, trainer: Trainer) -> None:
         """Wait for the file that is being written; if it fails, a later one may succeed."""
@@ -261,7 +303,7 @@ class IterationCheckpoint(Checkpoint):
         except OSError as error:
             self.failed = True
             rank_zero_warn(
-                f"checkpoint not saved: {error}; training goes on, the older ones are still there"
+                f"checkpoint not saved: {error}; training goes on, and the next one is tried"
             )
 
     def _tidy(self, folder: Path, best: list[int]) -> None:
@@ -275,12 +317,12 @@ class IterationCheckpoint(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """The scores so far, and whether the newest iteration has yet to be evaluated."""
-        scores = {str(n): score for n, score in self.scores.items()}
+        scores = {str(n): list(score) for n, score in self.scores.items()}
         return {"scores": scores, "validation_due": self.validation_due}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take them up."""
-        self.scores = {int(n): score for n, score in state_dict["scores"].items()}
+        self.scores = {int(n): list(score) for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
 
 
@@ -289,22 +331,30 @@ def folder_of(trainer: Trainer) -> Path:
     return checkpoints_of(run_folder(trainer))
 
 
-def best_of(scores: dict[int, float], number: int) -> list[int]:
+def best_of(scores: dict[int, list[float]], number: int) -> list[int]:
     """So many iterations of the highest scores, the best first."""
-    known = [n for n, score in scores.items() if not math.isnan(score)]
+    known = [n for n, score in scores.items() if not any(map(math.isnan, score))]
     # Of equals the later is better: it has seen more.
-    return sorted(known, key=lambda n: (-scores[n], -n))[:number]
+    return sorted(known, key=lambda n: (scores[n], n), reverse=True)[:number]
 
 
-def goodness(report: dict[str, float], monitor: str | None, mode: str | None) -> float:
-    """The monitored number of an evaluation, so that larger is better.
+def goodness(report: dict[str, float], monitor: str | None, mode: str | None) -> list[float]:
+    """The monitored number of an evaluation, so that larger is better; then what breaks a tie.
+
+    Without a monitor the mean reward breaks a tie, and each number is its mean over the sets of
+    prompts that have it.
 
     Raises:
         ValueError: the evaluation does not have it.
     """
     name = monitor or next(iter(report))
     require(name in report, f"checkpoint.monitor is {name!r}; the evaluation has {list(report)}.")
-    return SIGN[mode or ("min" if name.endswith("loss") else "max")] * report[name]
+    sign = SIGN[mode or ("min" if name.endswith("loss") else "max")]
+    if monitor is not None:
+        return [sign * report[name]]
+    wanted = (name.rpartition("/")[2], "reward")
+    found = [[x for key, x in report.items() if key.rpartition("/")[2] == own] for own in wanted]
+    return [sign * sum(values) / len(values) for values in found if values]
 
 
 def log_written(pl_module: Any, io: Any) -> None:

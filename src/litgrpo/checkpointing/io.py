@@ -96,6 +96,7 @@ class CheckedIO(WrappingCheckpointIO):
         inner: what the strategy used before; it removes files.
 
     Attributes:
+        leaves_out: parts that are not written.
         falls_back: whether an older file is read where the given one is damaged.
         needs: parts that a file must have.
         fits: raises a ValueError for the checkpoint of another run.
@@ -105,6 +106,7 @@ class CheckedIO(WrappingCheckpointIO):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
+        self.leaves_out: tuple[str, ...] = ()
         self.falls_back = False
         self.needs: tuple[str, ...] = ()
         self.fits: Callable[[dict[str, Any]], None] = _nothing_else
@@ -129,7 +131,8 @@ class CheckedIO(WrappingCheckpointIO):
         """
         started = time.perf_counter()
         self.wait()
-        copied = on_host(checkpoint)
+        kept = {name: part for name, part in checkpoint.items() if name not in self.leaves_out}
+        copied = on_host(kept)
         waited = time.perf_counter() - started
         then = storage_options or _nothing_else
         self._writing = [self._executor.submit(self._write, copied, Path(path), then, waited)]

@@ -72,6 +72,7 @@ class LoggerState(Callback):
         self.earlier = sorted(Path(folder).glob(EVENTS))
         self.pending: dict[str, Any] = {}
         self.stood: dict[str, Any] | None = None
+        self.began = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Note what Lightning logs when all callbacks have seen the iteration."""
@@ -103,10 +104,11 @@ class LoggerState(Callback):
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         """Hold it until the training starts."""
-        self.stood = checkpoint[KEY]
+        self.stood = checkpoint.get(KEY)  # one of weights alone has none
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take the loggers back to the checkpoint, and log what was pending there."""
+        self.began = True
         stood, self.stood = self.stood, None
         if stood is None or not writes_files(trainer):
             return
@@ -120,6 +122,16 @@ class LoggerState(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step)
                 logger.save()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Of a start that never came to train leave no event file: each is a run in TensorBoard."""
+        if self.began or not writes_files(trainer):
+            return
+        for board in loggers_of(trainer, TensorBoardLogger):
+            with tolerated("logger TensorBoardLogger"):
+                board.experiment.close()
+        for path in set(run_folder(trainer).glob(EVENTS)) - set(self.earlier):
+            path.unlink()
 
 
 def cut(path: Path, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,11 @@ def on_host(value: Any) -> Any:
 
     Args:
         value: as for `digest`. Nothing else writes to the copies. What lies on a device that
-            compiles is fetched by one wait.
+            compiles is fetched by one wait. What is there twice (tied weights) is copied once, and
+            a file holds it once.
     """
     far: list[Tensor] = []
+    copies: dict[Hashable, Tensor] = {}
 
     def noted(tensor: Tensor) -> Tensor:
         if backend(tensor.device).static_shapes:
@@ -122,7 +124,10 @@ def on_host(value: Any) -> Any:
     def copied(tensor: Tensor) -> Tensor:
         if backend(tensor.device).static_shapes:
             return next(fetched)
-        return tensor.detach().to("cpu", copy=True)
+        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if place not in copies:
+            copies[place] = tensor.detach().to("cpu", copy=True)
+        return copies[place]
 
     return rebuilt(value, copied)
 
@@ -194,7 +199,12 @@ def verify(checkpoint: Mapping[str, Any], path: Path, needs: tuple[str, ...]) ->
     own = digest({name: value for name, value in manifest.items() if name != OWN})
     # One flipped bit can rename a part and its entry alike: the file holds equal words once.
     _check(manifest.get(OWN) == own, f"{path}: the manifest is damaged")
-    for name in (*needs, *parts):
+    _check(
+        set(needs) <= parts.keys(),
+        f"{path} holds weights only (checkpoint.save weights): no run goes on from it. Evaluate or "
+        "export it; a new run starts from what `export` writes, as model.pretrained.",
+    )
+    for name in parts:
         _check(name in checkpoint, f"{path}: {name} is missing")
     for name, part in checkpoint.items():
         sound = name == MANIFEST or digest(part) == parts.get(name)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from litgrpo.parallel.device import random_state, set_random_state
+from litgrpo.parallel.random_state import random_state, set_random_state
 
 KEY = "random_state"
 
@@ -59,7 +59,7 @@ class RngState(Callback):
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         """Hold them until nothing draws any more before the training."""
-        self.states = checkpoint[KEY]
+        self.states = checkpoint.get(KEY, [])  # one of weights alone has none
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Put this process's state back."""

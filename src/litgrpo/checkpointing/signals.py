@@ -1,13 +1,15 @@
-"""What SIGTERM and SIGINT do: an iteration is dropped or finished, never half done."""
+"""What SIGTERM, SIGINT and SIGHUP do: an iteration is dropped or finished, never half done."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
+from contextlib import suppress
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT = 128  # a process that a signal ended has 128 + its number as exit code, as in a shell
 
 
@@ -31,20 +33,40 @@ class StopRequest:
         self.signum = 0
         self.droppable = False
         self.alone = True
+        self.hangup: Any = signal.SIG_DFL  # what SIGHUP did before
 
     def listen(self, trainer: Any) -> None:
-        """Take the signals over; Lightning, which took them before, puts the old handlers back."""
+        """Take the signals over; a SIGHUP that is ignored, as under `nohup`, stays so.
+
+        Lightning, which took SIGTERM and SIGINT before, puts the old handlers back.
+        """
         self.alone = trainer.world_size == 1
-        if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                signal.signal(signum, self._received)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in SIGNALS:
+            before = signal.getsignal(signum)
+            if (signum, before) == (signal.SIGHUP, signal.SIG_IGN) or before == self._received:
+                continue
+            self.hangup = before if signum == signal.SIGHUP else self.hangup
+            signal.signal(signum, self._received)
+
+    def let_go(self) -> None:
+        """Give SIGHUP back, which Lightning does not know."""
+        ours = signal.getsignal(signal.SIGHUP) == self._received
+        if ours and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGHUP, self.hangup)
 
     def _received(self, signum: int, _: Any) -> None:
+        if self.signum and signum == signal.SIGHUP:
+            return  # a closed terminal sends it twice: the shell does, and the kernel
         if self.signum:
             os._exit(EXIT + signum)
         self.signum = signum
+        if signum == signal.SIGHUP:
+            leave_terminal()
         name = signal.Signals(signum).name
-        os.write(2, f"{name}: saving and stopping; once more ends at once\n".encode())
+        with suppress(OSError):  # nobody reads any more
+            os.write(2, f"{name}: saving and stopping; once more ends at once\n".encode())
         if self.droppable and self.alone:
             raise Stopped(EXIT + signum)
 
@@ -55,3 +77,12 @@ class StopRequest:
             asked = trainer.strategy.reduce_boolean_decision(asked, all=False)
         if asked:
             raise Stopped(EXIT + (self.signum or signal.SIGTERM))
+
+
+def leave_terminal() -> None:
+    """Write to nowhere what would go to a terminal that has been closed: that would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        if stat.S_ISCHR(os.fstat(output).st_mode):
+            os.dup2(nowhere, output)
+    os.close(nowhere)

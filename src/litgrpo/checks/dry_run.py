@@ -23,6 +23,7 @@ from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
 # A handful of short rows, whatever the size of the run.
 PROMPTS, GROUP, PROMPT_LEN, COMPLETION_LEN = 3, 4, 256, 16
 EXTRA_PADDING = 3
+FULL_TOLERANCE = 1e-4  # of float32 and float64
 
 
 @dataclass(frozen=True)
@@ -110,21 +111,33 @@ def some_ends(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
     return tuple(sorted({*policy.eos_ids, *ids}))
 
 
+def coarsest(learner: Learner) -> torch.dtype:
+    """The number format of a run with the fewest digits, wherever it is used.
+
+    Weights (`precision.dtype`), matrix products (`precision.compute`), the trainer's autocast
+    (`trainer.precision`) and the engine (`engine.dtype`) can each have one of their own.
+    """
+    policy = learner.policy
+    device = policy.model.device.type
+    dtypes = {p.dtype for p in policy.parameters() if p.is_floating_point()}
+    if policy.compute_dtype is not None:
+        dtypes.add(policy.compute_dtype)
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    if not learner.engine_exact:
+        dtypes.add(torch.bfloat16)  # the coarsest that engines compute in
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def tolerance(learner: Learner) -> float:
     """1e-4, or 32 units in the last place of the coarsest arithmetic of the run.
 
     bfloat16 0.25, float16 and TF32 0.03.
     """
-    device = learner.policy.model.device.type
-    dtypes = {p.dtype for p in learner.policy.parameters() if p.is_floating_point()}
-    if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
-    if not learner.engine_exact:
-        dtypes.add(torch.bfloat16)  # the coarsest that engines compute in
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    eps = torch.finfo(coarsest(learner)).eps
     if torch.get_float32_matmul_precision() != "highest":
         eps = max(eps, torch.finfo(torch.float16).eps)
-    return max(1e-4, 32 * eps)
+    return max(FULL_TOLERANCE, 32 * eps)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from litgrpo.algorithm.objective import PerTokenOfMicroBatch
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
+    FULL_TOLERANCE,
     DryRun,
     few_prompts,
     modes_kept,
@@ -34,6 +35,7 @@ from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
 
+ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
@@ -148,9 +150,24 @@ def refuse(findings: list[Finding]) -> None:
         worst = min(failed, key=lambda finding: list(LIKELY).index(finding.name))
         raise ValueError(
             f'Not trained: the invariant "{worst.name}" fails with error {worst.error:.2g} '
-            f"(tolerance {worst.tolerance:.0e}); likely {LIKELY[worst.name]} (`check_invariants: "
-            "false` trains regardless)."
+            f"(tolerance {worst.tolerance:.0e}); {likely(worst)} (`check_invariants: false` trains "
+            "regardless)."
         )
+
+
+def likely(finding: Finding) -> str:
+    """What may be wrong where a statement is not true.
+
+    Where the run computes with few digits, the error of a large or deep model may be rounding, and
+    naming a mistake would lead astray.
+    """
+    if FULL_TOLERANCE < finding.tolerance < finding.error < ROUNDING * finding.tolerance:
+        return (
+            "that may be rounding, for this run computes with few digits: the same command with "
+            "precision.dtype float32, precision.compute null, engine.dtype null and "
+            "trainer.precision 32-true tells rounding from a mistake"
+        )
+    return f"likely {LIKELY[finding.name]}"
 
 
 def agreed(comm: Comm, errors: dict[str, float], limit: float) -> list[Finding]:
@@ -276,12 +293,20 @@ def mismatched_rows(dry: DryRun, rollout: Rollout, true: ReferenceForward, limit
 
 
 def bad_ends(dry: DryRun, rollout: Rollout) -> float:
-    """Number of rows whose mask is not: tokens, then one end token or the length limit."""
-    eos_ids, limit = dry.learner.policy.eos_ids, dry.rollouter.max_completion_len
+    """Number of rows whose mask is not: tokens, then one end token or the length limit.
+
+    A token that completes a stop string is an end token, too.
+    """
+    rollouter, stops = dry.rollouter, dry.rollouter.stop_strings
+    limit, eos_ids = rollouter.max_completion_len, list(rollouter.policy.eos_ids)
+    eos_ids += rollouter.sampling.stop_token_ids
     mask = rollout.completion_mask
     lengths = mask.sum(1)
     places = torch.arange(mask.shape[1], device=mask.device)
     ends = mask & torch.isin(rollout.completion_ids, torch.tensor(eos_ids, device=mask.device))
+    if stops is not None:
+        first = torch.tensor([stops.length(ids) for ids in rollout.token_lists()])
+        ends |= mask & (places == first[:, None].to(mask.device) - 1)
     ends_last = ends == (places == lengths[:, None] - 1)
     right = torch.where(rollout.truncated[:, None], ~ends & (lengths[:, None] == limit), ends_last)
     right &= mask == (places < lengths[:, None])

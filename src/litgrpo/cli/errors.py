@@ -10,14 +10,17 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
 
 from litgrpo.arguments import import_by_path
 
 KEY = re.compile(r"""Parser key ["'](.+?)["']:\s*(.*)""")
 CALLABLE = re.compile(
-    r"Type typing\.Callable\[.+ expects a function or a callable class: "
+    r"Type (?:typing|collections\.abc)\.Callable\[.+ expects a function or a callable class: "
     r"(.*?)(?:\.+ Got value: .*class_path='([\w.]+)'.*)?$"
 )
+GIVEN_CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 OWNER = re.compile(r"Problem with given class_path '(.+)':")
 # The frame around the reasons.
 FRAME = re.compile(
@@ -35,6 +38,10 @@ UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (.+)|Unable to load config \"(.+)\""
     r"|Subclasses are disabled for \w+, thus '(.+)' is not accepted"
 )
+ABSTRACT = re.compile(r"Expected an instantiatable class, but (.+) is abstract")
+UNION = "Does not validate against any of the Union subtypes"
+# What checks of reward classes begin with; anything else may be a bug of somebody's class.
+OURS = re.compile(r"^\s*- ((?:rubric|judge|reward model|reward_runner)\b.+)$", re.MULTILINE)
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 TYPE = re.compile(r"Expected a (.+?)(?:\. Got value: (.+))?$")
 VALUE = re.compile(r"Given value: (.+?)(?:\. Got value: .*)?$")
@@ -47,6 +54,24 @@ PLAIN_TYPES = (
 )
 BROKEN_YAML = "Problems parsing config"
 MOST_LISTED = 20
+# {key: the verb that takes it}, where it is not a key of `fit`.
+OF_VERBS = {
+    **dict.fromkeys(("chip", "chips", "model_config"), "plan"),
+    **dict.fromkeys(("gold", "limit", "success", "threshold", "form"), "audit"),
+    **dict.fromkeys(("algorithms", "tokens", "seeds", "samples", "jobs", "further"), "compare"),
+}
+OF_RECIPES = ("model", "data", "trainer", "checkpoint", "run_dir", "ckpt_path", "seed_everything")
+# {word of other trainers: our key}.
+SYNONYMS = {
+    **dict.fromkeys(("folder", "output_dir", "out_dir"), "run_dir"),
+    **dict.fromkeys(("lr", "learning_rate", "model.lr"), "model.optimizer.lr"),
+    **dict.fromkeys(("resume", "resume_from_checkpoint"), "ckpt_path"),
+    **dict.fromkeys(("max_steps", "max_iterations"), "model.max_iterations"),
+    **dict.fromkeys(("num_generations", "group_size"), "model.group_size"),
+    **dict.fromkeys(("beta", "kl_coef"), "model.objective.kl_coef"),
+    "temperature": "model.sampling.temperature",
+    "batch_size": "data.batch_size",
+}
 CLOSE = 0.5
 
 
@@ -69,6 +94,12 @@ def explain(message: str, keys: Sequence[str] = ()) -> str:
     return " ".join(message.split())
 
 
+def constructor_reason(message: str) -> str | None:
+    """What a reward class says against its settings, out of the tree of types that were tried."""
+    reasons = OURS.findall(message) if message.startswith(UNION) else []
+    return reasons[-1] if reasons else None
+
+
 class _Trail:
     """The way down the message's tree, to the first reason."""
 
@@ -86,6 +117,7 @@ class _Trail:
             (UNKNOWN_KEY, self.unknown_key),
             (UNKNOWN_IN_GROUP, self.unknown_in_group),
             (UNKNOWN_CLASS, self.unknown_class),
+            (ABSTRACT, self.which_class),
             (REQUIRED, self.missing),
             (TYPE, self.wrong_type),
             (VALUE, self.wrong_value),
@@ -134,8 +166,18 @@ class _Trail:
     def unknown_class(self, found: re.Match[str]) -> str:
         if self.types:  # a plain value was expected first
             return self.wrong_value(found)
+        default = default_of(self.owner, self.since_owner)
+        if isinstance(default, FunctionType):
+            return unknown_function(self.key, _first(found), default)
         bases = self.bases or [argument_class(self.owner, self.since_owner)]
         return unknown_class(self.key, _first(found), bases)
+
+    def which_class(self, found: re.Match[str]) -> str:
+        known = sorted(c.__name__ for c in _under(found[1]))
+        return (
+            f"{self.key} has settings but no class: give --{self.key} CLASS before them (a recipe:"
+            f" class_path), where CLASS is one of {', '.join(known)}"
+        )
 
     def missing(self, found: re.Match[str]) -> str:
         return missing(self.path, found[1], self.owner, recipe="model" in self.keys)
@@ -165,6 +207,8 @@ def unknown_key(path: list[str], name: str, owner: str, keys: Sequence[str]) -> 
     """
     key = ".".join([*path, name])
     if not owner:
+        if where := elsewhere(key, keys):
+            return f"there is no key {key!r} here: {where}"
         near = nearest_dotted(key, keys)
         return f"there is no key {key!r}" + (
             f": did you mean {near!r}?" if near else "; see --help"
@@ -175,6 +219,43 @@ def unknown_key(path: list[str], name: str, owner: str, keys: Sequence[str]) -> 
     if near:
         return f"{of}: did you mean {'.'.join([*path, near])!r}?"
     return f"{of}: it has {', '.join(allowed[:MOST_LISTED])}"
+
+
+def elsewhere(key: str, keys: Sequence[str]) -> str:
+    """What to do with a key of another verb or another trainer; nothing for any other word.
+
+    Args:
+        key: dotted, that the parser at hand does not know.
+        keys: every key that it does know.
+    """
+    takes_recipes = "model" in keys
+    if takes_recipes and key in SYNONYMS:
+        return f"it is {SYNONYMS[key]!r}"
+    if key in OF_VERBS:
+        return f"{OF_VERBS[key]!r} takes it ({OF_VERBS[key]} --help)"
+    if takes_recipes or key.partition(".")[0] not in OF_RECIPES:
+        return ""
+    handed_on = f'hand it on by --further=\'["--{key}", "VALUE"]\''
+    return "'fit' takes it; " + (handed_on if "further" in keys else "write it into a recipe")
+
+
+def unknown_function(key: str, name: str, default: FunctionType) -> str:
+    """A function by its name alone, where an import path is taken.
+
+    Args:
+        key: where it was given.
+        name: of the function.
+        default: of that key.
+    """
+    module = default.__module__
+    found = vars(import_by_path(module)).items()
+    known = [n for n, f in found if isinstance(f, FunctionType) and f.__module__ == module]
+    public = [n for n in known if not n.startswith("_")]
+    near = nearest(name, public) or default.__name__
+    return (
+        f"{key} is {name!r}, but a function is given by its import path: {module}.{near} "
+        f"(there: {', '.join(public)})"
+    )
 
 
 def unknown_class(key: str, name: str, bases: Sequence[str]) -> str:
@@ -205,7 +286,7 @@ def missing(path: list[str], names: str, owner: str, *, recipe: bool) -> str:
     """
     wanted = [".".join([*path, name.rpartition(".")[2]]) for name in names.split(", ")]
     of = f" (of {owner.rpartition('.')[2]})" if owner else ""
-    hint = "; give a recipe, such as -c configs/quickstart.yaml" if recipe and not owner else ""
+    hint = "; give a recipe, such as -c quickstart" if recipe and not owner else ""
     return f"missing: {', '.join(wanted)}{of}{hint}"
 
 
@@ -256,6 +337,36 @@ def argument_class(owner: str, path: Sequence[str]) -> str:
         choices = [c for c in (hint, *typing.get_args(hint)) if inspect.isclass(c)]
         found = next((f"{c.__module__}.{c.__qualname__}" for c in choices), "")
     return found
+
+
+def default_of(owner: str, path: Sequence[str]) -> Any:
+    """The default of an argument, or None.
+
+    Args:
+        owner: class path of the object with the argument.
+        path: the argument, and arguments of it.
+    """
+    *above, last = path or [""]
+    found = argument_class(owner, above)
+    parameter = inspect.signature(import_by_path(found)).parameters.get(last) if found else None
+    return None if parameter is None else parameter.default
+
+
+def refused(error: BaseException | None) -> str:
+    """The sentence of a constructor that refused what a recipe gave it, or nothing.
+
+    Args:
+        error: raised while a recipe's objects were built, and its causes: jsonargparse wraps what
+            constructors raise, and hides it among all types that it tried.
+    """
+    while error is not None and error.__cause__ is not None:
+        found = GIVEN_CLASS.search(str(error))
+        inner = error.__cause__
+        if found and not GIVEN_CLASS.search(str(inner)):
+            sentence = " ".join(str(inner).split()) or type(inner).__name__
+            return f"{found[1].rpartition('.')[2]} cannot be made: {sentence}"
+        error = inner
+    return ""
 
 
 def _under(class_path: str) -> list[type]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from litgrpo.cli.recipes import Sources, recipe_file, refuse_repeated_keys
+
 KEYS = {
     "model.learning": "model.update",
     "model.guard": "model.reward_runner",
@@ -30,6 +32,8 @@ PATHS = {
     "litgrpo.objectives": "litgrpo.algorithm",
     "litgrpo.objectives.weighting": "litgrpo.algorithm.objective",
     "litgrpo.algorithm.weighting": "litgrpo.algorithm.objective",
+    "litgrpo.objectives.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
+    "litgrpo.algorithm.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
     "litgrpo.policies": "litgrpo.models",
     "litgrpo.rollout.eager_engine.EagerEngine": "litgrpo.rollout.engines.local.LocalEngine",
     "litgrpo.rollout.static_engine": "litgrpo.rollout.engines.static",
@@ -161,23 +165,22 @@ def current_words(
         folder: for copies of recipes in which something was replaced.
         convert: makes a recipe of a file in another format, or None of a recipe.
     """
-    names = OldNames()
+    names, sources = OldNames(), Sources(words)
 
     def read(word: str) -> str:
-        path = Path(word)
-        if not path.is_file():
-            return word  # the parser says so
+        path = recipe_file(word)
         old = path.read_text(encoding="utf-8")
-        new = names.text(convert(path) or old)
+        refuse_repeated_keys(old, word)
+        new = sources.text(names.text(convert(path) or old))
         if new == old:
-            return word
+            return str(path)
         # A run is named after its recipe, so that the copy keeps the name.
         copy = folder / str(len(list(folder.iterdir()))) / path.with_suffix(".yaml").name
         copy.parent.mkdir()
         copy.write_text(new, encoding="utf-8")
         return str(copy)
 
-    words = names.words(words, read)
+    words = sources.words(names.words(words, read))
     names.warn()
     return words
 

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,16 +18,19 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-# Imported so that recipes may say GRPO, SFT, PromptData and PairData without the module.
+# Imported so that recipes may say GRPO, SFT, PromptData, PairData, StaticEngine without the module.
 import litgrpo.modules.grpo
 import litgrpo.modules.pair_data
-import litgrpo.modules.prompt_data  # noqa: F401
+import litgrpo.modules.prompt_data
+import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.callbacks.predictions import Predictions
@@ -40,21 +44,27 @@ from litgrpo.callbacks.run_folder import (
     refuse_if_taken,
     saved_config,
 )
+from litgrpo.callbacks.run_lock import held
 from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.trainer_options import check_trainer_options
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.logger_state import LoggerState, never_failing
 from litgrpo.checkpointing.manifest import read
+from litgrpo.checkpointing.recipe_settings import RecipeSettings
 from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.cli.errors import explain
+from litgrpo.cli.key_help import asked, explained, roots_of
 from litgrpo.cli.old_names import current_recipe
+from litgrpo.cli.run_keys import RUN_KEYS
 from litgrpo.modules.sft import SFT
 from litgrpo.parallel.device import check_machine
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
     "completions": Completions,
+    "evaluation_files": EvaluationFiles,
     "summary": Summary,
     "export": Export,
     "predictions": Predictions,
@@ -172,10 +182,8 @@ class LitGRPOCLI(LightningCLI):
         keep_quiet()
         verb = sys.argv[1]
         usage = f"cli.py {verb} [-c RECIPE.yaml ...] [--KEY VALUE ...]"
-        super().__init__(
-            **READING,
-            parser_kwargs={verb: {"usage": usage}},
-        )
+        with ExitStack() as self.until_the_end:  # what is let go when the verb has ended
+            super().__init__(**READING, parser_kwargs={verb: {"usage": usage}})
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -184,23 +192,8 @@ class LitGRPOCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and our callbacks, each under its own key."""
-        parser.add_argument(
-            "--run_dir",
-            type=str | None,
-            default=None,
-            help="Folder of everything that a run writes (default: runs/<name of the first -c>).",
-        )
-        parser.add_argument(
-            "--overwrite", type=bool, default=False, help="Replace the run in run_dir."
-        )
-        parser.add_argument(
-            "--auto_resume",
-            type=bool,
-            default=False,
-            help="Go on from the newest good checkpoint in run_dir; start if there is none.",
-        )
-        parser.add_argument("--tensorboard", type=bool, default=True, help="Log to TensorBoard.")
-        parser.add_argument("--csv", type=bool, default=True, help="Log to metrics.csv.")
+        for key, (kind, default, text) in RUN_KEYS.items():
+            parser.add_argument(f"--{key}", type=kind, default=default, help=text)
         parser.add_argument(
             "--debug", action="store_true", help="Show tracebacks instead of one-line errors."
         )
@@ -226,7 +219,8 @@ class LitGRPOCLI(LightningCLI):
         recipes = [path for path in settings.config or [] if path is not None]
         name = Path(str(recipes[0])).stem if recipes else self.config.subcommand
         run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
-        settings.run_dir = settings.trainer.default_root_dir = str(run_dir)
+        run_dir = str(run_dir).replace("{seed}", str(settings.seed_everything))
+        settings.run_dir = settings.trainer.default_root_dir = run_dir
         given = settings.ckpt_path
         require(
             given is None or not self._resumes_itself(),
@@ -250,8 +244,11 @@ class LitGRPOCLI(LightningCLI):
         check_machine(settings.trainer, rows)
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
+        folder = Path(self.settings.run_dir)
+        if self._writes_a_run():
+            rank_zero_only(self._hold)(folder)
+        name_runs(settings.trainer.logger, folder.name)
         if self._starts_anew():
-            folder = Path(self.settings.run_dir)
             # A run that died before its first checkpoint left nothing to go on from.
             overwrite = self.settings.overwrite or self._resumes_itself()
             rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
@@ -264,13 +261,20 @@ class LitGRPOCLI(LightningCLI):
         if self._starts_anew():
             rank_zero_only(begin)(Path(self.settings.run_dir), self.config_text())
 
+    def _hold(self, folder: Path) -> None:
+        # A process that was killed may need a moment to end.
+        patience_s = 5.0 if self._resumes_itself() else 0.0
+        self.until_the_end.enter_context(held(folder, patience_s))
+
+    def _writes_a_run(self) -> bool:
+        return self.config.subcommand == "fit" and not self.settings.trainer.fast_dev_run
+
     def _starts_anew(self) -> bool:
         settings = self.settings
-        in_earnest = self.config.subcommand == "fit" and not settings.trainer.fast_dev_run
         from_here = settings.ckpt_path is not None and (
             Path(settings.run_dir).resolve() in Path(settings.ckpt_path).resolve().parents
         )
-        return in_earnest and not from_here
+        return self._writes_a_run() and not from_here
 
     def _hand_seed_to(self, node: Any) -> None:
         # A seed that differs from its class's default was given on purpose.
@@ -282,6 +286,7 @@ class LitGRPOCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with our loggers and callbacks, unless the recipe says otherwise."""
         chosen = {**self._get(self.config_init, "trainer"), **kwargs}
+        check_trainer_options(chosen, self.model)
         given = chosen["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         ours = [self._get(self.config_init, name) for name in CALLBACKS]
@@ -298,7 +303,13 @@ class LitGRPOCLI(LightningCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
-        always = [RunFolder(self.config_text()), RngState(), LoggerState(self.settings.run_dir)]
+        always = [
+            RunFolder(self.config_text()),
+            Hyperparameters(self.config_text()),
+            RecipeSettings(),
+            RngState(),
+            LoggerState(self.settings.run_dir),
+        ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
         # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
@@ -311,12 +322,12 @@ class LitGRPOCLI(LightningCLI):
         folder = self.settings.run_dir
         loggers: list[Logger] = []
         if self.settings.tensorboard:
-            loggers.append(TensorBoardLogger(folder, name="", version="", default_hp_metric=False))
+            loggers.append(Board(folder))
         if self.settings.csv:
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
-        return [never_failing(logger) for logger in loggers]
+        return [never_failing(with_allowed_names(logger)) for logger in loggers]
 
     def config_text(self) -> str:
         """The configuration as YAML for any verb, without what was meant for this call only."""
@@ -324,6 +335,15 @@ class LitGRPOCLI(LightningCLI):
         content = yaml.safe_load(text)[self.config.subcommand]
         kept = {name: value for name, value in content.items() if name not in OF_ONE_CALL}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+
+def key_help(words: list[str]) -> str:
+    """The help that `--KEY.help [CLASS]` on a command line asks for, or nothing if none does."""
+    question = asked(words)
+    if question is None:
+        return ""
+    roots = roots_of(words, {"trainer": Trainer, **CALLBACKS})
+    return "\n".join(explained(*question, roots))
 
 
 def load_module(path: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from litgrpo.data.rendering import LengthLimit, PromptStyle
 from litgrpo.data.rows import columns_of
 from litgrpo.data.sampler import padded_length
 from litgrpo.data.sources import Row
+from litgrpo.data.special_tokens import report_special_tokens, report_unknown
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here
@@ -29,6 +31,7 @@ class PromptSet(Dataset[PromptBatch]):
         texts: the prompts as texts.
         columns: {name: one value per prompt}.
         index: position of each prompt in its source.
+        rows: where each came from, for sources with weights and for sets with names.
         pad_id: token that fills up.
         pad_to_multiple: batches are as long as a multiple of this.
     """
@@ -37,6 +40,7 @@ class PromptSet(Dataset[PromptBatch]):
     texts: list[str]
     columns: dict[str, list[Any]]
     index: list[int]
+    rows: list[Row]
     pad_id: int
     pad_to_multiple: int
 
@@ -44,8 +48,30 @@ class PromptSet(Dataset[PromptBatch]):
         """Number of prompts."""
         return len(self.ids)
 
+    @property
+    def set_names(self) -> list[str]:
+        """The name of each prompt's set; "" where sets have none."""
+        return [row.set_name for row in self.rows]
+
+    @property
+    def sources(self) -> list[int]:
+        """The number of each prompt's source."""
+        return [row.source for row in self.rows]
+
+    @cached_property
+    def _past_indices(self) -> int:
+        """The first number behind all indices."""
+        return max(self.index) + 1
+
     def __getitem__(self, rows: list[int]) -> PromptBatch:
-        """The batch of these rows, padded to the longest of them."""
+        """The batch of these rows, padded to the longest of them.
+
+        A number beyond the last row is a row that comes again in the same epoch (`mixing.mixed`):
+        it has an index of its own, and with it random numbers of its own.
+        """
+        turns = [row // len(self) for row in rows]
+        rows = [row % len(self) for row in rows]
+        again = torch.tensor(turns) * self._past_indices
         ids = [self.ids[row] for row in rows]
         length = padded_length(ids, self.pad_to_multiple)
         prompt_ids, prompt_mask = pad_left(ids, self.pad_id, length)
@@ -54,7 +80,8 @@ class PromptSet(Dataset[PromptBatch]):
             prompt_mask=prompt_mask,
             prompts=[self.texts[row] for row in rows],
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
-            index=torch.tensor([self.index[row] for row in rows]),
+            index=torch.tensor([self.index[row] for row in rows]) + again,
+            set_name=self.rows[rows[0]].set_name,
         )
 
 
@@ -81,9 +108,12 @@ def tokenized_prompts(
         ValueError: a prompt has no tokens.
     """
     texts = style.texts(rows, tokenizer)
-    encoded = style.encode(texts, tokenizer)
+    encoded = style.encode(texts, tokenizer, rows)
     for ids, row in zip(encoded, rows, strict=True):
         require(bool(ids), f"{row.place}: the prompt has no tokens")
+    split = style.split_special_tokens
+    report_special_tokens(role, map(style.given, rows), tokenizer, split=split)
+    report_unknown(role, encoded, tokenizer)
     kept = limit.kept(list(map(len, encoded)), rows, role)
     rows = [rows[number] for number in kept]
     return PromptSet(
@@ -91,6 +121,7 @@ def tokenized_prompts(
         texts=[texts[number] for number in kept],
         columns=columns_of(rows) | style.columns(rows),
         index=[row.index for row in rows],
+        rows=rows,
         pad_id=tokenizer.pad_token_id,
         pad_to_multiple=pad_to_multiple,
     )

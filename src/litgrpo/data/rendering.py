@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,6 +12,7 @@ import jinja2
 
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.sources import Row
+from litgrpo.data.special_tokens import special_texts
 from litgrpo.parallel.messages import rank_zero_warn
 
 if TYPE_CHECKING:  # slow to import; only named here
@@ -92,9 +94,11 @@ class PromptStyle:
 
     Args:
         template: makes the text.
+        split_special_tokens: read what looks like a special token in the data as plain text.
     """
 
     template: Template
+    split_special_tokens: bool = False
 
     def plain(self, rows: list[Row]) -> Iterator[str]:
         """What is asked as plain texts, for a tokenizer to be fitted to."""
@@ -104,13 +108,23 @@ class PromptStyle:
         """The prompt of each row."""
         return list(self.plain(rows))
 
+    def given(self, row: Row) -> list[str]:
+        """The texts of a row that come from the data, not from a template."""
+        if self.template.source is None:
+            return [self.template.text(row)]
+        return [value for value in row.values.values() if isinstance(value, str)]
+
     def columns(self, rows: list[Row]) -> dict[str, list[Any]]:
         """What rewards are told besides the fields of the rows."""
         return {}
 
-    def encode(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    def encode(
+        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row] = ()
+    ) -> list[list[int]]:
         """Token ids of each prompt, with the begin token if the tokenizer adds one, once."""
-        return self._begun_once(tokenize(tokenizer, texts, add_special_tokens=True), tokenizer)
+        split = self.split_special_tokens
+        ids = tokenize(tokenizer, texts, add_special_tokens=True, split_special_tokens=split)
+        return self._begun_once(ids, tokenizer)
 
     def _begun_once(
         self, rows: list[list[int]], tokenizer: PreTrainedTokenizerBase
@@ -133,7 +147,11 @@ class ChatStyle(PromptStyle):
         chat: settings of the chat format.
     """
 
-    chat: Chat
+    chat: Chat = Chat()
+
+    def given(self, row: Row) -> list[str]:
+        """The contents of the row's messages."""
+        return [message["content"] for message in self.messages(row)]
 
     def messages(self, row: Row) -> list[dict[str, str]]:
         """What is asked, before any tokenizer is known, without the system message."""
@@ -150,9 +168,7 @@ class ChatStyle(PromptStyle):
 
     def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The prompt of each row, in the chat format."""
-        known = tokenizer.chat_template is not None
-        require(known, "chat: the tokenizer has no chat template; use `template` instead")
-        return [_in_chat_format(asked, self.chat, tokenizer) for asked in self.conversations(rows)]
+        return [in_chat_format(asked, self.chat, tokenizer) for asked in self.conversations(rows)]
 
     def columns(self, rows: list[Row]) -> dict[str, list[Any]]:
         """The messages without the chat format around them."""
@@ -164,26 +180,55 @@ class ChatStyle(PromptStyle):
         first = [] if system is None else [{"role": "system", "content": system}]
         return [first + self.messages(row) for row in rows]
 
-    def encode(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    def encode(
+        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row] = ()
+    ) -> list[list[int]]:
         """Token ids of each prompt; the chat format wrote the begin token as text."""
-        return self._begun_once(tokenize(tokenizer, texts, add_special_tokens=False), tokenizer)
+        ids = tokenize(tokenizer, texts, add_special_tokens=False)
+        known = special_texts(tokenizer) if self.split_special_tokens else []
+        for number, row in enumerate(rows):
+            if any(mark in text for mark in known for text in self.given(row)):
+                ids[number] = self._apart(row, tokenizer)
+        return self._begun_once(ids, tokenizer)
+
+    def _apart(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids of a prompt whose messages are plain text, whatever they write."""
+        (said,) = self.conversations([row])
+        # Characters of the private use area stand for the messages; no template knows them.
+        marks = {f"\ue000{number}\ue001": each["content"] for number, each in enumerate(said)}
+        marked = [each | {"content": mark} for each, mark in zip(said, marks, strict=True)]
+        pieces = re.split("(\ue000[0-9]+\ue001)", in_chat_format(marked, self.chat, tokenizer))
+        ids: list[int] = []
+        for piece in filter(None, pieces):
+            text, split = marks.get(piece, piece), piece in marks
+            ids += tokenize(tokenizer, [text], False, split_special_tokens=split)[0]
+        return ids
 
 
-def prompt_style(template: str | None, chat: bool | Chat) -> PromptStyle:
+def prompt_style(
+    template: str | None, chat: bool | Chat, split_special_tokens: bool = False
+) -> PromptStyle:
     """The style behind `chat: true`, `chat: false` and `chat: {...}`; refuses a bad template."""
     made = Template("prompt", template)
     made.check()
     if chat is False:
-        return PromptStyle(made)
-    return ChatStyle(made, Chat() if chat is True else chat)
+        return PromptStyle(made, split_special_tokens)
+    return ChatStyle(made, split_special_tokens, Chat() if chat is True else chat)
 
 
-def _in_chat_format(
-    messages: list[dict[str, str]], chat: Chat, tokenizer: PreTrainedTokenizerBase
+def in_chat_format(
+    messages: list[dict[str, str]],
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    asks: bool = True,
 ) -> str:
+    """Messages in the tokenizer's chat format; `asks` adds what an answer of the model follows."""
+    known = tokenizer.chat_template is not None
+    require(known, "chat: the tokenizer has no chat template; use `template` instead")
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **chat.kwargs
+            messages, tokenize=False, add_generation_prompt=asks, **chat.kwargs
         )
     except jinja2.TemplateError as error:  # Gemma's raises one on a system message
         hint = "a model without system messages takes that text in `template`"
@@ -193,11 +238,26 @@ def _in_chat_format(
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    add_special_tokens: bool,
+    split_special_tokens: bool = False,
 ) -> list[list[int]]:
-    """Token ids of each text, without limit."""
+    """Token ids of each text, without limit.
+
+    Args:
+        tokenizer: of the model.
+        texts: to be read; none give no ids.
+        add_special_tokens: put the begin token in front, where the tokenizer has it so.
+        split_special_tokens: a special token that is written in a text is read as plain text.
+    """
+    split: dict[str, Any] = {"split_special_tokens": True} if split_special_tokens else {}
     encoded: dict[str, Any] = tokenizer(
-        texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        texts,
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        verbose=False,
+        **split,
     )
     return list(encoded["input_ids"])
 

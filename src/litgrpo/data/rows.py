@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from litgrpo.arguments import one_of, require
-from litgrpo.data.sources import Row, SourceLike, read
+from litgrpo.data.sources import Row, SetsLike, SourceLike, read
 from litgrpo.parallel.messages import rank_zero_info, rank_zero_warn
 
 Overlap = Literal["drop", "error", "keep"]
@@ -19,6 +19,8 @@ NAMES_OF_REWARDS = {
     "conversation",
 }
 
+OUR_NAMES = ("prompt", "completion", "messages", "answer", "id")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -26,11 +28,12 @@ class Table:
 
     Args:
         columns: {our name: name in the source}; a row that lacks the source's name but already has
-            ours is taken as it is. Other fields keep their names.
+            ours is taken as it is. All fields keep their own names, too.
         extract: {our name: regular expression}; the column becomes the expression's only group.
         val_fraction: share of the training rows to hold out, chosen by a hash of their prompts.
         overlap: what to do with training rows whose prompt is also in the validation set.
         split_by: the column whose hash is taken; rows that agree in it stay together.
+        instead: {name: the fields that a row with this one need not have}.
     """
 
     columns: dict[str, str]
@@ -38,6 +41,7 @@ class Table:
     val_fraction: float
     overlap: Overlap
     split_by: str = "prompt"
+    instead: Mapping[str, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""
@@ -57,7 +61,7 @@ class Table:
         """What a row that is learned from must have, besides what the templates need."""
         return {*self.columns, *self.extract}
 
-    def read(self, source: SourceLike, required: Iterable[str] | None = None) -> list[Row]:
+    def read(self, source: SetsLike, required: Iterable[str] | None = None) -> list[Row]:
         """All rows of a source, under our names.
 
         Args:
@@ -71,13 +75,16 @@ class Table:
 
     def _named(self, row: Row, required: set[str]) -> Row:
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs in row.values}
-        taken = set(renamed.values())
+        # A column keeps its own name, too, unless that name means something else here.
+        taken = set(renamed.values()) & {*NAMES_OF_REWARDS, *OUR_NAMES}
         values = {name: value for name, value in row.values.items() if name not in taken}
         values |= {ours: row.values[theirs] for ours, theirs in renamed.items()}
-        for name in sorted(required - values.keys()):
+        spared = {name for own, others in self.instead.items() if own in values for name in others}
+        for name in sorted(required - values.keys() - spared):
             wanted = self.columns.get(name, name)
             has = ", ".join(map(str, row.values)) or "none"
             hint = f"it has: {has}; `columns: {{{name}: ...}}` names another"
+            hint += "; `messages` need `chat: true`" * ("messages" in values)
             raise ValueError(f"{row.place}: no field {wanted!r} ({hint})")
         for name in self.extract.keys() & values.keys():
             values[name] = self._extracted(name, values[name], row.place)
@@ -93,13 +100,15 @@ class Table:
         return found[1].strip()
 
     def train_and_val(
-        self, train: SourceLike, val: SourceLike | None, required: Iterable[str] | None = None
+        self, train: SourceLike, val: SetsLike | None, required: Iterable[str] | None = None
     ) -> tuple[list[Row], list[Row]]:
         """The rows to train on, and those held out (none when neither is asked for).
 
         With `val_fraction` a prompt stays on its side whatever happens to the others, to their
         order, to the seed or to the template; a larger fraction only adds to the held-out rows.
         """
+        named = isinstance(train, dict)
+        require(not named, "train is one set; several sources for it are a list: `[a, b]`")
         rows = self.read(train, required)
         if val is None:
             kept, held = self._split(rows)
@@ -137,7 +146,9 @@ class Table:
 
 def identity(row: Row, name: str = "prompt") -> str:
     """What makes two rows the same problem: the prompt before any template, less white space."""
-    prompt = row.values.get(name, row.values)
+    values = row.values
+    asked = {"prompt": values["messages"][:-1]} if values.get("messages") else {}
+    prompt = (asked | values).get(name, values)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     return " ".join(text.split())
 
@@ -171,7 +182,7 @@ def refuse_equal_ids(rows: list[Row]) -> None:
         ValueError: both places.
     """
     identified = [row for row in rows if isinstance(row.values.get("id"), str | int)]
-    for row, first in repeats(identified, lambda row: row.values["id"]):
+    for row, first in repeats(identified, lambda r: (r.set_name, r.source, r.values["id"])):
         raise ValueError(
             f"{row.place}: field 'id' is {row.values['id']!r}, as in {first}; remove one of them, "
             "or say `columns: {number: id}` if it is no identifier"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count as count_from
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,6 +26,23 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 def fixed_batches(count: int, batch_size: int) -> list[list[int]]:
     """All rows in their order; the last batch may be smaller."""
     return [part.tolist() for part in torch.arange(count).split(batch_size)]
+
+
+def batches_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]:
+    """All rows in batches of one set each; the sets take turns, each in its order.
+
+    Example:
+        >>> batches_by_set(["a", "a", "a", "b"], batch_size=2)
+        [[0, 1], [3], [2]]
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(set_names):
+        rows_of.setdefault(name, []).append(row)
+    batches = [
+        [[rows[place] for place in part] for part in fixed_batches(len(rows), batch_size)]
+        for rows in rows_of.values()
+    ]
+    return [batch for turn in zip_longest(*batches) for batch in turn if batch is not None]
 
 
 def shuffled_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:

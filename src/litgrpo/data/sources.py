@@ -1,18 +1,20 @@
-"""Where rows come from: the Hub, a local file, a Python function, or a list in memory."""
+"""Where rows come from: files, the Hub, a Python function, a list in memory, or several of them."""
 
 from __future__ import annotations
 
-import csv
 import inspect
-import io
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from litgrpo.arguments import at_least, import_by_path, require
+from litgrpo.arguments import above, at_least, did_you_mean, import_by_path, require
+from litgrpo.data.files import ENDINGS, READERS, Placed, from_list
+from litgrpo.parallel.messages import rank_zero_info
 
 PYTHON = "python:"
 GIVEN = "the given list"
@@ -23,15 +25,20 @@ class Source:
     """Where rows come from. A plain string in YAML is the `path` of one.
 
     Args:
-        path: a file ending in .jsonl, .json, .csv, .parquet or .txt (one prompt per line); or
-            `python:package.module.function?size=500`, a function that returns rows; or a data set
-            of the Hugging Face Hub, `name`, `name:config` or `name:config:split` (split: train).
-        limit: take only so many rows from the start.
+        path: a file ending in .jsonl, .json, .csv, .parquet or .txt (one prompt per line), or a
+            pattern such as `data/*.jsonl`; or `python:package.module.function?size=500`, a function
+            that returns rows; or a folder that `datasets` saved (`save_to_disk`), `folder:split`
+            where it has several; or a data set of the Hugging Face Hub, `name`, `name:config` or
+            `name:config:split` (split: train).
+        limit: take only so many rows, chosen at random, the same ones in every run.
+        weight: of this source among several: its share of the training rows is this number over
+            the sum of all. Without weights every row comes once in an epoch.
         kwargs: more arguments for the function.
     """
 
     path: str
     limit: int | None = None
+    weight: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,7 +48,11 @@ class Source:
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
 
 
-SourceLike = str | Source | list[str] | list[dict[str, Any]]
+KEYS = {each.name: None for each in fields(Source)}.keys()
+# In Python also a `datasets.Dataset`, or anything else that gives one mapping after the other.
+SourceLike = str | Source | list[str | Source] | list[dict[str, Any]]
+# Sets with names: `{easy: a.jsonl, hard: {path: b.jsonl, limit: 100}}`.
+SetsLike = SourceLike | dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,35 +62,153 @@ class Row:
     Args:
         values: the fields by name.
         place: file and line (or row) for messages.
-        index: position in its source.
+        index: position among all rows that were read with it.
+        source: number of its source, where there are several.
+        set_name: the name of its set, where there are several.
     """
 
     values: dict[str, Any]
     place: str
     index: int
+    source: int = 0
+    set_name: str = ""
 
 
-Placed = tuple[dict[str, Any], str]
-
-
-def read(source: SourceLike) -> list[Row]:
-    """All rows of a source, up to its limit.
+def read(source: SetsLike) -> list[Row]:
+    """All rows of a source, of several, or of sets with names, up to their limits.
 
     Args:
-        source: a source, its path, or the rows themselves (texts become `{"prompt": text}`).
+        source: a source, its path, a list of these, or the rows themselves (texts become
+            `{"prompt": text}`); or {name: any of these}.
 
     Returns:
-        At least one row; an empty source is an error.
+        At least one row of each; an empty source is an error.
     """
-    if isinstance(source, list):
-        return _numbered(_from_list(source, GIVEN), GIVEN)
+    named = named_sets(source) if isinstance(source, dict) else {"": source}
+    placed = [
+        (values, place, number, name)
+        for name, given in named.items()
+        for number, one in enumerate(several(given))
+        for values, place in _some(one)
+    ]
+    return [
+        Row(values, place, index, number, name)
+        for index, (values, place, number, name) in enumerate(placed)
+    ]
+
+
+def named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
+    """{name: source} of sets with names, as YAML holds them.
+
+    Raises:
+        ValueError: it is a source with a misspelled key, or a name or source is missing.
+    """
+    require("path" not in given, _unknown_key(given))
+    require(bool(given), "the sets are {}, but at least one `name: source` is needed")
+    for name, source in given.items():
+        good = isinstance(name, str) and name and "/" not in name
+        require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
+        fits = isinstance(source, Iterable | Source) and bool(source)
+        require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
+    return {name: _as_source(source) for name, source in given.items()}
+
+
+def _as_source(node: Any) -> Any:
+    """A source of what YAML holds; lists item by item, other things as they are."""
+    if isinstance(node, list):  # of sources, or of rows, which may have a field `path`
+        return [
+            Source(**one) if isinstance(one, dict) and "path" in one and one.keys() <= KEYS else one
+            for one in node
+        ]
+    if isinstance(node, dict) and "path" in node:
+        require(node.keys() <= KEYS, _unknown_key(node))
+        return Source(**node)
+    return node
+
+
+def _unknown_key(node: Mapping[str, Any]) -> str:
+    """What is wrong with a source that has a key of another name."""
+    word = next((str(name) for name in node if name not in KEYS), "")
+    return f"a source has no key {word!r}{did_you_mean(word, KEYS)}; it has {', '.join(KEYS)}"
+
+
+def several(source: SourceLike) -> list[Any]:
+    """The sources that are meant: one, or those of a list, where it names sources and not rows."""
+    if not isinstance(source, list):
+        return [source]
+    named = [isinstance(each, Source) or is_path(each) for each in source]
+    with_keys = any(isinstance(each, Source) for each in source)
+    if not any(named):
+        return [source]
+    text = next((each for each, is_named in zip(source, named, strict=True) if not is_named), "")
+    texts = with_keys and isinstance(text, str)
+    require(
+        all(named) or texts,
+        f"the list holds files and {text!r:.60}, which is none: give a list of sources or a list "
+        "of rows; a source whose path is no file is `{path: ...}`",
+    )
+    return source
+
+
+def is_path(text: Any) -> bool:
+    """Whether a text in a list names a source: a function, a file by its ending, or a folder."""
+    if not isinstance(text, str) or "\n" in text:
+        return False
+    named = Path(text).suffix.lower() in READERS and (" " not in text or Path(text).is_file())
+    return text.startswith(PYTHON) or named or ("/" in text and Path(text).is_dir())
+
+
+def weights_of(source: Any) -> list[float] | None:
+    """The weight of each of several sources; None where they have none.
+
+    Raises:
+        ValueError: some have a weight and others have not.
+    """
+    each = several(source) if isinstance(source, list) else []
+    weights = [one.weight if isinstance(one, Source) else None for one in each]
+    given = [weight for weight in weights if weight is not None]
+    require(
+        len(given) in (0, len(weights)),
+        f"{len(given)} of {len(weights)} sources have a weight; give one to each or to none",
+    )
+    for weight in given:
+        above("weight of a source", weight, 0)
+    return given or None
+
+
+def _some(source: Any) -> list[Placed]:
+    """The rows of one source, as many as its limit asks for."""
     source = Source(source) if isinstance(source, str) else source
-    return _numbered(_placed(source)[: source.limit], source.path)
+    if not isinstance(source, Source):
+        rows = _given(source)
+        require(bool(rows), f"{GIVEN} holds no rows")
+        return rows
+    rows = _placed(source)
+    require(bool(rows), f"{source.path} holds no rows")
+    return limited(rows, source)
 
 
-def _numbered(placed: list[Placed], path: str) -> list[Row]:
-    require(bool(placed), f"{path} holds no rows")
-    return [Row(values, place, index) for index, (values, place) in enumerate(placed)]
+def limited(rows: list[Placed], source: Source) -> list[Placed]:
+    """So many rows as the source's limit says, in their order; a higher limit adds to them."""
+    if source.limit is None or source.limit >= len(rows):
+        return rows
+    order = list(range(len(rows)))
+    random.Random(0).shuffle(order)
+    rank_zero_info(
+        f"{source.path}: {source.limit} of {len(rows)} rows, chosen at random, the same ones in "
+        "every run (limit)"
+    )
+    return [rows[number] for number in sorted(order[: source.limit])]
+
+
+def _given(rows: Any) -> list[Placed]:
+    """Rows that exist in Python: a list, or a `datasets.Dataset`."""
+    kind = type(rows).__name__
+    iterable = isinstance(rows, Iterable)
+    require(
+        iterable, f"{rows!r:.60} (a {kind}) is no source: give a path, a list of rows or a Dataset"
+    )
+    return from_list(rows, GIVEN if isinstance(rows, list) else f"the given {kind}")
 
 
 def _placed(source: Source) -> list[Placed]:
@@ -87,21 +216,28 @@ def _placed(source: Source) -> list[Placed]:
     if path.startswith(PYTHON):
         return _from_function(path, source.kwargs)
     if suffix in READERS:
-        require(Path(path).is_file(), f"{path}: no such file (looked in {Path.cwd()})")
-        return READERS[suffix](Path(path))
-    known = f"{path}: cannot read {suffix or 'a file without ending'}; {_ENDINGS}"
+        return [row for file in files_of(path) for row in READERS[suffix](file)]
+    known = f"{path}: cannot read {suffix or 'a file without ending'}; {ENDINGS}"
     require(not Path(path).is_file(), known)
+    folder, *words = path.split(":")
+    if any((Path(folder) / name).is_file() for name in SAVED):
+        return _from_disk(path, folder, [word for word in words if word])
+    require(not has_magic(path), f"{path}: a pattern must end in the ending of files; {ENDINGS}")
     return _from_hub(path)
 
 
-def _from_list(rows: Iterable[Any], name: str) -> list[Placed]:
-    texts_as_rows = ({"prompt": row} if isinstance(row, str) else row for row in rows)
-    return _objects(texts_as_rows, name)
+def files_of(path: str) -> list[Path]:
+    """The files that a path or a pattern means, by name.
 
-
-def _objects(rows: Iterable[Any], name: str) -> list[Placed]:
-    places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
-    return [(_object(row, place), place) for row, place in places]
+    Raises:
+        ValueError: there is none.
+    """
+    found = [Path(path)] if Path(path).is_file() else []
+    if has_magic(path) and not found:
+        found = sorted(Path(name) for name in glob(path, recursive=True) if Path(name).is_file())
+        require(bool(found), f"{path}: no file fits this pattern (looked in {Path.cwd()})")
+    require(bool(found), f"{path}: no such file (looked in {Path.cwd()})")
+    return found
 
 
 def _from_function(path: str, kwargs: dict[str, Any]) -> list[Placed]:
@@ -112,7 +248,7 @@ def _from_function(path: str, kwargs: dict[str, Any]) -> list[Placed]:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"{path}: {error}; signature: {inspect.signature(function)}") from error
-    return _from_list(function(**arguments), path)
+    return from_list(function(**arguments), path)
 
 
 def _import(name: str, path: str) -> Callable[..., Iterable[Any]]:
@@ -131,6 +267,24 @@ def _literal(text: str) -> Any:
         return text
 
 
+# What `save_to_disk` of a Dataset and of a DatasetDict leaves in its folder.
+SAVED = ("state.json", "dataset_dict.json")
+
+
+def _from_disk(path: str, folder: str, words: list[str]) -> list[Placed]:
+    """Rows of a folder that `save_to_disk` of the library `datasets` wrote."""
+    from datasets import DatasetDict, load_from_disk  # slow to import
+
+    try:
+        saved = load_from_disk(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be loaded from disk ({error})") from error
+    sets = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    split = (words or ["train"])[-1]
+    require(split in sets, f"{path}: has no split {split!r}; it has: {', '.join(sets)}")
+    return from_list(sets[split], path)
+
+
 def _from_hub(path: str) -> list[Placed]:
     from datasets import load_dataset  # slow to import, and most runs do not need it
 
@@ -138,95 +292,6 @@ def _from_hub(path: str) -> list[Placed]:
     try:
         rows = load_dataset(name, config or None, split=split or "train")
     except (OSError, ValueError) as error:
-        hint = f"a data set of the Hub is name:config:split, a local file must exist; {_ENDINGS}"
+        hint = f"a data set of the Hub is name:config:split, a local file must exist; {ENDINGS}"
         raise ValueError(f"{path}: cannot be loaded from the Hub ({error}); {hint}") from error
-    return _from_list(rows, path)
-
-
-def _text(path: Path) -> str:
-    """The decoded file, or an error that names the line which is not UTF-8."""
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8-sig")  # spreadsheets put a byte order mark in front
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8 (byte {error.start} of file)") from error
-
-
-def _read_jsonl(path: Path) -> list[Placed]:
-    placed = []
-    # Not splitlines(): JSON strings may hold other line separators, such as U+2028, unescaped.
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        place = f"{path}, line {number}"
-        if line.strip():
-            placed.append((_object(_json(line, place), place), place))
-    return placed
-
-
-def _read_json(path: Path) -> list[Placed]:
-    rows = _json(_text(path) or "[]", str(path))
-    require(isinstance(rows, list), f"{path}: is {_kind(rows)}, expected a list of objects")
-    return _objects(rows, str(path))
-
-
-def _json(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        inside = f"line {error.lineno}, " if error.lineno > 1 else ""
-        where = f"{inside}column {error.colno}"
-        raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error
-
-
-def _object(row: Any, place: str) -> dict[str, Any]:
-    require(isinstance(row, dict), f"{place}: is {_kind(row)}, expected an object {{field: value}}")
-    return row
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
-
-
-def _read_csv(path: Path) -> list[Placed]:
-    lines = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    placed = []
-    try:
-        header = next(lines, [])
-        for cells in filter(None, lines):  # an empty line is no row
-            place = f"{path}, line {lines.line_num}"
-            said = f"{place}: has {len(cells)} fields, the header {len(header)}"
-            require(len(cells) == len(header), said)
-            placed.append((dict(zip(header, cells, strict=True)), place))
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {lines.line_num}: not CSV: {error}") from error
-    return placed
-
-
-def _read_parquet(path: Path) -> list[Placed]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not Parquet: {error}") from error
-    return _from_list(rows, str(path))
-
-
-def _read_text(path: Path) -> list[Placed]:
-    lines = enumerate(_text(path).split("\n"), start=1)
-    return [
-        ({"prompt": line.removesuffix("\r")}, f"{path}, line {number}")
-        for number, line in lines
-        if line.strip()
-    ]
-
-
-READERS: dict[str, Callable[[Path], list[Placed]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
-_ENDINGS = f"files end in {', '.join(READERS)}"
+    return from_list(rows, path)

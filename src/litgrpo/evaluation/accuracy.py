@@ -6,6 +6,7 @@ each number came from and counts a prompt once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import comb
 
@@ -16,6 +17,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from litgrpo.arguments import require
 from litgrpo.evaluation.intervals import clustered_proportion, wilson
+from litgrpo.evaluation.paired import bootstrap_ratio
 from litgrpo.types import RewardTable
 
 # States are float32 and flat, the shape and type that a process without prompts contributes; above
@@ -52,6 +54,9 @@ class PerPrompt(Metric):
 
     def __init__(self) -> None:
         super().__init__()
+        # {name: one number per prompt} of all processes, in the order of `places`; of `compute`.
+        self.of_prompts: dict[str, list[float]] = {}
+        self.places: list[int] = []
         self.add_state("index", default=[], dist_reduce_fx="cat")
         self.add_state("values", default=[], dist_reduce_fx="cat")
 
@@ -72,13 +77,15 @@ class PerPrompt(Metric):
 
     def rows(self, num_values: int) -> list[list[float]]:
         """The numbers of every prompt, each prompt once, in the order of the data set: [B, K]."""
+        self.places = []
         if not len(self.index):
             return []
         index = dim_zero_cat(self.index).tolist()
         values = dim_zero_cat(self.values).view(-1, num_values).tolist()
         # Reversed, so that the first of several rows of a prompt stays.
         first = dict(zip(reversed(index), reversed(values), strict=True))
-        return [first[place] for place in sorted(first)]
+        self.places = [int(place) for place in sorted(first)]
+        return [first[place] for place in self.places]
 
 
 class SampledAccuracy(PerPrompt):
@@ -122,7 +129,8 @@ class SampledAccuracy(PerPrompt):
         counts = [int(row[0]) for row in self.rows(1)]
         name, samples = f"avg@{self.num_samples}", self.num_samples
         low, high = clustered_proportion(counts, samples, self.confidence)
-        report = {name: _mean([count / samples for count in counts])}
+        self.of_prompts = {name: [count / samples for count in counts]}
+        report = {name: _mean(self.of_prompts[name])}
         report |= {f"{name}_low": low, f"{name}_high": high}
         for k in self.ks:
             report[f"pass@{k}"] = _mean([pass_at_k(samples, count, k) for count in counts])
@@ -156,6 +164,7 @@ class GreedyAccuracy(PerPrompt):
     def compute(self) -> dict[str, Tensor]:
         """{greedy, greedy_low, greedy_high}."""
         correct = [row[0] for row in self.rows(1)]
+        self.of_prompts = {"greedy": correct}
         low, high = wilson(sum(correct), len(correct), self.confidence)
         report = {"greedy": _mean(correct), "greedy_low": low, "greedy_high": high}
         return _tensors(report, self.device)
@@ -187,14 +196,20 @@ class RewardMeans(PerPrompt):
         self.collect(index, torch.stack([*sums, *counts], dim=1).to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """{reward, and one entry per part}; NaN where nothing was answered."""
+        """{reward, reward_low, reward_high, and one entry per part}; NaN: nothing was answered.
+
+        The interval is a bootstrap over prompts and is left out for fewer than two of them.
+        """
         names = ("reward", *self.names)
-        totals = [sum(column) for column in zip(*self.rows(2 * len(names)), strict=True)]
-        pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
-        means = [total / count if count else torch.nan for total, count in pairs]
-        return _tensors(
-            dict(zip(names, means or [torch.nan] * len(names), strict=True)), self.device
-        )
+        rows = self.rows(2 * len(names))
+        table = torch.tensor(rows, dtype=torch.float64).view(-1, 2, len(names))
+        sums, counts = table.unbind(1)  # [B, 1 + parts] each
+        self.of_prompts = dict(zip(names, (sums / counts).T.tolist(), strict=True))
+        means = dict(zip(names, (sums.sum(0) / counts.sum(0)).tolist(), strict=True))
+        bounds = bootstrap_ratio(sums[:, 0].tolist(), counts[:, 0].tolist())
+        interval = zip(("reward_low", "reward_high"), bounds, strict=True)
+        known = {name: bound for name, bound in interval if math.isfinite(bound)}
+        return _tensors({"reward": means["reward"]} | known | means, self.device)
 
 
 def _mean(values: Sequence[float]) -> float:

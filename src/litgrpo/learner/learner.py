@@ -25,9 +25,10 @@ from litgrpo.learner.micro_batches import (
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.parallel.comm import Comm, SingleProcess, whole
+from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.tensors import whole
 from litgrpo.types import (
     Experience,
     LossOutput,
@@ -41,6 +42,11 @@ from litgrpo.types import (
 )
 
 Result = TypeVar("Result")
+MISMATCH = "policy/sampler_mismatch"
+# Names that end so are extremes, over processes too; everything else is averaged.
+SMALLEST, LARGEST = ("_min", "/min"), ("_max", "/max")
+# Shares of which an iteration's optimizer steps have extremes, too.
+CLIPPED = {"policy/clip_low_frac", "policy/clip_high_frac"}
 
 
 class Coefficients:
@@ -164,16 +170,23 @@ class Learner:
 
     def reference_logprobs(self, tokens: TokenRows, max_rows: int | None = None) -> Tensor | None:
         """[N, C] log-probabilities under the reference; None without one."""
-        reference = self.reference
-        if reference is None:
+        if self.reference is None:
             return None
+        temperature = self.sampling.policy_temperature
+        return self.logprobs_under(self.reference, tokens, temperature, max_rows)
+
+    def logprobs_under(
+        self,
+        reference: Reference,
+        tokens: TokenRows,
+        temperature: float,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """[N, C] log-probabilities under a frozen model, a micro-batch at a time."""
 
         def logprobs_of(rows: TokenRows) -> TokenLogprobs:
             with self.policy.arithmetic():
-                return reference.logprobs(
-                    rows,
-                    temperature=self.sampling.policy_temperature,
-                )
+                return reference.logprobs(rows, temperature=temperature)
 
         limits = self._limits(max_rows, reference.shares_prompts)
         return self.micro_batching.scored(tokens, logprobs_of, limits).logprobs
@@ -227,13 +240,15 @@ class Learner:
         """
         self.policy.train()
         steps = mini_batches(len(experience), self.group_size, self.config.num_mini_batches)
-        reports = []
+        reports: list[StepReport] = []
         for _ in range(self.config.inner_epochs):
             for rows in steps:
                 report = self.step(self.micro_batching.step_rows(experience, rows), stepper)
                 if report.skipped:
                     found = {int(rows[row]): reason for row, reason in report.skipped.items()}
                     report = replace(report, skipped=found)
+                if reports:  # the policy has moved away from what sampled
+                    report.sums.pop(MISMATCH, None)
                 reports.append(report)
         return reports
 
@@ -327,8 +342,7 @@ class Learner:
         for micro, is_last in self.micro_batching.split(experience, rows, limits):
             new = self.logprobs(micro.tokens)
             output = self.objective.loss(new, micro, normalizers)
-            if not self.engine_exact:
-                output.stats["policy/sampler_mismatch"] = _sampler_mismatch(new, micro)
+            output.stats[MISMATCH] = _sampler_mismatch(new, micro)
             yield output, is_last
 
     def normalizers(self, experience: Experience) -> Normalizers:
@@ -392,26 +406,52 @@ class Learner:
 
 
 def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
-    """[2] sum and count of the distance (nats) of the sampler from the policy before the update."""
-    before = new.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
-    gap = (before - rows.sampler_logprobs).abs() * rows.loss_mask
-    return torch.stack([gap.sum(), rows.loss_mask.sum()])
+    """[2] sum and count of the distance (nats) of the sampler from the policy."""
+    gap = (new.logprobs.detach() - rows.sampler_logprobs).abs()
+    return torch.stack([torch.where(rows.loss_mask, gap, 0.0).sum(), rows.loss_mask.sum()])
 
 
 def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
-    """Averages over processes and optimizer steps of one iteration, to log.
+    """Averages and extremes over processes and optimizer steps of one iteration, to log.
 
     Args:
-        seen: {name: []} numbers of this process.
+        seen: {name: [] number, or [2] sum and count} of this process; all report the same names.
         reports: of its optimizer steps.
         comm: of the processes.
         device: where the numbers are put together.
     """
     totals = Totals()
+    extremes = _extremes(seen, reports, device)
     for name, value in seen.items():
-        totals.add_value(name, value)
+        if value.dim():
+            totals.add({name: value})
+        elif not name.endswith(SMALLEST + LARGEST):
+            totals.add_value(name, value)
     totals.add_steps(reports)
-    return totals.averages(comm, device)
+    averaged = totals.averages(comm, device)
+    known = comm.max(torch.stack(list(extremes.values()))) if extremes else torch.zeros(0)
+    for name, value in zip(extremes, known, strict=True):
+        signed = -value if name.endswith(SMALLEST) else value
+        averaged[name] = signed.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    return averaged
+
+
+def _extremes(seen: Stats, reports: list[StepReport], device: torch.device) -> Stats:
+    """{name: [] largest so far, smallest ones negated}, so that one maximum serves both."""
+    found = {
+        name: [-value if name.endswith(SMALLEST) else value]
+        for name, value in seen.items()
+        if name.endswith(SMALLEST + LARGEST) and not value.dim()
+    }
+    for report in reports:
+        for name in CLIPPED & report.sums.keys():
+            total, count = report.sums[name].unbind()
+            share = total / count.clamp(min=1)
+            found.setdefault(f"{name}_min", []).append(-share)
+            found.setdefault(f"{name}_max", []).append(share)
+    # float64: Totals counts in it, too.
+    on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
+    return {name: torch.stack(values).max().float() for name, values in on_device.items()}
 
 
 def of_completions(advantages: Tensor) -> Tensor:

@@ -184,7 +184,6 @@ class SteeredCoefficients(Coefficients):
         """The coefficients of this iteration, to log."""
         stats = super().stats()
         if self.controllers.entropy is not None:
-            stats["policy/sampled_entropy"] = torch.tensor(self.sampled_entropy)
             stats["policy/entropy_coef"] = torch.tensor(self.objective.entropy_coef)
         return stats
 

@@ -80,7 +80,7 @@ class CausalPolicy(Policy):
         if not is_known(self.bare_model):
             return False
         with torch.autocast(self.model.device.type, enabled=False), torch.no_grad():
-            ids = torch.arange(1, 11, device=self.model.device).view(2, 5)
+            ids = torch.arange(1, 11, device=self.model.device).view(2, 5) % self.vocab_size
             mask = torch.ones_like(ids, dtype=torch.bool)
             self._decoder = self._fused()
             try:

@@ -12,14 +12,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from litgrpo.arguments import require
+from litgrpo.models.adapters import (
+    LoRA,
+    merged,
+    refuse_adapter_folder,
+    save_adapter,
+    with_adapters,
+)
 from litgrpo.models.attention.decode_shared_prefix import same_attention_again
-from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.library import decoder_only
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
+from litgrpo.models.quantized import (
+    Quantization,
+    is_quantized,
+    keep_packing,
+    loading_settings,
+    merged_into_dequantized,
+)
+from litgrpo.models.reference import AdapterAtStart, AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
+from litgrpo.models.weights import (
+    check_vocabulary,
+    language_part,
+    load_weights,
+    other_files,
+)
 from litgrpo.parallel.device import backend, to_host
 
 if TYPE_CHECKING:
@@ -28,25 +50,6 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN = "builtin:"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Train low-rank adapters and leave the weights alone; the reference is then the model without.
-
-    Args:
-        rank: rank of each adapter.
-        alpha: the adapter's output is scaled by alpha / rank.
-        target_modules: names of the linear layers to adapt; `all-linear` takes every one.
-        dropout: dropout before the adapter; 0 keeps the policy that learns the one that sampled.
-
-    Source: LoRA, arXiv:2106.09685.
-    """
-
-    rank: int = 16
-    alpha: int = 32
-    target_modules: str | list[str] = "all-linear"
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Precision:
         compute: compute matrix products in this lower precision, in sampling and in learning, with
             weights, moments, log-probabilities and losses as they are; null leaves that to
             `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
+        quantize: hold the weights under `lora` in four bits (QLoRA): nf4 or fp4; null does not.
     """
 
     dtype: Dtype = "float32"
@@ -71,6 +75,15 @@ class Precision:
     kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
     compute: Literal["bfloat16", "float16"] | None = None
+    quantize: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the two number formats go together."""
+        require(
+            self.compute is None or self.dtype == "float32",
+            f"precision.compute is {self.compute}, which lowers the precision of float32 weights, "
+            f"but precision.dtype is {self.dtype}. Leave out one of the two.",
+        )
 
 
 def resolve(pretrained: str) -> str:
@@ -87,6 +100,13 @@ def resolve(pretrained: str) -> str:
         return str(folder)
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
     folder = Path(pretrained).expanduser()
+    require(
+        not folder.is_file(),
+        f"pretrained: {pretrained!r} is a file. Give the folder that holds config.json, the "
+        "weights as safetensors and the tokenizer, as save_pretrained writes it; a GGUF file is "
+        "converted by transformers' from_pretrained(folder, gguf_file=...) and save_pretrained.",
+    )
+    refuse_adapter_folder(folder)
     if looks_like_path and not (folder / "config.json").is_file():
         raise ValueError(
             f"pretrained: {pretrained!r} is no model folder (no config.json in it). Give a folder "
@@ -138,8 +158,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _not_loadable(what: str, pretrained: str, error: Exception) -> str:
-    first_line = str(error).strip().splitlines()[0]
-    return f"No {what} could be loaded from pretrained: {pretrained!r}. {first_line}"
+    reason = str(error).strip().splitlines()[0].rstrip()
+    if reason.endswith(":"):  # a list of conditions follows, of which none is the user's
+        reason = f"It has no {what} files that transformers can read."
+    said = f"No {what} could be loaded from pretrained: {pretrained!r}. {reason}"
+    return said + other_files(resolve(pretrained))
 
 
 def load_policy(
@@ -148,6 +171,7 @@ def load_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
     precision: Precision | None = None,
     lora: LoRA | None = None,
+    frozen: bool = False,
 ) -> Policy:
     """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
 
@@ -156,28 +180,34 @@ def load_policy(
         tokenizer: the tokenizer, if it is loaded already.
         precision: dtype, checkpointing and dropout.
         lora: train adapters instead of the weights.
+        frozen: it will not be trained.
 
     Raises:
         ValueError: nothing can be loaded from there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     precision = precision or Precision()
+    require(
+        precision.quantize is None or lora is not None or frozen,
+        f"precision.quantize is {precision.quantize}, but weights in four bits cannot be trained "
+        "themselves. Give --model.lora.rank 16, or leave it out.",
+    )
     folder = resolve(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        original_dropout = {} if precision.dropout else _switch_dropout_off(config)
-        with _no_progress_bars():
-            kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-            model = kind.from_pretrained(
-                folder,
-                config=config,
-                dtype=getattr(torch, precision.dtype),
-                attn_implementation=_attention_for(config),
-            )
+        whole = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(_not_loadable("config", pretrained, error)) from error
+    config = language_part(whole)
+    original_dropout = {} if precision.dropout else _switch_dropout_off(config)
+    try:
+        dtype = getattr(torch, precision.dtype)
+        how = loading_settings(precision.quantize, dtype)
+        model = load_weights(folder, config, dtype, whole=config is whole, **how)
     except OSError as error:
         raise ValueError(_not_loadable("model", pretrained, error)) from error
+    check_vocabulary(model, tokenizer, pretrained)
     return as_policy(
         model, tokenizer, precision=precision, lora=lora, original_dropout=original_dropout
     )
@@ -193,12 +223,13 @@ def as_policy(
 ) -> Policy:
     """A policy around a model at hand; see `load_policy`."""
     precision = precision or Precision()
+    keep_packing(model)
     if precision.gradient_checkpointing:
         again = partial(same_attention_again, model)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     if lora is not None:
         model = with_adapters(model, lora)
-    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
+    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else decoder_only
     policy = kind(model, tokenizer, end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts
     policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
@@ -207,7 +238,11 @@ def as_policy(
 
 
 def load_reference(
-    policy: Policy, path: str | None, pretrained: str, precision: Precision
+    policy: Policy,
+    path: str | None,
+    pretrained: str,
+    precision: Precision,
+    lora: LoRA | None = None,
 ) -> Reference:
     """The model that the KL term refers to.
 
@@ -216,13 +251,20 @@ def load_reference(
         path: the reference's folder or hub id; None takes the start of training.
         pretrained: where the policy was loaded from; a resumed run finds its start there.
         precision: as the policy's.
+        lora: the policy's adapters.
 
     Raises:
         ValueError: its vocabulary differs from the policy's.
     """
     if path is None and policy.has_adapter:
-        return AdapterOff(policy)
-    reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, precision=precision)
+        return (
+            AdapterOff(policy)
+            if lora is None or not lora.start
+            else AdapterAtStart(policy, lora.start)
+        )
+    reference = load_policy(
+        path or pretrained, tokenizer=policy.tokenizer, precision=precision, frozen=True
+    )
     sizes = [each.bare_model.config.vocab_size for each in (reference, policy)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -240,43 +282,23 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(sorted({int(tokenizer.eos_token_id), *ids}))
 
 
-def _attention_for(config: PretrainedConfig) -> str:
-    # Soft-capped scores (Gemma 2) exist in eager attention only; sdpa refuses them.
-    capped = config.to_dict().get("attn_logit_softcapping") is not None
-    return "eager" if capped else "sdpa"
-
-
 def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
-    settings = config.to_dict().items()
-    own = {name: value for name, value in settings if "drop" in name and isinstance(value, float)}
-    for name in own:
-        setattr(config, name, 0.0)
-    return own
+    """Set to 0 what makes learning differ from sampling; what was there before.
 
-
-def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
-    """The model with low-rank adapters around its linear layers; only they are trained.
-
-    Args:
-        model: its weights are frozen in place.
-        lora: the adapters.
-
-    Raises:
-        ValueError: peft is not installed.
+    Dropout, noise on the routers of experts, and RWKV's `rescale_every`, which changes the weights
+    themselves between the two.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError("lora needs the package peft: pip install 'litgrpo[peft]'") from error
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=lora.target_modules,
-        lora_dropout=lora.dropout,
-        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
-    )
-    adapted: Any = get_peft_model(model, config)
-    return adapted
+    settings = config.to_dict().items()
+    noise = ("drop", "jitter")
+    own = {
+        name: value
+        for name, value in settings
+        if isinstance(value, float) and any(word in name for word in noise)
+    }
+    own |= {name: value for name, value in settings if name == "rescale_every"}
+    for name, value in own.items():
+        setattr(config, name, type(value)(0))
+    return own
 
 
 def check_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -315,7 +337,7 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def export(policy: Policy, folder: str | Path) -> None:
+def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> None:
     """Write the policy as a folder that `from_pretrained` of plain transformers loads.
 
     Adapters are merged into the weights; the policy itself is left as it is.
@@ -323,10 +345,16 @@ def export(policy: Policy, folder: str | Path) -> None:
     Args:
         policy: the policy.
         folder: where to write config, weights (safetensors) and tokenizer.
+        dtype: of the weights in the folder; None leaves them.
+
+    Raises:
+        OSError: the disk refuses.
     """
     model: Any = policy.model
     if policy.has_adapter:
-        model = copy.deepcopy(model).merge_and_unload()
+        model = merged_into_dequantized(model) if is_quantized(model) else merged(model)
+    if dtype is not None:
+        model = copy.deepcopy(model).to(getattr(torch, dtype))
     config = copy.deepcopy(model.config)
     for name, value in policy.original_dropout.items():
         setattr(config, name, value)
@@ -339,8 +367,33 @@ def export(policy: Policy, folder: str | Path) -> None:
         with _no_progress_bars():
             weights = _on_host(model) if backend(model.device).static_shapes else None
             model.save_pretrained(folder, state_dict=weights)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {error}") from error
     finally:
         model.config = original
+    policy.tokenizer.save_pretrained(folder)
+    _name_tokenizer_class(Path(folder))
+    _open_to_whom_the_rest_is(Path(folder))
+
+
+def _open_to_whom_the_rest_is(folder: Path) -> None:
+    """Give the weights the permissions of the files beside them; safetensors keeps them private."""
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
+def export_adapter(policy: Policy, folder: str | Path) -> None:
+    """Write the trained adapter in PEFT's format, with the tokenizer.
+
+    Raises:
+        ValueError: the policy has none.
+    """
+    require(
+        policy.has_adapter,
+        "There is no adapter to export: this run trains the weights themselves (no model.lora).",
+    )
+    save_adapter(policy.model, folder)
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
 

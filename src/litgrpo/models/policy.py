@@ -126,8 +126,11 @@ class Policy(nn.Module, ABC):
     def linear_outputs(self) -> int:
         """Numbers that the linear layers compute for each token, the head not counted."""
         head = self.model.get_output_embeddings()
-        layers = [layer for layer in linears.linears(self.model) if layer is not head]
-        return max(1, sum(len(linears.matrix(layer)) for layer in layers))
+        known = linears.linears(self.model)
+        own = sum(len(linears.matrix(layer)) for layer in known if layer is not head)
+        # Weights in four bits are linear layers of another class.
+        others = {each for each in self.model.modules() if isinstance(each, nn.Linear)} - {*known}
+        return max(1, own + sum(each.out_features for each in others))
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """What to sample and to learn within: matrix products in the recipe's lower precision."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from litgrpo.models.adapters import START, TRAINED, as_at_start, read_adapter
 from litgrpo.models.policy import Policy
 from litgrpo.types import TokenLogprobs, TokenRows
 
@@ -103,4 +104,32 @@ class AdapterOff(Reference):
         (policy,) = self._policy
         model: Any = policy.model
         with model.disable_adapter():
+            return policy.logprobs(rows, temperature=temperature)
+
+
+class AdapterAtStart(Reference):
+    """The policy's model with the adapter that training went on from, which is kept beside its own.
+
+    Args:
+        policy: the policy with adapters.
+        folder: of the adapter.
+    """
+
+    def __init__(self, policy: Policy, folder: str) -> None:
+        """Read the adapter a second time."""
+        super().__init__()
+        self._policy = (policy,)
+        read_adapter(policy.model, folder, START)
+        policy.model.set_adapter(TRAINED)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """As the policy."""
+        return self._policy[0].shares_prompts
+
+    @torch.no_grad()
+    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
+        """Log-probabilities with the adapter as it was."""
+        (policy,) = self._policy
+        with as_at_start(policy.model):
             return policy.logprobs(rows, temperature=temperature)

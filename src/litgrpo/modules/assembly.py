@@ -10,6 +10,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
+from litgrpo.algorithm import surrogates  # noqa: F401 (so that recipes can name its classes)
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
@@ -133,6 +134,24 @@ def check_sizes(
         group_size > 1 or not objective.advantages.compares,
         "group_size is 1, but this objective compares completions of the same prompt. Take 2 "
         "or more, or a baseline without a group: objective.advantages.baseline batch or none.",
+    )
+
+
+NOT_CALLED = ("reward", "start_reward")  # methods of earlier versions
+
+
+def check_overrides(module_class: type) -> None:
+    """Refuse a subclass that overrides a method of earlier versions, which nothing calls.
+
+    Raises:
+        ValueError: it does.
+    """
+    found = [name for name in NOT_CALLED if name in dir(module_class)]
+    require(
+        not found,
+        f"{module_class.__name__} defines {', '.join(found)}, which nothing calls. Rewards are made"
+        " by `Scorer.combine`: override that in a subclass of litgrpo.rewards.Scorer, and name it"
+        " by `scorer_class` in the module's class.",
     )
 
 

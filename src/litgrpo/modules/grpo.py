@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +13,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
+from litgrpo.callbacks.nothing_learned import NothingLearned
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import advantage_stats, advantages_of, averages
+from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.learner.schedules import Controllers, coefficients_of
 from litgrpo.models.loading import (
     LoRA,
@@ -25,11 +29,12 @@ from litgrpo.models.loading import (
 )
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules import kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice, start
 from litgrpo.modules.assembly import (
     Settings,
     changing,
     check_device,
+    check_overrides,
     check_sizes,
     check_trainer_precision,
     corrected,
@@ -39,11 +44,19 @@ from litgrpo.modules.assembly import (
     place_of,
     unmoved,
 )
+from litgrpo.modules.context import check_data
+from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
+from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
-from litgrpo.modules.trainer import TrainerStepper, is_attached, optimizer_and_schedule
+from litgrpo.modules.trainer import (
+    TrainerStepper,
+    is_attached,
+    optimizer_and_schedule,
+    passes_over_data,
+)
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
-from litgrpo.rewards.parts import Reward, RewardFormat
+from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
@@ -71,9 +84,11 @@ class GRPO(LightningModule):
         engine: how the rollout is computed.
         update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and counted.
-        optimizer: as in torch, without parameters.
-        lr_scheduler: as in torch, without optimizer; stepped once per optimizer step.
-        max_iterations: stop after so many iterations; None leaves it to the trainer.
+        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
+        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
+            once per optimizer step.
+        max_iterations: stop after so many iterations; None: after three passes over the data,
+            unless tokens or the trainer set a limit.
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
         max_resamples: where all completions of a prompt are equally good, sample another prompt, at
             most so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
@@ -95,6 +110,8 @@ class GRPO(LightningModule):
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
 
+    scorer_class: type[Scorer] = Scorer  # whose `combine` makes rewards of what functions gave
+
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
         pretrained: str,
@@ -107,7 +124,7 @@ class GRPO(LightningModule):
         engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
         update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable = DefaultAdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
@@ -124,13 +141,13 @@ class GRPO(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.arguments = arguments_kept.kept(locals())
         check_sizes(group_size, max_completion_len, max_iterations, objective)
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.pretrained = pretrained
         self.reference_path = reference
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations = max_iterations
         self.max_generated_tokens = max_generated_tokens
         self.lora = lora
@@ -147,8 +164,9 @@ class GRPO(LightningModule):
             seed=seed,
         )
         self.coefficients = coefficients_of(controllers, corrected(objective, engine))
-        rewards = rewards | overlong(soft_overlong, max_completion_len)
-        self.scorer = Scorer(rewards, reward_format, reward_runner, max_iterations)
+        check_overrides(type(self))
+        parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
+        self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
@@ -156,9 +174,27 @@ class GRPO(LightningModule):
         self.policy: Policy | None = None
         self.reference: Reference | None = None
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **arguments: Any
+    ) -> GRPO:
+        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
+
+        Args:
+            checkpoint_path: a .ckpt file.
+            arguments: what replaces the checkpoint's, or what it could not hold.
+        """
+        return arguments_kept.loaded(cls, checkpoint_path, arguments)
+
+    # What callbacks ask after an evaluation, besides `evaluation_report`.
+    evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
+    complete_evaluation = start.complete
+
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
         device = self.trainer.strategy.root_device
+        if stage == "fit":
+            refuse_greedy_training(self.settings.sampling, self.settings.group_size)
         check_trainer_precision(str(self.trainer.precision))
         check_device(self.settings, self.coefficients.objective, device)
         backend(device).prepare()
@@ -166,7 +202,9 @@ class GRPO(LightningModule):
             # Prompts stay on the host; overridden here alone, because Lightning warns of it.
             self.transfer_batch_to_device = unmoved  # type: ignore
             self.log = numbers_on_host(super().log)  # type: ignore
-        self.evaluator.start(backend(device).data_device)
+        self.evaluator.start(backend(device).data_device, set_names(self.trainer))
+        for columns in reward_columns(self.trainer):  # before a model is loaded
+            self.scorer.check(columns)
         if stage != "predict":
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
@@ -192,7 +230,11 @@ class GRPO(LightningModule):
             )
         if self.coefficients.objective.needs_reference and self.reference is None:
             self.reference = load_reference(
-                self.policy, self.reference_path, self.pretrained, self.settings.precision
+                self.policy,
+                self.reference_path,
+                self.pretrained,
+                self.settings.precision,
+                self.lora,
             )
         if vars(self).get("place") != place_of(self, self.policy):
             self.place = place_of(self, self.policy)
@@ -200,15 +242,18 @@ class GRPO(LightningModule):
                 self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
             )
         if is_attached(self):
+            check_data(self, self.policy, self.settings.max_completion_len, "max_prompt_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
-        """The checks at the start of a fit."""
-        return [InvariantChecks()] if self.check_invariants else []
+        """The checks at the start of a fit, and a word where nothing is learned."""
+        return [*[InvariantChecks()] * self.check_invariants, NothingLearned()]
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
-        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
+        return optimizer_and_schedule(
+            self, *settled(self, GRPO_RATES, self.settings.update.num_steps)
+        )
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """One iteration: sample, reward, and learn from the comparison.
@@ -225,6 +270,7 @@ class GRPO(LightningModule):
             rewards = pending.result()
         experience = self.learner.experience(rollout, rewards, logprobs)
         reports = self.learner.update(experience, TrainerStepper(self))
+        self.log_dict(rewards.metrics)
         self.log_iteration(rewards.stats() | rollout.stats() | first, experience, reports)
         shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
         return shown | {"advantages": advantages_of(experience, rewards)}
@@ -239,6 +285,7 @@ class GRPO(LightningModule):
         stats |= self.coefficients.stats()
         stats["perf/tokens_per_s"] *= comm.world_size
         stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
+        stats["data/epoch"] = torch.tensor(passes_over_data(self))
         stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
         self.log_dict(stats | {"step": torch.tensor(float(self.iteration))})
         self.learner.follow(stats, self.iteration)
@@ -274,8 +321,11 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
-        evaluated = self.evaluator.evaluate(self.rollouter, prompts, purpose, self.iteration)
-        return dict(zip(("rollout", "rewards"), evaluated, strict=True))
+        self.evaluator.start_logprobs = start.start_logprobs(self)
+        evaluated = self.evaluator.evaluate(
+            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
+        )
+        return vars(evaluated)
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Like a validation step, with random numbers of its own."""
@@ -300,7 +350,9 @@ class GRPO(LightningModule):
         """Keep what changes: no frozen reference, no weights under adapters."""
         if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
             self.configure_model()
+        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
+        checkpoint["judges"] = self.scorer.state_dict()
         save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -309,3 +361,4 @@ class GRPO(LightningModule):
         kernel_choice.restore(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
+        self.scorer.load_state_dict(checkpoint.get("judges", {}))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from litgrpo.arguments import at_least, require
+from litgrpo.data.mixing import mixed
 from litgrpo.data.prompts import tokenized_prompts
 from litgrpo.data.rendering import Chat, LengthLimit, Overlong, prompt_style
 from litgrpo.data.rows import Overlap, Table, fingerprint
-from litgrpo.data.sampler import BatchLoader, fixed_batches, shuffled_batches
-from litgrpo.data.sources import Row, SourceLike
+from litgrpo.data.sampler import BatchLoader, batches_by_set, fixed_batches, shuffled_batches
+from litgrpo.data.sources import Row, SetsLike, SourceLike
 from litgrpo.modules.source_data import SourceData
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.types import PromptBatch
@@ -18,15 +20,19 @@ from litgrpo.types import PromptBatch
 class PromptData(SourceData[PromptBatch]):
     r"""Prompts to train on, to validate on, to test, and to answer.
 
-    A source is the path of a .jsonl, .json, .csv, .parquet or .txt file, the name of a data set on
-    the Hugging Face Hub (`openai/gsm8k:main:train`), a function
-    (`python:package.module.function?size=500`), a list of texts or rows, or `{path: ..., limit:
-    ...}`. The prompt is tokenized; every other column reaches the reward functions.
+    A source is the path of a .jsonl, .json, .csv, .parquet or .txt file or a pattern of such paths
+    (`data/*.jsonl`), a folder that `datasets` saved, the name of a data set on the Hugging Face Hub
+    (`openai/gsm8k:main:train`), a function (`python:package.module.function?size=500`), a list of
+    texts or rows, `{path: ..., limit: ...}`, or a list of such sources, with weights if you like
+    (`[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]`). In Python also a
+    `datasets.Dataset`. The prompt is tokenized; every other column reaches the reward functions.
 
     Args:
         train: source of the training prompts.
-        val: source of the validation prompts; or hold out some of `train` by `val_fraction`.
-        test: source of the test prompts.
+        val: source of the validation prompts; or several with names, `{easy: a.jsonl, hard:
+            b.jsonl}`, whose metrics are `val/easy/...`; or hold out some of `train` by
+            `val_fraction`.
+        test: source of the test prompts, or several with names.
         predict: source of the prompts to answer.
         prompts: the prompts to answer, as a list of texts, instead of `predict`.
         columns: names of columns, ours first: `{prompt: question, answer: answer}`.
@@ -46,6 +52,8 @@ class PromptData(SourceData[PromptBatch]):
         overlap: training prompts that are also in `val`: drop, error or keep.
         shuffle: put the training prompts into another random order in every epoch.
         seed: of that order.
+        split_special_tokens: read special tokens that the data write as text, such as `<eos>`, as
+            plain text; by default they become those tokens.
         num_workers: processes that build batches ahead; the prompts are tokenized before, so 0 is
             enough.
         pad_to_multiple: length of batches is a multiple of this (fewer shapes to compile).
@@ -56,8 +64,8 @@ class PromptData(SourceData[PromptBatch]):
         self,
         train: SourceLike | None = None,
         *,
-        val: SourceLike | None = None,
-        test: SourceLike | None = None,
+        val: SetsLike | None = None,
+        test: SetsLike | None = None,
         predict: SourceLike | None = None,
         prompts: list[str] | None = None,
         columns: dict[str, str] | None = None,
@@ -73,16 +81,19 @@ class PromptData(SourceData[PromptBatch]):
         overlap: Overlap = "drop",
         shuffle: bool = True,
         seed: int = 0,
+        split_special_tokens: bool = False,
         num_workers: int = 0,
         pad_to_multiple: int = 1,
         tokenizer: str | None = None,
     ) -> None:
-        sources = {"train": train, "val": val, "test": test}
-        sources["predict"] = predict if prompts is None else prompts
+        given = {"train": train, "val": val, "test": test}
+        sources: dict[str, SetsLike | None] = {**given, "predict": predict}
+        if prompts is not None:  # always texts, whatever they look like
+            sources["predict"] = [{"prompt": text} for text in prompts]
         super().__init__(
             sources,
             Table(columns or {}, extract or {}, val_fraction, overlap, split_by),
-            prompt_style(template, chat),
+            prompt_style(template, chat, split_special_tokens),
             LengthLimit("max_prompt_len", max_prompt_len, overlong),
             tokenizer=tokenizer,
             num_workers=num_workers,
@@ -135,11 +146,10 @@ class PromptData(SourceData[PromptBatch]):
             self.require_validation(val)
         return rows
 
-    def _source(self, name: str) -> SourceLike:
+    def _source(self, name: str) -> Any:
         source = self.sources[name]
         hint = {"predict": " (or prompts)"}.get(name, "")
-        if source is None:
-            raise ValueError(f"the data have no {name} source; set {name}{hint}")
+        require(source is not None, f"the data have no {name} source; set {name}{hint}")
         return source
 
     def train_dataloader(self) -> BatchLoader[PromptBatch]:
@@ -156,6 +166,9 @@ class PromptData(SourceData[PromptBatch]):
             f"among {processes} processes",
         )
         plan = partial(_batches, count, self.batch_size, self.shuffle, self.seed)
+        if self.weights is not None:
+            numbers = (self.sets["train"].sources, self.weights)
+            plan = partial(_mixed_batches, *numbers, self.batch_size, self.shuffle, self.seed)
         identity = {
             "prompts": self.fingerprint,
             "num_prompts": count,
@@ -178,10 +191,18 @@ class PromptData(SourceData[PromptBatch]):
         return self._in_order("predict")
 
     def _in_order(self, name: str) -> BatchLoader[PromptBatch]:
-        return self.loader(name, fixed_batches(len(self.sets[name]), self.eval_batch_size))
+        names = self.sets[name].set_names
+        return self.loader(name, batches_by_set(names, self.eval_batch_size))
 
 
 def _batches(count: int, batch_size: int, shuffle: bool, seed: int, epoch: int) -> list[list[int]]:
     if shuffle:
         return shuffled_batches(count, batch_size, seed, epoch)
     return fixed_batches(count - count % batch_size, batch_size)
+
+
+def _mixed_batches(
+    sources: list[int], weights: list[float], size: int, shuffle: bool, seed: int, epoch: int
+) -> list[list[int]]:
+    rows = mixed(sources, weights, seed, epoch, shuffle)
+    return [rows[start : start + size] for start in range(0, len(rows) - len(rows) % size, size)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,13 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
+from litgrpo.learner.optimization import DefaultAdamW
+from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
-from litgrpo.modules import kernel_choice
+from litgrpo.modules import arguments_kept, kernel_choice
+from litgrpo.modules.context import check_data
+from litgrpo.modules.defaults import SFT_RATES, settled
+from litgrpo.modules.source_data import set_names
 from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
@@ -23,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from litgrpo.data.pairs import PairBatch
-    from litgrpo.models.loading import LoRA, Precision
     from litgrpo.models.policy import Policy
 
 
@@ -33,13 +38,14 @@ class SFT(LightningModule):
     Args:
         pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`.
         scratch: a new model and tokenizer instead of `pretrained`.
-        optimizer: as in torch, without parameters.
-        lr_scheduler: as in torch, without optimizer; it is stepped once per iteration, so give its
-            length in iterations.
+        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
+        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is
+            stepped once per iteration, so give its length in iterations.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         precision: dtype, gradient checkpointing and dropout.
         lora: train adapters instead of the weights.
-        max_iterations: stop after so many optimizer steps; None leaves it to the trainer.
+        max_iterations: stop after so many optimizer steps; None: after three passes over the data,
+            unless the trainer sets a limit.
         seed: of the initial weights of `scratch`.
     """
 
@@ -47,7 +53,7 @@ class SFT(LightningModule):
         self,
         pretrained: str | None = None,
         scratch: Scratch | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable = DefaultAdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         max_grad_norm: float | None = 1.0,
         precision: Precision | None = None,
@@ -56,6 +62,7 @@ class SFT(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.arguments = arguments_kept.kept(locals())
         if (pretrained is None) == (scratch is None):
             raise ValueError(
                 f"SFT starts from `pretrained` ({pretrained!r}) or from `scratch` ({scratch!r}): "
@@ -76,9 +83,23 @@ class SFT(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
+        self.complete_evaluation: Callable[[], dict[str, float]] = dict
         self.reports: list[StepReport] = []
-        self.mean_loss = MeanMetric()
-        self.mean_accuracy = MeanMetric()
+        # {name of a validation set: mean loss and mean accuracy of its tokens}
+        self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **arguments: Any
+    ) -> SFT:
+        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
+
+        Args:
+            checkpoint_path: a .ckpt file.
+            arguments: what replaces the checkpoint's, or what it could not hold.
+        """
+        return arguments_kept.loaded(cls, checkpoint_path, arguments)
 
     def setup(self, stage: str) -> None:
         """Refuse a device that would compile a program for every batch.
@@ -87,6 +108,10 @@ class SFT(LightningModule):
             ValueError: it would; GRPO alone learns in fixed shapes.
         """
         device = self.trainer.strategy.root_device
+        self.means = {
+            name: (MeanMetric().to(device), MeanMetric().to(device))
+            for name in set_names(self.trainer)
+        }
         require(
             not backend(device).static_shapes,
             f"Supervised training does not run on {device.type!r} devices, which compile a "
@@ -131,11 +156,12 @@ class SFT(LightningModule):
         if self.policy is None:
             self.policy = made_policy(self)
         if is_attached(self):
+            check_data(self, self.policy, 0, "max_len")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in iterations."""
-        return optimizer_and_schedule(self, self.optimizer, self.lr_scheduler)
+        return optimizer_and_schedule(self, *settled(self, SFT_RATES))
 
     def score(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """How well the policy predicts the K target tokens of a batch.
@@ -214,6 +240,7 @@ class SFT(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note what decides how results are rounded, and the tokenizer if it was fitted."""
         assert self.policy is not None
+        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint[kernel_choice.KEY] = kernel_choice.saved(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = tokenizer_files(self.tokenizer)
@@ -238,19 +265,21 @@ class SFT(LightningModule):
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         """Count loss and accuracy of a batch, weighted by its tokens."""
         logprobs, correct = self.score(batch)
-        self.mean_loss.update(-logprobs)
-        self.mean_accuracy.update(correct.float())
+        mean_loss, mean_accuracy = self.means[batch.set_name]
+        mean_loss.update(-logprobs)
+        mean_accuracy.update(correct.float())
 
     def on_validation_epoch_end(self, stage: str = "val") -> None:
-        """Report loss, perplexity and token accuracy over the whole set."""
-        loss = self.mean_loss.compute()
-        report = {
-            f"{stage}/loss": loss,
-            f"{stage}/perplexity": loss.exp(),
-            f"{stage}/token_accuracy": self.mean_accuracy.compute(),
-        }
-        self.mean_loss.reset()
-        self.mean_accuracy.reset()
+        """Report loss, perplexity and token accuracy over the whole set, or each of several."""
+        report = {}
+        seen = {name: means for name, means in self.means.items() if means[0].update_called}
+        for name, (mean_loss, mean_accuracy) in seen.items():
+            path, loss = "/".join(filter(None, (stage, name))), mean_loss.compute()
+            report[f"{path}/loss"] = loss
+            report[f"{path}/perplexity"] = loss.exp()
+            report[f"{path}/token_accuracy"] = mean_accuracy.compute()
+            mean_loss.reset()
+            mean_accuracy.reset()
         self.log("step", float(self.iteration))
         self.log_dict(report)
         self.evaluation_report = {name: float(value) for name, value in report.items()}

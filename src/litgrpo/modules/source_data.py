@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic
 
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 
 from litgrpo.arguments import at_least, require
+from litgrpo.data.prompts import PromptSet
 from litgrpo.data.rendering import LengthLimit, PromptStyle, checked, load_tokenizer
 from litgrpo.data.rows import Table
 from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
-from litgrpo.data.sources import Row, SourceLike
+from litgrpo.data.sources import Row, SetsLike, weights_of
 
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +23,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
     """Rows of sources, tokenized for a model.
 
     Args:
-        sources: {set: where its rows come from, or None}.
+        sources: {set: where its rows come from, or None}; all but `train` may be several sets with
+            names, `{name: source}`.
         table: how rows get their names, and how they are split.
         style: makes prompts of rows.
         limit: of a row's tokens.
@@ -32,7 +35,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
 
     def __init__(
         self,
-        sources: Mapping[str, SourceLike | None],
+        sources: Mapping[str, SetsLike | None],
         table: Table,
         style: PromptStyle,
         limit: LengthLimit,
@@ -45,6 +48,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         at_least("pad_to_multiple", pad_to_multiple, 1)
         twice = sources["val"] is not None and table.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
+        self.weights = weights_of(sources["train"])
         self.sources, self.table, self.style, self.limit = sources, table, style, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
         self.pad_to_multiple = pad_to_multiple
@@ -79,6 +83,12 @@ class SourceData(LightningDataModule, Generic[Batch]):
         if stage == "fit" and name not in self.sets and self.trainer is not None:
             self.trainer.limit_val_batches = 0
 
+    @property
+    def mixture(self) -> list[tuple[float, int]]:
+        """The weight of each training source and how many rows it has; none without weights."""
+        counts = Counter(self.sets["train"].sources)
+        return [(weight, counts[n]) for n, weight in enumerate(self.weights or [])]
+
     def train_loader(self, plan: Plan, identity: dict[str, Any]) -> BatchLoader[Batch]:
         """Training batches, whose position is part of a checkpoint.
 
@@ -86,9 +96,26 @@ class SourceData(LightningDataModule, Generic[Batch]):
             plan: epoch -> batches of row numbers.
             identity: what the order of batches depends on.
         """
+        identity = identity | {"mixture": self.mixture or None}
         order = BatchOrder(plan, *self.process)
         return BatchLoader(self.sets["train"], order, self.num_workers, identity)
 
     def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
         """The same batches of a set in every epoch."""
         return BatchLoader(self.sets[name], BatchOrder(lambda _: batches, *self.process))
+
+
+def set_names(trainer: Trainer) -> list[str]:
+    """The names of the sets that a trainer validates or tests on; [""] where there is one."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = data.sets if isinstance(data, SourceData) else {}
+    held_out = [each for role, each in sets.items() if role in ("val", "test")]
+    return list(dict.fromkeys(name for each in held_out for name in each.set_names)) or [""]
+
+
+def reward_columns(trainer: Trainer) -> list[list[str]]:
+    """The columns of each set whose completions are rewarded."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = data.sets if isinstance(data, SourceData) else {}
+    rewarded = {name: each for name, each in sets.items() if name != "predict"}
+    return [list(each.columns) for each in rewarded.values() if isinstance(each, PromptSet)]

@@ -10,6 +10,8 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Parameter
 
+from litgrpo.arguments import require
+
 Result = TypeVar("Result")
 
 
@@ -56,6 +58,13 @@ class TrainerComm:
 def is_attached(module: LightningModule) -> bool:
     """Whether a module has a trainer; `module.trainer` raises where it has none."""
     return module._trainer is not None
+
+
+def passes_over_data(module: LightningModule) -> float:
+    """How often the training prompts have been seen, the batch at hand included."""
+    trainer = module.trainer
+    batches, batch = trainer.num_training_batches, trainer.fit_loop.batch_idx + 1
+    return trainer.current_epoch + batch / batches
 
 
 class TrainerStepper:
@@ -126,7 +135,25 @@ def optimizer_and_schedule(
 ) -> Any:
     """The optimizer over what a module trains, and its schedule, stepped with it."""
     made = optimizer([p for p in module.parameters() if p.requires_grad])
+    check_small_numbers(made)
     if lr_scheduler is None:
         return made
     schedule = {"scheduler": lr_scheduler(made), "interval": "step"}
     return {"optimizer": made, "lr_scheduler": schedule}
+
+
+def check_small_numbers(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose divisor becomes 0 in the number format of its weights.
+
+    Raises:
+        ValueError: `eps` is 0 in float16, so that the first step would not be finite.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        rounded = eps and any(torch.tensor(eps, dtype=p.dtype) == 0 for p in group["params"][:1])
+        require(
+            not rounded,
+            f"The optimizer's eps is {eps}, which is 0 in {group['params'][0].dtype}: its first "
+            "step would not be finite. Give precision.dtype float32 (with trainer.precision "
+            "16-mixed for speed) or bfloat16, or optimizer.eps 1e-4.",
+        )

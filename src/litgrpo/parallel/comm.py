@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 class Comm(Protocol):
@@ -41,11 +40,3 @@ class SingleProcess:
     def gather(self, values: Tensor) -> Tensor:
         """The values."""
         return values
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each process may hold a shard, put together; every process must take part.
-
-    Norms of sharded gradients come as shards, too.
-    """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

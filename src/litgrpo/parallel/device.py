@@ -139,6 +139,11 @@ def install(own: Backend) -> None:
     _known[own.device] = own
 
 
+def known_backends() -> list[Backend]:
+    """Of the devices that were asked for so far."""
+    return list(_known.values())
+
+
 def check_machine(trainer: Any, rows: int | None) -> None:
     """Refuse a trainer for which this machine lacks something.
 
@@ -156,23 +161,6 @@ def check_machine(trainer: Any, rows: int | None) -> None:
 def to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of tensors of one device in the host's memory, by one wait for it."""
     return backend(tensors[0].device).to_host(tensors) if tensors else []
-
-
-def random_state() -> dict[str, Any]:
-    """Where torch's random numbers stand on the host and on each device, as tensors and numbers."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    for each in _known.values():
-        state |= each.random_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned, as far as the devices are there."""
-    torch.set_rng_state(state["cpu"])
-    for number, own in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(own, number)
-    for each in _known.values():
-        each.set_random_state(state)
 
 
 @contextmanager
@@ -199,10 +187,11 @@ class Clock:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
 
     def restart(self) -> None:
         """Begin an iteration."""
-        self.seconds = {}
+        self.seconds, self.began = {}, time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -213,8 +202,12 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def stats(self, tokens: int) -> Stats:
-        """The seconds of each phase, and tokens per second of all of them together, to log."""
+        """The seconds of each phase and of the step, and tokens per second of the phases, to log.
+
+        The step is the iteration up to here.
+        """
         numbers = self.seconds | {"perf/tokens_per_s": tokens / sum(self.seconds.values())}
+        numbers["time/step_s"] = time.perf_counter() - self.began
         return {name: torch.tensor(number) for name, number in numbers.items()}
 
 

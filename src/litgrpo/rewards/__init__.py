@@ -13,6 +13,7 @@ from litgrpo.rewards.public import PATHS
 if TYPE_CHECKING:
     from litgrpo.rewards.models import Judge, RewardModel
     from litgrpo.rewards.parts import Reward
+    from litgrpo.rewards.remote_judge import RemoteJudge
     from litgrpo.rewards.rubric import Criterion, Rubric
     from litgrpo.rewards.runner.calls import pure, whole_batch
     from litgrpo.rewards.runner.in_process import InProcessRunner
@@ -25,6 +26,7 @@ __all__ = [
     "InProcessRunner",
     "Judge",
     "ProcessRunner",
+    "RemoteJudge",
     "Reward",
     "RewardFailure",
     "RewardModel",

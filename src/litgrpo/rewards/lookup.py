@@ -67,7 +67,9 @@ def _imported(name: str, path: str) -> Any:
     except ValueError as error:
         module_path, _, word = path.rpartition(".")
         own = _functions(module_path) if module_path not in SHIPPED else []
-        known = {one: f"{module_path}.{one}" for one in own} or PUBLIC
+        known = {one: f"{module_path}.{one}" for one in own}
+        if not known and module_path.partition(".")[0] in ("", "litgrpo"):  # else it would mislead
+            known = PUBLIC
         near = difflib.get_close_matches(word, known, n=1)
         hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
         raise ValueError(f"reward '{name}': {error}{hint}") from error

@@ -40,6 +40,7 @@ class Judge(ABC):
     """A reward that is too heavy to copy: it is loaded once and runs in the training process."""
 
     in_process = True
+    has_budget = False  # of calls or tokens, which a checkpoint remembers
 
     @abstractmethod
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
@@ -53,6 +54,14 @@ class Judge(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Tensor:
         """One reward for each of N completions; arguments as those of any reward function."""
+
+    def state_dict(self) -> dict[str, int]:
+        """What was spent of a budget."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the budget of a checkpoint."""
+        del state
 
 
 def load_judges(functions: Iterable[object], device: torch.device | str, policy: str) -> None:

@@ -44,6 +44,36 @@ class Reward:
     normalize: Normalize = "none"
     schedule: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it is made into something else before it is weighted."""
+        return self.gate is not None or self.normalize != "none"
+
+
+def named_rewards(parts: Mapping[str, Any] | Sequence[Callable[..., Any]]) -> dict[str, Reward]:
+    """Rewards by name: a bare function counts 1, and those in a list are named after themselves.
+
+    Example:
+        >>> named_rewards([len])["len"].weight
+        1.0
+    """
+    if isinstance(parts, Sequence):
+        names = [_name_of(each) for each in parts]
+        require(
+            len(set(names)) == len(names),
+            f"rewards: several functions of a list have the same name: {', '.join(names)}; give"
+            " {name: function}",
+        )
+        parts = dict(zip(names, parts, strict=True))
+    return {
+        name: part if isinstance(part, Reward) else Reward(part) for name, part in parts.items()
+    }
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    known = function if "__name__" in dir(function) else type(function)
+    return str(known.__name__)
+
 
 def _check_weight(name: str, part: Reward) -> None:
     number = isinstance(part.weight, int | float) and not isinstance(part.weight, bool)

@@ -7,6 +7,7 @@ CLASSES = {
     "scorer": ("Scorer",),
     "models": ("Judge", "RewardModel"),
     "rubric": ("Criterion", "Rubric"),
+    "remote_judge": ("RemoteJudge",),
     "runner.calls": ("pure", "whole_batch"),
     "runner.runner": ("RewardFailure", "RewardRunner"),
     "runner.in_process": ("InProcessRunner",),

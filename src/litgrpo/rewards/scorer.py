@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from litgrpo.arguments import one_of
 from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.parts import Normalize, Reward, RewardFormat, checked
-from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Scores
+from litgrpo.rewards.models import Judge
+from litgrpo.rewards.parts import Reward, RewardFormat, checked, named_rewards
+from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
+from litgrpo.rewards.shaping import scheduled, shaped
 from litgrpo.types import RewardTable, Rollout
+
+# What a rollout adds to the columns of its prompts.
+OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
 
 
 class Scorer:
     """The weighted sum of named reward functions.
 
     Args:
-        parts: {name: Reward}; names appear in logs as `reward/<name>`.
+        parts: {name: Reward}; names appear in logs as `reward/<name>`. A bare function counts 1;
+            functions in a list are named after themselves.
         reward_format: `text` hands texts to the functions, `chat` hands lists of messages as TRL
             does.
         runner: how the functions are run; default is `ProcessRunner()`.
@@ -38,12 +44,13 @@ class Scorer:
         max_iterations: int | None = None,
     ) -> None:
         one_of("reward_format", reward_format, get_args(RewardFormat))
-        self.parts = dict(parts)
+        self.parts = named_rewards(parts)
         self.max_iterations = max_iterations
         self.functions = checked(self.parts)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
+        self.shaped = [name for name, part in self.parts.items() if part.is_shaped]
         self.weights = {name: float(part.weight) for name, part in self.parts.items()}
 
     @property
@@ -85,7 +92,8 @@ class Scorer:
         """
         texts = {"prompts": list(prompts), "completions": list(completions)}
         rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
-        return self._submit(rows, group_size, context or {}, iteration).result()
+        numbers = range(len(completions) // max(1, group_size))
+        return self._submit(rows, group_size, context or {}, iteration, numbers).result()
 
     def submit(self, rollout: Rollout, iteration: int = 0) -> Future[RewardTable]:
         """Begin to score a rollout; worker processes run until the rewards are asked for.
@@ -117,7 +125,22 @@ class Scorer:
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         rows = texts | columns | texts
-        return self._submit(rows, group_size, {"trainer_state": state}, iteration)
+        numbers = prompts.index.tolist()
+        return self._submit(rows, group_size, {"trainer_state": state}, iteration, numbers)
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse data that lack a column which a function needs, before anything is sampled.
+
+        Args:
+            columns: the names of what is known of each prompt.
+
+        Raises:
+            ValueError: the function and what it needs.
+        """
+        given = ("prompts", *columns, "completions", *OF_ROLLOUT)
+        rows: dict[str, list[Any]] = {name: [] for name in given}
+        for name in self.parts:
+            self._call(name, rows, {"group_size": 0, "trainer_state": None})
 
     def _submit(
         self,
@@ -125,8 +148,12 @@ class Scorer:
         group_size: int,
         context: Mapping[str, Any],
         iteration: int,
+        numbers: Sequence[int],
     ) -> Future[RewardTable]:
-        """Begin to score rows, `group_size` to a prompt, that follow each other."""
+        """Begin to score rows, `group_size` to a prompt, that follow each other.
+
+        `numbers` are those of the prompts, for messages.
+        """
         num_rows = len(rows["completions"])
         if min(group_size, num_rows) < 1 or num_rows % group_size:
             raise ValueError(f"{num_rows} completions do not make whole groups of {group_size}")
@@ -137,14 +164,16 @@ class Scorer:
             rows["prompts"] = [_messages("user", text) for text in rows["prompts"]]
             rows["completions"] = [_messages("assistant", text) for text in rows["completions"]]
         context = {"group_size": group_size, **context}
-        scores = self.runner.submit([self._call(name, rows, context) for name in self.parts])
-        return LazyFuture(lambda: self._table(scores.result(), group_size, iteration))
+        places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
+        calls = [replace(self._call(name, rows, context), places=places) for name in self.parts]
+        scores = self.runner.submit(calls)
+        return LazyFuture(lambda: self.combine(scores.result(), group_size, iteration))
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
         function, kwargs = self.functions[name], self.parts[name].kwargs
         named, takes_all = self.asks[name]
-        known = {**context, **rows, **kwargs}
+        known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
         if missing:
             raise ValueError(
@@ -157,10 +186,14 @@ class Scorer:
         by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
         chosen = {key: rows[key] for key in rows if key in (free if takes_all else by_name)}
         asked = {key: context[key] for key in context if key in by_name}
-        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked)
+        notes = tuple(each for each in Notes.NAMES if each in by_name)
+        return Call(name, function, chosen, kwargs, len(rows["completions"]), asked, notes)
 
-    def _table(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
+    def combine(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
         """Add up the parts that answered; a row is valid if one did and none that counts failed.
+
+        Training, resampling and evaluation use what this returns: a subclass may override it, and
+        `GRPO.scorer_class` names that.
 
         Args:
             results: the scores of each part.
@@ -172,9 +205,15 @@ class Scorer:
             name: torch.tensor(part.values, dtype=torch.float64).view(-1, group_size)
             for name, part in scores.items()
         }
-        factors = {name: scheduled(part.schedule, iteration) for name, part in self.parts.items()}
-        weights = {name: self.weights[name] * factors[name] for name in values}
-        counted = {name: self._shaped(name, values, scores[name].precision) for name in values}
+        weights = self.weights | {
+            name: self.weights[name] * scheduled(part.schedule, iteration)
+            for name, part in self.parts.items()
+            if part.schedule
+        }
+        counted = values | {
+            name: shaped(self.parts[name], name, values, scores[name].precision)
+            for name in self.shaped
+        }
         total = torch.zeros_like(next(iter(values.values())))
         answered = torch.zeros_like(total, dtype=torch.bool)
         failed = answered.clone()
@@ -188,86 +227,42 @@ class Scorer:
         for name in {*counting, *gates}:
             failed.view(-1)[list(scores[name].failures)] = True
         precision = max((scores[name].precision for name in counting), default=DOUBLE_EPS)
-        return RewardTable(values, weights, total, answered & ~failed, precision, counted)
+        table = RewardTable(values, weights, total, answered & ~failed, precision, counted)
+        return replace(table, metrics=self._metrics(results), extras=extras_of(results))
 
-    def _shaped(self, name: str, parts: Mapping[str, Tensor], precision: float) -> Tensor:
-        part = self.parts[name]
-        if part.gate is None:
-            return normalized(parts[name], part.normalize, precision)
-        gate = parts[part.gate]
-        return gated(parts[name], gate, part.gate_threshold, part.normalize, precision)
+    def _metrics(self, results: Sequence[Scores]) -> dict[str, float]:
+        """{name to log: mean} of what functions logged by `log_metric`."""
+        noted: dict[str, list[float]] = {}
+        for scores in results:
+            for name, numbers in scores.metrics.items():
+                noted.setdefault(name, []).extend(numbers)
+        taken = noted.keys() & set(RewardTable.stat_names(list(self.parts)))
+        for name in taken:
+            raise ValueError(f"log_metric({name!r}): reward/{name} is logged already; rename it")
+        return {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in noted.items()}
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """{part: what it spent}, of judges with a budget."""
+        return {name: judge.state_dict() for name, judge in self._with_budget()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on with the budgets of a checkpoint."""
+        for name, judge in self._with_budget():
+            judge.load_state_dict(state.get(name, {}))
+
+    def _with_budget(self) -> list[tuple[str, Judge]]:
+        judges = [(n, each) for n, each in self.functions.items() if isinstance(each, Judge)]
+        return [(name, judge) for name, judge in judges if judge.has_budget]
+
+
+def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:
+    """{column: {row: value}} of what functions logged by `log_extra`."""
+    merged: dict[str, dict[int, Any]] = {}
+    for scores in results:
+        for column, noted in scores.extras.items():
+            merged.setdefault(column, {}).update(noted)
+    return merged
 
 
 def _messages(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
-
-
-EPS = 1e-4
-
-
-def normalized(values: Tensor, how: Normalize, precision: float) -> Tensor:
-    """Distance from the mean, in standard deviations.
-
-    Numbers that are equal but for rounding get exactly 0.
-
-    Args:
-        values: [B, G]; NaN is left out and stays.
-        how: `group` compares each row of the tensor, `batch` all of it, `none` nothing.
-        precision: machine epsilon of the arithmetic that the values came in.
-
-    Returns:
-        [B, G].
-    """
-    if how == "none":
-        return values
-    compared = values if how == "group" else values.reshape(1, -1)
-    # (x - mean) / (std + eps), with n - 1 in the standard deviation
-    missing = compared.isnan()
-    distance = compared - compared.nanmean(1, keepdim=True)
-    others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
-    std = (distance.square().nansum(1, keepdim=True) / others).sqrt()
-    high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
-    low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
-    largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
-    # Rounding errors would be blown up by a standard deviation that is one itself.
-    equal = high - low <= 4 * precision * largest
-    result = torch.where(equal & ~missing, 0.0, distance / (std + EPS))
-    return result.view(values.shape)
-
-
-def gated(values: Tensor, gate: Tensor, threshold: float, how: Normalize, eps: float) -> Tensor:
-    """The values where the gate is open, 0 where it is closed.
-
-    Only values behind open gates are compared with each other.
-
-    Args:
-        values: [B, G].
-        gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
-        threshold: the gate is open from here on.
-        how: as in `normalized`.
-        eps: machine epsilon, as `precision` there.
-
-    Returns:
-        [B, G].
-    """
-    is_open = gate >= threshold
-    compared = normalized(values.where(is_open, torch.nan), how, eps)
-    return compared.where(is_open, 0.0).where(~gate.isnan(), torch.nan)
-
-
-def scheduled(schedule: Mapping[int, float], iteration: int) -> float:
-    """The factor at an iteration: linear between the given points, constant outside.
-
-    Args:
-        schedule: {iteration: factor}; nothing means 1.
-        iteration: finished iterations.
-
-    Example:
-        >>> scheduled({0: 1.0, 100: 0.0}, 25)
-        0.75
-    """
-    points = sorted(schedule.items()) or [(0, 1.0)]
-    # Outside of the points, the nearest one is on both sides.
-    start, low = max((p for p in points if p[0] <= iteration), default=points[0])
-    end, high = min((p for p in points if p[0] > iteration), default=points[-1])
-    return low + (high - low) * (iteration - start) / max(1, end - start)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -26,6 +27,8 @@ class Requests:
         sampling: temperature and filters.
         max_rows: rows that decode at the same time at most, where memory was short before; None
             leaves it to the engine.
+        stops: texts at which completions end, for engines that can look for them while they sample
+            and save the rest; what is sampled beyond them is cut off for every engine.
     """
 
     policy: Policy
@@ -34,6 +37,12 @@ class Requests:
     uniforms: Tensor
     sampling: Sampling
     max_rows: int | None = None
+    stops: StopStrings | None = None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion: the model's and those of the sampling."""
+        return tuple(sorted({*self.policy.eos_ids, *self.sampling.stop_token_ids}))
 
     @property
     def num_rows(self) -> int:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from litgrpo.arguments import require
 from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.interface import Environment, Requests, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
+from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
@@ -75,7 +79,7 @@ class Rollouter:
             iteration: number of finished iterations.
             attempt: number of the resampling of dynamic sampling.
             group_size: completions of each prompt; None: as in training.
-            sampling: temperature and filters; None: as in training.
+            sampling: temperature and filters; None: as in training. Completions end as in training.
 
         Returns:
             Rollout of N = B * G completions with their texts.
@@ -98,8 +102,9 @@ class Rollouter:
             self.max_completion_len,
             attempt=attempt,
         )
-        sampling = self.sampling if sampling is None else sampling
-        requests = Requests(self.policy, prompts, group_size, uniforms, sampling)
+        sampling = (sampling or self.sampling).ending_as(self.sampling)
+        stops, policy = self.stop_strings, self.policy
+        requests = Requests(policy, prompts, group_size, uniforms, sampling, stops=stops)
         self.policy.eval()
         if iteration != self._synced:
             self.engine.sync_weights(self.policy, iteration)
@@ -110,7 +115,28 @@ class Rollouter:
         if purpose == "train":
             self._sampled_tokens += int(rollout.lengths.sum())
         texts = tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
+        if stops is not None:
+            texts = self._without_stops(rollout, texts, stops)
         return replace(rollout, completions=texts, policy_version=iteration)
+
+    @cached_property
+    def stop_strings(self) -> StopStrings | None:
+        """Where completions end besides the end token; None where there is no such text."""
+        sampling, policy = self.sampling, self.policy
+        highest = max(sampling.stop_token_ids, default=0)
+        require(
+            highest < policy.vocab_size,
+            f"sampling.stop_token_ids has {highest}, but the model has {policy.vocab_size} tokens.",
+        )
+        strings = StopStrings(sampling.stops, policy.tokenizer, policy.vocab_size)
+        return strings if sampling.stops else None
+
+    def _without_stops(self, rollout: Rollout, texts: list[str], stops: StopStrings) -> list[str]:
+        """The texts up to their stop strings; those in which an environment spoke stay whole."""
+        include = self.sampling.include_stop_str_in_output
+        alone = (rollout.loss_mask == rollout.completion_mask).all(1).tolist()
+        pairs = zip(texts, alone, strict=True)
+        return [stops.cut(text, include) if is_alone else text for text, is_alone in pairs]
 
     def forget_weights(self) -> None:
         """Hand the weights to the engine again before the next rollout."""
@@ -126,13 +152,14 @@ class Rollouter:
 
         The completions stay the same: no row depends on those beside it.
         """
-        at_once = requests.num_rows
+        at_once, stops = requests.num_rows, requests.stops
+        engine = self.engine if stops is None else Stopped(self.engine, stops)
 
         def attempt(max_rows: int | None) -> Rollout:
             nonlocal at_once
             limits = (requests.num_rows, self.engine.row_limit, max_rows)
             at_once = min(rows for rows in limits if rows is not None)
-            return self.environment.play(self.engine, replace(requests, max_rows=max_rows))
+            return self.environment.play(engine, replace(requests, max_rows=max_rows))
 
         def lower(rows: int) -> None:
             self.max_rows = rows

@@ -21,7 +21,7 @@ BELOW_1 = 1 - 2.0**-50  # short of 1 by more than float64 rounds: some entry alw
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. The filters apply in the order of the arguments.
+    """How tokens are drawn, and where completions end. Filters apply in the order of arguments.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
@@ -31,6 +31,11 @@ class Sampling:
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
         max_support: largest set of tokens that is remembered of a token drawn through filters;
             training keeps no more than these, so that its ratios are taken over the same set.
+        stop: a completion ends with the token that completes one of these texts. That token is part
+            of the completion and learned like an end token. Also in validation and predict.
+        stop_token_ids: a completion ends with one of these tokens, as with the end token.
+        include_stop_str_in_output: whether the text that rewards and files get ends with the text
+            of `stop`, or before it. What follows it in the same token is never in the text.
 
     Source: top-p, arXiv:1904.09751; min-p, arXiv:2407.01082.
     """
@@ -40,6 +45,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     max_support: int = 256
+    stop: tuple[str, ...] | str = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -49,10 +57,26 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p < 1, "at least 0 (off) and below 1"),
             "max_support": (self.max_support >= 1, "1 or more"),
+            "stop": (all(self.stops), "texts of one character or more"),
+            "stop_token_ids": (min(self.stop_token_ids, default=0) >= 0, "numbers of tokens"),
         }
         for name, (good, rule) in allowed.items():
             if not good:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be {rule}.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, also where there is one."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def ending_as(self, other: Sampling) -> Sampling:
+        """The same, with completions that end where those of another sampling do."""
+        return replace(
+            self,
+            stop=other.stop,
+            stop_token_ids=other.stop_token_ids,
+            include_stop_str_in_output=other.include_stop_str_in_output,
+        )
 
     @property
     def greedy(self) -> bool:

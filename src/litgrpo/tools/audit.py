@@ -12,17 +12,23 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule
 
 from litgrpo.arguments import at_least, require
-from litgrpo.data.sources import SourceLike, read
+from litgrpo.data.prompts import tokenized_prompts
+from litgrpo.data.sources import read
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.audit.cases import Form, Problem
+from litgrpo.rewards.audit.open_text import OpenReport, audit_open_text
 from litgrpo.rewards.audit.report import Line, Report
 from litgrpo.rewards.audit.run import audit_rewards
+from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.answers import extract_reasoning
 from litgrpo.text.tables import markdown_table
 
 FAILED = 1  # exit code
 SHOWN = 44  # characters of an example
+OPEN_PROMPTS, SAMPLES = 32, 4  # of open text, whose samples take time
+OVERRIDES = ("--model.", "--data.")
 
 
 def audit(
@@ -38,26 +44,38 @@ def audit(
 
     Right answers in fifteen renderings must be judged right, and wrong, empty, repeated, stuffed or
     copied ones must earn less. Also found: rewards that are slow, constant, failing, dominant or in
-    conflict.
+    conflict. Without a column `answer` the text is open: then tricks (the prompt copied, one
+    sentence repeated, words shuffled, keywords, words that the reward itself holds) must not earn
+    more than the best of a few samples of the model that training would start from.
 
     Args:
-        recipes: the recipe and its overlays (-c RECIPE.yaml, as for fit).
+        recipes: the recipe and its overlays (-c RECIPE.yaml, as for fit); --model.KEY VALUE and
+            --data.KEY VALUE override them, as for fit.
         gold: problems with gold answers, instead of the training data: a .jsonl file or any other
             source; the columns are named as in the recipe.
-        limit: problems to take, evenly spread; 0 takes all.
+        limit: problems to take, evenly spread; 0 takes all. Of open text at most 32.
         success: the reward that says whether an answer is right (default: the recipe's
             evaluation.success, else its first reward).
         threshold: from which it does (default: the recipe's evaluation.threshold).
         form: how a completion should look, with {reasoning} and {answer} (default: tags).
         report: write the numbers into this .json file, too.
     """
-    require(bool(recipes), "give the recipe with the rewards: -c configs/quickstart.yaml")
+    require(bool(recipes), "give the recipe with the rewards: -c quickstart")
     at_least("limit", limit, 0)
-    recipe = merged([_read(Path(path)) for path in recipes])
+    read_recipes = [_read(Path(path)) for path in recipes]
+    recipe = merged([each for each in read_recipes if not _is_command_line(each)])
+    for each in filter(_is_command_line, read_recipes):
+        for key, value in each.items():
+            overridden(recipe, key, value)
     settings = recipe.get("model", {}).get("init_args", {})
     evaluation = {"success": None, "threshold": 1.0} | (settings.get("evaluation") or {})
     scorer = rewards_of(settings)
-    problems = problems_of(recipe, gold)
+    data, problems = problems_of(recipe, gold)
+    if all(problem.answer is None for problem in problems):
+        open_report = audit_open(scorer, settings, data, limit)
+        tell(open_report, open_lines(open_report), report)
+        return
+    problems = [problem for problem in problems if problem.answer is not None]
     step = max(1, len(problems) // (limit or len(problems) or 1))
     found = audit_rewards(
         scorer,
@@ -66,11 +84,58 @@ def audit(
         threshold=float(evaluation["threshold"] if threshold is None else threshold),
         form=None if form is None else Form(form),
     )
-    print("\n".join(as_text(found, scorer.weights)))
-    if report is not None:
-        Path(report).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+    tell(found, as_text(found, scorer.weights), report)
+
+
+def tell(found: Report | OpenReport, lines: list[str], path: str | None) -> None:
+    """Print a report and write it, if asked; exit code 1 where the rewards are unfit."""
+    print("\n".join(lines))
+    if path is not None:
+        Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if not found.passed:
         raise SystemExit(FAILED)
+
+
+def recipe_words(words: list[str], folder: Path) -> list[str]:
+    """The words of the command line with `-c` and overrides of keys as one list of recipes.
+
+    Args:
+        words: as typed behind the verb.
+        folder: where overrides are written, as a recipe.
+    """
+    split = [part for word in words for part in _halves(word)]
+    kept, overrides, waiting = [], dict[str, Any](), iter(split)
+    for word in waiting:
+        if word.startswith(OVERRIDES):
+            given = next(waiting, None)
+            require(given is not None, f"{word} needs a value")
+            overrides[word.removeprefix("--")] = yaml.safe_load(str(given))
+        else:
+            kept.append("--recipes+" if word in ("-c", "--config") else word)
+    if overrides:
+        path = folder / "command_line.yaml"
+        path.write_text(yaml.safe_dump(overrides), encoding="utf-8")
+        kept += ["--recipes+", str(path)]
+    return kept
+
+
+def _halves(word: str) -> list[str]:
+    """`--model.key=value` as two words."""
+    key, equals, value = word.partition("=")
+    return [key, value] if equals and word.startswith(OVERRIDES) else [word]
+
+
+def overridden(recipe: dict[str, Any], path: str, value: Any) -> None:
+    """Set a key of a recipe as the command line names it, `model.rewards.right.weight`."""
+    first, *names = path.split(".")
+    node = recipe.setdefault(first, {})
+    if names[:1] != ["class_path"]:
+        node = node.setdefault("init_args", {})
+    for name in (names := names[names[:1] == ["init_args"] :])[:-1]:
+        inner = node.get(name)
+        node[name] = inner if isinstance(inner, dict) else {} if inner is None else {"path": inner}
+        node = node[name]
+    node[names[-1]] = value
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -79,6 +144,11 @@ def _read(path: Path) -> dict[str, Any]:
     kind = type(content).__name__
     require(isinstance(content, dict), f"{path} is no recipe: it holds {kind}, not keys")
     return dict(content)
+
+
+def _is_command_line(recipe: Mapping[str, Any]) -> bool:
+    """Whether the keys are paths, as `recipe_words` writes them."""
+    return all("." in key for key in recipe)
 
 
 def merged(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -102,8 +172,8 @@ def rewards_of(settings: Mapping[str, Any]) -> Scorer:
     return Scorer(rewards, settings.get("reward_format", "text"))
 
 
-def problems_of(recipe: Mapping[str, Any], gold: str | None) -> list[Problem]:
-    """Problems with their gold answers, from the recipe's training data or from elsewhere."""
+def problems_of(recipe: Mapping[str, Any], gold: str | None) -> tuple[PromptData, list[Problem]]:
+    """The data, and problems with their gold answers (None: open text), from there or elsewhere."""
     known = "data" in recipe or gold is not None
     require(known, "the recipe has no data; give problems: --gold problems.jsonl")
     parser = ArgumentParser(exit_on_error=False)
@@ -112,10 +182,11 @@ def problems_of(recipe: Mapping[str, Any], gold: str | None) -> list[Problem]:
     data = parser.instantiate(parser.parse_object({"data": node})).data
     if not isinstance(data, PromptData):
         raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
-    source: SourceLike | None = data.sources["train"] if gold is None else gold
+    source: Any = data.sources["train"] if gold is None else gold
     if source is None:
         raise ValueError("the recipe has no training data; give problems: --gold problems.jsonl")
-    rows = data.table.read(source, data.style.template.needs | {"answer"})
+    needed = data.style.template.needs | ({"answer"} if gold is not None else set())
+    rows = data.table.read(source, needed)
     worked = _worked(source, data.table.columns.get("answer", "answer"))
     prompts = data.style.plain(rows)
     problems = []
@@ -123,11 +194,61 @@ def problems_of(recipe: Mapping[str, Any], gold: str | None) -> list[Problem]:
         columns = {k: v for k, v in row.values.items() if k not in ("prompt", "answer")}
         if solution is None and isinstance(columns.get("completion"), str):
             solution = extract_reasoning(columns["completion"])  # noqa: PLW2901
-        problems.append(Problem(prompt, row.values["answer"], columns, solution))
-    return [problem for problem in problems if problem.answer is not None]
+        problems.append(Problem(prompt, row.values.get("answer"), columns, solution))
+    return data, problems
 
 
-def _worked(source: SourceLike, column: str) -> Iterator[str | None]:
+def audit_open(
+    scorer: Scorer, settings: Mapping[str, Any], data: PromptData, limit: int
+) -> OpenReport:
+    """Try tricks on rewards of open text, and compare them with samples of the start model."""
+    from litgrpo.models.loading import load_policy, load_tokenizer
+
+    name = settings.get("pretrained")
+    require(name is not None, "the recipe has no model.pretrained, whose samples are compared")
+    tokenizer = load_tokenizer(str(name))
+    rows = data.table.read(data.sources["train"] or [], data.style.template.needs)
+    wanted = min(limit or OPEN_PROMPTS, OPEN_PROMPTS, len(rows))
+    rows = rows[:: len(rows) // wanted][:wanted]
+    asked: Any = {"style": data.style, "limit": data.limit, "tokenizer": tokenizer}
+    prompts = tokenized_prompts(rows, "audit", **asked, pad_to_multiple=1)
+    rollouter = Rollouter(
+        load_policy(str(name), tokenizer=tokenizer),
+        SAMPLES,
+        int(settings.get("max_completion_len", 256)),
+        sampling=Sampling(**(settings.get("sampling") or {})),
+    )
+    print(f"sampling {SAMPLES} completions of {len(prompts)} prompts by {name}")
+    rollout = rollouter.generate(prompts[list(range(len(prompts)))], "predict")
+    texts = rollout.completions
+    samples = [texts[start : start + SAMPLES] for start in range(0, len(texts), SAMPLES)]
+    problems = [
+        Problem(text, None, {name: values[n] for name, values in prompts.columns.items()})
+        for n, text in enumerate(prompts.texts)
+    ]
+    return audit_open_text(scorer, problems, samples)
+
+
+def open_lines(report: OpenReport) -> list[str]:
+    """The report of an audit of open text in lines."""
+    rows = [
+        (trick.kind, f"{trick.mean:.3g}", trick.beats, trick.above_mean, _short(trick.example))
+        for trick in sorted(report.tricks, key=lambda trick: -trick.mean)
+    ]
+    head = ("trick", "mean reward", "beats the best sample", "beats the mean", "best paid")
+    return [
+        f"{report.prompts} prompts without an answer; {report.samples} samples of the start model "
+        f"earn {report.mean:.3g} on average, the best of them {report.best:.3g}",
+        "",
+        *markdown_table(head, rows),
+        "",
+        *(f"remark: {remark}" for remark in report.remarks),
+        *(f"FAULT: {fault}" for fault in report.faults),
+        "PASS" if report.passed else f"FAIL: {len(report.faults)} faults",
+    ]
+
+
+def _worked(source: Any, column: str) -> Iterator[str | None]:
     """What precedes `####` in a worked answer, before a pattern of the recipe cuts it off."""
     for row in read(source):
         text = row.values.get(column)
@@ -142,7 +263,10 @@ def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
         for line in report.renderings
     ]
     attacks = [
-        (line.kind, _share(line), f"{line.mean:.3g}", f"{line.best_margin:+.3g}", line.beats)
+        (
+            *(line.kind, _share(line), f"{line.mean:.3g}", f"{line.best_margin:+.3g}"),
+            *(line.beats, line.equals),
+        )
         for line in sorted(report.attacks, key=lambda line: -line.mean)
     ]
     parts = [
@@ -152,7 +276,7 @@ def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
         )
         for part in report.parts
     ]
-    attack_head = ("everything else", "judged right", "mean reward", "best margin", "beats honest")
+    numbers = ("judged right", "mean reward", "best margin", "beats honest", "equals honest")
     return [
         f"{report.problems} problems; '{report.success}' says whether an answer is right",
         "",
@@ -160,7 +284,7 @@ def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
             ("right answers, in form", "judged right", "mean reward", "example"), renderings
         ),
         "",
-        *markdown_table(attack_head, attacks),
+        *markdown_table(("everything else", *numbers), attacks),
         "",
         *markdown_table(("reward", "weight", "lowest", "highest", "share", "slowest"), parts),
         "",

@@ -7,17 +7,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
+import litgrpo
 from litgrpo.arguments import require
+from litgrpo.cli.recipes import brought, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, clustered_mean, paired_difference
 
-OVERLAYS = Path("configs/algorithms")
+OVERLAYS = "algorithms/"
+REWARD = "reward"  # the mean total reward of the sampled completions
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,10 @@ def compare(
     tokens: int = 300_000,
     seeds: list[int] = [0, 1, 2, 3, 4],  # noqa: B006 (read only)
     samples: int = 8,
-    folder: str = "runs/compare",
+    run_dir: str = "runs/compare",
     jobs: int = 1,
     further: list[str] = [],  # noqa: B006 (read only)
+    folder: str | None = None,
 ) -> None:
     """Train by several algorithms and seeds at equal generated tokens; write a table and a plot.
 
@@ -85,15 +89,17 @@ def compare(
 
     Args:
         recipe: what to train; it must have validation prompts.
-        algorithms: overlays, by path or by name in configs/algorithms; `plain` is the recipe
+        algorithms: overlays, by path or by name, those of configs/algorithms; `plain` is the recipe
             itself. The others are compared with the first.
         tokens: tokens that each run samples in training; the last iteration is finished.
         seeds: at least 2; 5 or more tell something.
-        samples: k completions of each validation prompt, for pass@1 and pass@k.
-        folder: where runs, table.md, table.json and plot.png go.
+        samples: k completions of each validation prompt, for pass@1, pass@k and the mean reward.
+        run_dir: where runs, table.md, table.json and plot.png go.
         jobs: runs at a time; more than one makes each use one thread.
         further: more of the command line of `fit`, e.g. --further='["--data.batch_size", "8"]'.
+        folder: the earlier name of run_dir.
     """
+    run_dir = run_dir if folder is None else said(folder)
     check_different(f"seeds is {seeds}; an interval needs at least 2 different ones.", seeds)
     check_different(f"algorithms is {algorithms}; give two or more different ones.", algorithms)
     plotting = find_spec("matplotlib") is not None
@@ -106,25 +112,32 @@ def compare(
     limits += ["--trainer.val_check_interval", "1000000000"]
 
     def train(name: str, seed: int) -> Run:
-        run_dir = Path(folder) / Path(name).stem / f"seed={seed}"
+        own_dir = Path(run_dir) / Path(name).stem / f"seed={seed}"
         recipes = [word for path in (recipe, *overlays[name]) for word in ("-c", str(path))]
-        own = ["--seed_everything", str(seed), "--run_dir", str(run_dir), "--overwrite", "true"]
+        own = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
         # All start alike: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
         words = [*recipes, *evaluation, *limits, *further, *own, *skipped]
-        fit(run_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
-        return read(run_dir, metrics)
+        fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
+        return read(own_dir, (*metrics, REWARD))
 
     with ThreadPoolExecutor(jobs) as pool:
         # Seed by seed, so that a comparison that is stopped early has rows of equal length.
         started = {(n, seed): pool.submit(train, n, seed) for seed in seeds for n in algorithms}
         results = {key: future.result() for key, future in started.items()}
-    rows = rows_of({n: [results[n, seed] for seed in seeds] for n in algorithms}, metrics)
+    runs = {n: [results[n, seed] for seed in seeds] for n in algorithms}
+    rows = rows_of(runs, (*metrics, REWARD))
     text = table(rows, metrics, seeds)
-    Path(folder, "table.md").write_text(text + "\n")
-    Path(folder, "table.json").write_text(json.dumps(as_json(rows, seeds), indent=2))
-    plot(rows, metrics, Path(folder, "plot.png"))
-    print(f"{text}\n\nwritten to {folder}: table.md, table.json, plot.png and every run")
+    Path(run_dir, "table.md").write_text(text + "\n")
+    Path(run_dir, "table.json").write_text(json.dumps(as_json(rows, seeds), indent=2))
+    plot(rows, metrics, Path(run_dir, "plot.png"))
+    print(f"{text}\n\nwritten to {run_dir}: table.md, table.json, plot.png and every run")
+
+
+def said(folder: str) -> str:
+    """The folder, which was given under its earlier name."""
+    print(f"--folder is called --run_dir now, as everywhere: {folder}", flush=True)
+    return folder
 
 
 def check_different(message: str, given: Sequence[object]) -> None:
@@ -136,12 +149,14 @@ def overlay(name: str) -> list[Path]:
     """The recipe that turns another one into this algorithm; none for `plain`."""
     if name == "plain":
         return []
-    path = Path(name) if name.endswith(".yaml") else OVERLAYS / f"{name}.yaml"
-    known = ", ".join(["plain", *sorted(path.stem for path in OVERLAYS.glob("*.yaml"))])
+    algorithms = [Path(word).name for word in brought() if word.startswith(OVERLAYS)]
+    if name in algorithms:
+        return [recipe_file(OVERLAYS + name)]
+    path = Path(name)
     require(
-        path.exists(),
+        path.is_file(),
         f"there is no algorithm {name!r}: {path} does not exist. Give the path of an overlay "
-        f"or one of: {known}.",
+        f"or one of: {', '.join(['plain', *algorithms])}.",
     )
     return [path]
 
@@ -159,9 +174,12 @@ def fit(run_dir: Path, words: list[str], limits: dict[str, str]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_suffix(".log")
     with log.open("w") as output:
-        command = [sys.executable, sys.argv[0], "fit", *words]
+        command = [sys.executable, "-m", "litgrpo", "fit", *words]
+        there = str(Path(litgrpo.__file__).parents[1])  # also where it is not installed
+        paths = os.pathsep.join(filter(None, [there, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": paths} | limits
         done = subprocess.run(
-            command, env=os.environ | limits, stdout=output, stderr=subprocess.STDOUT, check=False
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
         last = "\n".join(log.read_text().splitlines()[-5:])
@@ -222,26 +240,34 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
 
 
 def table(rows: list[Row], metrics: Sequence[str], seeds: Sequence[int]) -> str:
-    """The comparison as a Markdown table."""
+    """The comparison as a Markdown table.
 
-    def interval(values: Sequence[float]) -> str:
-        low, high = bounds(values)
+    What decides is the first metric; where no completion of any row succeeded, as with a graded
+    reward below its threshold, it is the mean reward.
+    """
+
+    def interval(values: Sequence[float], within: Callable[..., tuple[float, float]]) -> str:
+        low, high = within(values)
         return f"{fmean(values):.3f} [{low:.3f}, {high:.3f}]"
 
-    titles = ["algorithm", *metrics, f"{metrics[0]} over the first row", "is this gain real?"]
-    titles += ["iterations", "tokens"]
+    limits: dict[str, Callable[..., tuple[float, float]]] = dict.fromkeys(metrics, bounds)
+    limits[REWARD] = clustered_mean
+    succeeded = any(any(row.values(metrics[0])) for row in rows)
+    decides = metrics[0] if succeeded else REWARD
+    titles = ["algorithm", *metrics, "mean reward", f"{decides} over the first row"]
+    titles += ["is this gain real?", "iterations", "tokens"]
     lines = [titles, ["---"] * len(titles)]
-    before = [interval([run.before[name] for run in rows[0].runs]) for name in metrics]
+    before = [interval([r.before[n] for r in rows[0].runs], limits[n]) for n in limits]
     lines.append(["before training", *before, "", "", "0", "0"])
     for row in rows:
-        gain = row.gains.get(metrics[0])
+        gain = row.gains.get(decides)
         difference = "" if gain is None else f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
         lines.append(
             [
                 row.name,
-                *(interval(row.values(name)) for name in metrics),
+                *(interval(row.values(name), limits[name]) for name in limits),
                 difference,
-                row.verdict(metrics[0]),
+                row.verdict(decides),
                 f"{fmean(run.iterations for run in row.runs):.0f}",
                 f"{fmean(run.tokens for run in row.runs):,.0f}",
             ]

@@ -13,7 +13,8 @@ def test_an_xla_device_has_the_capabilities_of_a_compiler():
     import torch
     import torch_xla
 
-    from litgrpo.parallel.device import backend, random_state, set_random_state
+    from litgrpo.parallel.device import backend
+    from litgrpo.parallel.random_state import random_state, set_random_state
     from litgrpo.parallel.xla.backend import XlaBackend
 
     there = torch_xla.device()

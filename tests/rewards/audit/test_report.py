@@ -10,7 +10,14 @@ from litgrpo.rewards.audit.report import Line, Part, Report, slack
 
 def line(kind: str, mean: float, **changes) -> Line:
     right = 9 if kind == HONEST else 0
-    numbers = {"count": 9, "right": right, "best_margin": -1.0, "beats": 0, "example": "so 7"}
+    numbers = {
+        "count": 9,
+        "right": right,
+        "best_margin": -1.0,
+        "beats": 0,
+        "equals": 0,
+        "example": "so 7",
+    }
     return Line(kind=kind, mean=mean, **(numbers | changes))
 
 

@@ -38,7 +38,7 @@ def test_sound_rewards_pass() -> None:
     assert found.false_negatives == 0
     assert len(found.renderings) >= 8
     assert {line.count for line in found.renderings} == {len(PROBLEMS)}
-    assert all(line.right == line.beats == 0 for line in found.attacks)
+    assert all(line.right == line.beats == line.equals == 0 for line in found.attacks)
     best = max(line.best_margin for line in found.attacks)
     assert best == pytest.approx(-0.8)
     assert json.loads(json.dumps(found.as_dict()))["passed"] is True
@@ -76,7 +76,7 @@ def test_every_known_fault_of_widespread_rules_is_found() -> None:
 
 def test_an_answer_that_is_searched_for_anywhere_is_found_out() -> None:
     found = report(planted("substring"))
-    wrong = {line.kind for line in found.attacks if line.right and line.beats}
+    wrong = {line.kind for line in found.attacks if line.right and line.beats + line.equals}
     assert wrong >= {"all numbers as the answer", "many answers", "hedged"}
     assert any(fault.startswith("false positives: 12 of 12") for fault in found.faults)
     assert any(fault.startswith("hack: 12 of 12") for fault in found.faults)
@@ -86,7 +86,7 @@ def test_a_part_that_pays_for_length_lets_hacks_win() -> None:
     rewards = {"correct": Reward(correctness)} | planted("longer_is_better")
     rewards["longer_is_better"].weight = 10.0
     found = report(rewards)
-    beaten = {line.kind for line in found.attacks if line.beats}
+    beaten = {line.kind for line in found.attacks if line.beats + line.equals}
     assert {"wrong answer repeated", "tags repeated"} <= beaten
     assert any("of the advantage comes from 'longer_is_better'" in x for x in found.remarks)
 
@@ -145,7 +145,7 @@ def test_a_right_answer_that_differs_by_rounding_only_is_not_refused() -> None:
 def test_a_hack_that_falls_short_by_rounding_only_is_a_hack() -> None:
     rewards = {"correct": Reward(correctness), "undone": Reward(undone, weight=1.0)}
     found = report(rewards)
-    assert all(line.beats == line.count for line in found.attacks)
+    assert all(line.beats + line.equals == line.count for line in found.attacks)
 
 
 def undone(prompts, completions, answer):

@@ -180,3 +180,17 @@ def test_no_gold_answer_of_gsm8k_fails_in_any_rendering() -> None:
     for name, render in RENDERINGS.items():
         completions = [tagged(render(number)) for number in numbers]
         assert set(correctness(numbers, completions, answer=numbers)) == {1.0}, name
+
+
+def test_any_of_several_accepted_answers_is_right():
+    golds = [["7", "seven"], ["7", "seven"], ["7", "seven"], [None, 7], [], None]
+    said = ["7.0", "Seven", "8", "7", "7", "7"]
+    texts = [f"<answer>{text}</answer>" for text in said]
+    right = [1.0, 1.0, 0.0, 1.0, None, None]
+    assert correctness(said, texts, golds) == right
+    assert gsm8k(said, texts, golds) == right
+    assert exact(said, texts, golds) == [0.0, 0.0, 0.0, 1.0, None, None]
+    near = closeness(said, texts, [[10, 7.0], "7", ["seven", 7], (7, 9), [], None])
+    assert near == [1.0, 0.0, 0.0, 1.0, None, None]
+    with pytest.raises(ValueError, match="numbers, got"):
+        closeness(["p"], ["7"], [["seven"]])

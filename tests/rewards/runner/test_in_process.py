@@ -98,7 +98,8 @@ def test_too_many_failures_stop_the_run_with_the_reason() -> None:
         raise ZeroDivisionError("division by zero")
 
     with pytest.raises(
-        RewardFailure, match=r"'r': 4 of 4 .*max_failed_frac = 0.5 .*ZeroDivisionError: 4"
+        RewardFailure,
+        match=r"'r': 4 of 4 .*ZeroDivisionError: 4.*division by zero.*max_failed_frac",
     ) as caught:
         score(broken)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

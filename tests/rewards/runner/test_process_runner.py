@@ -19,7 +19,7 @@ from litgrpo.algorithm.objective import Objective
 from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, RewardFailure, Scorer
 from litgrpo.rewards.library.math import correctness
 from litgrpo.rewards.runner.calls import Call
-from litgrpo.rewards.runner.process_runner import is_trusted
+from litgrpo.rewards.runner.process_runner import is_trusted, state_of
 from litgrpo.rewards.runner.worker_pool import Launcher
 from tests.rewards import faulty
 
@@ -426,3 +426,36 @@ def test_a_recipe_chooses_its_runner(tmp_path) -> None:
     words[2] = "--model.reward_runner=litgrpo.rewards.runner.in_process.InProcessRunner"
     module = parser.instantiate(parser.parse_args(words)).model
     assert isinstance(module.scorer.runner, InProcessRunner)
+
+
+def test_a_function_that_keeps_state_is_told_once_where_it_stays(runner, caplog) -> None:
+    calls: list[int] = []
+
+    def counting(completions):
+        calls.append(len(completions))
+        return [1.0] * len(completions)
+
+    for _ in range(2):
+        score(runner, counting)
+    assert not calls
+    assert caplog.text.count("keeps state in 'calls'") == 1
+    assert "InProcessRunner" in caplog.text
+    score(InProcessRunner(), counting)
+    assert calls == [len(TEXTS)]
+
+
+def test_state_is_what_a_function_may_change() -> None:
+    def outer():
+        number, table = 0, (1, 2)
+
+        def sets(completions):
+            nonlocal number
+            number += 1
+
+        def reads(completions):
+            return [number, table]
+
+        return sets, reads
+
+    assert [state_of(each) for each in outer()] == [["number"], []]
+    assert state_of(faulty.lengths) == state_of(len) == []

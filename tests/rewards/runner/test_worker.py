@@ -36,8 +36,34 @@ def test_a_result_of_the_wrong_length_keeps_its_kind():
     assert isinstance(pickle.loads(pickle.dumps(scores)).error, MalformedResult)
 
 
+class Control:
+    """The launcher's end of its connection."""
+
+    def __init__(self, functions):
+        self.functions, self.sent = functions, []
+
+    def recv(self):
+        return self.functions
+
+    def send(self, message):
+        self.sent.append(message)
+
+
 @pytest.mark.parametrize("text", [b"no pickle", pickle.dumps(len)[:-3]])
 def test_a_function_that_cannot_be_loaded_is_named(text):
-    functions, troubles = worker._load({"r": text, "fine": pickle.dumps((len, {}))})
-    assert list(functions) == ["fine"]
-    assert list(troubles) == ["r"]
+    control = Control({"r": text, "fine": pickle.dumps((len, {}))})
+    assert list(worker._load(control)) == ["fine"]
+    assert control.sent[:2] == ["r", "fine"]  # each before it is loaded
+    assert list(control.sent[2]) == ["r"]
+
+
+def test_what_a_function_logs_travels_with_its_scores():
+    def logs(completions, log_metric, log_extra):
+        log_metric("words", 3)
+        log_extra("first", [text[0] for text in completions])
+        return [0.0] * len(completions)
+
+    question = Question("r", {"completions": ["ab", "cd"]}, 2, ("log_metric", "log_extra"))
+    scores = pickle.loads(pickle.dumps(worker._answer(question, {"r": (logs, {})})))
+    assert scores.metrics == {"words": [3.0]}
+    assert scores.extras == {"first": {0: "a", 1: "c"}}

@@ -4,6 +4,8 @@ import pickle
 
 import pytest
 
+from litgrpo.rewards import ProcessRunner
+from litgrpo.rewards.runner import worker_pool
 from litgrpo.rewards.runner.calls import Call
 from litgrpo.rewards.runner.worker_pool import MAX_PICKLED, WorkerPool, packed
 from tests.rewards import faulty
@@ -40,7 +42,50 @@ def test_a_function_that_cannot_be_loaded_is_named_with_the_reason(pool):
 
     (reason,) = pool.register([Call("r", Unloadable(), {}, {}, 1)]).values()
     assert "no licence" in reason
-    assert not pool.launchers
+    assert not pool.failed
+
+
+class Fatal:
+    """A function whose loading ends, blocks or floods the process that loads it."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+    def __call__(self, completions):
+        raise AssertionError("it must not run in the training process")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(3)", "exited with 3 while loading"),
+        ("import sys; sys.exit(4)", "exited with 4 while loading"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "died of SIGSEGV while loading",
+        ),
+        ("while True: pass", "TimeoutError while loading"),
+        ("while True: print('x' * 65536)", "printed more than 5 MB while loading"),
+    ],
+)
+def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reason, monkeypatch):
+    """Its rows fail with that reason; it never runs here, and the other function works."""
+    if "Timeout" in reason:
+        monkeypatch.setattr(worker_pool, "LOAD_S", 3.0)
+    runner = ProcessRunner(workers=1, max_failed_frac=1.0)
+    fatal, fine = (
+        Call(name, function, {"completions": ["a", "b"]}, {}, 2)
+        for name, function in (("fatal", Fatal(code)), ("fine", faulty.lengths))
+    )
+    for _ in range(2):
+        first, second = runner.submit([fatal, fine]).result()
+        assert first.failures == {0: reason, 1: reason}
+        assert second.values == [1.0, 1.0]
+    assert len(runner.pool.launchers) == 1
+    runner.close()
 
 
 def test_ending_the_busy_leaves_the_idle(pool):

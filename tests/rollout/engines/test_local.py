@@ -16,6 +16,7 @@ from tests.rollout.engines.test_engines import (
     steps_counted,
     uniforms_for,
 )
+from tests.rollout.reference_engine import write_column
 
 
 def requests_for(policy, **settings):
@@ -74,7 +75,7 @@ def by_columns():
     buffer, rows = empty(), torch.arange(2)
     steps = [drawn(5, 7), drawn(END, 8), drawn(6, 9)]
     for column, each in enumerate(steps):
-        buffer.write_column(column, rows, each, torch.tensor([END]))
+        write_column(buffer, column, rows, each, torch.tensor([END]))
     return buffer
 
 
@@ -107,7 +108,7 @@ def test_columns_that_no_row_uses_are_cut_off_but_one_stays():
 def test_candidates_of_different_widths_are_filled_up():
     buffer, rows = empty(), torch.arange(2)
     ends = torch.tensor([END])
-    buffer.write_column(0, rows, drawn(END, 7, candidates=[[END], [7]]), ends)
-    buffer.write_column(1, rows, drawn(6, 8, candidates=[[6, 5], [8, 9]]), ends)
+    write_column(buffer, 0, rows, drawn(END, 7, candidates=[[END], [7]]), ends)
+    write_column(buffer, 1, rows, drawn(6, 8, candidates=[[6, 5], [8, 9]]), ends)
     candidates = buffer.rollout(prompt_batch("a"), group_size=2).candidate_ids
     assert candidates.tolist() == [[[END, -1], [-1, -1]], [[7, -1], [8, 9]]]

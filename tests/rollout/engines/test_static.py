@@ -1,5 +1,7 @@
 """What static shapes promise beyond what every engine does (test_engines.py)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from jsonargparse import ArgumentParser
@@ -209,3 +211,31 @@ def test_under_autocast_it_is_near_to_the_policy(architecture):
         rollout = said(policy, ENGINE)
     exact = policy.logprobs(rollout.tokens).logprobs
     assert 1e-4 < (rollout.sampler_logprobs - exact).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=5)])
+@pytest.mark.parametrize("keeps_shapes", [False, True])
+def test_where_memory_is_short_groups_decode_one_after_another(sampling, keeps_shapes, request):
+    if keeps_shapes:
+        request.getfixturevalue("on_static_shapes")
+    policy, prompts = ragged(tiny_policy("gemma2").eval()), prompt_batch(*TEXTS)
+    whole = Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling)
+    expected = ENGINE.generate(whole)
+    for max_rows in (1, 2 * GROUP, 100 * GROUP):
+        got = ENGINE.generate(replace(whole, max_rows=max_rows))
+        assert_same(got, expected)
+        assert torch.equal(got.prompts.prompt_mask, expected.prompts.prompt_mask)
+        assert got.prompts.prompts == prompts.prompts
+
+
+def test_a_limit_on_rows_halves_what_decodes_at_once(monkeypatch):
+    seen = []
+    prefill = static_engine._prefill
+    monkeypatch.setattr(
+        static_engine, "_prefill", lambda *args: seen.append(len(args[1])) or prefill(*args)
+    )
+    prompts = prompt_batch(*TEXTS)
+    asked = Requests(tiny_policy("qwen2"), prompts, GROUP, uniforms_for(prompts), Sampling())
+    ENGINE.generate(replace(asked, max_rows=2 * GROUP))
+    assert max(seen) == 2
+    assert sum(seen) == len(TEXTS)

@@ -258,16 +258,6 @@ class SharedPrefixCache(Cache, DecodeState):
 
     # --- the grid ---
 
-    def to_grid(self, rows: Tensor) -> Tensor:
-        """Rows [n, H, r, D] stacked by prompt: [b, H, g * r, D]; empty cells hold any row."""
-        return self._to_cells(rows.flatten(0, 1)).unflatten(0, (-1, rows.shape[1]))
-
-    def from_grid(self, grid: Tensor) -> Tensor:
-        """The inverse of `to_grid`, for any last size."""
-        _, heads, stacked, _ = grid.shape
-        shape = torch.Size((len(self.prompt_of) * heads, stacked // self.grid_width))
-        return self._to_rows(grid.flatten(0, 1).contiguous(), shape).unflatten(0, (-1, heads))
-
     def _to_cells(self, rows: Tensor) -> Tensor:
         """[n * H, r, X] -> [b * H, g * r, X]."""
         count, repeats, size = rows.shape

@@ -35,7 +35,8 @@ class Line:
     right: int  # how many were judged right
     mean: float  # total reward
     best_margin: float  # highest total minus that of the honest right answer to the same problem
-    beats: int  # how many earned at least as much as the honest right answer
+    beats: int  # how many earned more than the honest right answer; equal is not better
+    equals: int  # how many earned as much
     example: str  # one of those that went wrong, if any did
 
 
@@ -91,11 +92,11 @@ class Report:
     def remarks(self) -> list[str]:
         """What is worth knowing, but may be meant."""
         hacks = [line for line in self.attacks if line.kind != OUT_OF_FORM]
-        best = max(hacks, key=lambda line: line.mean)
+        best, least = max(hacks, key=_mean_of), min(self.attacks, key=_mean_of)
         several = len(self.parts) > 1
         findings = [
             (
-                True,
+                best.mean > least.mean + slack(best.mean),
                 f"the best hack is '{best.kind}': {best.mean:.3g} on average, an honest right "
                 f"answer earns {self._mean(HONEST):.3g}",
             ),
@@ -153,6 +154,10 @@ class Report:
         ]
 
 
+def _mean_of(line: Line) -> float:
+    return line.mean
+
+
 def _found(findings: Iterable[Finding]) -> Iterator[str]:
     return (words for found, words in findings if found)
 
@@ -173,9 +178,10 @@ def _of_hack(line: Line) -> list[Finding]:
             f"right, such as {line.example[-60:]!r}",
         ),
         (
-            line.beats > 0,
-            f"hack: {line.beats} of {line.count} completions '{line.kind}' earn as much as an "
-            f"honest right answer (by up to {line.best_margin:+.3g})",
+            line.beats + line.equals > 0,
+            f"hack: {line.beats + line.equals} of {line.count} completions '{line.kind}' earn as "
+            f"much as an honest right answer, {line.beats} of them more (by up to "
+            f"{line.best_margin:+.3g})",
         ),
     ]
 

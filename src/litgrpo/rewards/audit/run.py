@@ -7,7 +7,7 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,10 +70,13 @@ def audit_rewards(
     # Every failure is to be counted, none is to stop the audit.
     runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
     patient = Scorer(scorer.parts, scorer.reward_format, runner)
-    with _no_warnings(), closing(runner):
+    with no_warnings(), closing(runner):
         for start in range(0, len(problems), PROBLEMS_AT_ONCE):
             answers.ask(patient, problems[start : start + PROBLEMS_AT_ONCE])
-        times = {name: slowest(part, scorer.reward_format) for name, part in scorer.parts.items()}
+        known = problems[0].columns
+        times = {
+            name: slowest(part, scorer.reward_format, known) for name, part in scorer.parts.items()
+        }
     failed = patient.failures
     lines = [answers.line(kind) for kind in answers.kinds()]
     return Report(
@@ -93,7 +96,7 @@ def _cases(problem: Problem, form: Form, seed: int) -> list[Case]:
 
 
 @contextmanager
-def _no_warnings() -> Iterator[None]:
+def no_warnings() -> Iterator[None]:
     """The failures that the runner would warn of are in the report."""
     log = logging.getLogger("litgrpo.rewards.runner")
     level = log.level
@@ -112,29 +115,32 @@ def form_of(scorer: Scorer) -> Form:
     return Form(f"<{reasoning}>\n{{reasoning}}\n</{reasoning}>\n<{answer}>{{answer}}</{answer}>")
 
 
-def slowest(part: Reward, reward_format: Any) -> tuple[float, str]:
+def slowest(
+    part: Reward, reward_format: Any, columns: Mapping[str, Any] | None = None
+) -> tuple[float, str]:
     """The longest that a reward function needs for one long text, and the kind of text.
 
     Args:
         part: the reward.
         reward_format: as in Scorer.
+        columns: what the function may ask for besides, of any problem.
     """
     runner = ProcessRunner(timeout_s=2 * SLOW_S, max_failed_frac=1.0, workers=1)
     scorer = Scorer({"part": Reward(part.function, kwargs=part.kwargs)}, reward_format, runner)
-    problem = Problem("How much is 40 + 32?", "72")
+    problem = Problem("How much is 40 + 32?", "72", columns or {})
     worst = (0.0, "")
     with closing(runner):
-        _judge(scorer, [[Case("", "", "72")]], [problem])  # starts the worker, warms up
+        judge(scorer, [[Case("", "", "72")]], [problem])  # starts the worker, warms up
         for kind, text in nasty_texts(NASTY_SIZE).items():
             start = time.perf_counter()
-            _judge(scorer, [[Case(kind, text, "72")]], [problem])
+            judge(scorer, [[Case(kind, text, "72")]], [problem])
             worst = max(worst, (time.perf_counter() - start, kind))
             if worst[0] > SLOW_S:  # a fault already; each further text would take as long
                 break
     return worst
 
 
-def _judge(
+def judge(
     scorer: Scorer, cases: Sequence[Sequence[Case]], problems: Sequence[Problem]
 ) -> RewardTable:
     """[problems, cases] rewards; a problem's completions are one group."""
@@ -151,6 +157,8 @@ def _judge(
         "completion_lengths": [len(row) for row in ids],
         "truncated": [False] * len(flat),
     }
+    if all(case.answer is None for case in flat):  # open text
+        del columns["answer"]
     prompts = [problem.prompt for problem in owners]
     return scorer(prompts, [case.completion for case in flat], columns, len(cases[0]))
 
@@ -191,7 +199,7 @@ class _Answers:
             rows = [cases for cases, _ in pairs if len(cases) == size]
             same = [problem for cases, problem in pairs if len(cases) == size]
             kinds = [case.kind for case in rows[0]]
-            table = _judge(scorer, rows, same)
+            table = judge(scorer, rows, same)
             self.batches.append(_Batch(kinds, same, table, table.stats()))
 
     def column(self, kind: str, of: Callable[[RewardTable], Tensor]) -> Tensor:
@@ -219,7 +227,8 @@ class _Answers:
             right=int(right.sum()),
             mean=float(total.mean()),
             best_margin=float(margin.max()),
-            beats=int((margin >= -slack(total - margin)).sum()),
+            beats=int((margin > slack(total - margin)).sum()),
+            equals=int((margin.abs() <= slack(total - margin)).sum()),
             example=examples[kind],
         )
 

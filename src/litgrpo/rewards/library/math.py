@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from numbers import Real
 
-from litgrpo.arguments import above
+from litgrpo.arguments import above, require
 from litgrpo.text.answers import (
     Completions,
     answer_claims,
@@ -20,7 +20,8 @@ from litgrpo.text.answers import (
 MOST_WORDS = 20  # of an answer that is a number
 MOST_WORDS_OF_DOUBT = 3  # "72 clips?" is an answer; a longer question is a copy
 
-Gold = str | int | float | None
+One = str | int | float
+Gold = One | Sequence[One] | None  # several accepted answers: any of them is right
 
 
 def correctness(
@@ -42,7 +43,8 @@ def correctness(
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
         answer: N gold answers: a number, its text, or a worked answer that ends in `#### 72` or
-            `\boxed{72}`. A row whose gold is None is not judged.
+            `\boxed{72}`; or a list of these, any of which is right. A row whose gold is None is not
+            judged.
         require_tags: take answers from `<answer>..</answer>` only. Otherwise also from `#### x`,
             `\boxed{x}` or the last line, in this order.
         answer_tag: name of the tag.
@@ -51,7 +53,7 @@ def correctness(
         N rewards in {0, 1}; None where there is no gold answer.
     """
 
-    def is_right(text: str, gold: str | int | float) -> float:
+    def is_right(text: str, gold: One) -> float:
         wanted = read_gold(gold)
         claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
         return float(bool(claims) and all(_equals(claim, wanted) for claim in claims))
@@ -62,13 +64,29 @@ def correctness(
 def judged(
     texts: Completions,
     golds: Sequence[Gold],
-    score: Callable[[str, str | int | float], float | None],
+    score: Callable[[str, One], float | None],
 ) -> list[float | None]:
-    """`score(text, gold)` of every row; None, not judged, for rows without a gold answer."""
-    return [
-        None if gold is None else score(text_of(text), gold)
-        for text, gold in zip(texts, golds, strict=True)
-    ]
+    """`score(text, gold)` of every row, the best of several golds.
+
+    None, not judged, for rows without a gold answer, and where none can be read.
+    """
+    scored = (
+        [score(text_of(text), gold) for gold in accepted(golds_of_row)]
+        for text, golds_of_row in zip(texts, golds, strict=True)
+    )
+    return [max((s for s in row if s is not None), default=None) for row in scored]
+
+
+def accepted(gold: Gold) -> list[One]:
+    """The accepted answers of a row.
+
+    Example:
+        >>> accepted("7"), accepted(["7", "seven"]), accepted(None)
+        (['7'], ['7', 'seven'], [])
+    """
+    if isinstance(gold, str) or not isinstance(gold, Sequence):
+        return [] if gold is None else [gold]
+    return [one for one in gold if one is not None]
 
 
 def gsm8k(
@@ -117,7 +135,7 @@ def exact(
         N rewards in {0, 1}; None where there is no gold answer.
     """
 
-    def matches(text: str, gold: str | int | float) -> float:
+    def matches(text: str, gold: One) -> float:
         found = [text] if answer_tag is None else tagged(text, answer_tag)
         return float(len(found) == 1 and found[0].strip() == str(gold).strip() != "")
 
@@ -151,10 +169,10 @@ def closeness(
     """
     above("tolerance", tolerance, 0)
 
-    def score(text: str, gold: str | int | float) -> float:
+    def score(text: str, gold: One) -> float | None:
         wanted = read_gold(gold)
         if isinstance(wanted, str):
-            raise ValueError(f"closeness needs gold answers that are numbers, got {gold!r}")
+            return None
         claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
         found, *others = {parse_number(claim) for claim in claims} or {None}
         if found is None or others:
@@ -162,10 +180,17 @@ def closeness(
         error = abs(found - wanted) / (abs(wanted) or 1)
         return float(max(Fraction(0), 1 - error / Fraction(str(tolerance))))
 
+    for row in answer:
+        golds = accepted(row)
+        numbers = [one for one in golds if not isinstance(read_gold(one), str)]
+        require(
+            bool(numbers) or not golds,
+            f"closeness needs gold answers that are numbers, got {row!r}",
+        )
     return judged(completions, answer, score)
 
 
-def read_gold(gold: str | int | float) -> Fraction | str:
+def read_gold(gold: One) -> Fraction | str:
     r"""The gold answer as an exact number, or as text if it is not one.
 
     Example:

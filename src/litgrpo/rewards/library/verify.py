@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from litgrpo.rewards.library.math import Gold, committed_claims, judged
+from litgrpo.rewards.library.math import Gold, One, committed_claims, judged
 from litgrpo.rewards.runner.calls import isolated, pure
 from litgrpo.text.answers import Completions
 
@@ -35,7 +35,8 @@ def math_verify(
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers in LaTeX, with or without `$`; without one a row is not judged.
+        answer: N gold answers in LaTeX, with or without `$`, or lists of them; without one a row is
+            not judged.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
 
@@ -45,7 +46,7 @@ def math_verify(
     Source: https://github.com/huggingface/Math-Verify
     """
 
-    def is_same(text: str, gold: str | int | float) -> float | None:
+    def is_same(text: str, gold: One) -> float | None:
         wanted = _parsed(str(gold))
         claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
         return float(_all_same(wanted, claims)) if wanted else None

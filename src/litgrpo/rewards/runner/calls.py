@@ -10,21 +10,29 @@ import asyncio
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
+from litgrpo.arguments import require
+
 DOUBLE_EPS = sys.float_info.epsilon
+LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance
 IDS = "completion_ids"
 ATOMS = {str, int, float, bool, bytes, type(None)}
 ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
 MARKS = ("whole_batch", "pure", "isolated", "in_process")
 MAX_PRINTED = 5_000_000  # characters that one call may print
 MAX_SHOWN = 20_000  # of which so many are shown
+TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
+MAX_CAUSE = 300  # characters of an exception's own text in a one-line message
+HERE = str(Path(__file__).parent)
 
 Function = Callable[..., Any]
 
@@ -40,6 +48,8 @@ class Call:
         settings: {parameter: value}, the function's kwargs: the same for all rows and iterations.
         num_rows: N.
         context: {parameter: value}, the same for all rows of this iteration.
+        notes: which methods of `Notes` the function names.
+        places: N texts that say where each row comes from, for messages.
     """
 
     name: str
@@ -48,6 +58,8 @@ class Call:
     settings: dict[str, Any]
     num_rows: int
     context: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    places: Sequence[str] = ()
 
     def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
         """Copies of the arguments, since a function may change what it is given."""
@@ -71,12 +83,16 @@ class Scores:
         failures: {row: reason} of the rows that failed.
         precision: machine epsilon of the coarsest arithmetic that the numbers came in.
         error: the first exception, if the function raised any.
+        metrics: {name: the numbers that the function logged}.
+        extras: {column: {row: what the function logged for it}}.
     """
 
     values: list[float]
     failures: dict[int, str] = field(default_factory=dict)
     precision: float = DOUBLE_EPS
     error: Exception | None = None
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extras: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def put(self, rows: Sequence[int], other: Scores) -> None:
         """Enter the scores of some rows, in the order of `rows`."""
@@ -85,6 +101,48 @@ class Scores:
         self.failures |= {rows[place]: reason for place, reason in other.failures.items()}
         self.precision = max(self.precision, other.precision)
         self.error = self.error or other.error
+        for name, numbers in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(numbers)
+        for column, noted in other.extras.items():
+            places = {rows[place]: value for place, value in noted.items()}
+            self.extras.setdefault(column, {}).update(places)
+
+
+class Notes:
+    """What a function logs besides its rewards, as TRL's functions do.
+
+    Args:
+        num_rows: completions that the function was called for.
+    """
+
+    NAMES = ("log_metric", "log_extra")
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.metrics: dict[str, list[float]] = {}
+        self.extras: dict[str, dict[int, Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number; several calls in an iteration are averaged."""
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Show one value for each completion beside the samples; what is not plain is a text."""
+        require(
+            len(values) == self.num_rows,
+            f"log_extra({column!r}) got {len(values)} values for {self.num_rows} completions",
+        )
+        plain = [value if type(value) in ATOMS else str(value) for value in values]
+        self.extras[str(column)] = dict(enumerate(plain))
+
+    def methods(self, names: Iterable[str]) -> dict[str, Function]:
+        """{name: method}, what a function is given that asks for these."""
+        known: dict[str, Function] = {"log_metric": self.log_metric, "log_extra": self.log_extra}
+        return {name: known[name] for name in names}
+
+    def entered(self, scores: Scores) -> Scores:
+        """The scores, with what was logged."""
+        return replace(scores, metrics=self.metrics, extras=self.extras)
 
 
 class MalformedResult(ValueError):
@@ -92,7 +150,15 @@ class MalformedResult(ValueError):
 
 
 class WorkerError(Exception):
-    """An exception of a reward function in a worker; its text is the traceback there."""
+    """What happened to a reward function in a worker: the cause in a line, and the whole story."""
+
+    def __init__(self, cause: str, story: str = "") -> None:
+        super().__init__(cause, story)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        """Both."""
+        return ". ".join(filter(None, self.args))
 
 
 def whole_batch(function: Function) -> Function:
@@ -134,7 +200,8 @@ def is_coroutine(function: Function) -> bool:
 def read_result(result: object, num_rows: int) -> Scores:
     """What a function returned, as numbers.
 
-    None abstains. NaN, infinities and anything that is not a real number fail their row.
+    None abstains. NaN, infinities, numbers beyond 1e15 and anything that is not a real number fail
+    their row.
 
     Args:
         result: list, tuple, array or tensor of length N.
@@ -151,7 +218,7 @@ def read_result(result: object, num_rows: int) -> Scores:
         raise MalformedResult(f"returned {len(entries)} rewards for {num_rows} completions")
     scores = Scores([nan] * num_rows, precision=precision)
     for row, entry in enumerate(entries):
-        if type(entry) is float and isfinite(entry):  # nearly always, and quick
+        if type(entry) is float and -LARGEST <= entry <= LARGEST:  # nearly always, and quick
             scores.values[row] = entry
         elif entry is not None:
             _read_entry(scores, row, entry)
@@ -169,10 +236,11 @@ def _read_entry(scores: Scores, row: int, entry: Any) -> None:
         value = float(plain)
     except OverflowError:  # a whole number that no float can hold
         value = float("inf")
-    if isfinite(value):
+    if abs(value) <= LARGEST:
         scores.values[row] = value
     else:
-        scores.failures[row] = f"returned {value}"
+        beyond = f", beyond {LARGEST:g}" * isfinite(value)
+        scores.failures[row] = f"returned {value}{beyond}"
 
 
 def _as_python(value: Any) -> tuple[Any, float]:
@@ -191,6 +259,60 @@ def _as_python(value: Any) -> tuple[Any, float]:
 def reason_of(error: BaseException) -> str:
     """The name under which a failure is counted."""
     return "wrong length" if isinstance(error, MalformedResult) else type(error).__name__
+
+
+def answer(
+    function: Function,
+    given: dict[str, Any],
+    num_rows: int,
+    notes: Iterable[str] = (),
+    caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
+) -> Scores:
+    """What a function gives for N rows, or why it fails.
+
+    Args:
+        function: the reward function.
+        given: its arguments, copies.
+        num_rows: N.
+        notes: which methods of `Notes` it names.
+        caught: what it may raise; Ctrl-C is for the run.
+    """
+    noted = Notes(num_rows)
+    try:
+        result = function(**given, **noted.methods(notes))
+        if inspect.isawaitable(result):
+            (result,) = gathered([result])
+        return noted.entered(read_result(result, num_rows))
+    except caught as error:
+        return failed(num_rows, reason_of(error), as_exception(error))
+
+
+async def awaited_answer(
+    function: Function, given: dict[str, Any], num_rows: int, notes: Iterable[str], limit_s: float
+) -> Scores:
+    """The same for a coroutine function, which is stopped after some seconds."""
+    noted = Notes(num_rows)
+    try:
+        coming = function(**given, **noted.methods(notes))
+        return noted.entered(read_result(await asyncio.wait_for(coming, limit_s), num_rows))
+    except (Exception, SystemExit) as error:
+        return failed(num_rows, reason_of(error), as_exception(error))
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What can be raised again without ending the program."""
+    return error if isinstance(error, Exception) else WorkerError(cause_of(error))
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong in one line, and where in the function's own file."""
+    if isinstance(error, WorkerError):
+        return error.cause
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(HERE)]
+    place = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in foreign[-1:]]
+    return "".join([text[:MAX_CAUSE], *place])
 
 
 def failed(num_rows: int, reason: str, error: Exception | None = None) -> Scores:
@@ -222,7 +344,7 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def gathered(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+def gathered(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
     """The results of coroutines that wait together.
 
     They run in a thread of their own, because a notebook has an event loop in this one.

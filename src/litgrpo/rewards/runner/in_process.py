@@ -14,18 +14,18 @@ from typing import Any
 from litgrpo.rewards.runner.calls import (
     MAX_PRINTED,
     MAX_SHOWN,
+    TIMEOUT,
     Call,
     Scores,
+    answer,
+    awaited_answer,
     failed,
     gathered,
     is_coroutine,
     is_marked,
-    read_result,
     reason_of,
 )
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
-
-CAUGHT = (Exception, SystemExit)  # not Ctrl-C, which is for the run
 
 
 class PrintedTooMuch(RuntimeError):
@@ -60,57 +60,47 @@ def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
 
 
 def _score(runner: RewardRunner, call: Call) -> Scores:
-    """Call the function for all rows; if that fails, for each row."""
+    """Call the function for all rows; if that fails, for each row until the deadline."""
     deadline = time.monotonic() + runner.timeout_s
-    try:
-        return _ask(runner, call, range(call.num_rows))
-    except CAUGHT as error:
-        first = failed(call.num_rows, reason_of(error), _as_exception(error))
-    if is_marked(call.function, "whole_batch"):
-        return first
-    scores = Scores([nan] * call.num_rows, error=first.error)
+    whole = _ask(runner, call, range(call.num_rows))
+    if whole.error is None or is_marked(call.function, "whole_batch"):
+        return whole
+    scores = Scores([nan] * call.num_rows, error=whole.error)
     for row in range(call.num_rows):
-        try:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            scores.put([row], _ask(runner, call, range(row, row + 1)))
-        except CAUGHT as error:
-            scores.failures[row] = reason_of(error)
+        late = time.monotonic() > deadline
+        only = range(row, row + 1)
+        scores.put([row], failed(1, TIMEOUT) if late else _ask(runner, call, only))
     return scores
 
 
 def _ask(runner: RewardRunner, call: Call, rows: range) -> Scores:
     """Call the function for some rows."""
     started, limit = time.monotonic(), _Limited(sys.stdout)
-    try:
-        with redirect_stdout(limit), redirect_stderr(limit):
-            result = call.function(**call.arguments(slice(rows.start, rows.stop)))
-        if limit.printed > MAX_PRINTED:  # the function caught our exception
-            raise PrintedTooMuch
-        return read_result(result, len(rows))
-    finally:
-        runner.note_time(call, time.monotonic() - started, rows)
+    given = call.arguments(slice(rows.start, rows.stop))
+    with redirect_stdout(limit), redirect_stderr(limit):
+        scores = answer(call.function, given, len(rows), call.notes)
+    runner.note_time(call, time.monotonic() - started, rows)
+    if limit.printed <= MAX_PRINTED:
+        return scores
+    flood = PrintedTooMuch()  # also where the function caught it
+    return failed(len(rows), reason_of(flood), flood)
 
 
 async def _score_async(runner: RewardRunner, call: Call) -> Scores:
     """Like `_score`; a coroutine can be stopped, so half of the time is kept for the rows."""
 
-    async def attempt(rows: range) -> Scores:
-        try:
-            answer = call.function(**call.arguments(slice(rows.start, rows.stop)))
-            return read_result(await asyncio.wait_for(answer, runner.timeout_s / 2), len(rows))
-        except Exception as error:
-            return failed(len(rows), reason_of(error), error)
+    def attempt(rows: range) -> Any:
+        given = call.arguments(slice(rows.start, rows.stop))
+        half = runner.timeout_s / 2
+        return awaited_answer(call.function, given, len(rows), call.notes, half)
 
-    every = range(call.num_rows)
-    whole = await attempt(every)
+    whole: Scores = await attempt(range(call.num_rows))
     if whole.error is None or is_marked(call.function, "whole_batch"):
         return whole
     scores = Scores([nan] * call.num_rows, error=whole.error)
-    for row, answer in enumerate(
-        await asyncio.gather(*(attempt(range(row, row + 1)) for row in every))
-    ):
-        scores.put([row], answer)
+    each = [attempt(range(row, row + 1)) for row in range(call.num_rows)]
+    for row, one in enumerate(await asyncio.gather(*each)):
+        scores.put([row], one)
     return scores
 
 
@@ -132,7 +122,3 @@ class _Limited(io.TextIOBase):
 
     def flush(self) -> None:
         self.target.flush()
-
-
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(repr(error))

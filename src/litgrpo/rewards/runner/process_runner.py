@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
+import inspect
 import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import CellType
 from typing import Any
 
 from litgrpo.arguments import at_least
@@ -19,6 +22,8 @@ from litgrpo.rewards.runner.worker_pool import WorkerPool
 
 OURS = "litgrpo.rewards."
 MOST_WORKERS = 4
+STORES = ("STORE_DEREF", "STORE_GLOBAL")
+CONTAINERS = (list, dict, set, bytearray)
 
 
 class ProcessRunner(RewardRunner):
@@ -67,6 +72,15 @@ class ProcessRunner(RewardRunner):
                 *(name, why),
             )
         sent = {n: call for n, call in foreign.items() if call.name not in troubles}
+        for call in sent.values():
+            for kept in state_of(call.function)[:1]:
+                self.tell_once(
+                    call.name,
+                    "reward '%s' keeps state in %r. It runs in worker processes, so what it"
+                    " changes there stays there, and is lost with a worker; reward_runner:"
+                    " InProcessRunner runs it in this process.",
+                    *(call.name, kept),
+                )
         keys = {n: self._keys(call) for n, call in sent.items() if is_marked(call.function, "pure")}
         known = {n: self._remembered(row_keys) for n, row_keys in keys.items()}
         batch = Batch(self, self.pool, sent, known)
@@ -116,6 +130,35 @@ class ProcessRunner(RewardRunner):
                 self.cache.move_to_end(key)
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
+
+
+def state_of(function: Any) -> list[str]:
+    """Names outside of a function that it may change: variables that it sets, and containers.
+
+    Containers count in a closure and in a script or notebook; a module's own are often tables.
+
+    Example:
+        >>> def counting():
+        ...     calls = []
+        ...     return lambda completions: calls.append(1)
+        >>> state_of(counting())
+        ['calls']
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if not inspect.isfunction(function):
+        return []
+    code, closure = function.__code__, function.__closure__ or ()
+    stored = {i.argval for i in dis.get_instructions(code) if i.opname in STORES}
+    found = [name for name in (*code.co_freevars, *code.co_names) if name in stored]
+    seen = {
+        name: cell.cell_contents
+        for name, cell in zip(code.co_freevars, closure, strict=True)
+        if cell != CellType()
+    }
+    if function.__module__ == "__main__":
+        seen |= {n: v for n, v in function.__globals__.items() if n in code.co_names}
+    return found + [name for name, value in seen.items() if isinstance(value, CONTAINERS)]
 
 
 def is_trusted(call: Call) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from litgrpo.arguments import above, at_least, at_most
-from litgrpo.rewards.runner.calls import Call, MalformedResult, Scores
+from litgrpo.rewards.runner.calls import Call, MalformedResult, Scores, cause_of
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,10 @@ Finish = Callable[[], list[Scores]]
 
 
 class RewardFailure(RuntimeError):
-    """So many rewards of one function failed that going on would train on noise."""
+    """So many rewards of one function failed that going on would train on noise.
+
+    The message is one line; the cause has the traceback.
+    """
 
 
 class LazyFuture(Future[Result]):
@@ -197,21 +200,33 @@ class RewardRunner(ABC):
         counts = self.failures.setdefault(call.name, Counter())
         before, first = counts.total(), min(scores.failures)
         counts.update(scores.failures.values())
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.items())
         summary = (
             f"reward '{call.name}': {len(scores.failures)} of {call.num_rows} completions failed"
         )
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.items())
+        if len(scores.failures) > self.max_failed_frac * call.num_rows:
+            raise RewardFailure(_one_line(call, scores, summary, first)) from scores.error
         if not before:
             given = (f"{name} {values[first]!r:.200}" for name, values in call.rows.items())
             log.warning(
-                "%s and are left out (%s); the first is row %d, which got %s",
-                *(summary, reasons, first, ", ".join(given)),
+                "%s and are left out (%s); the first is row %d%s, which got %s",
+                *(summary, reasons, first, _place(call, first), ", ".join(given)),
                 exc_info=scores.error,
             )
         elif counts.total().bit_length() > before.bit_length():  # each time that the total doubles
             log.warning("%s; so far %d (%s)", summary, counts.total(), reasons)
-        if len(scores.failures) > self.max_failed_frac * call.num_rows:
-            raise RewardFailure(
-                f"{summary}, more than max_failed_frac = {self.max_failed_frac} allows."
-                f" Reasons so far: {reasons}."
-            ) from scores.error
+
+
+def _one_line(call: Call, scores: Scores, summary: str, first: int) -> str:
+    """Why a run is stopped: the first cause, the first row, and what to do."""
+    reasons = Counter(scores.failures.values())
+    listed = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+    cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
+    return (
+        f"{summary} ({listed}), first row {first}{_place(call, first)}{cause}. Mend the function,"
+        " or let more fail by reward_runner.max_failed_frac; --debug shows its traceback."
+    )
+
+
+def _place(call: Call, row: int) -> str:
+    return f" ({call.places[row]})" if call.places else ""

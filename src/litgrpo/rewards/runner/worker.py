@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
-import inspect
 import os
 import pickle
 import signal
@@ -19,22 +18,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import Any
+from typing import Any, NamedTuple
 
 from litgrpo.rewards.runner.calls import (
     Function,
     MalformedResult,
     Scores,
     WorkerError,
-    failed,
+    answer,
+    awaited_answer,
+    cause_of,
     own_settings,
-    read_result,
-    reason_of,
 )
 
 FORK = 0  # asks the launcher for a worker; any other number is a worker that has ended
@@ -43,26 +40,25 @@ MAX_TRACEBACK = 20_000  # characters
 PARENT_DIED = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 Loaded = dict[str, tuple[Function, dict[str, Any]]]
-Answer = tuple[int, Scores, float]  # number of the question, its scores, seconds
 
 
-@dataclass(frozen=True)
-class Question:
-    """Some rows of a call, as they travel to a worker.
+class Question(NamedTuple):
+    """Some rows of a call, as they travel to a worker; settings were sent before.
 
     Args:
-        name: of the reward function, loaded before.
-        arguments: {parameter: value}, without the settings, which were sent before.
+        name: of the reward function.
+        arguments: {parameter: value}.
         num_rows: how many.
+        notes: which methods of `Notes` the function names.
     """
 
     name: str
     arguments: dict[str, Any]
     num_rows: int
+    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What a worker is sent.
 
     Args:
@@ -78,15 +74,13 @@ class Message:
     show_stack: bool
 
 
-def main(control_fd: int, lifeline_fd: int) -> None:
+def main(control_fd: int, parent: int) -> None:
     """Load the functions, then fork or become workers until the training process is gone."""
-    _die_with(lifeline_fd)
+    _die_with(parent)
     _be_first_to_go()
     control = Connection(control_fd)
-    functions, troubles = _load(control.recv())
-    control.send(troubles)
-    _flush_prints()
     try:
+        functions = _load(control)
         connection_fd, output_fd = _launch(control)
         control.close()
         _serve(Connection(connection_fd), output_fd, functions)
@@ -94,30 +88,44 @@ def main(control_fd: int, lifeline_fd: int) -> None:
         os._exit(0)  # nobody is there to be answered
 
 
+def _load(control: Connection) -> Loaded:
+    """The functions with their settings.
+
+    Sends the name of each before it is loaded, so that the one that hangs is known, and at the end
+    {name: why it could not be loaded}.
+    """
+    functions: Loaded = {}
+    troubles: dict[str, str] = {}
+    for name, text in control.recv().items():
+        control.send(name)
+        try:
+            functions[name] = pickle.loads(text)
+        except Exception as error:
+            troubles[name] = f"{type(error).__name__}: {error}"
+    _flush_prints()
+    control.send(troubles)
+    return functions
+
+
 def _launch(control: Connection) -> tuple[int, int]:
     """Fork workers; returns in each of them, with the files for its messages and its output."""
     launcher = os.getpid()
-    killed: list[int] = []
     while True:
-        pid, wants_code = control.recv()
-        killed = [one for one in killed if not os.waitpid(one, os.WNOHANG)[0]]
-        if pid != FORK and not wants_code:
-            killed.append(pid)  # on a busy machine dying takes time: it is reaped later
-            continue
+        pid = control.recv()
         if pid != FORK:
             control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             continue
-        connection_fd, output_fd = recv_handle(control), recv_handle(control)
+        files = recv_handle(control), recv_handle(control)
         forked = os.fork() if _can_fork() else launcher
         if forked == launcher:  # not forked: the launcher is the worker
             control.send(launcher)
-            return connection_fd, output_fd
+            return files
         if not forked:
             os.setpgid(0, 0)  # so that it can be ended with all that it starts
-            _die_with_parent(launcher)
-            return connection_fd, output_fd
-        os.close(connection_fd)
-        os.close(output_fd)
+            _die_with(launcher)
+            return files
+        for file in files:
+            os.close(file)
         control.send(forked)
 
 
@@ -133,25 +141,21 @@ def _serve(connection: Connection, output_fd: int, functions: Loaded) -> None:
         if message.together:
             asyncio.run(_answer_together(message, functions, connection))
             continue
-        for number in range(len(message.questions)):
+        for number, question in enumerate(message.questions):
             if message.show_stack:
                 faulthandler.dump_traceback_later(STACK_SHARE * message.limit_s, file=2)
             started = time.perf_counter()
-            scores = _answer(message.questions[number], functions)
+            scores = _answer(question, functions)
             faulthandler.cancel_dump_traceback_later()
-            _send(connection, (number, scores, time.perf_counter() - started))
+            _send(connection, number, scores, started)
 
 
 def _answer(question: Question, functions: Loaded) -> Scores:
     """Call the function."""
-    function, settings = functions[question.name]
-    try:
-        result = function(**question.arguments, **own_settings(settings))
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        return read_result(result, question.num_rows)
-    except BaseException as error:  # no Ctrl-C reaches this session: it was the function
-        return _troubled(question, error)
+    function, given = _asked(question, functions)
+    # No Ctrl-C reaches this session: whatever is raised, it was the function.
+    scores = answer(function, given, question.num_rows, question.notes, (BaseException,))
+    return _packed(scores)
 
 
 async def _answer_together(message: Message, functions: Loaded, connection: Connection) -> None:
@@ -159,46 +163,32 @@ async def _answer_together(message: Message, functions: Loaded, connection: Conn
 
     async def ask(number: int, question: Question) -> None:
         started = time.perf_counter()
-        function, settings = functions[question.name]
-        try:
-            answer = function(**question.arguments, **own_settings(settings))
-            result = await asyncio.wait_for(answer, message.limit_s)
-            scores = read_result(result, question.num_rows)
-        except BaseException as error:
-            scores = _troubled(question, error)
-        _send(connection, (number, scores, time.perf_counter() - started))
+        function, given = _asked(question, functions)
+        rows, notes = question.num_rows, question.notes
+        scores = await awaited_answer(function, given, rows, notes, message.limit_s)
+        _send(connection, number, _packed(scores), started)
 
     await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+def _asked(question: Question, functions: Loaded) -> tuple[Function, dict[str, Any]]:
+    function, settings = functions[question.name]
+    return function, question.arguments | own_settings(settings)
 
 
-def _send(connection: Connection, answer: Answer) -> None:
+def _send(connection: Connection, number: int, scores: Scores, started: float) -> None:
+    """Send the number of a question, its scores, and the seconds that it took."""
     _flush_prints()
-    connection.send(answer)
+    connection.send((number, scores, time.perf_counter() - started))
 
 
-def _troubled(question: Question, error: BaseException) -> Scores:
-    """Failed scores; only the text of an exception is sure to survive the journey."""
-    kind: type[Exception] = WorkerError
-    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-    if isinstance(error, MalformedResult):
-        kind, text = MalformedResult, str(error)
-    return failed(question.num_rows, reason_of(error), kind(text))
-
-
-def _load(pickled: dict[str, bytes]) -> tuple[Loaded, dict[str, str]]:
-    """The functions with their settings, and why some could not be loaded."""
-    functions: Loaded = {}
-    troubles: dict[str, str] = {}
-    for name, text in pickled.items():
-        try:
-            functions[name] = pickle.loads(text)
-        except (Exception, SystemExit) as error:
-            troubles[name] = f"{type(error).__name__}: {error}"
-    return functions, troubles
+def _packed(scores: Scores) -> Scores:
+    """Scores for the journey; only the text of an exception is sure to survive it."""
+    error = scores.error
+    if error is not None and not isinstance(error, MalformedResult | WorkerError):
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        scores.error = WorkerError(cause_of(error), text)
+    return scores
 
 
 def _can_fork() -> bool:
@@ -206,30 +196,20 @@ def _can_fork() -> bool:
     return sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
 
 
-def _die_with(lifeline_fd: int) -> None:
-    """End when the other side of this pipe is closed, also in the middle of C code."""
+def _die_with(parent: int) -> None:
+    """End when the parent is gone; on Linux also in the middle of C code."""
     if sys.platform == "linux":
-        import fcntl
-
-        # The kernel sends SIGKILL as soon as there is anything to read, here: the pipe's end.
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-        return
-
-    def wait() -> None:
-        os.read(lifeline_fd, 1)
+        ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it died before the lines above
         os._exit(0)
 
-    threading.Thread(target=wait, daemon=True).start()
 
-
-def _die_with_parent(launcher: int) -> None:
-    """The same for a fork, whose parent has one thread and lives as long as the launcher."""
-    ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the line above
-        os._exit(0)
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(0)
 
 
 def _be_first_to_go() -> None:

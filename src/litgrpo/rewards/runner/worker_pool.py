@@ -10,17 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 
 from litgrpo.arguments import require
-from litgrpo.rewards.runner.calls import MAX_PRINTED, MAX_SHOWN, Call
+from litgrpo.rewards.runner.calls import FLOOD, MAX_PRINTED, MAX_SHOWN, TIMEOUT, Call, WorkerError
 from litgrpo.rewards.runner.worker import FORK
 
 log = logging.getLogger(__name__)
@@ -33,14 +34,57 @@ START = (
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
-LOAD_S = 120.0  # imports of the functions' modules
+LOAD_S = 120.0  # for the imports of a function's module
 READ_BYTES = 1 << 16
 MAX_PICKLED = 64_000_000  # bytes; what holds more is a model and stays here
 GONE = (OSError, EOFError)  # what using the connection to a process that has ended raises
 
 
-class CannotLoad(RuntimeError):
-    """The functions could not be loaded in another process."""
+class LoadingFailed(WorkerError):
+    """A process hung, died or flooded its output while it loaded a function.
+
+    Args:
+        name: of the reward.
+        reason: what happened.
+        printed: what the process printed.
+    """
+
+    def __init__(self, name: str, reason: str, printed: str) -> None:
+        super().__init__(f"{reason} while loading", printed)
+        self.name = name
+
+
+class Output:
+    """The beginning of what a process prints, and how much it was.
+
+    Args:
+        fd: the reading end of its pipe.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.file = os.fdopen(fd, "rb", buffering=0)
+        self.printed, self.shown = 0, bytearray()
+        self.close = weakref.finalize(self, self.file.close)
+
+    def fileno(self) -> int:
+        """For `wait`."""
+        return self.file.fileno()
+
+    def drain(self) -> bool:
+        """Read what was printed so far; says whether it is too much."""
+        while self.printed <= MAX_PRINTED and select.select([self.file], [], [], 0)[0]:
+            text = os.read(self.fileno(), READ_BYTES)
+            if not text:
+                break
+            self.printed += len(text)
+            self.shown += text[: MAX_SHOWN - len(self.shown)]
+        return self.printed > MAX_PRINTED
+
+    def take(self) -> str:
+        """What was printed since the last time, shortened."""
+        text, more = self.shown.decode(errors="replace"), self.printed - len(self.shown)
+        self.printed, self.shown = 0, bytearray()
+        return text + (f"\n... and {more} more bytes\n" if more > 0 else "")
 
 
 @dataclass(eq=False)
@@ -56,46 +100,21 @@ class Worker:
 
     pid: int
     connection: Connection
-    output: IO[bytes]
+    output: Output
     launcher: Launcher
-    printed: int = 0
-    shown: bytearray = field(default_factory=bytearray)
 
-    def __post_init__(self) -> None:
-        """Close the file when nobody knows the worker any more."""
-        weakref.finalize(self, self.output.close)
-
-    def drain(self) -> None:
-        """Read what it has printed so far; keep the beginning."""
-        while self.printed <= MAX_PRINTED and select.select([self.output], [], [], 0)[0]:
-            text = os.read(self.output.fileno(), READ_BYTES)
-            if not text:
-                break
-            self.printed += len(text)
-            self.shown += text[: MAX_SHOWN - len(self.shown)]
-
-    def take_prints(self) -> str:
-        """What it printed since the last time, shortened."""
-        text, more = self.shown.decode(errors="replace"), self.printed - len(self.shown)
-        self.printed, self.shown = 0, bytearray()
-        return text + (f"\n... and {more} more bytes\n" if more > 0 else "")
-
-    def end(self, *, wait: bool) -> str:
-        """Kill it and all that it started.
-
-        Args:
-            wait: for it to be gone, and so learn what it died of.
-        """
+    def end(self) -> str:
+        """Kill it and all that it started; says what it died of."""
         for kill in (os.killpg, os.kill):  # one that was just forked has no group of its own yet
             try:
                 kill(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 log.debug("worker %d is gone already", self.pid)
-        code = self.launcher.exit_code(self, wait=wait)
-        self.drain()
+        code = self.launcher.exit_code(self.pid)
+        self.output.drain()
         self.connection.close()
         self.output.close()
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return died_of(code)
 
 
 class Launcher:
@@ -105,85 +124,98 @@ class Launcher:
         pickled: {name: the pickled function and its settings}.
 
     Raises:
-        CannotLoad: a function cannot be loaded there.
+        LoadingFailed: it hung, died or printed too much while it loaded one.
     """
 
     def __init__(self, pickled: Mapping[str, bytes]) -> None:
         ours, theirs = socket.socketpair()
         self.control = Connection(ours.detach())
-        lifeline_read, lifeline = os.pipe()
-        given = (theirs.fileno(), lifeline_read)
+        read, write = os.pipe()
+        self.output = Output(read)
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START, path, *map(str, given)],
-            pass_fds=given,
+            [sys.executable, "-P", "-c", START, path, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write,
             env=os.environ | ONE_THREAD,
             start_new_session=True,  # Ctrl-C is for us; we end the workers
         )
         theirs.close()
-        os.close(lifeline_read)
-        self.close = weakref.finalize(
-            self, _shut, os.getpid(), self.process, self.control, lifeline
-        )
+        os.close(write)
+        self.close = weakref.finalize(self, _shut, os.getpid(), self.process, self.control)
         self.used_up = False  # it has become a worker
-        troubles = self._load(dict(pickled))
-        if troubles:
-            self.close()
-            raise CannotLoad("; ".join(f"{name}: {text}" for name, text in troubles.items()))
+        self.troubles = self._load(dict(pickled))
 
     def _load(self, pickled: dict[str, bytes]) -> dict[str, str]:
-        """Send the functions, wait until they are loaded; {name: why it could not be}."""
+        """Send the functions, wait until they are loaded; {name: why it cannot be}."""
+        heard: Any = "launcher"
         try:
             self.control.send(pickled)
-            if self.control.poll(LOAD_S):
-                return dict(self.control.recv())
+            while isinstance(heard, str):  # the function that is being loaded
+                self._wait(heard)
+                heard = self.control.recv()
         except GONE:
-            code = self.process.wait()
-            return {"launcher": f"the process that loads functions exited with {code}"}
-        return {"launcher": f"loading took more than {LOAD_S:.0f} s"}
+            reason = died_of(self.process.wait())
+            self.output.drain()
+            raise LoadingFailed(heard, reason, self.output.take()) from None
+        sys.stdout.write(self.output.take())
+        return dict(heard)
+
+    def _wait(self, name: str) -> None:
+        """Until there is a message, or loading has failed."""
+        until = time.monotonic() + LOAD_S
+        sources: list[Any] = [self.control, self.output]
+        while not self.control.poll():
+            ready = wait(sources, max(0.0, until - time.monotonic()))
+            reason = FLOOD if self.output.drain() else "" if ready else TIMEOUT
+            if reason:
+                self.close()
+                raise LoadingFailed(name, reason, self.output.take())
 
     def launch(self) -> Worker:
         """A new worker."""
         ours, theirs = socket.socketpair()
         output_read, output_write = os.pipe()
-        self.control.send((FORK, False))
+        self.control.send(FORK)
         for fd in (theirs.detach(), output_write):
             send_handle(self.control, fd, self.process.pid)
             os.close(fd)
         pid = self.control.recv()
         self.used_up = pid == self.process.pid
-        output = os.fdopen(output_read, "rb", buffering=0)
-        return Worker(pid, Connection(ours.detach()), output, self)
+        return Worker(pid, Connection(ours.detach()), Output(output_read), self)
 
-    def exit_code(self, worker: Worker, *, wait: bool) -> int:
+    def exit_code(self, pid: int) -> int:
         """The exit code of a worker that has ended, or minus its signal."""
-        if worker.pid == self.process.pid:
-            code = self.process.wait()
-            self.close()
-            return code
         try:
-            self.control.send((worker.pid, wait))
-            return int(self.control.recv()) if wait else -signal.SIGKILL
-        except GONE:  # the launcher is gone, too
-            self.close()
+            if pid != self.process.pid:
+                self.control.send(pid)
+                return int(self.control.recv())
+            return self.process.wait()
+        except GONE:  # the launcher is gone, and its workers with it
             return -signal.SIGKILL
+        finally:
+            if self.process.poll() is not None:
+                self.close()
 
 
-def _shut(owner: int, process: subprocess.Popen[bytes], control: Connection, lifeline: int) -> None:
+def died_of(code: int) -> str:
+    """What ended a process, from its exit code or minus its signal."""
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def _shut(owner: int, process: subprocess.Popen[bytes], control: Connection) -> None:
     """End the launcher; its workers die with it."""
     if os.getpid() != owner:  # a fork of ours; the launcher belongs to the parent
         return
     control.close()
-    os.close(lifeline)
     process.kill()
     process.wait()
 
 
 class WorkerPool:
     """As many workers as may run at the same time, and the launchers that they come from.
-
-    Nothing is started before it is needed.
 
     Args:
         size: number of workers.
@@ -195,6 +227,7 @@ class WorkerPool:
         self.registered: dict[str, tuple[Any, Any]] = {}
         self.pickled: dict[str, bytes] = {}
         self.troubles: dict[str, str] = {}
+        self.failed: dict[str, LoadingFailed] = {}
         self.launchers: list[Launcher] = []
         self.idle: list[Worker] = []
         self.busy: list[Worker] = []
@@ -204,10 +237,10 @@ class WorkerPool:
         return vars(WorkerPool(self.size))
 
     def register(self, calls: Sequence[Call]) -> dict[str, str]:
-        """Make sure that workers know these functions.
+        """Make sure that workers know these functions; `failed` has those that broke a process.
 
         Returns:
-            {name: why it cannot be run in a worker}.
+            {name: why it cannot be sent to a worker}.
         """
         wanted = {call.name: (call.function, call.settings) for call in calls}
         known = self.registered
@@ -216,59 +249,71 @@ class WorkerPool:
         if sys.platform == "win32":  # cannot hand file descriptors to other processes
             return dict.fromkeys(wanted, "Windows has no workers")
         self.close()
-        self.registered, self.pickled, self.troubles = wanted, {}, {}
+        self.registered, self.pickled, self.troubles, self.failed = wanted, {}, {}, {}
         for name, part in wanted.items():
             try:
                 self.pickled[name] = packed(*part)
             except Exception as error:  # whatever a foreign object raises when it is pickled
                 self.troubles[name] = f"{type(error).__name__}: {error}"
-        try:
-            self.launchers = [Launcher(self.pickled)] if self.pickled else []
-        except CannotLoad as error:
-            self.troubles |= dict.fromkeys(self.pickled, str(error))
+        self._start()
         return self.troubles
 
+    def _start(self) -> None:
+        """Start a launcher, without the functions that break it."""
+        self.launchers = [one for one in self.launchers if one.close.alive]
+        while self.pickled:
+            try:
+                self.launchers.append(Launcher(self.pickled))
+            except LoadingFailed as error:
+                broken = {error.name} & self.pickled.keys() or set(self.pickled)
+                self.failed |= dict.fromkeys(broken, error)
+                self.pickled = {n: text for n, text in self.pickled.items() if n not in broken}
+                continue
+            self.troubles |= self.launchers[-1].troubles
+            return
+
     def take(self) -> Worker | None:
-        """A worker that waits, or a new one, or None if all are at work."""
+        """A worker that waits, or a new one, or None if all are at work or nothing can be run."""
         if len(self.busy) >= self.size:
             return None
-        worker = self.idle.pop() if self.idle else self._new()
-        self.busy.append(worker)
-        return worker
+        while not self.idle and self.pickled:
+            self._new()
+        self.busy += self.idle[-1:]
+        return self.idle.pop() if self.idle else None
 
-    def _new(self) -> Worker:
-        for launcher in self.launchers:
-            try:
-                if launcher.close.alive and not launcher.used_up:
-                    return launcher.launch()
-            except GONE:  # somebody ended it
-                launcher.close()
-        self.launchers = [one for one in self.launchers if one.close.alive]
-        self.launchers.append(Launcher(self.pickled))
-        return self.launchers[-1].launch()
+    def _new(self) -> None:
+        """Let a launcher fork, or start one."""
+        ready = [one for one in self.launchers if one.close.alive and not one.used_up]
+        if not ready:
+            self._start()
+            return
+        try:
+            self.idle.append(ready[0].launch())
+        except GONE:  # somebody ended it
+            ready[0].close()
 
     def release(self, worker: Worker) -> None:
         """The worker is done and can be taken again."""
         self.busy.remove(worker)
         self.idle.append(worker)
 
-    def end(self, worker: Worker, *, wait: bool) -> str:
-        """End a busy worker; says what it died of, if that is waited for."""
+    def end(self, worker: Worker) -> str:
+        """End a busy worker; says what it died of."""
         self.busy.remove(worker)
-        return worker.end(wait=wait)
+        return worker.end()
 
     def end_busy(self) -> None:
         """End workers whose answers nobody will read."""
         if self.owner != os.getpid():  # a fork of ours; the workers belong to the parent
             self.__init__(self.size)  # type: ignore[misc]
         for worker in list(self.busy):
-            self.end(worker, wait=False)
+            self.end(worker)
 
     def close(self) -> None:
         """End everything."""
         self.end_busy()
         for worker in self.idle:
-            worker.end(wait=False)
+            worker.end()
         for launcher in self.launchers:
             launcher.close()
         self.launchers, self.idle, self.registered = [], [], {}

@@ -14,6 +14,7 @@ from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
+from litgrpo.rollout.stop_strings import watch_for
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -82,6 +83,7 @@ class LocalEngine(RolloutEngine):
         waiting, batch, step, full = len(requests.prompts), None, 0, 0
         # Finished rows take up room until they are looked for, so short limits look more often.
         pause = min(self.look_every, max(1, length // 4))
+        watch = watch_for(requests.stops, requests.uniforms)
         while waiting or batch is not None:
             free = places - (0 if batch is None else len(batch.cursor))
             if waiting and free >= group_size and (batch is None or batch.state.can_join):
@@ -94,8 +96,10 @@ class LocalEngine(RolloutEngine):
             drawn = decoding.draw(batch)
             yield batch.cursor, batch.active, drawn
             tokens, step = drawn.tokens, step + 1
+            watch.note(batch.cursor, batch.active, tokens)
             batch = batch.appended(tokens, decoding.is_end)
             if step % pause == 0 or step == full:
+                batch = replace(batch, active=watch.goes_on(batch.cursor, batch.active))
                 active = int(batch.active.sum())
                 ended = len(tokens) - active
                 if active == 0:
@@ -159,9 +163,8 @@ class _Decoding:
     @cached_property
     def is_end(self) -> Tensor:
         """[V] True for tokens that end a completion."""
-        policy = self.requests.policy
-        tokens = torch.arange(policy.vocab_size)
-        is_end = torch.isin(tokens, torch.tensor(policy.eos_ids))
+        tokens = torch.arange(self.requests.policy.vocab_size)
+        is_end = torch.isin(tokens, torch.tensor(self.requests.end_ids))
         return is_end.to(self.requests.uniforms.device)
 
     def begin(self, first: int, groups: int) -> _RunningBatch:
@@ -204,15 +207,15 @@ class CompletionBuffer:
         logprobs: [N, C] float32 log-probabilities at sampling.
         mask: [N, C] True marks a real token.
         ended: [N] True where the end token was sampled.
-        candidate_ids: for each step, its columns, its rows [n], and the tokens that could be
-            sampled there [n, S].
+        candidate_ids: for each step, the columns [n] and rows [n] of its tokens, and the tokens
+            that could be sampled there [n, S].
     """
 
     ids: Tensor
     logprobs: Tensor
     mask: Tensor
     ended: Tensor
-    candidate_ids: list[tuple[int | Tensor, Tensor, Tensor]] = field(default_factory=list)
+    candidate_ids: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @staticmethod
     def empty(shape: torch.Size, pad_id: int, device: torch.device) -> CompletionBuffer:
@@ -223,16 +226,6 @@ class CompletionBuffer:
             mask=torch.zeros(shape, dtype=torch.bool, device=device),
             ended=torch.zeros(shape[0], dtype=torch.bool, device=device),
         )
-
-    def write_column(self, column: int, rows: Tensor, drawn: Drawn, eos_ids: Tensor) -> None:
-        """Write one token of each of the rows [n]; rows that have ended stay as they are."""
-        active, tokens = ~self.ended[rows], drawn.tokens
-        self.ids[rows, column] = torch.where(active, tokens, self.ids[rows, column])
-        self.logprobs[rows, column] = torch.where(active, drawn.logprobs.float(), 0.0)
-        self.mask[rows, column] = active
-        if drawn.candidate_ids is not None:
-            self.candidate_ids.append((column, rows[active], drawn.candidate_ids[active]))
-        self.ended[rows] |= torch.isin(tokens, eos_ids)
 
     def write_steps(self, steps: Iterable[tuple[Tensor, Tensor, Drawn]], is_end: Tensor) -> None:
         """Write all decoding steps of a rollout at once, after the last one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Backend, backend
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
+from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -87,8 +88,12 @@ class StaticEngine(RolloutEngine):
 
         On devices with static shapes the rollout is on the host, unused columns and padded prompts
         included; prompts may be on the host, too, so that they need not be fetched from the device.
-        Elsewhere it is where the prompts are, without unused columns.
+        Elsewhere it is where the prompts are, without unused columns. Where memory was short, some
+        groups decode after the others, in shapes of their own.
         """
+        parts = _parts(requests)
+        if len(parts) > 1:
+            return _joined([self.generate(part) for part in parts], requests)
         policy, prompts, uniforms = requests.policy, requests.prompts, requests.uniforms
         group_size, sampling = requests.group_size, requests.sampling
         device = backend(policy.model.device)
@@ -98,11 +103,11 @@ class StaticEngine(RolloutEngine):
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.static.attending():
             ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
-            is_end = _is_end(policy).to(device.device)
+            is_end = _is_end(requests).to(device.device)
             sampler = TokenSampler(_plain(uniforms, device), is_end, sampling)
             output, state = prefill(policy, ids, mask, sampler, group_size)
             for column in range(1, uniforms.shape[1]):
-                if column % self.look_every == 0 and bool(output.ended.all()):
+                if column % self.look_every == 0 and _all_ended(output, requests.stops):
                     break
                 output, state = step(policy, output, state, sampler)
             if device.static_shapes:
@@ -220,9 +225,19 @@ def _plain(tensor: Tensor, device: Backend) -> Tensor:
     return there.clone() if there.is_inference() else there
 
 
-def _is_end(policy: Policy) -> Tensor:
+def _is_end(requests: Requests) -> Tensor:
     """[V] True for tokens that end a completion; on the host."""
-    return torch.isin(torch.arange(policy.vocab_size), torch.tensor(policy.eos_ids))
+    return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
+
+
+def _all_ended(output: Output, stops: StopStrings | None) -> bool:
+    """Whether every row has sampled an end token, or a stop string if there are any."""
+    if stops is None:
+        return bool(output.ended.all())
+    waiting, ids = output.ended.logical_not().tolist(), output.ids.tolist()
+    lengths = output.lengths.tolist()
+    rows = zip(waiting, ids, lengths, strict=True)
+    return all(stops.found(row[:length]) for waits, row, length in rows if waits)
 
 
 def _prefill(
@@ -243,3 +258,48 @@ def _decode_step(
     logits, state = policy.static.step(output.tokens, state)
     drawn = sampler.draw(logits, output.column)
     return output.append(drawn, policy.pad_id, sampler.is_end), state
+
+
+def _parts(requests: Requests) -> list[Requests]:
+    """Whole groups that decode together, as many as `max_rows` allows; prompts stay as wide."""
+    prompts, group_size = requests.prompts, requests.group_size
+    groups = max(1, (requests.max_rows or requests.num_rows) // group_size)
+
+    def part(rows: slice) -> Requests:
+        own = PromptBatch(
+            prompts.prompt_ids[rows],
+            prompts.prompt_mask[rows],
+            prompts.prompts[rows],
+            {name: values[rows] for name, values in prompts.columns.items()},
+            prompts.index[rows],
+        )
+        uniforms = requests.uniforms[rows.start * group_size : rows.stop * group_size]
+        return replace(requests, prompts=own, uniforms=uniforms, max_rows=None)
+
+    return [part(slice(start, start + groups)) for start in range(0, len(prompts), groups)]
+
+
+def _joined(parts: list[Rollout], requests: Requests) -> Rollout:
+    """One rollout of all groups, as wide as the widest part."""
+    widest = max(part.completion_ids.shape[1] for part in parts)
+
+    def cat(name: str, fill: int = 0) -> Tensor:
+        values = [getattr(part, name).movedim(1, -1) for part in parts]
+        wide = [pad(each, (0, widest - each.shape[-1]), value=fill) for each in values]
+        return torch.cat(wide).movedim(-1, 1)
+
+    first = parts[0]
+    prompts: dict[str, Any] = {
+        name: torch.cat([getattr(part.prompts, name) for part in parts])
+        for name in ("prompt_ids", "prompt_mask", "index")
+    }
+    return replace(
+        first,
+        prompts=replace(requests.prompts, **prompts),
+        completion_ids=cat("completion_ids", requests.policy.pad_id),
+        completion_mask=cat("completion_mask"),
+        loss_mask=cat("loss_mask"),
+        sampler_logprobs=cat("sampler_logprobs"),
+        truncated=torch.cat([part.truncated for part in parts]),
+        candidate_ids=None if first.candidate_ids is None else cat("candidate_ids", -1),
+    )

@@ -1,0 +1,151 @@
+"""Recipes: the user's files, and those that litgrpo brings, as `fit` is given them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from litgrpo.arguments import did_you_mean
+
+FOLDER = Path(__file__).parents[1] / "configs"
+CLONES_FOLDER = "configs/"  # where the same recipes are in a clone
+SOURCES = ("train", "val", "test", "predict")  # keys of data
+RECIPE_FLAGS = ("-c", "--config")
+# What a command line without a recipe trains or asks, and what `predict` does not need to be told.
+CLASSES = {"model": "litgrpo.GRPO", "data": "litgrpo.PromptData"}
+NOT_NEEDED = {"predict": ("--model.rewards", "{none: {function: litgrpo.rewards.correctness}}")}
+
+
+def brought() -> dict[str, Path]:
+    """{name: file} of the recipes that litgrpo brings, such as `algorithms/dr_grpo`."""
+    found = sorted(FOLDER.rglob("*.yaml"))
+    return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in found}
+
+
+def recipe_file(word: str) -> Path:
+    """The file behind what a user calls a recipe.
+
+    Args:
+        word: a file, with or without `.yaml`; or the name of a recipe that litgrpo brings, with or
+            without `configs/` and `.yaml`. A file of the user's comes first.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    name, recipes = word.removeprefix(CLONES_FOLDER).removesuffix(".yaml"), brought()
+    places = [Path(word), Path(f"{word}.yaml"), recipes.get(name, Path(word))]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise ValueError(
+            f"there is no recipe {word!r}: no such file in {Path.cwd()}, and litgrpo brings none "
+            f"of that name{did_you_mean(name, recipes)}. It brings {', '.join(recipes)}."
+        )
+    return found
+
+
+def with_classes(verb: str, words: Sequence[str]) -> list[str]:
+    """A command line without a recipe names the model's keys alone: then GRPO's and PromptData's.
+
+    Args:
+        verb: of the command line.
+        words: after it.
+    """
+    options = {word.partition("=")[0] for word in words}
+    if options.intersection(RECIPE_FLAGS) or not any(o.startswith("--model.") for o in options):
+        return list(words)
+    given = [[f"--{key}", name] for key, name in CLASSES.items() if f"--{key}" not in options]
+    flag, value = NOT_NEEDED.get(verb, ("", ""))
+    given += [[flag, value]] if flag and flag not in options else []
+    return [*(word for pair in given for word in pair), *words]
+
+
+def refuse_repeated_keys(text: str, name: str) -> None:
+    """Refuse a recipe in which a key stands twice: YAML would silently take the last one.
+
+    Args:
+        text: of the recipe; broken YAML is left to the parser.
+        name: of its file.
+
+    Raises:
+        ValueError: one does, with its lines.
+    """
+    try:
+        node = yaml.compose(text)
+    except yaml.YAMLError:
+        return
+    for first, second in repeated(node):
+        raise ValueError(
+            f"{name}, line {second.start_mark.line + 1}: the key {second.value!r} stands twice "
+            f"in the same place, first in line {first.start_mark.line + 1}. Keep one of them."
+        )
+
+
+def repeated(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+    """Pairs of equal keys of one mapping, in a node and below it."""
+    match node:
+        case yaml.SequenceNode():
+            for inner in node.value:
+                yield from repeated(inner)
+        case yaml.MappingNode():
+            seen: dict[str, yaml.ScalarNode] = {}
+            for key, inner in node.value:
+                yield from [(seen[key.value], key)] if str(key.value) in seen else []
+                seen[str(key.value)] = key
+                yield from repeated(inner)
+
+
+class Sources:
+    """Writes the path of a data source as `{path: ...}` where the command line adds to it.
+
+    So `--data.train.limit 64` works on a recipe that says `train: problems.jsonl`.
+
+    Args:
+        words: the command line.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        starts = {name: f"--data.{name}." for name in SOURCES}
+        self.sets = {n for n, s in starts.items() if any(w.startswith(s) for w in words)}
+
+    def text(self, text: str) -> str:
+        """A recipe with these sources as mappings; all else stays to the letter."""
+        try:
+            found = list(self._paths(yaml.compose(text)))
+        except yaml.YAMLError:
+            return text
+        for node in sorted(found, key=lambda node: -node.start_mark.index):
+            value, end = mapping(node.value), node.end_mark.index
+            text = text[: node.start_mark.index] + value + text[end:]
+        return text
+
+    def _paths(self, root: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+        below_data = [node for data in _below(root, "data") for node in _below(data, "init_args")]
+        given = [node for init in below_data for name in self.sets for node in _below(init, name)]
+        yield from (n for n in given if isinstance(n, yaml.ScalarNode) and n.value != "null")
+
+    def words(self, words: Sequence[str]) -> list[str]:
+        """A command line with these sources as mappings."""
+        options, result = {f"--data.{name}" for name in self.sets}, []
+        for before, word in pairwise(["", *words]):
+            option, equals, value = word.partition("=")
+            if before in options and word[:1] not in "[{":
+                result.append(mapping(word))
+            elif option in options and equals and value[:1] not in "[{":
+                result.append(f"{option}={mapping(value)}")
+            else:
+                result.append(word)
+        return result
+
+
+def mapping(path: str) -> str:
+    """A path as a source with more keys, in YAML."""
+    return f"{{path: {json.dumps(path, ensure_ascii=False)}}}"
+
+
+def _below(node: yaml.Node | None, key: str) -> list[yaml.Node]:
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return [value for name, value in pairs if name.value == key]

@@ -1,0 +1,447 @@
+"""A language model behind an OpenAI-compatible address as judge of completions.
+
+Whatever the server does, a completion without a clear mark is left out and counted, and no answer
+is paid for twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import string
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+
+from litgrpo.arguments import above, at_least, require
+from litgrpo.rewards.rubric import Criterion, Mark, Rubric
+from litgrpo.text.answers import text_of
+
+log = logging.getLogger(__name__)
+
+TEMPLATE = """\
+You judge one answer by one criterion.
+
+Criterion: {criterion}
+
+Question:
+{prompt}
+
+Answer:
+{completion}
+
+Explain your judgement in a sentence or two. Then end with one line, and nothing after it:
+Score: N
+where N is a number from 0 (not at all) to {highest:g} (fully)."""
+# The last line of a reply, such as "Score: 7", "**Score: 7.5**" or "Score: 7/10".
+SCORE = re.compile(r"^\W*score\W*?[:=]\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?\W*$", re.I)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+AGAIN = (408, 409, 425, 429)  # and 5xx: worth another try
+LONGEST_WAIT_S = 60.0
+JITTER = random.Random()  # of its own: the run's random numbers stay as they are
+CHARS_PER_TOKEN = 4  # where a server does not count
+MAX_TOLD = 200  # characters of what a server says in an error
+
+
+class Refused(ValueError):
+    """The server refuses the very first request, so the recipe is wrong."""
+
+
+class TryAgain(Exception):
+    """A request failed that may work later.
+
+    Args:
+        problem: what happened.
+        wait_s: when, as the server says.
+    """
+
+    def __init__(self, problem: str, wait_s: float | None = None) -> None:
+        super().__init__(problem)
+        self.wait_s = wait_s
+
+
+class GaveUp(Exception):
+    """A completion will get no mark.
+
+    Args:
+        what: it is counted as.
+        why: in words.
+    """
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what, why)
+        self.what, self.why = what, why
+
+
+class RemoteJudge(Rubric):
+    """The weighted mean of the marks that a model behind an OpenAI-compatible address gives.
+
+    Each completion costs one request for each criterion, to `base_url` + `/chat/completions`. A
+    request that fails after all retries, a reply without a score, and a budget that is spent make
+    the completion abstain; they are counted in the metrics `reward/judge_...`.
+
+    Args:
+        base_url: up to and with `/v1`, such as `https://api.openai.com/v1`.
+        model: its name there.
+        criteria: {name: what to look at and how much it counts}.
+        template: what is asked: `{criterion}`, `{prompt}`, `{completion}`, `{highest}` and names
+            of columns are put in. The reply's last line must be `Score: N`.
+        highest: the best mark; the reward is the weighted mean divided by it.
+        max_tokens: of a reply.
+        temperature: of the judge.
+        extra_body: further fields of each request, such as `{seed: 0}`.
+        concurrency: requests at the same time.
+        timeout_s: of one request.
+        retries: after a time-out, a lost connection, or status 429 or 5xx.
+        backoff_s: wait before the first retry, doubled for each further one, up to 60 s, with
+            jitter; what the server says in `Retry-After` goes before.
+        max_calls: requests in all that each process of a run may send; the rest abstains.
+        max_total_tokens: tokens in all, of questions and replies, likewise.
+        cache: folder in which replies are kept, by a hash of everything that was asked; null keeps
+            none. It can be shared by runs.
+        api_key_env: environment variable that holds the key; null for a server without keys. The
+            key itself is read when it is sent, and is in no file, log or checkpoint.
+    """
+
+    in_process = True
+    isolated = False
+    has_budget = True
+    whole_batch = True  # it looks after single failures itself
+
+    def __init__(  # noqa: PLR0913 (each is a line of a recipe)
+        self,
+        base_url: str,
+        model: str,
+        criteria: Mapping[str, Criterion],
+        *,
+        template: str = TEMPLATE,
+        highest: float = 10.0,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        extra_body: dict[str, Any] | None = None,
+        concurrency: int = 8,
+        timeout_s: float = 60.0,
+        retries: int = 4,
+        backoff_s: float = 1.0,
+        max_calls: int | None = None,
+        max_total_tokens: int | None = None,
+        cache: str | None = "~/.cache/litgrpo/judge",
+        api_key_env: str | None = "OPENAI_API_KEY",
+    ) -> None:
+        super().__init__(criteria, self._marks, highest)
+        _check_address(base_url)
+        self.columns = _fields(template) - {"criterion", "prompt", "completion", "highest"}
+        at_least("judge: max_tokens", max_tokens, 1)
+        at_least("judge: concurrency", concurrency, 1)
+        at_least("judge: retries", retries, 0)
+        at_least("judge: temperature", temperature, 0)
+        at_least("judge: max_calls", max_calls, 0)
+        at_least("judge: max_total_tokens", max_total_tokens, 0)
+        above("judge: timeout_s", timeout_s, 0)
+        above("judge: backoff_s", backoff_s, 0)
+        require(
+            api_key_env is None or VARIABLE.fullmatch(api_key_env) is not None,
+            "judge: api_key_env must be the name of an environment variable, such as"
+            " OPENAI_API_KEY, not the key itself",
+        )
+        self.url = base_url.rstrip("/") + "/chat/completions"
+        self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        self.body |= extra_body or {}
+        self.template, self.concurrency = template, concurrency
+        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
+        self.max_calls, self.max_total_tokens = max_calls, max_total_tokens
+        self.replies = Replies(cache)
+        self.api_key_env = api_key_env
+        self.counts: Counter[str] = Counter()  # since the start of the run
+        self.lost_in_a_row = 0
+
+    def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
+        """See that there are a key and a folder for the replies.
+
+        Raises:
+            ValueError: the variable is empty, or the folder cannot be made.
+        """
+        self._key()
+        self.replies.prepare()
+
+    def state_dict(self) -> dict[str, int]:
+        """What was spent, for a checkpoint."""
+        return dict(self.counts)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the budget of a checkpoint."""
+        self.counts = Counter(state)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[Any]:
+        """Ask for every criterion; see `Rubric`.
+
+        Raises:
+            ValueError: the template names a column that there is not, or the server refused the
+                very first request (key, address, model).
+        """
+        missing = sorted(self.columns - columns.keys())
+        require(not missing, f"judge: the template names {missing}, which are no columns")
+        self.lost_in_a_row = 0
+        self.asking = asyncio.Semaphore(self.concurrency)
+        self.pending: dict[str, asyncio.Task[Mark]] = {}
+        rewards = super().__call__(prompts, completions, **columns)
+        names = ("calls", "tokens", "cached", "failed", "unparsed", "over_budget")
+        if log_metric is not None:
+            for name in names:
+                log_metric(f"judge_{name}", self.counts[name])
+        return rewards
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has nothing in flight."""
+        return {k: v for k, v in vars(self).items() if k not in ("asking", "pending")}
+
+    def _mean(self, marks: Sequence[Mark]) -> Mark:
+        """None where one mark is missing: others would stand for it, but not in other rows."""
+        return None if None in marks else super()._mean(marks)
+
+    async def _marks(
+        self, prompts: Sequence[Any], completions: Sequence[Any], criterion: str, **columns: Any
+    ) -> list[Mark]:
+        """The marks of N completions for one criterion."""
+        used = [{name: columns[name][row] for name in self.columns} for row in range(len(prompts))]
+        async with httpx.AsyncClient(timeout=self.timeout_s) as client:
+            asked = [
+                self.template.format(
+                    prompt=text_of(prompt),
+                    completion=text_of(completion),
+                    criterion=criterion,
+                    highest=self.highest,
+                    **row,
+                )
+                for prompt, completion, row in zip(prompts, completions, used, strict=True)
+            ]
+            return list(await asyncio.gather(*(self._once(client, text) for text in asked)))
+
+    async def _once(self, client: httpx.AsyncClient, text: str) -> Mark:
+        """The mark of one text; equal ones wait for the same answer."""
+        body = self.body | {"messages": [{"role": "user", "content": text}]}
+        everything = json.dumps([self.url, body], sort_keys=True)
+        key = hashlib.sha256(everything.encode()).hexdigest()
+        if key not in self.pending:
+            self.pending[key] = asyncio.ensure_future(self._mark(client, key, body))
+        return await self.pending[key]
+
+    async def _mark(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> Mark:
+        kept = self.replies.get(key)
+        if kept is not None:
+            self.counts["cached"] += 1
+            return self._score(kept)
+        async with self.asking:
+            reply = await self._reply(client, body)
+        if reply is None:
+            return None
+        mark = self._score(reply)
+        if mark is None:
+            self._count("unparsed", f"no line 'Score: N' at the end of {reply[-MAX_TOLD:]!r}")
+        else:
+            self.replies.put(key, reply)
+        return mark
+
+    async def _reply(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+        """What the server replies, or None after all retries."""
+        problem = ""
+        try:
+            for attempt in range(self.retries + 1):
+                try:
+                    return await self._try(client, body)
+                except TryAgain as error:
+                    problem = str(error)
+                    backoff_s = min(LONGEST_WAIT_S, self.backoff_s * 2**attempt)
+                    jittered_s = backoff_s * JITTER.uniform(0.5, 1.0)
+                    wait_s = jittered_s if error.wait_s is None else error.wait_s
+                await asyncio.sleep(wait_s * (attempt < self.retries))
+            self.lost_in_a_row += 1
+            raise GaveUp("failed", problem)
+        except GaveUp as error:
+            self._count(error.what, error.why)
+            return None
+
+    async def _try(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+        """The reply to one request.
+
+        Raises:
+            TryAgain: it may work later.
+            GaveUp: it will not.
+            Refused: it never worked.
+        """
+        if self._spent():
+            raise GaveUp("over_budget", "max_calls or max_total_tokens is spent")
+        if self.lost_in_a_row >= self.concurrency:  # no use to wait for each of the others
+            raise GaveUp("failed", "the server is down")
+        self.counts["calls"] += 1
+        try:
+            response = await client.post(self.url, json=body, headers=self._headers())
+        except httpx.TransportError as error:  # time-outs among them
+            raise TryAgain(f"{type(error).__name__} {error}".strip()) from error
+        if not response.is_success:
+            problem = f"status {response.status_code}: {response.text[:MAX_TOLD]}"
+            self._refuse(response, problem)
+            raise TryAgain(problem, _retry_after(response))
+        self.lost_in_a_row = 0
+        try:
+            return self._content(response, body)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise TryAgain(f"the reply is no chat completion ({told})") from error
+
+    def _refuse(self, response: httpx.Response, problem: str) -> None:
+        """End for a status that another try does not change."""
+        if response.is_server_error or response.status_code in AGAIN:
+            return
+        if not self.counts["answered"]:  # a mistake in the recipe
+            raise Refused(f"judge: {self.url} refuses the request, {problem}")
+        raise GaveUp("failed", problem)
+
+    def _content(self, response: httpx.Response, body: dict[str, Any]) -> str:
+        """The text of a reply, after counting its tokens."""
+        content = response.json()
+        text = content["choices"][0]["message"]["content"]
+        if not isinstance(text, str):
+            raise TypeError(f"its content is {type(text).__name__}")
+        chars = len(text) + len(body["messages"][0]["content"])
+        used = (content.get("usage") or {}).get("total_tokens")
+        self.counts["tokens"] += used if isinstance(used, int) else chars // CHARS_PER_TOKEN
+        self.counts["answered"] += 1
+        return text
+
+    def _spent(self) -> bool:
+        limits = {"calls": self.max_calls, "tokens": self.max_total_tokens}
+        return any(m is not None and self.counts[name] >= m for name, m in limits.items())
+
+    def _score(self, reply: str) -> Mark:
+        """The number of the last line, or None if it holds no score within the scale."""
+        last = (reply.strip().splitlines() or [""])[-1]
+        found = SCORE.match(last.strip())
+        if found is None or (found[2] is not None and float(found[2]) != self.highest):
+            return None
+        mark = float(found[1])
+        return mark if 0 <= mark <= self.highest else None
+
+    def _key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "")
+        require(
+            bool(key),
+            f"judge: the environment variable {self.api_key_env} is not set; export the key there,"
+            " or give api_key_env: null for a server without keys",
+        )
+        return key
+
+    def _headers(self) -> dict[str, str]:
+        key = self._key()
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def _count(self, what: str, why: str) -> None:
+        """Count an abstention; say so each time that their number has doubled."""
+        self.counts[what] += 1
+        told = self.counts[what] if what == "over_budget" else 1  # that one once
+        if self.counts[what].bit_count() == told == 1:
+            log.warning("judge: %d %s so far, left out: %s", self.counts[what], what, why)
+
+
+class Replies:
+    """Replies kept in a folder, a file for each; without a folder nothing is kept.
+
+    Args:
+        folder: where.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self.folder = None if folder is None else Path(folder).expanduser()
+
+    def prepare(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ValueError: it cannot be made.
+        """
+        try:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"judge: cache {str(self.folder)!r}: {error.strerror}") from error
+
+    def get(self, key: str) -> str | None:
+        """The reply under a key, if there is one."""
+        if self.folder is None:
+            return None
+        try:
+            kept = json.loads((self.folder / key[:2] / f"{key}.json").read_text())["reply"]
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or half a file
+            return None
+        return kept if isinstance(kept, str) else None
+
+    def put(self, key: str, reply: str) -> None:
+        """Keep a reply; a file gets its name when it is complete."""
+        if self.folder is None:
+            return
+        path = self.folder / key[:2] / f"{key}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"reply": reply}))
+        unfinished.replace(path)
+
+
+def _fields(template: str) -> set[str]:
+    """The names in a template's braces."""
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(
+            f"judge: template: {error}; a brace that is no name is written twice: {{{{"
+        ) from error
+    require(
+        "completion" in names and all(name.isidentifier() for name in names),
+        f"judge: the template names {sorted(names)}; it must name completion, and columns by plain"
+        " names; a brace that is no name is written twice: {{",
+    )
+    return names
+
+
+def _check_address(base_url: str) -> None:
+    parts = urlsplit(base_url)
+    require(
+        parts.scheme in ("http", "https") and bool(parts.hostname),
+        f"judge: base_url {base_url!r:.100} is no address such as https://api.openai.com/v1",
+    )
+    require(
+        "@" not in parts.netloc and not parts.query,
+        "judge: base_url must not hold a name, a key or a query; give the key by api_key_env",
+    )
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds to wait, as the server says by a number or a date; None where it says nothing."""
+    said = response.headers.get("retry-after", "")
+    try:
+        wait_s = float(said)
+    except ValueError:
+        try:
+            wait_s = email.utils.parsedate_to_datetime(said).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, min(wait_s, LONGEST_WAIT_S))

@@ -1,0 +1,131 @@
+"""Where completions end besides the end token: at stop strings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # slow to import; only named here
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Finds the token that completes a stop string.
+
+    Texts are read with their special tokens, so that a stop string may be one.
+
+    Args:
+        stops: the strings; at least one.
+        tokenizer: of the policy.
+        vocab_size: V, size of the policy's embedding.
+    """
+
+    stops: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+
+    @cached_property
+    def window(self) -> int:
+        """Tokens that are enough to show any of the stop strings: each adds a byte or more."""
+        return max(len(stop.encode()) for stop in self.stops) + 8
+
+    @cached_property
+    def may_complete(self) -> Tensor:
+        """[V] bool, True for tokens whose text has the last character of a stop string.
+
+        Also for those whose text is no whole character: the rest of it may be in the next token.
+        """
+        lasts = {stop[-1] for stop in self.stops} | {"\ufffd"}
+        known = min(self.vocab_size, len(self.tokenizer))
+        texts = self.tokenizer.batch_decode([[token] for token in range(known)])
+        # Behind others a token may read otherwise: with a space in front, which may be the last.
+        found = [bool(lasts & {*text, " "}) for text in texts]
+        return torch.tensor(found + [False] * (self.vocab_size - known))
+
+    def found(self, ids: list[int]) -> bool:
+        """Whether these tokens hold a stop string."""
+        return self.length(ids) <= len(ids)
+
+    def completed(self, ids: list[int]) -> bool:
+        """Whether the last of these tokens, or one shortly before it, completes a stop string."""
+        text = self.tokenizer.decode(ids[-self.window :])
+        return any(stop in text for stop in self.stops)
+
+    def length(self, ids: list[int]) -> int:
+        """Tokens up to the one that completes a stop string; without one, one more than all."""
+        whole = self.tokenizer.decode(ids)
+        if not any(stop in whole for stop in self.stops):
+            return len(ids) + 1
+        suspects = self.may_complete[torch.tensor(ids, dtype=torch.long)].nonzero().flatten()
+        ends = (place + 1 for place in suspects.tolist())
+        return next((end for end in ends if self.completed(ids[:end])), len(ids) + 1)
+
+    def cut(self, text: str, include: bool) -> str:
+        """The text up to its first stop string; with `include` up to the end of that."""
+        found = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        place, stop = min(found, default=(len(text), ""))
+        return text[: place + len(stop) * include]
+
+
+class NoWatch:
+    """Looks for nothing while rows decode."""
+
+    def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
+        """Remember the tokens [n] of a step at their places [n] in [N * C], of active rows."""
+
+    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
+        """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
+        return active
+
+
+@dataclass
+class Watch(NoWatch):
+    """Looks for stop strings while rows decode, so that these rows need not go on.
+
+    Args:
+        stops: what to look for.
+        shape: (N, C) of the rollout.
+        device: where it is sampled.
+    """
+
+    stops: StopStrings
+    shape: torch.Size
+    device: torch.device
+    ids: Tensor = field(init=False)
+    suspects: Tensor = field(init=False)
+    may_complete: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Room for the tokens."""
+        rows, columns = self.shape
+        self.ids = torch.zeros(rows * columns, dtype=torch.long, device=self.device)
+        self.suspects = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        self.may_complete = self.stops.may_complete.to(self.device)
+
+    def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
+        """See `NoWatch.note`."""
+        places, seen = cursor[active], tokens[active]
+        self.ids[places] = seen
+        self.suspects[places // self.shape[1]] |= self.may_complete[seen]
+
+    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
+        """See `NoWatch.goes_on`."""
+        length = self.shape[1]
+        rows = (cursor - 1) // length
+        asked = (active & self.suspects[rows]).nonzero().flatten().tolist()
+        self.suspects.zero_()
+        active, ends = active.clone(), cursor.tolist()
+        for place in asked:
+            start = (ends[place] - 1) // length * length
+            active[place] = not self.stops.found(self.ids[start : ends[place]].tolist())
+        return active
+
+
+def watch_for(stops: StopStrings | None, uniforms: Tensor) -> NoWatch:
+    """What looks for these stop strings in a rollout with the random numbers [N, C]."""
+    return NoWatch() if stops is None else Watch(stops, uniforms.shape, uniforms.device)

@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+
+from litgrpo.algorithm.importance import SamplerCorrection
+from litgrpo.algorithm.objective import Objective
+from litgrpo.callbacks.metric_table import METRICS, definition, entry, page
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.learner.schedules import Controllers, EntropyTarget
+from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.pair_data import PairData
+from litgrpo.modules.prompt_data import PromptData
+from litgrpo.modules.sft import SFT
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.scorer import Reward
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+MODEL = "builtin:tiny-gemma2"
+# Logged by other tests: a step with a NaN, a corpus of dialogues.
+ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
+)
+
+
+class Names(Logger):
+    """Remembers which numbers were logged."""
+
+    name, version = "", ""
+
+    def __init__(self):
+        self.seen = set()
+
+    def log_metrics(self, metrics, step=None):
+        self.seen |= metrics.keys()
+
+    def log_hyperparams(self, params, *_):
+        pass
+
+
+def letters(prompts, completions, **_):
+    return [float(len(set(text))) for text in completions]
+
+
+def short(prompts, completions, **_):
+    return [-float(len(text)) for text in completions]
+
+
+def logged(folder, module, data) -> set[str]:
+    names = Names()
+    trainer = Trainer(
+        default_root_dir=folder,
+        callbacks=[IterationCheckpoint()],
+        logger=names,
+        accelerator="cpu",
+        max_epochs=-1,
+        check_val_every_n_epoch=None,
+        val_check_interval=1,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
+    return names.seen - {"step", "epoch"}
+
+
+def of_grpo(folder) -> set[str]:
+    objective = Objective(
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        top_entropy_share=0.5,
+        sampler_correction=SamplerCorrection(),
+    )
+    module = GRPO(
+        MODEL,
+        {"letters": Reward(letters), "short": Reward(short)},
+        objective=objective,
+        controllers=Controllers(entropy=EntropyTarget(1.0)),
+        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.5),
+        group_size=2,
+        max_completion_len=6,
+        max_resamples=1,
+        max_iterations=2,
+        check_invariants=False,
+        reward_runner=InProcessRunner(),
+    )
+    return logged(folder, module, PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2))
+
+
+def of_sft(folder) -> set[str]:
+    pairs = [{"prompt": "1+1?", "completion": "2"}, {"prompt": "1+2?", "completion": "3"}]
+    module = SFT(MODEL, max_iterations=1)
+    return logged(
+        folder, module, PairData(pairs, val=[{"prompt": "2+2?", "completion": "4"}], batch_size=2)
+    )
+
+
+def test_whatever_is_logged_is_in_the_table_and_whatever_is_in_the_table_is_logged(tmp_path):
+    seen = of_grpo(tmp_path / "grpo") | of_sft(tmp_path / "sft")
+    assert not [name for name in seen if not definition(name)]
+    assert METRICS.keys() - {entry(name) for name in seen} == ELSEWHERE
+
+
+def test_the_page_shows_the_table():
+    assert page() in PAGE.read_text()
+
+
+def test_a_number_has_the_most_exact_of_the_definitions_that_fit():
+    assert entry("reward/mean") == "reward/mean"
+    assert entry("reward/format") == "reward/<part>"
+    assert entry("reward/format_std") == "reward/<part>_std"
+    assert entry("reward/cosine_a_b") == "reward/cosine_<part>_<part>"
+    assert entry("val/hard/avg@16_high") == "val/<set>/avg@<k>"
+    assert entry("test/start_kl") == "val/<set>/start_kl"
+    assert entry("val/loss") == "val/<set>/loss"
+    assert definition("loss") == ""

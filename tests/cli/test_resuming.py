@@ -1,0 +1,109 @@
+"""Starts that go on, or are refused, and what they leave in the run folder."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from litgrpo.callbacks.run_lock import held
+from tests.cli.running import cli  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
+)
+FIT = ("fit", "-c", "recipe.yaml")
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Digest of every file."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refused(run, *words: str) -> str:
+    """What a refused start says, after a look at what it has changed: nothing."""
+    before = content(Path("runs/recipe"))
+    code, _, err = run(*FIT, *words)
+    assert code == 2
+    assert content(Path("runs/recipe")) == before
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):  # noqa: F811
+    cli(*FIT)
+    other_model = ("--model", "tests.standin.OtherModel", "--model.max_iterations", "9")
+    assert "of another model" in refused(cli, *other_model, "--ckpt_path", "last")
+    with pytest.warns(UserWarning, match="not resumed from"):
+        assert "no checkpoint of this run" in refused(cli, *other_model, "--auto_resume", "true")
+    assert "another training is running" in during(cli, "--ckpt_path", "last")
+    accepted = cli(*FIT, "--ckpt_path", "last", "--model.max_iterations", "5")
+    assert accepted[0] == 0
+    assert "max_iterations: 5" in Path("runs/recipe/config.yaml").read_text()
+
+
+def test_a_start_that_fails_before_training_leaves_no_event_file(cli):  # noqa: F811
+    words = ("--model", "tests.standin.FailsToStart", "--run_dir", "runs/failed")
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli(*FIT, *words)
+    assert Path("runs/failed/config.yaml").exists()
+    assert not list(Path("runs/failed").glob("events.out*"))
+
+
+def during(run, *words: str) -> str:
+    """What a start says while another training holds the folder."""
+    with held(Path("runs/recipe")):
+        return refused(run, *words)
+
+
+def test_a_second_start_on_a_run_folder_is_refused(cli):  # noqa: F811
+    Path("runs/recipe").mkdir(parents=True)
+    assert "another training is running in runs/recipe" in during(cli)
+    assert cli(*FIT, "--trainer.fast_dev_run", "1")[0] == 0
+
+
+def test_the_seed_can_stand_in_the_run_folders_name(cli):  # noqa: F811
+    for seed in ("3", "4"):
+        assert cli(*FIT, "--seed_everything", seed, "--run_dir", "runs/s{seed}")[0] == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["s3", "s4"]
+    assert "run_dir: runs/s3" in Path("runs/s3/config.yaml").read_text()
+
+
+def test_a_run_folder_that_is_a_file_is_one_sentence(cli):  # noqa: F811
+    Path("taken").touch()
+    code, _, err = cli(*FIT, "--run_dir", "taken")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: run_dir is taken, where nothing can be written (File exists)")
+
+
+def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):  # noqa: F811
+    assert cli(*FIT, "--checkpoint.save", "weights")[0] == 0
+    said = refused(cli, "--ckpt_path", "last")
+    assert "last.ckpt holds weights only (checkpoint.save weights): no run goes on" in said
+    of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
+    assert cli("validate", *of_run)[0] == 0
+    assert cli("export", "runs/recipe", "out")[0] == 0
+    code, _, err = cli(*FIT, "--checkpoint.save", "weights", "--auto_resume", "true")
+    assert (code, "--auto_resume needs whole checkpoints" in err) == (2, True)
+
+
+def refuses(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("litgrpo.checkpointing.io.write", refuses)
+    with pytest.warns(UserWarning, match="checkpoint not saved"):
+        code, _, _ = cli(*FIT)
+    full = "[Errno 28] No space left on device"
+    # Python prints the text and ends with 1.
+    assert code == f"error: checkpoint not saved: {full}; there is no earlier one"
+
+
+def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("litgrpo.models.loading.export", refuses)
+    code, _, _ = cli(*FIT)
+    folder = "runs/recipe/final_model"
+    assert code.startswith(f"error: {folder} is not complete: [Errno 28] No space left on device")
+    assert code.endswith(f"from the last checkpoint: export runs/recipe {folder}")
+    assert Path("runs/recipe/checkpoints/last.ckpt").exists()

@@ -1,0 +1,151 @@
+"""Models, adapters, precisions and lengths that cannot be."""
+
+from pathlib import Path
+
+from tests.misuse.probe import QUICK, Probe
+
+LLAMA = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+GPT2 = dict(n_embd=32, n_layer=1, n_head=4, n_positions=64)
+MINE = f"{QUICK} --model.pretrained ./mine"
+
+
+def saved(folder: Path, model_type: str = "llama", tokens: tuple[str, ...] = (), **sizes) -> Path:
+    """A small random model with the embedded model's tokenizer, in `mine`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from litgrpo.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer("builtin:tiny-gemma2")
+    default = GPT2 if model_type == "gpt2" else LLAMA
+    names = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
+    settings = dict(vocab_size=len(tokenizer)) | names | default | sizes
+    config = AutoConfig.for_model(model_type, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "mine")
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save_pretrained(folder / "mine")
+    return folder / "mine"
+
+
+def without_embedding(folder: Path) -> None:
+    """A model whose embedding is missing from its file."""
+    from safetensors.torch import load_file, save_file
+
+    file = saved(folder) / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def truncated(folder: Path) -> None:
+    """A weight file of half its length."""
+    file = saved(folder) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def gguf(folder: Path) -> None:
+    """A GGUF file in place of the weights."""
+    (saved(folder) / "model.safetensors").rename(folder / "mine" / "small.gguf")
+
+
+def bidirectional(folder: Path) -> None:
+    """A BERT, which sees later tokens."""
+    saved(folder, "bert")
+
+
+def gpt2(folder: Path) -> None:
+    """Learned positions for 64 tokens."""
+    saved(folder, "gpt2")
+
+
+def adapter(folder: Path) -> None:
+    """An adapter folder where a model is expected."""
+    (folder / "mine").mkdir()
+    (folder / "mine" / "adapter_config.json").write_text("{}")
+
+
+def nothing_written(folder: Path) -> str:
+    """A refused start leaves no weights behind."""
+    found = [path.name for path in folder.glob("run/**/*.safetensors")]
+    return f"wrote {found}" if found else ""
+
+
+PROBES = [
+    Probe(
+        "a weight is missing",
+        MINE,
+        ("lacks model.embed_tokens.weight",),
+        before=without_embedding,
+        after=nothing_written,
+        quick=True,
+    ),
+    Probe("a truncated weight file", MINE, ("damaged or incomplete",), before=truncated),
+    Probe("a GGUF file in the folder", MINE, ("small.gguf is in GGUF format",), before=gguf),
+    Probe(
+        "a GGUF file as the model",
+        f"{QUICK} --model.pretrained ./a.gguf",
+        ("is a file. Give the folder",),
+        files={"a.gguf": "GGUF"},
+    ),
+    Probe(
+        "tokens without an embedding",
+        MINE,
+        ("2 tokens beyond the model's embedding", "resize_token_embeddings"),
+        before=lambda folder: saved(folder, tokens=("<think>", "</think>")) and None,
+    ),
+    Probe(
+        "a model that sees later tokens", MINE, ("cannot be trained here",), before=bidirectional
+    ),
+    Probe(
+        "beyond learned positions",
+        f"{MINE} --model.max_completion_len 60",
+        ("gpt2 has 64", "lower model.max_completion_len by"),
+        before=gpt2,
+        after=nothing_written,
+    ),
+    Probe(
+        "beyond learned positions, answered",
+        "predict -c {recipe} --run_dir {folder}/run --trainer.accelerator cpu"
+        " --model.pretrained ./mine --model.max_completion_len 60 --data.prompts '[what is 1+1?]'",
+        ("gpt2 has 64", "lower model.max_completion_len by"),
+        before=gpt2,
+    ),
+    Probe(
+        "beyond rotary positions",
+        MINE,
+        ("llama was made for 16", "usually noise"),
+        code=0,
+        before=lambda folder: saved(folder, max_position_embeddings=16) and None,
+    ),
+    Probe("an adapter as the model", MINE, ("--model.lora.start",), before=adapter),
+    Probe(
+        "no adapter to start from",
+        f"{QUICK} --model.lora.start ./nowhere",
+        ("no adapter folder",),
+    ),
+    Probe(
+        "layers that do not exist",
+        f"{QUICK} --model.lora.target_modules '[nothing]'",
+        ("nothing", "q_proj"),
+    ),
+    Probe(
+        "four bits without an adapter",
+        f"{QUICK} --model.precision.quantize nf4",
+        ("cannot be trained themselves", "--model.lora.rank"),
+    ),
+    Probe(
+        "lower products of lower weights",
+        f"{QUICK} --model.precision.dtype bfloat16 --model.precision.compute bfloat16",
+        ("Leave out one of the two",),
+    ),
+    Probe(
+        "float16 weights under Adam",
+        f"{QUICK} --model.precision.dtype float16",
+        ("eps is 1e-08, which is 0 in torch.float16",),
+    ),
+    Probe(
+        "products in bfloat16",
+        f"{QUICK} --model.precision.compute bfloat16",
+        ("everything is in",),
+        code=0,
+    ),
+]

@@ -1,0 +1,198 @@
+"""Resuming, run folders, checkpoints, exports, and Lightning's options that fight ours."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.misuse.probe import QUICK, ROOT, Probe, split
+
+STRATEGY = f"{QUICK} --trainer.devices 2 --trainer.strategy"
+SWA = "lightning.pytorch.callbacks.StochasticWeightAveraging"
+
+
+def trained(folder: Path, *more: str) -> None:
+    """A finished run in `folder/run`, by a process of its own."""
+    recipe = str(ROOT / "configs" / "quickstart.yaml")
+    words = split(QUICK.replace("{recipe}", recipe).replace("{folder}", str(folder)))
+    command = [sys.executable, str(ROOT / "cli.py"), *words, *more]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    (folder / "digests.txt").write_text(digests(folder / "run"))
+
+
+def digests(run: Path) -> str:
+    """One line for every file of a run."""
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    return "".join(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
+
+
+def untouched(folder: Path) -> str:
+    """What is wrong if the run in it is not byte for byte what `trained` left."""
+    same = digests(folder / "run") == (folder / "digests.txt").read_text()
+    return "" if same else "the run folder has changed"
+
+
+def resumed_by(*texts: str):
+    """Checks that the last line of metrics.csv or config.yaml of the run has these texts."""
+
+    def check(folder: Path) -> str:
+        run = folder / "run"
+        found = (run / "config.yaml").read_text() + (run / "metrics.csv").read_text()
+        return "".join(f"no {text!r} in the run folder; " for text in texts if text not in found)
+
+    return check
+
+
+def no_events(folder: Path) -> str:
+    """What is wrong if a failed start left an event file."""
+    return "an event file is left" if list(folder.rglob("events.out*")) else ""
+
+
+TWO_STARTS = """
+import subprocess, sys
+words = [sys.executable, {cli!r}, *{words!r}]
+two = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+said = [process.communicate()[1] for process in two]
+assert sorted(process.returncode for process in two) == [0, 2], said
+lines = open("run/metrics.csv").read().splitlines()
+assert [line.split(",")[0] for line in lines] == ["step", "1"], lines
+print([text for text, process in zip(said, two) if process.returncode][0])
+"""
+
+
+CLOSED_STDOUT = """
+import subprocess, sys
+words = [sys.executable, {cli!r}, *{words!r}]
+process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+print("first line:", process.stdout.readline())
+process.stdout.close()
+print(process.stderr.read())
+print("exit code", process.wait())
+"""
+
+HANGUP = """
+import pathlib, signal, subprocess, sys, time
+words = [sys.executable, {cli!r}, *{words!r}, "--model.max_iterations", "1000"]
+process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+while process.poll() is None and not pathlib.Path("run/metrics.csv").exists():
+    time.sleep(0.05)
+process.send_signal(signal.SIGHUP)
+process.send_signal(signal.SIGHUP)  # a closed terminal sends two
+print(process.stderr.read())
+print("exit code", process.wait())
+print(pathlib.Path("run/checkpoints/last.ckpt").resolve(strict=True), "last.ckpt")
+"""
+
+
+def in_script(text: str) -> str:
+    """A script that starts the quick training in processes of their own."""
+    recipe = str(ROOT / "configs" / "quickstart.yaml")
+    words = split(QUICK.replace("{recipe}", recipe).replace("{folder}", "."))
+    return text.format(cli=str(ROOT / "cli.py"), words=words)
+
+
+PROBES = [
+    Probe(
+        "resume of another model",
+        f"{QUICK} --model.max_iterations 2 --model.lora.rank 2 --ckpt_path last",
+        ("of another model",),
+        before=trained,
+        after=untouched,
+    ),
+    Probe(
+        "resume with another learning rate",
+        f"{QUICK} --model.max_iterations 2 --model.optimizer.lr 1e-6 --ckpt_path last",
+        ("-> 1e-06",),
+        code=0,
+        before=trained,
+        after=resumed_by("lr: 1.0e-06", "1e-06"),
+    ),
+    Probe(
+        "resume with another optimizer",
+        f"{QUICK} --model.max_iterations 2 --model.optimizer torch.optim.SGD"
+        " --model.optimizer.lr 0.1 --ckpt_path last",
+        ("optimizer is AdamW, the recipe's SGD", "begins anew"),
+        code=0,
+        before=trained,
+    ),
+    Probe(
+        "two starts at once",
+        "",
+        ("another training is running",),
+        code=0,
+        script=in_script(TWO_STARTS),
+    ),
+    Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "trainer.strategy ddp"), after=no_events),
+    Probe(
+        "strategy that cannot be saved",
+        STRATEGY + " '{class_path: lightning.pytorch.strategies.ModelParallelStrategy}'",
+        ("ModelParallelStrategy", "trainer.strategy ddp"),
+        after=no_events,
+    ),
+    Probe("strategy by class name", f"{STRATEGY} FSDPStrategy", ("trainer.strategy ddp",)),
+    Probe("strategy deepspeed", f"{STRATEGY} deepspeed_stage_2", ("trainer.strategy ddp",)),
+    Probe("strategy ddp_spawn", f"{STRATEGY} ddp_spawn", ("trainer.strategy ddp",)),
+    Probe("strategy misspelt", f"{STRATEGY} dpp", ("did you mean 'ddp'",)),
+    Probe(
+        "accumulate_grad_batches",
+        f"{QUICK} --trainer.accumulate_grad_batches 2",
+        ("model.update.micro_batch_tokens", "data.batch_size"),
+    ),
+    Probe(
+        "gradient_clip_val",
+        f"{QUICK} --trainer.gradient_clip_val 1",
+        ("model.update.max_grad_norm",),
+        quick=True,
+    ),
+    Probe("overfit_batches", f"{QUICK} --trainer.overfit_batches 1", ("data.train.limit",)),
+    Probe("barebones", f"{QUICK} --trainer.barebones true", ("--csv false",)),
+    Probe("all devices of a CPU", f"{QUICK} --trainer.devices -1", ("how many processes",)),
+    Probe("no devices", f"{QUICK} --trainer.devices 0", ("devices",)),
+    Probe(
+        "StochasticWeightAveraging",
+        QUICK + f" --trainer.callbacks {SWA} --trainer.callbacks.swa_lrs 0.1",
+        ("model.lr_scheduler",),
+    ),
+    Probe(
+        "run folder that is a file",
+        f"{QUICK} --run_dir taken",
+        ("run_dir is taken, where nothing can be written",),
+        files={"taken": ""},
+    ),
+    Probe("unwritable run folder", f"{QUICK} --run_dir /proc/run", ("nothing can be written",)),
+    Probe(
+        "no event file of a failed start",
+        f"{QUICK} --data.train nowhere.jsonl",
+        ("nowhere.jsonl",),
+        after=no_events,
+    ),
+    Probe(
+        "export over a folder",
+        "export run out",
+        ("out exists", "--force true"),
+        files={"run/checkpoints/last.ckpt": "", "out/notes.txt": ""},
+        quick=True,
+    ),
+    Probe("export of nothing", "export nowhere out", ("no checkpoint nowhere", "run folder")),
+    Probe(
+        "export to where nothing can be written",
+        "export run /proc/out",
+        ("/proc/out cannot be written",),
+        files={"run/checkpoints/last.ckpt": ""},
+    ),
+    Probe(
+        "resume from weights alone",
+        f"{QUICK} --model.max_iterations 2 --ckpt_path last",
+        ("holds weights only", "checkpoint.save weights"),
+        before=lambda folder: trained(folder, "--checkpoint.save", "weights"),
+        after=untouched,
+    ),
+    Probe(
+        "stdout closed",
+        "",
+        ("first line: ", "exit code 0"),
+        code=0,
+        script=in_script(CLOSED_STDOUT),
+    ),
+    Probe("the terminal closes", "", ("exit code 129", "last.ckpt"), 0, script=in_script(HANGUP)),
+]

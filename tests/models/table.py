@@ -1,0 +1,304 @@
+"""Writes docs/models.md: every language model type of transformers, small and random, tried here.
+
+python -m tests.models.table                 # all, some minutes of one core
+python -m tests.models.table qwen3 mamba     # only these, printed
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from litgrpo.algorithm.objective import Objective
+from litgrpo.checks.invariants import Conditions, Finding, measured
+from litgrpo.learner.stepper import PlainStepper
+from litgrpo.models.architectures import ARCHITECTURES
+from litgrpo.models.library import LibraryPolicy
+from litgrpo.models.loading import Precision, load_policy, load_reference
+from litgrpo.models.policy import Policy
+from litgrpo.models.weights import language_part, model_class
+from tests.conftest import byte_tokenizer, prompt_batch
+from tests.learner.parts import learner_of, rollouter_of, sampled
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+WIDE = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "dim_model", "emb_dim")
+INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim")
+EXPERT = ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size")
+DEEP = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+DEEP += ("encoder_layers", "num_decoder_layers")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+HEADS += ("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+SMALL: dict[str, Any] = (
+    dict.fromkeys(WIDE, 32)
+    | dict.fromkeys(INNER, 48)
+    | dict.fromkeys(EXPERT, 24)
+    | dict.fromkeys(DEEP, 2)
+    | dict.fromkeys(HEADS, 4)
+    | dict.fromkeys(EXPERTS, 4)
+    | dict(num_key_value_heads=2, head_dim=8, d_kv=8, global_head_dim=8, num_global_kv_heads=2)
+    | dict(num_experts_per_tok=2, top_k_experts=2, moe_topk=2, moe_k=2, zero_expert_num=0)
+    | dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    | dict(n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
+    | dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8)
+    | dict(linear_value_head_dim=8, state_size=8, ssm_state_size=8, hidden_size_per_layer_input=8)
+    | dict(rotary_dim=4, mamba_d_state=8, mamba_d_conv=4, d_state=8)
+    | dict(sliding_window=6, max_position_embeddings=512, n_positions=512, initializer_range=0.3)
+    | dict(vocab_size=259, vocab_size_per_layer_input=259, pad_token_id=0, bos_token_id=1)
+    | dict(eos_token_id=2, decoder_start_token_id=0)
+)
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": dict(mamba_n_heads=8, mamba_d_head=8, attn_layer_indices=[1]),
+    "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=8, layer_types=["mamba", "attention"]),
+    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
+    "qwen4_exp_text": dict(layer_types=["linear_attention", "full_attention"]),
+    "deepseek_v2": dict(num_experts_per_tok=2, topk_method="greedy"),
+    "gemma3n_text": dict(
+        num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "nemotron_h": dict(mamba_num_heads=8, mamba_head_dim=8, chunk_size=16),
+    "xmod": dict(default_language="en_XX", is_decoder=True),
+    "mamba2": dict(num_heads=8, head_dim=8, n_groups=2),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=6),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "hunyuan_v1_moe": dict(head_dim=8),
+    "ministral": dict(head_dim=8),
+    "nemotron": dict(head_dim=8, num_key_value_heads=2),
+    "zaya": dict(num_experts_per_tok=1),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "dots3_note": dict(num_key_value_heads=4),
+    "bailing_hybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "zamba2": dict(layer_types=["mamba", "hybrid"], hybrid_layer_ids=[1], num_mem_blocks=1),
+    "dots3_note_text": dict(num_key_value_heads=4),
+    "reformer": dict(is_decoder=True),
+    "dots1": dict(layer_types=["full_attention", "full_attention"]),
+    "falcon_h1": dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+}
+LARGEST = 8e6  # parameters
+TIME_LIMIT = 60  # s of one type
+NAMES = {
+    "1 cached decoding equals the full forward": "1 cache",
+    "2 chunked head equals the dense one": "2 head",
+    "3 the first ratio is 1": "3 ratio",
+    "3 the reference stays where it is": "3 stays",
+    "3 KL to the fresh reference is 0": "3 KL",
+    "4 padding and batch change nothing": "4 padding",
+    "5 a completion ends with its end token, once": "5 ends",
+    "6 groups are contiguous": "6 groups",
+    "7 the gradient does not depend on micro-batches": "7 split",
+}
+
+
+class TooSlow(BaseException):
+    """A type takes longer than it may; no `except Exception` stops it."""
+
+
+@dataclass
+class Row:
+    """What became of a model type."""
+
+    model_type: str
+    verdict: str
+    path: str = ""
+    findings: list[Finding] = field(default_factory=list)
+
+
+def small(settings: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The sizes to shrink of a config's settings, and those of the configs in it."""
+    sizes = SMALL | dict.fromkeys(DEEP, layers)
+    found = {name: sizes[name] for name, value in settings.items() if name in sizes and value != ""}
+    kept = {name: size for name, size in found.items() if settings[name] is not None}
+    inner = {name: each for name, each in settings.items() if isinstance(each, dict)}
+    parts = {name: each for name, each in inner.items() if name.endswith("_config")}
+    return kept | {name: small(each, layers) for name, each in parts.items()}
+
+
+def small_config(model_type: str, layers: int = 2) -> Any:
+    """A config of the type with tiny sizes."""
+    defaults = AutoConfig.for_model(model_type).to_dict()
+    settings = small(defaults, layers)
+    if "kv_lora_rank" in defaults:  # latent attention has a key head for every query head
+        settings["num_key_value_heads"] = SMALL["num_attention_heads"]
+    config = AutoConfig.for_model(model_type, **settings | OWN.get(model_type, {}))
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 0
+    return config
+
+
+def small_model(model_type: str) -> Any:
+    """A random model of the type that reads a text; with more layers where kinds take turns."""
+    reasons = []
+    for layers in (2, 4, 8):
+        try:
+            config = language_part(small_config(model_type, layers))
+            with torch.device("meta"):
+                size = sum(each.numel() for each in model_class(config)(config).parameters())
+            assert size < LARGEST, f"its smallest has {size} parameters"
+            torch.manual_seed(0)
+            model = model_class(config)(config).eval()
+            if not config.is_encoder_decoder:
+                model(input_ids=torch.arange(3, 13)[None])
+        except Exception as error:
+            reasons.append(error)
+        else:
+            return model
+    raise reasons[0]
+
+
+def try_type(model_type: str) -> Row:
+    """Build, save, load, check and train one type."""
+    try:
+        with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
+            try:
+                small_model(model_type).save_pretrained(folder)
+            except Exception as error:
+                return Row(model_type, f"not built small: {short(error)}")
+            byte_tokenizer().save_pretrained(folder)
+            return loaded(model_type, folder)
+    except TooSlow:
+        return Row(model_type, f"not tried: more than {TIME_LIMIT} s in small")
+
+
+def loaded(model_type: str, folder: str) -> Row:
+    """Load, check and train the model of a folder."""
+    try:
+        policy = load_policy(folder)
+        reference = load_reference(policy, None, folder, Precision())
+    except ValueError as error:
+        return Row(model_type, f"refused: {short(error)}")
+    path = path_of(policy)
+    try:
+        findings = trained(policy, reference)
+    except Exception as error:
+        return Row(model_type, f"FAILS: {short(error)}", path)
+    wrong = [NAMES[finding.name] for finding in findings if not finding.holds]
+    return Row(model_type, f"FAILS {', '.join(wrong)}" if wrong else "trains", path, findings)
+
+
+def trained(policy: Policy, reference: Any) -> list[Finding]:
+    """The invariants of a run, and one iteration of it."""
+    learner = learner_of(policy, Objective(kl_coef=0.1), reference=reference)
+    batch = prompt_batch("a", "hello there", "what is 3+4?")
+    findings = measured(rollouter_of(policy), learner, batch, Conditions(fresh_reference=True))
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    stepper = PlainStepper(torch.optim.AdamW(policy.parameters(), lr=1e-3))
+    learner.update(sampled(learner, batch, unequal), stepper)
+    after = zip(before, policy.parameters(), strict=True)
+    assert any(not torch.equal(one, other) for one, other in after), "no weight has moved"
+    return findings
+
+
+def unequal(prompts: list[str], completions: list[str]) -> list[float]:
+    """Rewards that differ within every group, whatever a random model says."""
+    return [row % 3 / 2 for row in range(len(completions))]
+
+
+def path_of(policy: Policy) -> str:
+    """How a policy computes."""
+    if isinstance(policy, LibraryPolicy):
+        names = {True: "library, its cache", False: "library, no cache"}
+        return names[policy.cached] + ("" if policy.batched else ", row by row")
+    known = policy.bare_model.config.model_type in ARCHITECTURES
+    return "shared prompts" if known else "shared prompts in decoding"
+
+
+def short(error: Exception) -> str:
+    """The first sentence of an error."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.replace("|", "/").split(". docs/models.md")[0][:220]
+
+
+def cells(row: Row) -> str:
+    """The line of a row in the table."""
+    errors = {NAMES[finding.name]: f"{finding.error:.0e}" for finding in row.findings}
+    shown = [errors.get(name, "") for name in NAMES.values()]
+    return "| " + " | ".join([f"`{row.model_type}`", row.verdict, row.path, *shown]) + " |"
+
+
+def main(names: list[str]) -> None:
+    """Try all types, or those given, and write the page, or print their lines."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, too_slow)
+    rows = []
+    for name in names or types():
+        began = time.monotonic()
+        signal.alarm(TIME_LIMIT)
+        rows.append(try_type(name))
+        signal.alarm(0)
+        print(cells(rows[-1]), f"{time.monotonic() - began:.1f} s", flush=True)
+    if not names:
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def too_slow(*_: Any) -> None:
+    """End the type that is tried."""
+    raise TooSlow
+
+
+def types() -> list[str]:
+    """Every type that generates text after a text."""
+    t5_like = [name for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if "t5" in name]
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *t5_like, "switch_transformers"})
+
+
+def page(rows: list[Row]) -> str:
+    """The page, with what each path means."""
+    trains = [row for row in rows if row.verdict == "trains"]
+    lines = "\n".join(cells(row) for row in sorted(rows, key=lambda row: row.verdict != "trains"))
+    titles = ["model type", "verdict", "path", *NAMES.values()]
+    head = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
+    return HEAD.format(version=transformers.__version__, trains=len(trains), all=len(rows)) + (
+        f"{head}\n{lines}\n"
+    )
+
+
+HEAD = """# Models
+
+Which model types train, and how they compute. Made by `python -m tests.models.table`: every causal
+language model and every T5-like one of transformers {version}, built small with random weights,
+saved, loaded as a recipe would load it, checked by the invariants and trained for one iteration.
+{trains} of {all} train. The errors are those of [the invariants](design.md#invariants): nats, or
+the norm of a difference over the norm; 5 and 6 count rows.
+
+| path | what it means |
+|---|---|
+| shared prompts | a prompt is read once for its group, in decoding and in the update |
+| shared prompts in decoding | decoding shares prompts; the update reads whole rows |
+| library, its cache | transformers' own forward pass and cache, one prompt per completion: slower |
+| library, no cache | the same, and the whole row is read again for every token |
+| row by row | rows of unequal length go through the model one at a time |
+
+The path is chosen when the model is loaded. A type of `models/architectures.py` takes the first;
+any other is tried on a few tokens against plain forward passes, and the first path that agrees is
+taken and said in a line; where none agrees, the model is refused. So every path is exact. A model
+that also reads images or sound (Gemma 3 from 4B on, Llama 4, Qwen 3.5) is loaded as its text part,
+and `final_model` is that part.
+
+"Refused" is one sentence at the start of a run. "Not built small" and "not tried" say nothing of a
+real model of that type: its config could not be shrunk here, or is slow even in small.
+
+"""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

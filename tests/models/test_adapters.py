@@ -1,0 +1,183 @@
+"""Adapters train, start from folders, and load in plain peft with equal logits."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from litgrpo.models.loading import (
+    LoRA,
+    Precision,
+    as_policy,
+    export,
+    export_adapter,
+    load_policy,
+    load_reference,
+)
+from litgrpo.models.reference import AdapterAtStart
+from tests.checks.test_invariants import KL, fit, module
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model
+from tests.models.test_causal import tokens
+
+peft = pytest.importorskip("peft")
+KINDS = {
+    "plain": LoRA(rank=4),
+    "some layers": LoRA(rank=2, alpha=8, target_modules=["q_proj", "down_proj"]),
+    "rslora": LoRA(rank=4, use_rslora=True),
+    "dora": LoRA(rank=4, use_dora=True),
+    "head": LoRA(rank=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "embedding": LoRA(rank=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+def moved(policy, std=0.1):
+    """The policy after a change of everything that is trained."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+    return policy.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(prompt_batch("what is 3+4?").prompt_ids).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_and_the_merged_model_give_equal_logits_elsewhere(base, tmp_path, kind):
+    policy = moved(load_policy(base, lora=KINDS[kind]))
+    export_adapter(policy, tmp_path / "adapter")
+    export(policy, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = logits(peft.PeftModel.from_pretrained(model, tmp_path / "adapter"))
+    assert torch.equal(plain, logits(policy.model))
+    assert not torch.allclose(plain, logits(load_policy(base).model), atol=1e-3)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_and_the_invariants_hold(base, kind):
+    policy = moved(load_policy(base, lora=KINDS[kind]), 0.05)
+    grpo = module(policy=policy, objective=KL, lora=KINDS[kind])
+    grpo.pretrained = base
+    grpo.reference = load_reference(policy, None, base, Precision(), KINDS[kind])
+    grpo.reference_path = "the base"  # which is not where this policy begins
+    before = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    fit(grpo)
+    changed = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {n for n, p in policy.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
+    first = moved(load_policy(base, lora=KINDS[kind]))
+    export_adapter(first, tmp_path / "adapter")
+    lora = LoRA(start=str(tmp_path / "adapter"))
+    policy = load_policy(base, lora=lora)
+    assert torch.equal(logits(policy.model), logits(first.model))
+    reference = load_reference(policy, None, base, Precision(), lora)
+    assert isinstance(reference, AdapterAtStart)
+    rows = tokens(policy)
+    start = policy.logprobs(rows).logprobs.detach()
+    moved(policy)
+    assert not torch.allclose(policy.logprobs(rows).logprobs, start, atol=1e-2)
+    torch.testing.assert_close(reference.logprobs(rows).logprobs, start)
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in first.named_parameters() if p.requires_grad}
+    export_adapter(policy, tmp_path / "second")
+    export(policy, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(model, tmp_path / "second")
+    assert torch.equal(logits(again), logits(policy.model))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(again), atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_that_goes_on_from_an_adapter_is_sound(base, tmp_path):
+    export_adapter(moved(load_policy(base, lora=LoRA(rank=4)), 0.05), tmp_path / "adapter")
+    lora = LoRA(start=str(tmp_path / "adapter"))
+    grpo = module(objective=KL, lora=lora)
+    grpo.pretrained, grpo.policy, grpo.reference = base, None, None
+    fit(grpo)  # the invariants ask that the KL to the start is 0
+    assert isinstance(grpo.reference, AdapterAtStart)
+
+
+def test_adapters_of_an_encoder_decoder_model_load_in_plain_peft(tmp_path):
+    tiny_model("t5").save_pretrained(tmp_path / "base")
+    policy = moved(as_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=2)))
+    export_adapter(policy, tmp_path / "adapter")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    ids = prompt_batch("what is 3+4?").prompt_ids
+    asked = {"input_ids": ids, "decoder_input_ids": ids}
+    torch.testing.assert_close(plain(**asked).logits, policy.model(**asked).logits)
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    export_adapter(load_policy(base, lora=LoRA(rank=4)), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_that_lacks_weights_or_has_others_is_refused(base, adapter):
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = next(iter(weights))
+    left = {key: value for key, value in weights.items() if key != name}
+    for changed, problem in (
+        (left, "lacks"),
+        (weights | {f"{name}.more": torch.ones(1)}, "has too"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(ValueError, match=f"does not fit this model: it {problem}"):
+            load_policy(base, lora=LoRA(start=str(adapter)))
+
+
+@pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
+def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):
+    tiny_model("llama", hidden_size=48).save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"does not fit this model: .* Is `pretrained` the model"):
+        load_policy(str(tmp_path / "other"), lora=LoRA(start=str(adapter)))
+
+
+def test_settings_that_contradict_the_folder_are_refused(base, adapter):
+    with pytest.raises(ValueError, match=r"lora\.r is 8, but the adapter in lora\.start has 4"):
+        load_policy(base, lora=LoRA(rank=8, start=str(adapter)))
+    assert load_policy(base, lora=LoRA(rank=4, start=str(adapter))).has_adapter
+
+
+def test_a_folder_without_an_adapter_or_with_another_kind_is_refused(base, adapter):
+    with pytest.raises(ValueError, match=r"no adapter folder \(no adapter_config\.json in it\)"):
+        load_policy(base, lora=LoRA(start=base))
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "IA3"}))
+    with pytest.raises(ValueError, match="adapter of type IA3; only LORA"):
+        load_policy(base, lora=LoRA(start=str(adapter)))
+
+
+def test_an_adapter_in_place_of_a_model_is_answered_with_the_keys(adapter):
+    with pytest.raises(ValueError, match=r"is an adapter in PEFT's format.*--model\.lora\.start"):
+        load_policy(str(adapter))
+
+
+def test_modules_that_do_not_exist_are_refused(base):
+    with pytest.raises(ValueError, match=r"nothing.* called down_proj, .* \(lora\.target"):
+        load_policy(base, lora=LoRA(target_modules=["nothing"]))
+
+
+def test_a_policy_without_adapters_has_none_to_export(base, tmp_path):
+    with pytest.raises(ValueError, match="There is no adapter to export"):
+        export_adapter(load_policy(base), tmp_path / "adapter")

@@ -1,0 +1,145 @@
+"""Folders whose weights, config and tokenizer do not belong together are refused by name."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from litgrpo.models.loading import load_policy, load_reference
+from litgrpo.models.policy import Policy
+from litgrpo.models.weights import attention_of, check_vocabulary, language_part, model_class
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+
+SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+SPECIAL = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def changed(folder, change):
+    """The folder after a change of its {name: tensor}."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_missing_unexpected_and_reshaped_weights_are_all_named(folder):
+    def change(weights):
+        del weights["model.embed_tokens.weight"]
+        weights["model.layers.0.router.weight"] = torch.ones(2)
+        weights["model.norm.weight"] = torch.ones(5)
+
+    name = changed(folder, change)
+    with pytest.raises(ValueError, match="What is missing would be random") as raised:
+        load_policy(name)
+    said = str(raised.value)
+    assert "lacks model.embed_tokens.weight" in said
+    assert "has too model.layers.0.router.weight" in said
+    assert "another shape of model.norm.weight" in said
+
+
+def test_a_reference_that_lacks_weights_is_refused_too(folder):
+    name = changed(folder, lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+        load_reference(tiny_policy("llama"), name, "", precision=None)
+
+
+def test_a_tied_head_is_not_missing(tmp_path):
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert isinstance(load_policy(str(tmp_path)), Policy)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.001, 0.0])
+def test_a_truncated_file_is_called_damaged(folder, kept):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(ValueError, match=r"damaged or incomplete: .* Copy or download it again"):
+        load_policy(str(folder))
+
+
+def test_something_else_in_place_of_weights_is_called_damaged(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="damaged or incomplete"):
+        load_policy(str(folder))
+
+
+def test_gguf_is_answered_with_how_to_convert_it(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ValueError, match=r"small\.gguf is in GGUF format.* gguf_file='small\.gguf'"
+    ):
+        load_policy(str(folder))
+    with pytest.raises(ValueError, match=r"is a file\. Give the folder"):
+        load_policy(str(folder / "small.gguf"))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer files that .*small\.gguf is in GGUF"):
+        load_policy(str(folder))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"2 tokens beyond .* of 259, the first '<think>' \(number"
+    ):
+        load_policy(str(folder))
+
+
+def test_a_special_token_beyond_the_embedding_is_spared():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_vocabulary(tiny_model("llama"), tokenizer, "here")
+
+
+def test_a_model_of_eight_tokens_decodes_by_the_fused_decoder():
+    policy = tiny_policy("llama")
+    policy.bare_model.resize_token_embeddings(8)
+    assert policy.can_fuse
+
+
+def test_the_text_part_of_a_model_for_images_is_loaded_exactly(tmp_path):
+    text = SMALL | SPECIAL | dict(intermediate_size=24, head_dim=8, sliding_window=4)
+    vision = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    vision |= dict(image_size=28, patch_size=14)
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    whole = model_class(config)(config).eval()
+    whole.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path)).eval()
+    assert policy.model.config.model_type == "gemma3_text"
+    ids = prompt_batch("what is 3+4?").prompt_ids
+    torch.testing.assert_close(policy.model(ids).logits, whole(input_ids=ids).logits)
+
+
+def test_a_model_without_parts_is_its_own_language_part():
+    config = tiny_model("t5").config
+    assert language_part(config) is config
+
+
+def test_a_model_that_generates_no_text_is_refused_with_its_type():
+    for model_type in ("vit", "clip"):
+        with pytest.raises(ValueError, match="is no language model that can be trained here"):
+            model_class(language_part(AutoConfig.for_model(model_type)))
+
+
+def test_attention_is_eager_where_there_is_no_other():
+    kinds = {
+        name: attention_of(AutoConfig.for_model(name)) for name in ("llama", "gemma2", "bloom")
+    }
+    assert kinds == {"llama": "sdpa", "gemma2": "eager", "bloom": "eager"}
