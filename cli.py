@@ -7,7 +7,11 @@ sys.path.insert(
     0, str(Path(__file__).parent / "src")
 )  # a clone runs its own code, installed or not
 
-from litgrpo.program import main
+try:
+    from litgrpo.program import main
+except ModuleNotFoundError as missing:
+    print(f"error: {missing}. Install first: pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,9 @@
+import subprocess
+import sys
+
 import pytest
 
-from tests.cli.running import cli, in_a_process  # noqa: F401 (a fixture)
+from tests.cli.running import ROOT, cli, in_a_process  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
@@ -29,6 +32,15 @@ def test_a_bug_keeps_its_traceback(cli):  # noqa: F811
     # Raised by code that is not ours and checks no input.
     with pytest.raises(ValueError, match="a bug"):
         cli("fit", "-c", "recipe.yaml", "--data.broken", "true")
+
+
+def test_a_clone_that_is_not_installed_says_so_in_one_line():
+    command = [sys.executable, "-I", "-S", str(ROOT / "cli.py"), "fit"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: No module named 'litgrpo'")
+    assert "pip install -r requirements.txt" in line
 
 
 @pytest.mark.parametrize("within", ["", "lightning"])

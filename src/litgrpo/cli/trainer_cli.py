@@ -95,12 +95,14 @@ OF_ONE_CALL |= {"return_predictions", "verbose", "weights_only"}
 # Lines that Lightning prints in every run and that ask nothing of the user.
 CHATTER: tuple[str, ...] = ("Tip:", "GPU available:", "TPU available:", "HPU available:")
 CHATTER += ("Seed set to", "Restoring states from", "Restored all states")
+CHATTER += ("was configured so 1 batch", "callbacks returned in `LightningModule.configure_call")
 HARMLESS_WARNINGS = (
     r".*does not have many workers",
     r".*in eval mode at the start of training",
     r".*sync_dist=True",  # our modules average over processes before they log
     r".*You have overridden `transfer_batch_to_device`",
     r".*isinstance\(treespec, LeafSpec\)",
+    r".*is_gradient_checkpointing. is deprecated",  # peft asks transformers by the old name
     # Lightning's calls of jsonargparse, not ours.
     r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
 )
