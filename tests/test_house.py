@@ -66,6 +66,8 @@ TESTED_ELSEWHERE = {
     "data/files.py": "tests/data/test_sources.py",
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
+    "rewards/runner/failures.py": "tests/rewards/runner/test_runner.py",
+    "rewards/runner/marks.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
     "rewards/shaping.py": "tests/rewards/test_scorer.py",

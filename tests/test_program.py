@@ -39,7 +39,7 @@ def test_a_clone_that_is_not_installed_says_so_in_one_line():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: No module named 'litgrpo'")
+    assert line.startswith("error: No module named 'torch'")
     assert "pip install -r requirements.txt" in line
 
 

@@ -113,8 +113,9 @@ def test_a_model_without_tokenizer_is_refused_before_training(architecture, tmp_
 def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program, capsys):
     recipe = tmp_path / "recipe.yaml"
     rewards = {"correct": {"function": "litgrpo.rewards.correctness"}}
+    settings = {"pretrained": TINY, "rewards": rewards, "max_completion_len": 64}
     content = {
-        "model": {"class_path": "GRPO", "init_args": {"pretrained": TINY, "rewards": rewards}},
+        "model": {"class_path": "GRPO", "init_args": settings},
         "data": {
             "class_path": "PairData",
             "init_args": {"train": f"{PROBLEMS}supervised?size=80", "val_fraction": 0.2},

@@ -41,7 +41,7 @@ def test_a_statement_that_fails_ends_the_fit_before_the_first_iteration(monkeypa
 
 
 def test_a_module_brings_the_checks_unless_it_is_told_not_to(measured):
-    (callback,) = module().configure_callbacks()
+    callback = module().configure_callbacks()[0]
     assert isinstance(callback, InvariantChecks)
     train(module(check_invariants=False), batches("a", "b"))
     assert not measured

@@ -38,7 +38,6 @@ TEXTS = ("a", "hello there", "xyz")
 KL = Objective(kl_coef=0.1)
 SAMPLINGS = {
     "plain": Sampling(temperature=0.7),
-    "greedy": Sampling(temperature=0),
     "top_k": Sampling(top_k=20),
     "top_p": Sampling(temperature=0.8, top_p=0.8),
     "min_p": Sampling(min_p=0.05),

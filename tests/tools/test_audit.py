@@ -55,7 +55,7 @@ def test_an_overlay_and_gold_of_ones_own_are_used(cli, gold, tmp_path) -> None: 
     ("words", "message"),
     [
         ([], "give the recipe with the rewards"),
-        (["-c", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
+        (["-c", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
         (["-c", "recipe.yaml"], "the recipe has no rewards"),
         (["-c", QUICKSTART, "--success", "right"], "success is 'right'"),
         (["-c", QUICKSTART, "--limit", "-1"], "limit is -1"),

@@ -248,7 +248,7 @@ class IterationCheckpoint(Checkpoint):
             set_all_random_state(self.boundary.random)  # a dropped iteration may have drawn
             self._save_if_missing(trainer, n)
             rank_zero_info(f"Stopped after iteration {n}: {STOPPED[self.parts]}")
-        self._settle(trainer)
+        self._settle()
         self.stop.let_go()
 
     def on_save_checkpoint(
@@ -268,12 +268,13 @@ class IterationCheckpoint(Checkpoint):
             return
         folder = folder_of(trainer)
         best = best_of(self.scores, self.keep_best)
-        self._settle(trainer)
+        self._settle()
         self.last_saved, self.failed = iteration, False
 
         def finish(path: Path) -> None:
             point(folder / LAST, path)
-            self._tidy(folder, best)
+            if tidied(folder, best, self.keep_last):
+                self.best_model_path = str(folder / BEST)
 
         path = folder / f"iteration={iteration:06d}.ckpt"
         trainer.save_checkpoint(path, weights_only=False, storage_options=finish)
@@ -284,7 +285,7 @@ class IterationCheckpoint(Checkpoint):
         Raises:
             NotSaved: the file could not be written.
         """
-        self._settle(trainer)
+        self._settle()
         if trainer.strategy.broadcast(self.failed or self.last_saved != iteration):
             self.save(trainer, iteration)
         try:
@@ -296,7 +297,7 @@ class IterationCheckpoint(Checkpoint):
             )
             raise NotSaved(f"checkpoint not saved: {error}; {earlier}") from error
 
-    def _settle(self, trainer: Trainer) -> None:
+    def _settle(self) -> None:
         """Wait for the file that is being written; if it fails, a later one may succeed."""
         try:
             self.io.wait()
@@ -305,15 +306,6 @@ class IterationCheckpoint(Checkpoint):
             rank_zero_warn(
                 f"checkpoint not saved: {error}; training goes on, and the next one is tried"
             )
-
-    def _tidy(self, folder: Path, best: list[int]) -> None:
-        saved = by_age(folder)
-        best = [n for n in best if n in saved]
-        for n in best[:1]:
-            point(folder / BEST, saved[n])
-            self.best_model_path = str(folder / BEST)
-        for n in set(saved) - set(list(saved)[: self.keep_last]) - set(best):
-            saved[n].unlink()
 
     def state_dict(self) -> dict[str, Any]:
         """The scores so far, and whether the newest iteration has yet to be evaluated."""
@@ -324,6 +316,17 @@ class IterationCheckpoint(Checkpoint):
         """Take them up."""
         self.scores = {int(n): list(score) for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
+
+
+def tidied(folder: Path, best: list[int], keep_last: int) -> bool:
+    """Remove checkpoints that are neither new nor good; whether one is now linked as the best."""
+    saved = by_age(folder)
+    best = [n for n in best if n in saved]
+    for n in best[:1]:
+        point(folder / BEST, saved[n])
+    for n in set(saved) - set(list(saved)[:keep_last]) - set(best):
+        saved[n].unlink()
+    return bool(best)
 
 
 def folder_of(trainer: Trainer) -> Path:

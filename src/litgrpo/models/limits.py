@@ -78,9 +78,12 @@ def check_lengths(policy: Policy, longest: dict[str, int], completion: int, key:
         f"positions, but {policy.bare_model.config.model_type} "
         f"{'has' if context.hard else 'was made for'} {most}."
     )
-    lower = f"Set data.{key} to {max(1, most - completion)} or less (data.overlong says what to do "
-    lower += "with what is longer)"
-    lower += f", or lower model.max_completion_len by {asked - most}." if completion else "."
+    room = most - completion
+    ways = [f"set data.{key} to {room} or less (data.overlong says what to do with what is longer)"]
+    ways = ways * (room > 0) + [f"lower model.max_completion_len by {asked - most}"] * bool(
+        completion
+    )
+    lower = f"Remedy: {' or '.join(ways)}."
     require(not context.hard, f"{said} {lower}")
     rank_zero_warn(f"{said} Beyond that its text is usually noise. {lower}")
 

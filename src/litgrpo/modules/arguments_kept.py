@@ -50,12 +50,12 @@ def plain(value: Any) -> Any:
 
     Example:
         >>> plain({"a": (1, torch.optim.AdamW)})
-        {'a': [1, {'import_path': 'torch.optim.adamw.AdamW'}]}
+        {'a': (1, {'import_path': 'torch.optim.adamw.AdamW'})}
     """
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return type(value)(plain(each) for each in value)
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, functools.partial):
@@ -83,8 +83,8 @@ def _path(value: Any) -> str:
 
 def made(value: Any) -> Any:
     """What `plain` wrote, made again."""
-    if isinstance(value, list):
-        return [made(each) for each in value]
+    if isinstance(value, list | tuple):
+        return type(value)(made(each) for each in value)
     if not isinstance(value, dict):
         return value
     if FUNCTION in value:
@@ -96,26 +96,26 @@ def made(value: Any) -> Any:
     return {key: made(each) for key, each in value.items()}
 
 
-def loaded(kind: type[Module], path: str | Path, given: Mapping[str, Any]) -> Module:
+def loaded(kind: type[Module], checkpoint_path: str | Path, **arguments: Any) -> Module:
     """The module that a checkpoint holds, with its weights, outside of any trainer.
 
     Args:
         kind: its class.
-        path: the checkpoint.
-        given: arguments that replace those of the checkpoint.
+        checkpoint_path: a .ckpt file.
+        arguments: what replaces the checkpoint's, or what it could not hold.
 
     Raises:
         ValueError: an argument is in neither.
     """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    arguments = made(checkpoint.get(KEY, {})) | dict(given)
+    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    arguments = made(checkpoint.get(KEY, {})) | arguments
     parameters = inspect.signature(kind).parameters.values()
     plain_ones = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in plain_ones if p.default is p.empty and p.name not in arguments]
     require(
         not missing,
-        f"{path} cannot hold {', '.join(missing)} of {kind.__name__} (a lambda, an object of your "
-        f"own, or the file is older): give it to load_from_checkpoint, too.",
+        f"{checkpoint_path} cannot hold {', '.join(missing)} of {kind.__name__} (a lambda, an "
+        "object of your own, or the file is older): give it to load_from_checkpoint, too.",
     )
     module: Any = kind(**arguments)
     if "tokenizer" in checkpoint:

@@ -164,10 +164,10 @@ def refuse_greedy_training(sampling: Sampling, group_size: int) -> None:
     """Refuse groups of copies.
 
     Raises:
-        ValueError: the temperature is 0.
+        ValueError: the temperature is 0 and the groups are of several.
     """
     require(
-        not sampling.greedy,
+        group_size == 1 or not sampling.greedy,
         f"sampling.temperature is 0, so the {group_size} completions of a group are copies, and "
         "nothing can be learned from comparing them. Train with 1.0; evaluation.temperature is "
         "for validation.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,17 +172,7 @@ class GRPO(LightningModule):
         self.policy: Policy | None = None
         self.reference: Reference | None = None
 
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **arguments: Any
-    ) -> GRPO:
-        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
-
-        Args:
-            checkpoint_path: a .ckpt file.
-            arguments: what replaces the checkpoint's, or what it could not hold.
-        """
-        return arguments_kept.loaded(cls, checkpoint_path, arguments)
+    load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
 
     # What callbacks ask after an evaluation, besides `evaluation_report`.
     evaluated_prompts = property(attrgetter("evaluator.of_prompts"))

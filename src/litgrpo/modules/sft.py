@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,17 +88,7 @@ class SFT(LightningModule):
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
 
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **arguments: Any
-    ) -> SFT:
-        """The module of a checkpoint, with its weights and arguments; see `arguments_kept.loaded`.
-
-        Args:
-            checkpoint_path: a .ckpt file.
-            arguments: what replaces the checkpoint's, or what it could not hold.
-        """
-        return arguments_kept.loaded(cls, checkpoint_path, arguments)
+    load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
 
     def setup(self, stage: str) -> None:
         """Refuse a device that would compile a program for every batch.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from litgrpo.rewards.parts import Reward
     from litgrpo.rewards.remote_judge import RemoteJudge
     from litgrpo.rewards.rubric import Criterion, Rubric
-    from litgrpo.rewards.runner.calls import pure, whole_batch
     from litgrpo.rewards.runner.in_process import InProcessRunner
+    from litgrpo.rewards.runner.marks import pure, whole_batch
     from litgrpo.rewards.runner.process_runner import ProcessRunner
     from litgrpo.rewards.runner.runner import RewardFailure, RewardRunner
     from litgrpo.rewards.scorer import Scorer

@@ -1,6 +1,6 @@
 """The public names of this room, and where they are."""
 
-# {module: public names}. Imported when asked for, because a worker process needs `calls`, and a
+# {module: public names}. Imported when asked for, because a worker process needs `marks`, and a
 # user's function needs `correctness`, without torch, which takes a second.
 CLASSES = {
     "parts": ("Reward",),
@@ -8,7 +8,7 @@ CLASSES = {
     "models": ("Judge", "RewardModel"),
     "rubric": ("Criterion", "Rubric"),
     "remote_judge": ("RemoteJudge",),
-    "runner.calls": ("pure", "whole_batch"),
+    "runner.marks": ("pure", "whole_batch"),
     "runner.runner": ("RewardFailure", "RewardRunner"),
     "runner.in_process": ("InProcessRunner",),
     "runner.process_runner": ("ProcessRunner",),

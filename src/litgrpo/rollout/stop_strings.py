@@ -65,6 +65,10 @@ class StopStrings:
         ends = (place + 1 for place in suspects.tolist())
         return next((end for end in ends if self.completed(ids[:end])), len(ids) + 1)
 
+    def watch(self, uniforms: Tensor) -> Watch:
+        """What looks for them in a rollout with the random numbers [N, C]."""
+        return Watch(self, uniforms.shape, uniforms.device)
+
     def cut(self, text: str, include: bool) -> str:
         """The text up to its first stop string; with `include` up to the end of that."""
         found = [(text.find(stop), stop) for stop in self.stops if stop in text]
@@ -72,19 +76,8 @@ class StopStrings:
         return text[: place + len(stop) * include]
 
 
-class NoWatch:
-    """Looks for nothing while rows decode."""
-
-    def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
-        """Remember the tokens [n] of a step at their places [n] in [N * C], of active rows."""
-
-    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
-        """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
-        return active
-
-
 @dataclass
-class Watch(NoWatch):
+class Watch:
     """Looks for stop strings while rows decode, so that these rows need not go on.
 
     Args:
@@ -108,13 +101,13 @@ class Watch(NoWatch):
         self.may_complete = self.stops.may_complete.to(self.device)
 
     def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
-        """See `NoWatch.note`."""
+        """Remember the tokens [n] of a step at their places [n] in [N * C], of active rows."""
         places, seen = cursor[active], tokens[active]
         self.ids[places] = seen
         self.suspects[places // self.shape[1]] |= self.may_complete[seen]
 
     def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
-        """See `NoWatch.goes_on`."""
+        """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
         length = self.shape[1]
         rows = (cursor - 1) // length
         asked = (active & self.suspects[rows]).nonzero().flatten().tolist()
@@ -124,8 +117,3 @@ class Watch(NoWatch):
             start = (ends[place] - 1) // length * length
             active[place] = not self.stops.found(self.ids[start : ends[place]].tolist())
         return active
-
-
-def watch_for(stops: StopStrings | None, uniforms: Tensor) -> NoWatch:
-    """What looks for these stop strings in a rollout with the random numbers [N, C]."""
-    return NoWatch() if stops is None else Watch(stops, uniforms.shape, uniforms.device)

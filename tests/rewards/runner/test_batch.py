@@ -6,7 +6,8 @@ import pytest
 
 from litgrpo.rewards import InProcessRunner, pure, whole_batch
 from litgrpo.rewards.runner.batch import NO_TURN, TIMEOUT, Attempt, Batch, Task, stripes
-from litgrpo.rewards.runner.calls import Call, Scores, WorkerError, failed
+from litgrpo.rewards.runner.calls import Call, Scores, failed
+from litgrpo.rewards.runner.failures import WorkerError
 from litgrpo.rewards.runner.worker_pool import WorkerPool
 
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from litgrpo.rewards.runner import worker
-from litgrpo.rewards.runner.calls import MalformedResult, WorkerError
+from litgrpo.rewards.runner.failures import MalformedResult, WorkerError
 from litgrpo.rewards.runner.worker import Message, Question
 from tests.rewards import faulty
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from litgrpo.arguments import at_least
-from litgrpo.rewards.runner.calls import whole_batch
+from litgrpo.rewards.runner.marks import whole_batch
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.text.overlap import distinct_n, ngrams
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from litgrpo.rewards.library.math import Gold, One, committed_claims, judged
-from litgrpo.rewards.runner.calls import isolated, pure
+from litgrpo.rewards.runner.marks import isolated, pure
 from litgrpo.text.answers import Completions
 
 LONGEST_ANSWER = 500  # characters

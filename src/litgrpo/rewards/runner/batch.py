@@ -21,16 +21,9 @@ from math import ceil, inf, nan
 from multiprocessing.connection import wait
 from typing import Any
 
-from litgrpo.rewards.runner.calls import (
-    FLOOD,
-    TIMEOUT,
-    Call,
-    Scores,
-    WorkerError,
-    failed,
-    is_coroutine,
-    is_marked,
-)
+from litgrpo.rewards.runner.calls import FLOOD, TIMEOUT, Call, Scores, failed
+from litgrpo.rewards.runner.failures import WorkerError
+from litgrpo.rewards.runner.marks import is_coroutine, is_marked
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.runner.worker import Message, Question
 from litgrpo.rewards.runner.worker_pool import GONE, LOAD_S, Worker, WorkerPool

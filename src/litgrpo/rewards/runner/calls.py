@@ -10,31 +10,25 @@ import asyncio
 import copy
 import inspect
 import sys
-import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isfinite, nan
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import require
+from litgrpo.rewards.runner.failures import MalformedResult, as_exception, reason_of
+from litgrpo.rewards.runner.marks import Function
 
 DOUBLE_EPS = sys.float_info.epsilon
 LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance
 IDS = "completion_ids"
 ATOMS = {str, int, float, bool, bytes, type(None)}
 ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
-MARKS = ("whole_batch", "pure", "isolated", "in_process")
 MAX_PRINTED = 5_000_000  # characters that one call may print
 MAX_SHOWN = 20_000  # of which so many are shown
 TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
-MAX_CAUSE = 300  # characters of an exception's own text in a one-line message
-HERE = str(Path(__file__).parent)
-
-Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,58 +139,6 @@ class Notes:
         return replace(scores, metrics=self.metrics, extras=self.extras)
 
 
-class MalformedResult(ValueError):
-    """A function returned something that is not one reward per completion."""
-
-
-class WorkerError(Exception):
-    """What happened to a reward function in a worker: the cause in a line, and the whole story."""
-
-    def __init__(self, cause: str, story: str = "") -> None:
-        super().__init__(cause, story)
-        self.cause = cause
-
-    def __str__(self) -> str:
-        """Both."""
-        return ". ".join(filter(None, self.args))
-
-
-def whole_batch(function: Function) -> Function:
-    """Mark a function that compares completions: it always gets all of them at once."""
-    function.whole_batch = True  # type: ignore[attr-defined]
-    return function
-
-
-def pure(function: Function) -> Function:
-    """Mark a function whose reward of a row depends on that row only, and is always the same.
-
-    It is then called row by row, in several processes, and never twice for the same row.
-    """
-    function.pure = True  # type: ignore[attr-defined]
-    return function
-
-
-def isolated(function: Function) -> Function:
-    """Mark a function of this package that may hang: it runs in a worker like a user's."""
-    function.isolated = True  # type: ignore[attr-defined]
-    return function
-
-
-def is_marked(function: Any, mark: str) -> bool:
-    """Whether a function, or what a partial of it holds, has a mark."""
-    assert mark in MARKS
-    while isinstance(function, partial):
-        function = function.func
-    return mark in dir(function) and bool(getattr(function, mark))
-
-
-def is_coroutine(function: Function) -> bool:
-    """Whether calling the function gives something to await."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
-
-
 def read_result(result: object, num_rows: int) -> Scores:
     """What a function returned, as numbers.
 
@@ -256,11 +198,6 @@ def _as_python(value: Any) -> tuple[Any, float]:
     return value.tolist(), precision
 
 
-def reason_of(error: BaseException) -> str:
-    """The name under which a failure is counted."""
-    return "wrong length" if isinstance(error, MalformedResult) else type(error).__name__
-
-
 def answer(
     function: Function,
     given: dict[str, Any],
@@ -297,22 +234,6 @@ async def awaited_answer(
         return noted.entered(read_result(await asyncio.wait_for(coming, limit_s), num_rows))
     except (Exception, SystemExit) as error:
         return failed(num_rows, reason_of(error), as_exception(error))
-
-
-def as_exception(error: BaseException) -> Exception:
-    """What can be raised again without ending the program."""
-    return error if isinstance(error, Exception) else WorkerError(cause_of(error))
-
-
-def cause_of(error: BaseException) -> str:
-    """What went wrong in one line, and where in the function's own file."""
-    if isinstance(error, WorkerError):
-        return error.cause
-    text = " ".join(traceback.format_exception_only(error)[-1].split())
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith(HERE)]
-    place = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in foreign[-1:]]
-    return "".join([text[:MAX_CAUSE], *place])
 
 
 def failed(num_rows: int, reason: str, error: Exception | None = None) -> Scores:

@@ -21,10 +21,9 @@ from litgrpo.rewards.runner.calls import (
     awaited_answer,
     failed,
     gathered,
-    is_coroutine,
-    is_marked,
-    reason_of,
 )
+from litgrpo.rewards.runner.failures import reason_of
+from litgrpo.rewards.runner.marks import is_coroutine, is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from litgrpo.arguments import at_least
 from litgrpo.rewards.runner.batch import Batch
-from litgrpo.rewards.runner.calls import Call, Scores, is_marked
+from litgrpo.rewards.runner.calls import Call, Scores
 from litgrpo.rewards.runner.in_process import run_here
+from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
 from litgrpo.rewards.runner.worker_pool import WorkerPool
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from litgrpo.arguments import above, at_least, at_most
-from litgrpo.rewards.runner.calls import Call, MalformedResult, Scores, cause_of
+from litgrpo.rewards.runner.calls import Call, Scores
+from litgrpo.rewards.runner.failures import MalformedResult, cause_of
 
 log = logging.getLogger(__name__)
 

@@ -23,16 +23,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
-from litgrpo.rewards.runner.calls import (
-    Function,
-    MalformedResult,
-    Scores,
-    WorkerError,
-    answer,
-    awaited_answer,
-    cause_of,
-    own_settings,
-)
+from litgrpo.rewards.runner.calls import Scores, answer, awaited_answer, own_settings
+from litgrpo.rewards.runner.failures import MalformedResult, WorkerError, cause_of
+from litgrpo.rewards.runner.marks import Function
 
 FORK = 0  # asks the launcher for a worker; any other number is a worker that has ended
 STACK_SHARE = 0.9  # of the time, after which a hanging worker shows its stack

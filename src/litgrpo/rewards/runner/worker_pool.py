@@ -21,7 +21,8 @@ from typing import Any
 import cloudpickle
 
 from litgrpo.arguments import require
-from litgrpo.rewards.runner.calls import FLOOD, MAX_PRINTED, MAX_SHOWN, TIMEOUT, Call, WorkerError
+from litgrpo.rewards.runner.calls import FLOOD, MAX_PRINTED, MAX_SHOWN, TIMEOUT, Call
+from litgrpo.rewards.runner.failures import WorkerError
 from litgrpo.rewards.runner.worker import FORK
 
 log = logging.getLogger(__name__)

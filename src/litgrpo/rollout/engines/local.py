@@ -14,7 +14,6 @@ from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
-from litgrpo.rollout.stop_strings import watch_for
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -83,7 +82,8 @@ class LocalEngine(RolloutEngine):
         waiting, batch, step, full = len(requests.prompts), None, 0, 0
         # Finished rows take up room until they are looked for, so short limits look more often.
         pause = min(self.look_every, max(1, length // 4))
-        watch = watch_for(requests.stops, requests.uniforms)
+        stops = requests.stops
+        watch = _NoWatch() if stops is None else stops.watch(requests.uniforms)
         while waiting or batch is not None:
             free = places - (0 if batch is None else len(batch.cursor))
             if waiting and free >= group_size and (batch is None or batch.state.can_join):
@@ -152,6 +152,17 @@ class _RunningBatch:
             last=torch.cat([self.last, others.last]),
             active=torch.cat([self.active, others.active]),
         )
+
+
+class _NoWatch:
+    """Looks for no stop string while rows decode."""
+
+    def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
+        """See `Watch.note`."""
+
+    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
+        """See `Watch.goes_on`."""
+        return active
 
 
 @dataclass(frozen=True)
