@@ -11,6 +11,7 @@ MINE = f"{QUICK} --model.pretrained ./mine"
 
 def saved(folder: Path, model_type: str = "llama", tokens: tuple[str, ...] = (), **sizes) -> Path:
     """A small random model with the embedded model's tokenizer, in `mine`."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from litgrpo.models.loading import load_tokenizer
@@ -20,6 +21,7 @@ def saved(folder: Path, model_type: str = "llama", tokens: tuple[str, ...] = (),
     names = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
     settings = dict(vocab_size=len(tokenizer)) | names | default | sizes
     config = AutoConfig.for_model(model_type, **settings)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "mine")
     tokenizer.add_tokens(list(tokens))
     tokenizer.save_pretrained(folder / "mine")
@@ -49,7 +51,7 @@ def gguf(folder: Path) -> None:
 
 def bidirectional(folder: Path) -> None:
     """A BERT, which sees later tokens."""
-    saved(folder, "bert")
+    saved(folder, "bert", initializer_range=0.5)
 
 
 def gpt2(folder: Path) -> None:

@@ -105,7 +105,7 @@ PROBES = [
         ("-> 1e-06",),
         code=0,
         before=trained,
-        after=resumed_by("lr: 1.0e-06", "1e-06"),
+        after=resumed_by("lr: 1.0e-06", "9.9639"),
     ),
     Probe(
         "resume with another optimizer",
