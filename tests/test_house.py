@@ -67,8 +67,11 @@ TESTED_ELSEWHERE = {
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/failures.py": "tests/rewards/runner/test_runner.py",
+    "rewards/runner/troubles.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/marks.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
+    "rewards/runner/coroutines.py": "tests/rewards/runner/test_in_process.py",
+    "rewards/runner/event_loop.py": "tests/rewards/runner/test_in_process.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
 }

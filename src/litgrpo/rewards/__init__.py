@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from litgrpo.rewards.runner.in_process import InProcessRunner
     from litgrpo.rewards.runner.marks import pure, whole_batch
     from litgrpo.rewards.runner.process_runner import ProcessRunner
-    from litgrpo.rewards.runner.runner import RewardFailure, RewardRunner
+    from litgrpo.rewards.runner.runner import RewardRunner
+    from litgrpo.rewards.runner.troubles import RewardFailure
     from litgrpo.rewards.scorer import Scorer
 
 __all__ = [

@@ -71,6 +71,12 @@ def load_judges(functions: Iterable[object], device: torch.device | str, policy:
             function.load(device, policy)
 
 
+def with_budget(functions: Mapping[str, object]) -> dict[str, Judge]:
+    """Those among some reward functions that are judges with a budget."""
+    judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
+    return {name: judge for name, judge in judges.items() if judge.has_budget}
+
+
 class RewardModel(Judge):
     """The score that a reward model, or any other sequence classification model, gives.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import isfinite
@@ -115,6 +115,15 @@ def _check_duplicates(parts: Mapping[str, Reward], functions: Mapping[str, objec
             f"rewards '{one}' and '{other}' are the same function with the same kwargs;"
             " keep one and add their weights",
         )
+
+
+def lacking(name: str, missing: Sequence[str], columns: Iterable[str]) -> ValueError:
+    """What to raise for a reward that needs columns which are not there."""
+    return ValueError(
+        f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
+        f" ({', '.join(sorted(columns))}) nor among its kwargs; map a column of the data set"
+        " to that name"
+    )
 
 
 def checked(parts: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:

@@ -9,7 +9,8 @@ CLASSES = {
     "rubric": ("Criterion", "Rubric"),
     "remote_judge": ("RemoteJudge",),
     "runner.marks": ("pure", "whole_batch"),
-    "runner.runner": ("RewardFailure", "RewardRunner"),
+    "runner.runner": ("RewardRunner",),
+    "runner.troubles": ("RewardFailure",),
     "runner.in_process": ("InProcessRunner",),
     "runner.process_runner": ("ProcessRunner",),
 }

@@ -12,7 +12,7 @@ import torch
 
 from litgrpo.arguments import require
 from litgrpo.rewards.models import Judge
-from litgrpo.rewards.runner.calls import gathered
+from litgrpo.rewards.runner.event_loop import gathered
 
 Mark = float | None
 

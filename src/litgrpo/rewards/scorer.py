@@ -12,8 +12,8 @@ import torch
 
 from litgrpo.arguments import one_of
 from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.models import Judge
-from litgrpo.rewards.parts import Reward, RewardFormat, checked, named_rewards
+from litgrpo.rewards.models import with_budget
+from litgrpo.rewards.parts import Reward, RewardFormat, checked, lacking, named_rewards
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
@@ -91,9 +91,8 @@ class Scorer:
             RewardFailure: too many rows of a function failed.
         """
         texts = {"prompts": list(prompts), "completions": list(completions)}
-        rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
         numbers = range(len(completions) // max(1, group_size))
-        return self._submit(rows, group_size, context or {}, iteration, numbers).result()
+        return self._submit(texts, columns, group_size, context or {}, iteration, numbers).result()
 
     def submit(self, rollout: Rollout, iteration: int = 0) -> Future[RewardTable]:
         """Begin to score a rollout; worker processes run until the rewards are asked for.
@@ -124,9 +123,8 @@ class Scorer:
         }
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
-        rows = texts | columns | texts
-        numbers = prompts.index.tolist()
-        return self._submit(rows, group_size, {"trainer_state": state}, iteration, numbers)
+        context, numbers = {"trainer_state": state}, prompts.index.tolist()
+        return self._submit(texts, columns, group_size, context, iteration, numbers)
 
     def check(self, columns: Iterable[str]) -> None:
         """Refuse data that lack a column which a function needs, before anything is sampled.
@@ -144,7 +142,8 @@ class Scorer:
 
     def _submit(
         self,
-        rows: dict[str, list[Any]],
+        texts: dict[str, list[Any]],
+        columns: Mapping[str, list[Any]],
         group_size: int,
         context: Mapping[str, Any],
         iteration: int,
@@ -154,6 +153,7 @@ class Scorer:
 
         `numbers` are those of the prompts, for messages.
         """
+        rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
         num_rows = len(rows["completions"])
         if min(group_size, num_rows) < 1 or num_rows % group_size:
             raise ValueError(f"{num_rows} completions do not make whole groups of {group_size}")
@@ -176,11 +176,7 @@ class Scorer:
         known = {**dict.fromkeys(Notes.NAMES), **context, **rows, **kwargs}
         missing = [key for key, required in named.items() if required and key not in known]
         if missing:
-            raise ValueError(
-                f"reward '{name}' needs {', '.join(missing)}, which is neither a column"
-                f" ({', '.join(sorted(rows))}) nor among its kwargs; map a column of the data set"
-                " to that name"
-            )
+            raise lacking(name, missing, rows)
         # A kwarg goes before a column of its name. The context is only for those who name it, as
         # functions with `**kwargs` often hand everything on.
         by_name, free = named.keys() - kwargs.keys(), rows.keys() - kwargs.keys()
@@ -243,16 +239,12 @@ class Scorer:
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         """{part: what it spent}, of judges with a budget."""
-        return {name: judge.state_dict() for name, judge in self._with_budget()}
+        return {name: judge.state_dict() for name, judge in with_budget(self.functions).items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
         """Go on with the budgets of a checkpoint."""
-        for name, judge in self._with_budget():
+        for name, judge in with_budget(self.functions).items():
             judge.load_state_dict(state.get(name, {}))
-
-    def _with_budget(self) -> list[tuple[str, Judge]]:
-        judges = [(n, each) for n, each in self.functions.items() if isinstance(each, Judge)]
-        return [(name, judge) for name, judge in judges if judge.has_budget]
 
 
 def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from litgrpo.rewards.runner.calls import FLOOD, TIMEOUT, Call, Scores, failed
 from litgrpo.rewards.runner.failures import WorkerError
-from litgrpo.rewards.runner.marks import is_coroutine, is_marked
+from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.runner.worker import Message, Question
 from litgrpo.rewards.runner.worker_pool import GONE, LOAD_S, Worker, WorkerPool
@@ -109,7 +109,7 @@ class Batch:
             remembered = known.get(n, {})
             self.results[n].put(list(remembered), Scores(list(remembered.values())))
             rows = [row for row in range(call.num_rows) if row not in remembered]
-            if is_coroutine(call.function):
+            if call.is_coroutine:
                 coroutines.append((n, rows))
                 continue
             pieces = stripes(rows, pool.size if is_marked(call.function, "pure") else 1)

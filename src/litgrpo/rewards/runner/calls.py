@@ -6,18 +6,17 @@ function returns a tensor or an array, its library is loaded already.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import sys
-from collections.abc import Awaitable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 from numbers import Real
 from typing import Any
 
 from litgrpo.arguments import require
+from litgrpo.rewards.runner.event_loop import gathered
 from litgrpo.rewards.runner.failures import MalformedResult, as_exception, reason_of
 from litgrpo.rewards.runner.marks import Function
 
@@ -54,6 +53,12 @@ class Call:
     context: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     places: Sequence[str] = ()
+
+    @property
+    def is_coroutine(self) -> bool:
+        """Whether calling the function gives something to await."""
+        kinds = (self.function, type(self.function).__call__)
+        return any(map(inspect.iscoroutinefunction, kinds))
 
     def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
         """Copies of the arguments, since a function may change what it is given."""
@@ -224,18 +229,6 @@ def answer(
         return failed(num_rows, reason_of(error), as_exception(error))
 
 
-async def awaited_answer(
-    function: Function, given: dict[str, Any], num_rows: int, notes: Iterable[str], limit_s: float
-) -> Scores:
-    """The same for a coroutine function, which is stopped after some seconds."""
-    noted = Notes(num_rows)
-    try:
-        coming = function(**given, **noted.methods(notes))
-        return noted.entered(read_result(await asyncio.wait_for(coming, limit_s), num_rows))
-    except (Exception, SystemExit) as error:
-        return failed(num_rows, reason_of(error), as_exception(error))
-
-
 def failed(num_rows: int, reason: str, error: Exception | None = None) -> Scores:
     """The scores of a function that failed for all of N rows."""
     return Scores([nan] * num_rows, dict.fromkeys(range(num_rows), reason), error=error)
@@ -263,16 +256,3 @@ def copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
     return copy.deepcopy(value)
-
-
-def gathered(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of coroutines that wait together.
-
-    They run in a thread of their own, because a notebook has an event loop in this one.
-    """
-
-    async def together() -> list[Any]:
-        return list(await asyncio.gather(*coroutines))
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, together()).result()

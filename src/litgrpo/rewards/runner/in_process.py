@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import sys
 import time
@@ -18,12 +17,11 @@ from litgrpo.rewards.runner.calls import (
     Call,
     Scores,
     answer,
-    awaited_answer,
     failed,
-    gathered,
 )
+from litgrpo.rewards.runner.coroutines import scored_together
 from litgrpo.rewards.runner.failures import reason_of
-from litgrpo.rewards.runner.marks import is_coroutine, is_marked
+from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
 
 
@@ -51,9 +49,11 @@ def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
         runner: its time-out holds, and its list of slow calls is added to.
         calls: the calls.
     """
-    waiting = [n for n, call in enumerate(calls) if is_coroutine(call.function)]
-    awaited = gathered([_score_async(runner, calls[n]) for n in waiting]) if waiting else []
-    results = dict(zip(waiting, awaited, strict=True))
+    waiting = [n for n, call in enumerate(calls) if call.is_coroutine]
+    results: dict[int, Scores] = {}
+    if waiting:
+        together = scored_together([calls[n] for n in waiting], runner.timeout_s)
+        results = dict(zip(waiting, together, strict=True))
     results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
     return [results[n] for n in range(len(calls))]
 
@@ -83,24 +83,6 @@ def _ask(runner: RewardRunner, call: Call, rows: range) -> Scores:
         return scores
     flood = PrintedTooMuch()  # also where the function caught it
     return failed(len(rows), reason_of(flood), flood)
-
-
-async def _score_async(runner: RewardRunner, call: Call) -> Scores:
-    """Like `_score`; a coroutine can be stopped, so half of the time is kept for the rows."""
-
-    def attempt(rows: range) -> Any:
-        given = call.arguments(slice(rows.start, rows.stop))
-        half = runner.timeout_s / 2
-        return awaited_answer(call.function, given, len(rows), call.notes, half)
-
-    whole: Scores = await attempt(range(call.num_rows))
-    if whole.error is None or is_marked(call.function, "whole_batch"):
-        return whole
-    scores = Scores([nan] * call.num_rows, error=whole.error)
-    each = [attempt(range(row, row + 1)) for row in range(call.num_rows)]
-    for row, one in enumerate(await asyncio.gather(*each)):
-        scores.put([row], one)
-    return scores
 
 
 class _Limited(io.TextIOBase):

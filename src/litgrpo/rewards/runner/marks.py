@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,10 +38,3 @@ def is_marked(function: Any, mark: str) -> bool:
     while isinstance(function, partial):
         function = function.func
     return mark in dir(function) and bool(getattr(function, mark))
-
-
-def is_coroutine(function: Function) -> bool:
-    """Whether calling the function gives something to await."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )

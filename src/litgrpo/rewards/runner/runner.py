@@ -10,26 +10,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from litgrpo.arguments import above, at_least, at_most
 from litgrpo.rewards.runner.calls import Call, Scores
-from litgrpo.rewards.runner.failures import MalformedResult, cause_of
+from litgrpo.rewards.runner.failures import MalformedResult
+from litgrpo.rewards.runner.troubles import MAX_SLOW, SlowCall, count, slow_call
 
 log = logging.getLogger(__name__)
 
-MAX_SLOW = 20  # entries of the list of slow calls
-
 Result = TypeVar("Result")
 Finish = Callable[[], list[Scores]]
-
-
-class RewardFailure(RuntimeError):
-    """So many rewards of one function failed that going on would train on noise.
-
-    The message is one line; the cause has the traceback.
-    """
 
 
 class LazyFuture(Future[Result]):
@@ -63,23 +54,6 @@ class LazyFuture(Future[Result]):
             self.set_result(self._finish())
         except BaseException as error:  # Ctrl-C, too, is for whoever asked
             self.set_exception(error)
-
-
-@dataclass(frozen=True)
-class SlowCall:
-    """A call of a reward function that took long.
-
-    Args:
-        seconds: how long; for a call that was ended, until then.
-        name: the reward function.
-        num_rows: rows that it was called for; 1 names the sample.
-        completion: the first of them.
-    """
-
-    seconds: float
-    name: str
-    num_rows: int
-    completion: str
 
 
 class RewardRunner(ABC):
@@ -164,17 +138,14 @@ class RewardRunner(ABC):
             seconds: how long it took.
             rows: the rows that the function was called for.
         """
-        if seconds <= self.slow_s:
-            return
-        texts = call.rows.get("completions") or [""] * call.num_rows  # not all functions read them
-        text = str(texts[rows[0]])
-        self.slowest.append(SlowCall(seconds, call.name, len(rows), text))
-        self.slowest.sort(key=lambda slow: -slow.seconds)
-        del self.slowest[MAX_SLOW:]
-        self.tell_once(
-            *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
-            *(call.name, seconds, len(rows), text),
-        )
+        if seconds > self.slow_s:
+            slow = slow_call(call, seconds, rows)
+            listed = sorted([*self.slowest, slow], key=lambda each: -each.seconds)
+            self.slowest[:] = listed[:MAX_SLOW]
+            self.tell_once(
+                *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
+                *(call.name, seconds, len(rows), slow.completion),
+            )
 
     def _checked(self, calls: Sequence[Call], finish: Finish) -> list[Scores]:
         """The scores, after counting and showing failures."""
@@ -187,7 +158,8 @@ class RewardRunner(ABC):
             elif isinstance(scores.error, MalformedResult) and call.name not in self.proven:
                 raise ValueError(f"reward '{call.name}' {scores.error}")
             if scores.failures:
-                self._count(call, scores)
+                counts = self.failures.setdefault(call.name, Counter())
+                count(counts, call, scores, self.max_failed_frac)
             elif scores.error is not None:
                 self.tell_once(
                     call.name,
@@ -195,39 +167,3 @@ class RewardRunner(ABC):
                     *(call.name, call.num_rows, scores.error),
                 )
         return results
-
-    def _count(self, call: Call, scores: Scores) -> None:
-        """Count the failures of a call; show the first, and stop the run if there are too many."""
-        counts = self.failures.setdefault(call.name, Counter())
-        before, first = counts.total(), min(scores.failures)
-        counts.update(scores.failures.values())
-        summary = (
-            f"reward '{call.name}': {len(scores.failures)} of {call.num_rows} completions failed"
-        )
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.items())
-        if len(scores.failures) > self.max_failed_frac * call.num_rows:
-            raise RewardFailure(_one_line(call, scores, summary, first)) from scores.error
-        if not before:
-            given = (f"{name} {values[first]!r:.200}" for name, values in call.rows.items())
-            log.warning(
-                "%s and are left out (%s); the first is row %d%s, which got %s",
-                *(summary, reasons, first, _place(call, first), ", ".join(given)),
-                exc_info=scores.error,
-            )
-        elif counts.total().bit_length() > before.bit_length():  # each time that the total doubles
-            log.warning("%s; so far %d (%s)", summary, counts.total(), reasons)
-
-
-def _one_line(call: Call, scores: Scores, summary: str, first: int) -> str:
-    """Why a run is stopped: the first cause, the first row, and what to do."""
-    reasons = Counter(scores.failures.values())
-    listed = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
-    cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
-    return (
-        f"{summary} ({listed}), first row {first}{_place(call, first)}{cause}. Mend the function,"
-        " or let more fail by reward_runner.max_failed_frac; --debug shows its traceback."
-    )
-
-
-def _place(call: Call, row: int) -> str:
-    return f" ({call.places[row]})" if call.places else ""

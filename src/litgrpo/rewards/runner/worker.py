@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
-from litgrpo.rewards.runner.calls import Scores, answer, awaited_answer, own_settings
+from litgrpo.rewards.runner.calls import Scores, answer, own_settings
+from litgrpo.rewards.runner.coroutines import awaited_answer
 from litgrpo.rewards.runner.failures import MalformedResult, WorkerError, cause_of
 from litgrpo.rewards.runner.marks import Function
 
