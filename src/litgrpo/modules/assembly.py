@@ -10,9 +10,11 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from litgrpo.algorithm import surrogates  # noqa: F401 (so that recipes can name its classes)
+# surrogates and estimators are imported so that recipes can name their classes.
+from litgrpo.algorithm import estimators, surrogates  # noqa: F401
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import Coefficients, Learner

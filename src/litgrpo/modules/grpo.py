@@ -45,12 +45,12 @@ from litgrpo.modules.assembly import (
 )
 from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
+from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
 from litgrpo.modules.trainer import (
     TrainerStepper,
     is_attached,
-    optimizer_and_schedule,
     passes_over_data,
 )
 from litgrpo.parallel.device import backend
