@@ -69,6 +69,8 @@ TESTED_ELSEWHERE = {
     "parallel/machine.py": "tests/parallel/test_device.py",
     "parallel/memory.py": "tests/parallel/test_device.py",
     "modules/optimizers.py": "tests/modules/test_trainer.py",
+    "learner/skipped_steps.py": "tests/learner/test_learner.py",
+    "rollout/filters.py": "tests/rollout/test_sampling.py",
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "rewards/runner/failures.py": "tests/rewards/runner/test_runner.py",
