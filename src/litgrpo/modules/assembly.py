@@ -250,13 +250,19 @@ def remembered(sampling: Sampling) -> Sampling:
     return replace(sampling, top_k=top_k or largest)
 
 
-def prepare_device(module: LightningModule, device: torch.device) -> None:
-    """Set up a device; where shapes are static, prompts and numbers to log stay on the host."""
+def prepare_device(module: Any, device: torch.device) -> None:
+    """Set up the device of a GRPO; where shapes are static, prompts and numbers stay on the host.
+
+    Raises:
+        ValueError: device or precision cannot compute what the recipe asks for.
+    """
+    check_trainer_precision(str(module.trainer.precision))
+    check_device(module.settings, module.coefficients.objective, device)
     backend(device).prepare()
     if backend(device).static_shapes:
         # Overridden here alone, because Lightning warns of it.
-        module.transfer_batch_to_device = unmoved  # type: ignore
-        module.log = numbers_on_host(partial(LightningModule.log, module))  # type: ignore
+        module.transfer_batch_to_device = unmoved
+        module.log = numbers_on_host(partial(LightningModule.log, module))
 
 
 def unmoved(batch: Any, *_: Any) -> Any:

@@ -26,10 +26,8 @@ from litgrpo.modules import arguments_kept, kernel_choice, start
 from litgrpo.modules.assembly import (
     Settings,
     changing,
-    check_device,
     check_overrides,
     check_sizes,
-    check_trainer_precision,
     corrected,
     join,
     loaded,
@@ -160,7 +158,6 @@ class GRPO(LightningModule):
         self.reference: Reference | None = None
 
     load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
-
     # What callbacks ask after an evaluation, besides `evaluation_report`.
     evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
     complete_evaluation = start.complete
@@ -170,8 +167,6 @@ class GRPO(LightningModule):
         device = self.trainer.strategy.root_device
         if stage == "fit":
             refuse_greedy_training(self.settings.sampling, self.settings.group_size)
-        check_trainer_precision(str(self.trainer.precision))
-        check_device(self.settings, self.coefficients.objective, device)
         prepare_device(self, device)
         self.evaluator.start(backend(device).data_device, set_names(self.trainer))
         for columns in reward_columns(self.trainer):  # before a model is loaded
@@ -274,10 +269,8 @@ class GRPO(LightningModule):
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
         self.evaluator.start_logprobs = start.start_logprobs(self)
-        evaluated = self.evaluator.evaluate(
-            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
-        )
-        return vars(evaluated)
+        asked = (self.rollouter, prompts, purpose, self.iteration)
+        return vars(self.evaluator.evaluate(*asked, name=prompts.set_name))
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Like a validation step, with random numbers of its own."""
