@@ -1,9 +1,11 @@
 """The published algorithms as objectives, under the names of their overlays in `configs`."""
 
-from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized, TopShare
+from litgrpo.algorithm.advantages import Normalized
+from litgrpo.algorithm.estimators import DecoupledNormalized, TopShare
 from litgrpo.algorithm.kl import k2
-from litgrpo.algorithm.objective import Clipped, Constant, Objective, PerToken, PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Clipped, Objective, PerToken
 from litgrpo.algorithm.surrogates import CISPO, GMPO, SAPO, VESPO, PolicyGradient
+from litgrpo.algorithm.weighting import Constant, PerTokenOfMicroBatch
 
 CLIP_HIGHER = Clipped(0.2, 0.28)
 SUM = Constant(by_limit=False)

@@ -53,24 +53,6 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def pack_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The marked tokens of each row, moved to its left; columns that no row fills are cut off.
-
-    Args:
-        ids: [M, T] token ids.
-        mask: [M, T] True marks the tokens to keep; they keep their order.
-
-    Returns:
-        [M, t] ids and [M, t] bool mask.
-
-    Example:
-        >>> pack_left(torch.tensor([[5, 6, 7]]), torch.tensor([[False, True, True]]))[0]
-        tensor([[6, 7]])
-    """
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
-    return ids.gather(1, order), mask.gather(1, order)
-
-
 def padding_mask(mask: Tensor) -> Tensor | None:
     """The mask as the library takes it; None where nothing is padded: attention is faster then."""
     return None if bool(mask.all()) else mask.long()

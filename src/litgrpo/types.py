@@ -382,12 +382,11 @@ class RolloutLogprobs:
 class Experience:
     """What to learn from: M completions with the weight and direction of each of their tokens.
 
+    All log-probabilities are over `candidate_ids`.
+
     Args:
-        prompt_ids: [B, P] prompts, each once.
-        prompt_mask: [B, P] True marks a real token.
-        prompt_of: [M] row of `prompt_ids` that each completion continues.
-        completion_ids: [M, C] token ids, padded on the right.
-        completion_mask: [M, C] True marks a real token.
+        prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask, candidate_ids: as of
+            `TokenRows`.
         loss_mask: [M, C] True marks a token that the policy sampled.
         sampler_logprobs: [M, C] log-probability at sampling.
         advantages: [M, C] how much better than expected, per token.
@@ -395,8 +394,6 @@ class Experience:
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
             on-policy (ratio 1).
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
-        candidate_ids: [M, C, S] ids of the tokens that could be sampled (-1: none); all
-            log-probabilities are over these. None: every token.
     """
 
     prompt_ids: Tensor

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized, TopShare
+from litgrpo.algorithm.advantages import Normalized
+from litgrpo.algorithm.estimators import DecoupledNormalized, TopShare
 from litgrpo.algorithm.objective import Objective
 from litgrpo.parallel.comm import SingleProcess
 from litgrpo.types import RewardTable

@@ -7,18 +7,18 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithm.advantages import Normalized, TopShare
+from litgrpo.algorithm.advantages import Normalized
+from litgrpo.algorithm.estimators import TopShare
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.kl import absolute, k1, k2
 from litgrpo.algorithm.objective import (
     Clipped,
-    Constant,
     Objective,
     PerSequence,
     PerToken,
-    PerTokenOfMicroBatch,
 )
 from litgrpo.algorithm.surrogates import SAPO, VESPO, PolicyGradient
+from litgrpo.algorithm.weighting import Constant, PerTokenOfMicroBatch
 from litgrpo.types import Experience, RewardTable, TokenLogprobs, row_fields
 from tests.algorithms import CLIP_HIGHER, PUBLISHED, SUM
 from tests.comms import Twins
@@ -416,7 +416,7 @@ def test_every_choice_can_be_made_in_yaml(tmp_path):
 model:
   objective:
     advantages:
-      class_path: litgrpo.algorithm.advantages.TopShare
+      class_path: litgrpo.algorithm.estimators.TopShare
       init_args:
         by: shortest
         of:

@@ -11,7 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithm.advantages import Normalized
-from litgrpo.algorithm.objective import Objective, PerSequence, PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective, PerSequence
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
 from litgrpo.learner.config import UpdateConfig

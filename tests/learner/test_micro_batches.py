@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from litgrpo.algorithm.advantages import Normalized, TopShare
+from litgrpo.algorithm.advantages import Normalized
+from litgrpo.algorithm.estimators import TopShare
 from litgrpo.algorithm.objective import Objective
 from litgrpo.learner.config import KEPT_BYTES, UpdateConfig
 from litgrpo.learner.micro_batches import (

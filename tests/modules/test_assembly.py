@@ -6,7 +6,8 @@ import torch
 
 from litgrpo.algorithm.advantages import Normalized
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.schedules import Controllers, ReferenceSync, SteeredCoefficients
 from litgrpo.models.loading import Precision

@@ -3,12 +3,11 @@ import torch
 from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from litgrpo.modules.optimizers import check_small_numbers, optimizer_and_schedule
 from litgrpo.modules.trainer import (
     TrainerComm,
     TrainerStepper,
-    check_small_numbers,
     is_attached,
-    optimizer_and_schedule,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithm import kl
-from litgrpo.algorithm.advantages import Advantages, DecoupledNormalized, Normalized
+from litgrpo.algorithm.advantages import Advantages, Normalized
+from litgrpo.algorithm.estimators import DecoupledNormalized
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import (
     Clipped,
-    Constant,
     Normalizers,
     Objective,
     PerSequence,
     PerToken,
-    PerTokenOfMicroBatch,
     Surrogate,
 )
 from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO
+from litgrpo.algorithm.weighting import Constant, PerTokenOfMicroBatch
 from litgrpo.types import Experience, RewardTable, TokenLogprobs
 
 Case = Mapping[str, Any]

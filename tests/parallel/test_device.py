@@ -13,15 +13,14 @@ from litgrpo.parallel.device import (
     Backend,
     Clock,
     backend,
-    check_machine,
-    free_memory,
     install,
-    is_out_of_memory,
     threads,
     timed,
     to_host,
     with_halving,
 )
+from litgrpo.parallel.machine import check_machine
+from litgrpo.parallel.memory import free_memory, is_out_of_memory
 from litgrpo.parallel.random_state import random_state, set_random_state
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm.objective import PerTokenOfMicroBatch
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
     FULL_TOLERANCE,

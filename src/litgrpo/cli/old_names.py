@@ -30,8 +30,20 @@ PATHS = {
     "litgrpo.data.prompts.PromptData": "litgrpo.PromptData",
     "litgrpo.data.pairs.PairData": "litgrpo.PairData",
     "litgrpo.objectives": "litgrpo.algorithm",
-    "litgrpo.objectives.weighting": "litgrpo.algorithm.objective",
-    "litgrpo.algorithm.weighting": "litgrpo.algorithm.objective",
+    **{
+        f"litgrpo.{room}.weighting.{name}": f"litgrpo.algorithm.objective.{name}"
+        for room in ("objectives", "algorithm")
+        for name in ("PerSequence", "PerToken")
+    },
+    **{
+        f"litgrpo.{room}.advantages.{name}": f"litgrpo.algorithm.estimators.{name}"
+        for room in ("objectives", "algorithm")
+        for name in ("DecoupledNormalized", "TopShare")
+    },
+    **{
+        f"litgrpo.algorithm.objective.{name}": f"litgrpo.algorithm.weighting.{name}"
+        for name in ("Constant", "PerTokenOfMicroBatch")
+    },
     "litgrpo.objectives.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
     "litgrpo.algorithm.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
     "litgrpo.policies": "litgrpo.models",

@@ -59,7 +59,7 @@ from litgrpo.cli.key_help import asked, explained, roots_of
 from litgrpo.cli.old_names import current_recipe
 from litgrpo.cli.run_keys import RUN_KEYS
 from litgrpo.modules.sft import SFT
-from litgrpo.parallel.device import check_machine
+from litgrpo.parallel.machine import check_machine
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,

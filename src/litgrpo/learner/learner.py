@@ -22,6 +22,7 @@ from litgrpo.learner.micro_batches import (
     mini_batches,
     rows_with_gradient,
 )
+from litgrpo.learner.skipped_steps import OfRow, not_finite
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
@@ -266,7 +267,9 @@ class Learner:
         lr = stepper.lr
         stats = stepper.step(lambda trained: self._finish(experience, sums, trained))
         if stats is None:
-            return StepReport(lr, skipped=self._offending(experience))
+            return StepReport(
+                lr, skipped=not_finite(experience, self._alone(experience), self.policy)
+            )
         return StepReport(lr, stats)
 
     def _add_up_gradients(
@@ -305,30 +308,16 @@ class Learner:
         share = torch.stack([loss * self.comm.world_size, one])
         return stats | {"policy/loss": share, "optim/grad_norm": torch.stack([norm, one])}
 
-    def _offending(self, experience: Experience) -> dict[int, str]:
-        """{row: which of its numbers is not finite}, found by learning from each row alone.
-
-        A forward and a backward pass per row: for the rare step that was skipped.
-        """
+    def _alone(self, experience: Experience) -> OfRow:
+        """Learns from single rows of a step; for the rare one that was skipped."""
         normalizers = self.normalizers(experience)
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        found = {}
-        for row in (experience.weights != 0).any(1).nonzero():
+
+        def of_row(row: Tensor) -> tuple[Experience, TokenLogprobs, Tensor]:
             micro, _ = next(self.micro_batching.split(experience, row, self.limits))
             new = self.logprobs(micro.tokens)
-            loss = self.objective.loss(new, micro, normalizers).loss
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-            numbers = {
-                "advantage": micro.advantages,
-                "log-probability at sampling": micro.sampler_logprobs,
-                "log-probability": new.logprobs,
-                "loss": loss,
-                "gradient": torch.stack([g.abs().max() for g in gradients if g is not None]),
-            }
-            bad = [name for name, values in numbers.items() if not values.isfinite().all()]
-            if bad:
-                found[int(row)] = bad[0]
-        return found
+            return micro, new, self.objective.loss(new, micro, normalizers).loss
+
+        return of_row
 
     def losses(self, experience: Experience, limits: Limits) -> Iterator[tuple[LossOutput, bool]]:
         """What each micro-batch of one optimizer step adds to its loss, and whether it is the last.

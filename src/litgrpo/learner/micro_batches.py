@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm.advantages import DecoupledNormalized, Normalized
+from litgrpo.algorithm.advantages import Normalized
+from litgrpo.algorithm.estimators import DecoupledNormalized
 from litgrpo.algorithm.objective import Normalizers, Objective
 from litgrpo.models.attention.packing import family_buckets
 from litgrpo.parallel.comm import Comm

@@ -18,11 +18,12 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from litgrpo.arguments import require
 from litgrpo.models.architectures import ARCHITECTURES, LAYER_TYPES, PADDED_ON_THE_RIGHT
+from litgrpo.models.attention.packing import pack_left
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.policy import DecodeState, Policy
 from litgrpo.models.static_decoder import StaticDecoder
 from litgrpo.parallel.messages import rank_zero_info
-from litgrpo.tensors import pack_left, predicting, widened
+from litgrpo.tensors import predicting, widened
 from litgrpo.types import TokenRows
 
 # Lengths of the prompts and completions that a policy is tried with; each prompt has two.

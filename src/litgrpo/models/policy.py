@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from litgrpo.models.attention.packing import pack_left
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.static_decoder import StaticDecoder
 from litgrpo.parallel.device import backend
-from litgrpo.tensors import head_chunk, pack_left, token_logprobs
+from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 
 

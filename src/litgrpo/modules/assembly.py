@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from litgrpo.algorithm import surrogates  # noqa: F401 (so that recipes can name its classes)
+# surrogates and estimators are imported so that recipes can name their classes.
+from litgrpo.algorithm import estimators, surrogates  # noqa: F401
 from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective, PerTokenOfMicroBatch
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
 from litgrpo.learner.static_batches import Static
-from litgrpo.models.loading import Precision
+from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.modules.trainer import TrainerComm, is_attached
@@ -60,6 +63,18 @@ def place_of(module: LightningModule, policy: Policy) -> tuple[torch.device, str
     if is_attached(module):
         return module.trainer.strategy.root_device, str(module.trainer.precision)
     return policy.model.device, "32-true"
+
+
+def loaded(module: Any) -> tuple[Policy, Reference | None]:
+    """The policy of a GRPO and, where its objective has a KL term, its reference, loaded once."""
+    pretrained, precision, lora = module.pretrained, module.settings.precision, module.lora
+    policy, reference = module.policy, module.reference
+    if policy is None:
+        tokenizer = module.fit_tokenizer()
+        policy = load_policy(pretrained, tokenizer=tokenizer, precision=precision, lora=lora)
+    if module.coefficients.objective.needs_reference and reference is None:
+        reference = load_reference(policy, module.reference_path, pretrained, precision, lora)
+    return policy, reference
 
 
 def join(
@@ -215,6 +230,39 @@ def check_device(settings: Settings, objective: Objective, device: torch.device)
         "precision.dropout and precision.gradient_checkpointing are both on, but this device "
         "cannot draw the same numbers a second time. Leave one of them off.",
     )
+
+
+def remembered(sampling: Sampling) -> Sampling:
+    """The sampling of a training: a token that filters let through comes from a set that is kept.
+
+    Raises:
+        ValueError: top_k asks for a larger set.
+    """
+    top_k, largest = sampling.top_k, sampling.max_support
+    if not sampling.truncated:
+        return sampling
+    require(
+        top_k <= largest,
+        f"sampling.top_k is {top_k}, but learning takes its ratios over the tokens that could be "
+        f"drawn and remembers {largest} of them. Lower top_k, set it to 0 (all tokens), or raise "
+        "sampling.max_support (4 bytes for each token of a rollout and each of the set).",
+    )
+    return replace(sampling, top_k=top_k or largest)
+
+
+def prepare_device(module: Any, device: torch.device) -> None:
+    """Set up the device of a GRPO; where shapes are static, prompts and numbers stay on the host.
+
+    Raises:
+        ValueError: device or precision cannot compute what the recipe asks for.
+    """
+    check_trainer_precision(str(module.trainer.precision))
+    check_device(module.settings, module.coefficients.objective, device)
+    backend(device).prepare()
+    if backend(device).static_shapes:
+        # Overridden here alone, because Lightning warns of it.
+        module.transfer_batch_to_device = unmoved
+        module.log = numbers_on_host(partial(LightningModule.log, module))
 
 
 def unmoved(batch: Any, *_: Any) -> Any:

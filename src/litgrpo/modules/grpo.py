@@ -19,40 +19,29 @@ from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import advantage_stats, advantages_of, averages
 from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.learner.schedules import Controllers, coefficients_of
-from litgrpo.models.loading import (
-    LoRA,
-    Precision,
-    load_policy,
-    load_reference,
-    load_tokenizer,
-)
+from litgrpo.models.loading import LoRA, Precision, load_tokenizer
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.modules import arguments_kept, kernel_choice, start
 from litgrpo.modules.assembly import (
     Settings,
     changing,
-    check_device,
     check_overrides,
     check_sizes,
-    check_trainer_precision,
     corrected,
     join,
-    numbers_on_host,
+    loaded,
     overlong,
     place_of,
-    unmoved,
+    prepare_device,
+    remembered,
 )
 from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
+from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
-from litgrpo.modules.trainer import (
-    TrainerStepper,
-    is_attached,
-    optimizer_and_schedule,
-    passes_over_data,
-)
+from litgrpo.modules.trainer import TrainerStepper, is_attached, passes_over_data
 from litgrpo.parallel.device import backend
 from litgrpo.rewards.models import load_judges
 from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
@@ -84,8 +73,7 @@ class GRPO(LightningModule):
         update: how the optimizer uses one rollout.
         evaluation: how held-out prompts are answered and counted.
         optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
-        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
-            once per optimizer step.
+        lr_scheduler: as in torch, or `WarmupCosine`, `WarmupLinear`; a step per optimizer step.
         max_iterations: stop after so many iterations; None: after three passes over the data,
             unless tokens or the trainer set a limit.
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
@@ -98,9 +86,8 @@ class GRPO(LightningModule):
         controllers: steer the coefficients of entropy and KL, let the reference follow the policy.
         precision: dtype of the weights, gradient checkpointing, dropout.
         lora: train adapters instead of the weights.
-        check_invariants: before training, measure on a few short prompts that sampling, learning
-            and reference agree, and refuse to train where they do not; skipped on devices that
-            compile a program for each shape.
+        check_invariants: refuse to train where sampling, learning and reference disagree on a few
+            short prompts; skipped on devices that compile a program for each shape.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
         reward_runner: `ProcessRunner` (default) ends functions that hang; or `InProcessRunner`.
         environment: what happens between a prompt and a finished completion: `SingleTurn`.
@@ -144,16 +131,14 @@ class GRPO(LightningModule):
         check_sizes(group_size, max_completion_len, max_iterations, objective)
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
-        self.pretrained = pretrained
-        self.reference_path = reference
+        self.pretrained, self.reference_path = pretrained, reference
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
-        self.lora = lora
-        self.check_invariants = check_invariants
+        self.lora, self.check_invariants = lora, check_invariants
         self.settings = Settings(
             group_size=group_size,
             max_completion_len=max_completion_len,
-            sampling=sampling.remembered(),
+            sampling=remembered(sampling),
             engine=engine,
             environment=environment,
             update=update,
@@ -173,7 +158,6 @@ class GRPO(LightningModule):
         self.reference: Reference | None = None
 
     load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
-
     # What callbacks ask after an evaluation, besides `evaluation_report`.
     evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
     complete_evaluation = start.complete
@@ -183,13 +167,7 @@ class GRPO(LightningModule):
         device = self.trainer.strategy.root_device
         if stage == "fit":
             refuse_greedy_training(self.settings.sampling, self.settings.group_size)
-        check_trainer_precision(str(self.trainer.precision))
-        check_device(self.settings, self.coefficients.objective, device)
-        backend(device).prepare()
-        if backend(device).static_shapes:
-            # Prompts stay on the host; overridden here alone, because Lightning warns of it.
-            self.transfer_batch_to_device = unmoved  # type: ignore
-            self.log = numbers_on_host(super().log)  # type: ignore
+        prepare_device(self, device)
         self.evaluator.start(backend(device).data_device, set_names(self.trainer))
         for columns in reward_columns(self.trainer):  # before a model is loaded
             self.scorer.check(columns)
@@ -209,21 +187,7 @@ class GRPO(LightningModule):
 
     def configure_model(self) -> None:
         """Load the policy and, where the objective has a KL term, its reference; join the parts."""
-        if self.policy is None:
-            self.policy = load_policy(
-                self.pretrained,
-                tokenizer=self.fit_tokenizer(),
-                precision=self.settings.precision,
-                lora=self.lora,
-            )
-        if self.coefficients.objective.needs_reference and self.reference is None:
-            self.reference = load_reference(
-                self.policy,
-                self.reference_path,
-                self.pretrained,
-                self.settings.precision,
-                self.lora,
-            )
+        self.policy, self.reference = loaded(self)
         if vars(self).get("place") != place_of(self, self.policy):
             self.place = place_of(self, self.policy)
             self.clock, self.rollouter, self.learner, self.dynamic_sampling = join(
@@ -239,9 +203,8 @@ class GRPO(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
-        return optimizer_and_schedule(
-            self, *settled(self, GRPO_RATES, self.settings.update.num_steps)
-        )
+        made = settled(self, GRPO_RATES, self.settings.update.num_steps)
+        return optimizer_and_schedule(self, *made)
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """One iteration: sample, reward, and learn from the comparison.
@@ -286,11 +249,7 @@ class GRPO(LightningModule):
         self.reseed()
 
     def reseed(self) -> None:
-        """Begin the device's own random numbers anew, before and after each iteration.
-
-        A device that compiles advances them with each program, and how many there are before an
-        iteration depends on where the process began. Nothing but dropout draws from them.
-        """
+        """Seed the device's own numbers, which dropout draws from and compiled programs advance."""
         backend(self.device).seed(self.settings.seed * 1_000_003 + self.iteration)
 
     def on_train_start(self) -> None:
@@ -310,10 +269,8 @@ class GRPO(LightningModule):
     ) -> dict[str, Any]:
         """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
         self.evaluator.start_logprobs = start.start_logprobs(self)
-        evaluated = self.evaluator.evaluate(
-            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
-        )
-        return vars(evaluated)
+        asked = (self.rollouter, prompts, purpose, self.iteration)
+        return vars(self.evaluator.evaluate(*asked, name=prompts.set_name))
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Like a validation step, with random numbers of its own."""
@@ -338,9 +295,8 @@ class GRPO(LightningModule):
         """Keep what changes: no frozen reference, no weights under adapters."""
         if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
             self.configure_model()
-        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
-        checkpoint["judges"] = self.scorer.state_dict()
+        checkpoint |= {arguments_kept.KEY: self.arguments, "judges": self.scorer.state_dict()}
         save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

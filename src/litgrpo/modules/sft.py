@@ -18,8 +18,9 @@ from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import arguments_kept, kernel_choice
 from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import SFT_RATES, settled
+from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import set_names
-from litgrpo.modules.trainer import is_attached, optimizer_and_schedule
+from litgrpo.modules.trainer import is_attached
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import StepReport

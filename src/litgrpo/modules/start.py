@@ -11,7 +11,8 @@ from torch import Tensor
 from litgrpo.evaluation.evaluator import StartLogprobs
 from litgrpo.models.loading import load_reference
 from litgrpo.models.reference import AdapterOff, Reference
-from litgrpo.parallel.device import backend, free_memory, is_out_of_memory
+from litgrpo.parallel.device import backend
+from litgrpo.parallel.memory import free_memory, is_out_of_memory
 from litgrpo.parallel.messages import rank_zero_warn
 from litgrpo.types import Rollout
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import import_by_path
+from litgrpo.parallel.memory import free_memory, is_out_of_memory
 from litgrpo.types import Stats
 
 Function = Callable[..., Any]
@@ -144,20 +144,6 @@ def known_backends() -> list[Backend]:
     return list(_known.values())
 
 
-def check_machine(trainer: Any, rows: int | None) -> None:
-    """Refuse a trainer for which this machine lacks something.
-
-    Args:
-        trainer: settings of the Trainer, `accelerator` and `strategy` among them.
-        rows: N = B * G rows of a rollout, or None.
-
-    Raises:
-        ValueError: what is missing and what to do.
-    """
-    for path in PREFLIGHTS:
-        import_by_path(path)(trainer, rows)
-
-
 def to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of tensors of one device in the host's memory, by one wait for it."""
     return backend(tensors[0].device).to_host(tensors) if tensors else []
@@ -226,21 +212,6 @@ def timed(name: str) -> Callable[[Method], Method]:
 
 
 Result = TypeVar("Result")
-# How allocators that raise a plain RuntimeError say it: two on the CPU, one of compilers.
-MESSAGES = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice; each device says it in its own way."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in MESSAGES)
-
-
-def free_memory() -> None:
-    """Give cached memory back to the device, after the tensors that filled it are gone."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA has not been used
 
 
 def with_halving(

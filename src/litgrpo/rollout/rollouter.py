@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from litgrpo.arguments import require
 from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.interface import Environment, Requests, RolloutEngine, SingleTurn
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_strings import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
@@ -116,27 +115,15 @@ class Rollouter:
             self._sampled_tokens += int(rollout.lengths.sum())
         texts = tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
         if stops is not None:
-            texts = self._without_stops(rollout, texts, stops)
+            texts = stops.cut_all(texts, rollout, sampling.include_stop_str_in_output)
         return replace(rollout, completions=texts, policy_version=iteration)
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:
         """Where completions end besides the end token; None where there is no such text."""
-        sampling, policy = self.sampling, self.policy
-        highest = max(sampling.stop_token_ids, default=0)
-        require(
-            highest < policy.vocab_size,
-            f"sampling.stop_token_ids has {highest}, but the model has {policy.vocab_size} tokens.",
-        )
-        strings = StopStrings(sampling.stops, policy.tokenizer, policy.vocab_size)
-        return strings if sampling.stops else None
-
-    def _without_stops(self, rollout: Rollout, texts: list[str], stops: StopStrings) -> list[str]:
-        """The texts up to their stop strings; those in which an environment spoke stay whole."""
-        include = self.sampling.include_stop_str_in_output
-        alone = (rollout.loss_mask == rollout.completion_mask).all(1).tolist()
-        pairs = zip(texts, alone, strict=True)
-        return [stops.cut(text, include) if is_alone else text for text, is_alone in pairs]
+        stops, policy = self.sampling.stops, self.policy
+        check_stop_tokens(self.sampling.stop_token_ids, policy.vocab_size)
+        return StopStrings(stops, policy.tokenizer, policy.vocab_size) if stops else None
 
     def forget_weights(self) -> None:
         """Hand the weights to the engine again before the next rollout."""

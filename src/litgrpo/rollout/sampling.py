@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from litgrpo.rollout.filters import candidates
 from litgrpo.tensors import widened
 
 Purpose = Literal["train", "val", "test", "predict"]
@@ -86,24 +86,12 @@ class Sampling:
     @property
     def truncated(self) -> bool:
         """Whether some tokens can never be drawn, so that sampler and policy differ."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.filters != (0, 1, 0)
 
-    def remembered(self) -> Sampling:
-        """The same for training: a token that filters let through comes from a set that is kept.
-
-        Raises:
-            ValueError: top_k asks for a larger set.
-        """
-        if not self.truncated:
-            return self
-        if self.top_k > self.max_support:
-            raise ValueError(
-                f"sampling.top_k is {self.top_k}, but learning takes its ratios over the tokens "
-                f"that could be drawn and remembers {self.max_support} of them. Lower top_k, set "
-                "it to 0 (all tokens), or raise sampling.max_support (4 bytes for each token of a "
-                "rollout and each of the set)."
-            )
-        return replace(self, top_k=self.top_k or self.max_support)
+    @property
+    def filters(self) -> tuple[int, float, float]:
+        """top_k, top_p and min_p."""
+        return self.top_k, self.top_p, self.min_p
 
     @property
     def policy_temperature(self) -> float:
@@ -160,7 +148,7 @@ def sample(
         else:
             tokens = _first_beyond(probs, uniforms, static_shapes)
         return Drawn(tokens.squeeze(1), probs.gather(1, tokens).log_().squeeze(1))
-    scores, ids = candidates(scores, sampling, static_shapes)
+    scores, ids = candidates(scores, *sampling.filters, static_shapes)
     probs = scores.softmax(-1)
     if sampling.greedy:
         places = scores.argmax(-1, keepdim=True)
@@ -206,41 +194,6 @@ def _beyond(cumulative: Tensor, share: Tensor, count: bool) -> Tensor:
         found = torch.searchsorted(cumulative, limit, right=True)
     # Sums that are no numbers have no answer; the log-probability of any token, NaN, tells of it.
     return found.clamp(max=cumulative.shape[1] - 1)
-
-
-def candidates(
-    scores: Tensor, sampling: Sampling, static_shapes: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The tokens that filters leave.
-
-    Without top_k the most likely 64 tokens are looked at, and more only if they are not enough:
-    sorting a whole vocabulary costs more than the model.
-
-    Args:
-        scores: [n, V] float32 logits after temperature.
-        sampling: the filters.
-        static_shapes: S is top_k, or V without it: then the whole vocabulary is sorted.
-
-    Returns:
-        [n, S] scores, -inf where fewer than S are left, and [n, S] their ids; most likely first.
-    """
-    size = scores.shape[1]
-    total = None if sampling.top_k else scores.logsumexp(-1, keepdim=True)
-    most = sampling.top_k or (size if static_shapes else 64)
-    while True:
-        top, ids = scores.topk(min(most, size))
-        keep = torch.ones_like(top, dtype=torch.bool)
-        if sampling.top_p < 1:
-            probs = top.softmax(-1) if total is None else (top - total).exp()
-            keep = probs.cumsum(-1) - probs < sampling.top_p  # more likely tokens do not suffice
-        if sampling.min_p:
-            keep = keep & (top >= top[:, :1] + math.log(sampling.min_p))
-        if static_shapes:
-            return top.masked_fill(~keep, -torch.inf), ids
-        width = max(1, int(keep.sum(-1).max()))  # none is kept where no score is a number
-        if sampling.top_k or width < most or most >= size:
-            return top.masked_fill(~keep, -torch.inf)[:, :width], ids[:, :width]
-        most = 8 * most if 64 * most < size else size
 
 
 def draw_uniforms(

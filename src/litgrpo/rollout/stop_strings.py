@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,8 +10,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from litgrpo.arguments import require
+from litgrpo.types import Rollout
+
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase
+
+
+def check_stop_tokens(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse to wait for tokens that the model cannot sample.
+
+    Raises:
+        ValueError: an id is V or more.
+    """
+    highest = max(ids, default=0)
+    require(
+        highest < vocab_size,
+        f"sampling.stop_token_ids has {highest}, but the model has {vocab_size} tokens.",
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,12 @@ class StopStrings:
         found = [(text.find(stop), stop) for stop in self.stops if stop in text]
         place, stop = min(found, default=(len(text), ""))
         return text[: place + len(stop) * include]
+
+    def cut_all(self, texts: list[str], rollout: Rollout, include: bool) -> list[str]:
+        """The N texts of a rollout, cut; those in which an environment spoke stay whole."""
+        alone = (rollout.loss_mask == rollout.completion_mask).all(1).tolist()
+        pairs = zip(texts, alone, strict=True)
+        return [self.cut(text, include) if is_alone else text for text, is_alone in pairs]
 
 
 @dataclass
