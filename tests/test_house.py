@@ -83,8 +83,7 @@ TESTED_ELSEWHERE = {
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
-# The aim is 20 and 5,000; these keep it from growing meanwhile.
-FILES_OF_ITERATION, LINES_OF_ITERATION = 21, 5_350
+FILES_OF_ITERATION, LINES_OF_ITERATION = 20, 5_000
 IFS, IFS_OF_CORE, CORE = 4.5, 3.5, ("algorithm", "learner", "rollout")
 names = [file.name for file in FILES]
 each_file = pytest.mark.parametrize("file", FILES, ids=names)

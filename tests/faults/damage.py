@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[Callable[[Run], None], str]] = {
     ),
     "written without optimizer": (
         rewritten(lambda c: c.pop("optimizer_states"), honest=True),
-        "optimizer_states is missing",
+        "holds weights only",
     ),
     "lost manifest": (
         rewritten(lambda c: c.pop(MANIFEST), honest=False),
