@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.house.source import File, circles, files_of, inherited
 
 HERE = Path(__file__).parents[2]
-REPORTING = ("callbacks/", "checkpointing/")
+REPORTING = ("callbacks/", "checkpointing/", "cli/")
 REWARDS = ("rewards/library/", "text/")
 PLAIN = """
     --model.engine.fused false --model.precision.share_prompts false

@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from litgrpo.arguments import require
+from litgrpo.parallel.device import to_host
 from litgrpo.parallel.messages import rank_zero_info
 
 if TYPE_CHECKING:
@@ -175,7 +178,12 @@ def save_adapter(adapted: Any, folder: str | Path) -> None:
         adapted: a model of PEFT.
         folder: where to write `adapter_config.json` and `adapter_model.safetensors`.
     """
-    adapted.save_pretrained(folder, selected_adapters=[TRAINED], save_embedding_layers=False)
+    # Some quantized layers have texts among their tensors.
+    state = {name: value for name, value in adapted.state_dict().items() if torch.is_tensor(value)}
+    on_host = dict(zip(state, to_host(list(state.values())), strict=True))
+    adapted.save_pretrained(
+        folder, selected_adapters=[TRAINED], save_embedding_layers=False, state_dict=on_host
+    )
 
 
 def refuse_adapter_folder(folder: Path) -> None:
