@@ -1,4 +1,4 @@
-"""`python -m tests.house [--base PATH]`: how large, how branched and how entangled the code is.
+"""`python -m tests.house [--base PATH [--base_plain WORDS]]`: size, branches, entanglement of the code.
 
 One iteration is traced in a small training of configs/quickstart.yaml on the CPU: every file of the
 package that has a function which `training_step` calls counts with all of its lines. There are two
@@ -69,8 +69,8 @@ def parts_of(step: Iterable[str], around: Iterable[str]) -> dict[str, list[str]]
     return apart | {"around it": sorted({*step, *around} - known)}
 
 
-def measures(checkout: Path) -> dict[str, str]:
-    """Every row of the table for one checkout."""
+def measures(checkout: Path, plain_words: str = PLAIN) -> dict[str, str]:
+    """Every row of the table for one checkout, whose keys may have other names."""
     files = files_of(checkout / "src" / "litgrpo")
     lines = {file.name: file.lines for file in files}
     total = sum(lines.values())
@@ -85,7 +85,7 @@ def measures(checkout: Path) -> dict[str, str]:
         "ifs per 100 lines": per_hundred(files),
     }
     table |= entangled(files) | of_classes(files)
-    plain, everything = iteration(checkout, PLAIN), iteration(checkout)
+    plain, everything = iteration(checkout, plain_words), iteration(checkout)
     rows = {
         "one iteration": plain["step"],
         "one iteration as the recipe runs it": everything["step"] + everything["reward functions"],
@@ -142,10 +142,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.house", description=__doc__)
     parser.add_argument("--base", type=Path, help="a checkout of another commit, to compare with")
+    parser.add_argument("--base_plain", default=PLAIN, help="what `PLAIN` is called there")
     given = parser.parse_args()
     columns = {"this": measures(HERE)}
     if given.base is not None:
-        columns = {"base": measures(given.base.resolve())} | columns
+        columns = {"base": measures(given.base.resolve(), given.base_plain)} | columns
     rows = list(dict.fromkeys(row for column in columns.values() for row in column))
     print(f"| measure | {' | '.join(columns)} |")
     print(f"|---{'|---:' * len(columns)}|")

@@ -172,8 +172,19 @@ class Launcher:
             ready = wait(sources, max(0.0, until - time.monotonic()))
             reason = FLOOD if self.output.drain() else "" if ready else TIMEOUT
             if reason:
+                name = self._loading(name)
                 self.close()
                 raise LoadingFailed(name, reason, self.output.take())
+
+    def _loading(self, name: str) -> str:
+        """The function that is being loaded, if it was `name` when we last heard of it.
+
+        What a function prints may arrive before the message that its turn has come.
+        """
+        while self.control.poll():
+            heard = self.control.recv()
+            name = heard if isinstance(heard, str) else name
+        return name
 
     def launch(self) -> Worker:
         """A new worker."""
