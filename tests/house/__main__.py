@@ -1,4 +1,4 @@
-"""`python -m tests.house [--base PATH [--base_plain WORDS]]`: size, branches, entanglement of the code.
+"""`python -m tests.house [--base PATH [--base_plain WORDS]]`: size, branches, circles of the code.
 
 One iteration is traced in a small training of configs/quickstart.yaml on the CPU: every file of the
 package that has a function which `training_step` calls counts with all of its lines. There are two
