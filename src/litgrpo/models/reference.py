@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -100,14 +101,17 @@ class AdapterOff(Reference):
 
     @torch.no_grad()
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """Log-probabilities with the adapters switched off."""
+        """Log-probabilities of the model as it is without what was learned."""
         (policy,) = self._policy
-        model: Any = policy.model
-        with model.disable_adapter():
+        with self._without_learned(policy.model):
             return policy.logprobs(rows, temperature=temperature)
 
+    def _without_learned(self, model: Any) -> AbstractContextManager[None]:
+        """Switches the adapters off."""
+        return model.disable_adapter()
 
-class AdapterAtStart(Reference):
+
+class AdapterAtStart(AdapterOff):
     """The policy's model with the adapter that training went on from, which is kept beside its own.
 
     Args:
@@ -117,19 +121,10 @@ class AdapterAtStart(Reference):
 
     def __init__(self, policy: Policy, folder: str) -> None:
         """Read the adapter a second time."""
-        super().__init__()
-        self._policy = (policy,)
+        super().__init__(policy)
         read_adapter(policy.model, folder, START)
         policy.model.set_adapter(TRAINED)
 
-    @property
-    def shares_prompts(self) -> bool:
-        """As the policy."""
-        return self._policy[0].shares_prompts
-
-    @torch.no_grad()
-    def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """Log-probabilities with the adapter as it was."""
-        (policy,) = self._policy
-        with as_at_start(policy.model):
-            return policy.logprobs(rows, temperature=temperature)
+    def _without_learned(self, model: Any) -> AbstractContextManager[None]:
+        """Switches to the adapter as it was."""
+        return as_at_start(model)
