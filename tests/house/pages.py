@@ -15,7 +15,7 @@ from jsonargparse import auto_parser
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 
-from litgrpo.cli.old_names import PATHS
+from litgrpo.modules.old_paths import PATHS
 from litgrpo.cli.trainer_cli import CALLBACKS, READING, LitGRPOCLI, keep_quiet
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.sft import SFT
