@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import require
-from litgrpo.data.rendering import Messages
+from litgrpo.data.rendering import ChatStyle, Messages, PromptStyle
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rollout.bridge import Bridge
 from litgrpo.rollout.chat_bridge import (
@@ -19,9 +21,16 @@ from litgrpo.rollout.chat_bridge import (
     reason,
 )
 
+if TYPE_CHECKING:  # slow to import; only named here
+    from transformers import PreTrainedTokenizerBase
+
 THOUGHT = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "tool", "arguments": {"x": "1"}}\n</tool_call>'
-WRONG = "the tokenizer reads a text inside a conversation otherwise than by itself"
+STOPS = ("refused", "wrong")
+WRONG = (
+    "in a longer conversation the chat template or the tokenizer writes them otherwise "
+    "(conversation {name!r})"
+)
 
 
 def user(text: str) -> Messages:
@@ -31,11 +40,7 @@ def user(text: str) -> Messages:
 
 def results(*texts: str) -> Messages:
     """What tools answer, one after the other."""
-    named = {"role": "tool", "name": "tool"}
-    return [
-        named | {"content": text, "tool_call_id": f"call{number:05}"}
-        for number, text in enumerate(texts)
-    ]
+    return [{"role": "tool", "name": "tool", "content": text} for text in texts]
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ CASES = {
     "tool, second turn": Case(user("6*7?"), ((CALL, results("42")), (f"So. {CALL}", results("7")))),
     "tool, empty": Case(user(" 6*7?\n"), ((f" {CALL} \n", results("")),)),
     "tool, then user": Case(user("6*7?"), ((CALL, [*results("42"), *user("Go on.")]),)),
+    "user, twice": Case(user("Guess"), (("17", [*user("No."), *user("Lower.")]),)),
     "user after a tool": Case(user("6*7?"), ((CALL, results("42")), ("It is 42.", user("Sure?")))),
 }
 
@@ -96,11 +102,6 @@ class Verdict:
         """`exact`, `tail exact`, `refused` or `wrong`."""
         named = {"wrong": self.wrong, "refused": self.refused, "tail exact": self.differs}
         return next((name for name, holds in named.items() if holds), "exact")
-
-    @property
-    def stops(self) -> bool:
-        """Whether messages of this kind must not be heard."""
-        return bool(self.refused) or self.wrong
 
 
 def verdicts(bridge: Bridge, format_: ChatFormat) -> dict[str, Verdict]:
@@ -133,36 +134,76 @@ def verdict(bridge: Bridge, format_: ChatFormat, case: Case) -> Verdict:
     return Verdict(kind, differs=difference(format_, case, heard))
 
 
-def proved(format_: ChatFormat, needed: str) -> Template:
+def kinds(format_: ChatFormat) -> list[Kind]:
+    """What the cases hear: the roles of the messages, as the template is given them."""
+    heard = [said for case in CASES.values() for _, said in case.turns]
+    return [kind_of(format_.messages(said)) for said in heard]
+
+
+def proved(format_: ChatFormat, *, tools: bool) -> Template:
     """The bridge of a chat template, measured; says once where the template writes history anew.
 
     Args:
         format_: the chat format.
-        needed: role of what will be heard, `user` or `tool`; another that the template does not
-            take is refused when it comes.
+        tools: tools will answer, not only users; messages that the template does not take and that
+            need not come are refused when they come.
 
     Raises:
-        ValueError: messages of the role that is needed cannot be written exactly.
+        ValueError: what will be heard cannot be written exactly.
     """
-    found = verdicts(Template(format_), format_)
-    refused = {each.kind: each.refused or WRONG for each in found.values() if each.stops}
-    messages = results("") if needed == "tool" else user("")
-    why = refused.get(kind_of(format_.messages(messages)))
-    hints = {"tool": "; templates without a tool role take `model.episode.tool_role: user`"}
+    found = verdicts(Template(format_, frozenset(kinds(format_))), format_)
+    refused = {
+        each.kind: each.refused or WRONG.format(name=name)
+        for name, each in reversed(found.items())
+        if each.outcome in STOPS
+    }
+    kind = kind_of(format_.messages(results("") if tools else user("")))
+    hint = {True: "; for a template without a tool role set `model.episode.tool_role: user`"}
     require(
-        why is None,
-        f"What {needed} messages say cannot be put between turns: {why}"
-        f"{hints.get(needed, '') * (format_.tool_role == 'tool')}; or say `between: inline`.",
+        kind not in refused,
+        f"What is heard between turns cannot be written in the chat format: {refused.get(kind)}"
+        f"{hint.get(kind == ('tool',), '')}. Without chat format, `model.episode.between: inline` "
+        "takes texts as they are.",
     )
     changed = {each.differs: name for name, each in reversed(found.items()) if each.differs}
     if changed:
         ways = ", ".join(f"{way} (conversation {name!r})" for way, name in changed.items())
         rank_zero_info(
-            "The chat template would write what was said before otherwise: it "
-            f"{ways}. Rows keep the tokens that were sampled; serve the model with a template that "
-            "keeps them, too, or give the template what it needs in `chat: {kwargs: ...}`."
+            f"The chat template would write what was said before otherwise: it {ways}. Rows keep "
+            "the tokens that were sampled; serve the model with a template that keeps them, too, "
+            "or give the template what it needs in `chat: {kwargs: ...}`."
         )
-    return Template(format_, refused)
+    return Template(format_, frozenset({*kinds(format_)} - {*refused}), refused)
+
+
+def template_bridge(
+    style: PromptStyle,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    *,
+    tool_role: str = "tool",
+    tools: bool = False,
+) -> Template:
+    """The bridge of a run whose prompts are in the chat format, measured.
+
+    Args:
+        style: of the prompts, with the tools that the chat format shows.
+        tokenizer: of the policy.
+        end_ids: tokens that end its turns.
+        tool_role: the role that the template is given for `tool`.
+        tools: tools will answer; those that are shown do.
+
+    Raises:
+        ValueError: prompts are plain texts, or see `proved`.
+    """
+    if not isinstance(style, ChatStyle):
+        raise ValueError(
+            "episode.between is template, but prompts are plain texts: say `data.chat: true`, or "
+            "`model.episode.between: inline`, where texts stand as they are."
+        )
+    split, chat = style.split_special_tokens, style.chat
+    format_ = ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split)
+    return proved(format_, tools=tools or bool(chat.tools))
 
 
 # --- the template's own ---
@@ -181,9 +222,10 @@ def conversation(format_: ChatFormat, case: Case, calls: bool = False, other: st
     for number, (said, heard) in enumerate(case.turns):
         ending, given = other * (number == last), format_.messages(heard)
         results_ = [each for each in given if each["role"] == "tool"] if calls else []
-        called = [call(each, place, f"1{ending}") for place, each in enumerate(results_)]
-        replies = {True: {"content": "", "tool_calls": called}, False: {"content": said + ending}}
-        messages += [{"role": "assistant"} | replies[bool(called)], *given]
+        called = [call(each, f"1{ending}") for each in results_]
+        text: dict[str, Any] = {"role": "assistant", "content": f"{said}{ending}"}
+        calling = {"role": "assistant", "content": "", "tool_calls": called}
+        messages += [calling if called else text, *given]
     return messages
 
 
@@ -200,7 +242,7 @@ def own_tail(format_: ChatFormat, case: Case) -> list[int]:
             return _tail(format_, case, calls)
         except TEMPLATE_ERRORS as error:
             problems.append(reason(error))
-    raise ValueError(problems[-1 if tools else 0])
+    raise ValueError("; ".join(dict.fromkeys(problems)))
 
 
 def _tail(format_: ChatFormat, case: Case, calls: bool) -> list[int]:

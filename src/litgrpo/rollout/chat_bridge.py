@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # slow to import; only named here
 Kind = tuple[str, ...]  # roles of messages, each as often as it changes
 # Characters of the private use area: texts that no template and no text contains.
 REPLY, ARGUMENT = "\ue000reply\ue001", "\ue000argument\ue001"
+UNKNOWN = (
+    "an environment answers with a user message, with tool messages, or with these and then it"
+)
+NO_TEXTS = "the chat template takes no plain texts (those for images want lists of parts)"
 # What templates of strangers raise on messages that they do not expect.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
@@ -48,8 +52,10 @@ class ChatFormat:
     def messages(self, said: str | Messages) -> Messages:
         """What is heard as the template takes it; a text is a user message."""
         given = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        roles = {"tool": self.tool_role}
-        heard = [each | {"role": roles.get(each["role"], each["role"])} for each in given]
+        good = all(_is_text(each) for each in given)
+        expected = "[{role: tool, content: text}, ...]"
+        require(good, f"the environment answered with {given!r:.60}; expected a text or {expected}")
+        heard = [self._named(each, number) for number, each in enumerate(given)]
         if self.tool_role != "user":
             return heard
         joined: Messages = []
@@ -61,6 +67,13 @@ class ChatFormat:
                 joined.append(each)
         return joined
 
+    def _named(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        """A message with the role and names that templates ask for."""
+        if message["role"] != "tool":
+            return message
+        names = {"name": "tool", "tool_call_id": f"call{number:05}"}
+        return names | message | {"role": self.tool_role}
+
     def text(self, messages: Messages, *, asks: bool = True) -> str:
         """Messages in the chat format; `asks` adds what an answer of the policy follows."""
         return in_chat_format(messages, self.chat, self.tokenizer, asks=asks)
@@ -68,6 +81,14 @@ class ChatFormat:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in the chat format."""
         return tokenize(self.tokenizer, [text], False)[0]
+
+    @property
+    def writes_texts(self) -> bool:
+        """Whether the template writes a message that is a text; those for images may not."""
+        try:
+            return REPLY in self.text([{"role": "user", "content": REPLY}])
+        except TEMPLATE_ERRORS:
+            return False
 
     @property
     def end_texts(self) -> list[str]:
@@ -87,20 +108,23 @@ class Template(Bridge):
 
     Args:
         format: the chat format.
+        exact: roles of the messages that it may write.
         refused: {roles: why such messages cannot be written}.
     """
 
     format: ChatFormat
+    exact: frozenset[Kind]
     refused: dict[Kind, str] = field(default_factory=dict)
 
     def ids(self, said: str | Messages, ended: bool) -> list[int]:
         """The tokens between two turns; a text is a user message."""
         heard = self.format.messages(said)
-        why = self.refused.get(kind_of(heard))
-        require(why is None, f"Messages of role {' and '.join(kind_of(heard))} are refused: {why}")
+        kind = kind_of(heard)
+        why = "" if kind in self.exact else self.refused.get(kind, UNKNOWN)
+        require(not why, f"messages of role {', '.join(kind) or 'none'} between turns: {why}")
         marks = self._marks(heard)
-        shown = [each | {"content": mark} for each, mark in zip(heard, marks, strict=True)]
-        text = self._from_end(shown if any(marks.values()) else heard)
+        marked = [each | {"content": mark} for each, mark in zip(heard, marks, strict=False)]
+        text = self._from_end(marked or heard)
         ids = pieced(text, marks, self.format.tokenizer)
         require(
             ids[0] in self.format.end_ids,
@@ -113,9 +137,8 @@ class Template(Bridge):
         format_ = self.format
         known = special_texts(format_.tokenizer) if format_.split_special_tokens else []
         writes = any(special in each["content"] for special in known for each in heard)
-        return {
-            f"\ue000{number}\ue001": each["content"] * writes for number, each in enumerate(heard)
-        }
+        texts = [each["content"] for each in heard] if writes else []
+        return {f"\ue000{number}\ue001": text for number, text in enumerate(texts)}
 
     def _from_end(self, heard: Messages) -> str:
         """The chat format from the end token of the policy's turn on."""
@@ -126,7 +149,8 @@ class Template(Bridge):
                 return self._cut(before, mark, self.format.text([*before, *heard]))
             except TEMPLATE_ERRORS as error:
                 problems.append(reason(error))
-        raise ValueError(problems[-1])
+        takes_none = [] if self.format.writes_texts else [NO_TEXTS]
+        raise ValueError("; ".join(dict.fromkeys(takes_none or problems)))
 
     def _cut(self, before: Messages, mark: str, text: str) -> str:
         """What follows the policy's turn.
@@ -144,17 +168,20 @@ class Template(Bridge):
         # A template may close a reply before it ends it; the policy says that itself. It does so
         # whatever is heard, so what is heard cannot be taken for it.
         closed = tail[:place] + end
+        alone = self.format.text(before, asks=False).partition(mark)[2] if place > 0 else closed
         require(
-            place == 0
-            or (
-                place > 0
-                and self.format.text(before, asks=False).partition(mark)[2][: len(closed)] == closed
-            ),
+            place >= 0 and alone.startswith(closed),
             f"the chat template goes on with {tail[:20]!r} where a turn of the policy ends, and "
             f"that is no end token of this run ({known or 'none is a special token'}); "
             "`sampling.stop_token_ids` can name more",
         )
         return tail[place:]
+
+
+def _is_text(message: Any) -> bool:
+    return isinstance(message, dict) and {str} == {
+        type(message.get(name)) for name in ("role", "content")
+    }
 
 
 def kind_of(messages: Messages) -> Kind:
@@ -182,20 +209,18 @@ def _replies(heard: Messages) -> Iterator[tuple[dict[str, Any], str]]:
     """
     results = [each for each in heard if each["role"] == "tool"]
     if results:
-        called = [call(each, number) for number, each in enumerate(results)]
+        called = [call(each) for each in results]
         called[-1]["function"]["arguments"] = {"x": ARGUMENT}
         yield {"role": "assistant", "content": "", "tool_calls": called}, ARGUMENT
     yield {"role": "assistant", "content": REPLY}, REPLY
 
 
-def call(result: dict[str, Any], number: int, argument: str = "1") -> dict[str, Any]:
+def call(result: dict[str, Any], argument: str = "1") -> dict[str, Any]:
     """The call that a tool's result answers, as chat templates take it.
 
     Args:
-        result: message of role `tool`.
-        number: of the call in its turn.
+        result: message of role `tool`, with its names.
         argument: of the call.
     """
-    function = {"name": result.get("name", "tool"), "arguments": {"x": argument}}
-    name = result.get("tool_call_id", f"call{number:05}")
-    return {"type": "function", "id": name, "function": function}
+    function = {"name": result["name"], "arguments": {"x": argument}}
+    return {"type": "function", "id": result["tool_call_id"], "function": function}
