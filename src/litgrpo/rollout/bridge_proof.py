@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # slow to import; only named here
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "tool", "arguments": {"x": "1"}}\n</tool_call>'
+MERGES = "merges tokens where a prompt meets a reply"
 STOPS = ("refused", "wrong")
 WRONG = (
     "in a longer conversation the chat template or the tokenizer writes them otherwise "
@@ -165,7 +166,8 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
         f"{hint.get(kind == ('tool',), '')}. Without chat format, `model.episode.between: inline` "
         "takes texts as they are.",
     )
-    changed = {each.differs: name for name, each in reversed(found.items()) if each.differs}
+    changed = {each.differs: name for name, each in reversed(found.items())}
+    changed = {way: name for way, name in changed.items() if way not in ("", MERGES)}
     if changed:
         ways = ", ".join(f"{way} (conversation {name!r})" for way, name in changed.items())
         rank_zero_info(
@@ -287,7 +289,7 @@ def difference(format_: ChatFormat, case: Case, heard: list[list[int]]) -> str:
     ways = {
         "drops earlier thoughts": more < 0,
         "puts empty thoughts in": more > 0,
-        "merges tokens where a prompt meets a reply": whole == text,
+        MERGES: whole == text,
         "trims texts": "".join(whole.split()) == "".join(text.split()),
     }
     return next((way for way, holds in ways.items() if holds), "gives replies another form")
