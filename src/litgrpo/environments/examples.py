@@ -7,7 +7,6 @@ import math
 import operator
 import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -109,11 +108,12 @@ class Search:
         file = os.path.abspath(self.path)
         lines = _lines(file, os.stat(file).st_mtime_ns)
         # A word that stands in n of N lines counts log(1 + N / n), once for each line.
-        scores: Counter[int] = Counter()
+        scores: dict[int, float] = {}
         for word in sorted(set(_words(words))):
             found = lines.places.get(word, [])
             for place in found:
-                scores[place] += math.log1p(len(lines.texts) / len(found))
+                more = math.log1p(len(lines.texts) / len(found))
+                scores[place] = scores.get(place, 0.0) + more
         best = sorted(scores, key=lambda place: (-scores[place], place))[: self.most]
         return "\n".join(lines.texts[place] for place in best) or "nothing found"
 

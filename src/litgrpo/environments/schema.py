@@ -35,7 +35,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """
     from transformers.utils import get_json_schema  # slow
 
-    name = function.__name__ if "__name__" in dir(function) else type(function).__name__
+    name = name_of(function)
     parameters = inspect.signature(function).parameters.values()
     odd = [str(each) for each in parameters if each.kind not in NAMED]
     require(not odd, f"tool '{name}' has an argument without a name ({''.join(odd[:1])}); {HOW}.")
@@ -47,6 +47,12 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     says = schema["function"]["description"]
     require(bool(says), f"tool '{name}' cannot be described: its docstring is empty; {HOW}.")
     return schema
+
+
+def name_of(given: Any) -> str:
+    """The name of a class, function or method; of anything else, that of its class."""
+    routine = isinstance(given, type) or inspect.isroutine(given)
+    return str(given.__name__ if routine else type(given).__name__)
 
 
 def unfit(name: str, value: Any, schema: Schema) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
 from litgrpo.environments.calls import Call, CallFormat, after_thoughts, format_of
 from litgrpo.environments.interface import Heard, Message
-from litgrpo.environments.schema import schema_of
+from litgrpo.environments.schema import name_of, schema_of
 from litgrpo.environments.tool import (
     UNKNOWN,
     Answer,
@@ -104,11 +104,19 @@ class Tools:
         at_least("max_calls_of_turn", self.max_calls_of_turn, 1)
         at_least("max_calls", self.max_calls, 1)
         at_least("max_result_chars", self.max_result_chars, 40)
+        listed = isinstance(self.functions, list | tuple)
+        require(
+            listed, f"functions is {self.functions!r}; it must be a list, such as [my_tools.f]."
+        )
+        alone = self.make is None
+        require(not (alone and self.kwargs), "kwargs are arguments of make, which is not given.")
+        require(not (alone and self.reward), "reward is an attribute of make, which is not given.")
         self._kinds = self._described()
         every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
         require(bool(every), "Tools has no tools; give functions: [my_tools.f], or make: my.Class.")
         schemas = [tool.schema for tool in every]
         self.tools = [each for n, each in enumerate(schemas) if each not in schemas[:n]]
+        self._instance: Any = None
         self._forget()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
@@ -124,7 +132,7 @@ class Tools:
         require(name in self._kinds, f"{COLUMN} of a row is {name!r}; make has: {known}.")
         self._kind = self._kinds[str(name)]
         self._instance = self._kind.make() if self._kind.make else None
-        self._tools = self._kind.bound(self._instance)
+        self._tools |= self._kind.bound(self._instance)
         columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
         said = settled(self._began(columns, seed))
         reward, there = self._kind.reward, dir(self._instance)
@@ -167,7 +175,7 @@ class Tools:
 
     def _forget(self) -> None:
         """As before the first episode."""
-        self._instance: Any = None
+        self._instance = None
         self._tools: dict[str, Tool] = {}
         self._num_calls, self._paid = 0, 0.0
 
@@ -183,7 +191,7 @@ class Tools:
         """What one class brings; an instance is made and closed to see it."""
         factory = imported("make", given)
         require(callable(factory), f"make is {given!r}; it must be a class, or make instances.")
-        named = _name_of(factory)
+        named = name_of(factory)
 
         make = partial(factory, **self.kwargs)
         try:
@@ -221,7 +229,7 @@ class Tools:
         ]
         require(
             not missing,
-            f"reset of {_name_of(type(self._instance))} needs the column '{''.join(missing[:1])}';"
+            f"reset of {name_of(type(self._instance))} needs the column '{''.join(missing[:1])}';"
             f" the data have: {', '.join(columns)}.",
         )
         wanted = named | ({*columns} if takes_all else set())
@@ -304,7 +312,3 @@ def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     twice = [name for name, number in Counter(tool.name for tool in listed).items() if number > 1]
     require(not twice, f"several tools have the name '{''.join(twice[:1])}'; rename one of them.")
     return {tool.name: tool for tool in listed}
-
-
-def _name_of(factory: Any) -> str:
-    return str(factory.__name__ if "__name__" in dir(factory) else type(factory).__name__)
