@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # slow to import; only named here
 
 Kind = tuple[str, ...]  # roles of messages, each as often as it changes
 # Characters of the private use area: texts that no template and no text contains.
+KEPT = 4096  # answers whose tokens are remembered
 REPLY, ARGUMENT = "\ue000reply\ue001", "\ue000argument\ue001"
 UNKNOWN = (
     "an environment answers with a user message, with tool messages, or with these and then it"
@@ -115,10 +116,23 @@ class Template(Bridge):
     format: ChatFormat
     exact: frozenset[Kind]
     refused: dict[Kind, str] = field(default_factory=dict)
+    _closings: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _heard: dict[str, list[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def ids(self, said: str | Messages, ended: bool) -> list[int]:
         """The tokens between two turns; a text is a user message."""
         heard = self.format.messages(said)
+        key = repr(heard)  # a group often hears the same, and a template takes its time
+        if key not in self._heard:
+            if len(self._heard) >= KEPT:
+                self._heard.clear()
+            self._heard[key] = self._ids(heard)
+        return self._heard[key][ended:]
+
+    def _ids(self, heard: Messages) -> list[int]:
+        """The tokens between two turns, from the end token on."""
         kind = kind_of(heard)
         why = "" if kind in self.exact else self.refused.get(kind, UNKNOWN)
         require(not why, f"messages of role {', '.join(kind) or 'none'} between turns: {why}")
@@ -130,7 +144,7 @@ class Template(Bridge):
             ids[0] in self.format.end_ids,
             f"the tokenizer reads the end of a turn as other tokens ({text[:20]!r})",
         )
-        return ids[1:] if ended else ids
+        return ids
 
     def _marks(self, heard: Messages) -> dict[str, str]:
         """{mark: the text it stands for}, where a special token in a text is to be plain text."""
@@ -168,14 +182,22 @@ class Template(Bridge):
         # A template may close a reply before it ends it; the policy says that itself. It does so
         # whatever is heard, so what is heard cannot be taken for it.
         closed = tail[:place] + end
-        alone = self.format.text(before, asks=False).partition(mark)[2] if place > 0 else closed
+        closing = self._closing(before, mark) if place > 0 else closed
         require(
-            place >= 0 and alone.startswith(closed),
+            place >= 0 and closing.startswith(closed),
             f"the chat template goes on with {tail[:20]!r} where a turn of the policy ends, and "
             f"that is no end token of this run ({known or 'none is a special token'}); "
             "`sampling.stop_token_ids` can name more",
         )
         return tail[place:]
+
+    def _closing(self, before: Messages, mark: str) -> str:
+        """What follows the policy's turn where nothing is heard."""
+        key = repr(before)
+        if key not in self._closings:
+            text = self.format.text(before, asks=False)
+            self._closings[key] = text.partition(mark)[2]
+        return self._closings[key]
 
 
 def _is_text(message: Any) -> bool:
