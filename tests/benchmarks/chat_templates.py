@@ -108,6 +108,7 @@ def tokenizers(folders: list[str], texts: dict[str, str]) -> dict[str, PreTraine
     marks = {mark for text in texts.values() for mark in MARK.findall(text)}
     marks |= {end for ends in ENDS.values() for end in ends}
     for tokenizer in made.values():
+        tokenizer.bos_token = tokenizer.bos_token or "<bos>"
         tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
     return made
 
@@ -134,7 +135,7 @@ def held_out(bridge: Template) -> Counter[str]:
             own = own_tail(bridge.format, case)
         except ValueError:  # the template itself does not write this conversation
             continue
-        counts["random conversations"] += 1
+        counts["random"] += 1
         counts["silently wrong"] += bridge.ids(case.heard, ended=False) != own
     return counts
 
@@ -184,11 +185,9 @@ def page(texts: dict[str, str], known: dict[str, Any]) -> tuple[str, int]:
     for role, title in (("tool", "Results as role `tool`"), ("user", "With `tool_role: user`")):
         rows, total = table(texts, known, role)
         sums += total
-        counted = ", ".join(
-            f"{total[name]:,} {name}"
-            for name in ("exact", "tail exact", "refused", "silently wrong")
-        )
-        lines += [f"## {title}", "", f"{counted}.", "", *rows, ""]
+        counted = ", ".join(f"{total[way]:,} {way}" for way in ("exact", "tail exact", "refused"))
+        other = f"{total['random']:,} random conversations {total['silently wrong']} silently wrong"
+        lines += [f"## {title}", "", f"{counted}; of {other}.", "", *rows, ""]
     return "\n".join(lines), sums["silently wrong"]
 
 

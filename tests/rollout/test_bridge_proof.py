@@ -168,7 +168,7 @@ def test_a_template_without_a_tool_role_is_refused_for_tools_alone():
 @pytest.mark.parametrize(
     ("format_", "why"),
     [
-        (chat_format(IMAGES), "takes no plain texts"),
+        (chat_format(IMAGES), "made for images"),
         (chat_format(QWEN, "<|eot_id|>"), "stop_token_ids"),
         (chat_format(COUNTS), "in a longer conversation .*'tool, second turn'"),
         (
