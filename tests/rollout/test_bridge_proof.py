@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from litgrpo.data.rendering import Chat, prompt_style
-from litgrpo.rollout.bridge import Bridge
+from litgrpo.rollout.bridge import Bridge, Inline
 from litgrpo.rollout.bridge_proof import (
     CASES,
     difference,
@@ -13,6 +13,7 @@ from litgrpo.rollout.bridge_proof import (
     proved,
     template_bridge,
     verdicts,
+    wrong_conversations,
 )
 from litgrpo.rollout.chat_bridge import ChatFormat, Template
 from tests.rollout.chat_templates import (
@@ -150,6 +151,19 @@ def test_a_planted_bug_is_found(planted, name):
     format_ = FORMATS[name]
     assert "wrong" not in outcomes(bridge_of(format_), format_).values()
     assert "wrong" in outcomes(planted(bridge_of(format_)), format_).values()
+
+
+def test_wrong_conversations_are_counted_where_there_is_a_chat_format():
+    class Forgetful(Template):
+        def ids(self, said, ended):
+            return super().ids(said, ended)[:-1]
+
+    assert wrong_conversations(Inline(FORMATS["qwen"].tokenizer)) == 0
+    assert wrong_conversations(proved(FORMATS["qwen"], tools=True)) == 0
+    refusing = proved(chat_format(GEMMA, "<end_of_turn>"), tools=False)
+    assert wrong_conversations(refusing) == 0
+    right = bridge_of(FORMATS["qwen"])
+    assert wrong_conversations(Forgetful(right.format, right.exact)) == len(CASES)
 
 
 # --- the start of a run ---
