@@ -74,6 +74,7 @@ class TokenRows:
         completion_mask: [M, C] True marks a real token.
         candidate_ids: [M, C, S] ids of the tokens that could be sampled (-1: none), which all
             distributions are over; None: every token.
+        loss_mask: [M, C] True marks a token that the policy sampled; None: all real ones are.
     """
 
     prompt_ids: Tensor
@@ -82,6 +83,7 @@ class TokenRows:
     completion_ids: Tensor
     completion_mask: Tensor
     candidate_ids: Tensor | None = None
+    loss_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
@@ -243,8 +245,8 @@ class Rollout:
         if self.candidate_ids is not None:
             _check("candidate_ids", self.candidate_ids, rows, length, self.candidate_ids.shape[-1])
         if self.turns is not None:
-            assert self.turn_rewards is not None, "turns without their rewards"
             _check("turns", self.turns, rows, length)
+        if self.turn_rewards is not None:
             _check("turn_rewards", self.turn_rewards, rows, self.turn_rewards.shape[-1])
             assert len(self.turn_states) == len(self.episodes) == rows
 
@@ -264,6 +266,7 @@ class Rollout:
             completion_ids=self.completion_ids,
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
+            loss_mask=None if self.turns is None else self.loss_mask,
         )
 
     def token_lists(self) -> list[list[int]]:

@@ -282,6 +282,10 @@ def checked(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+class LeftOut(ValueError):
+    """A prompt that the limit of its tokens drops."""
+
+
 @dataclass(frozen=True)
 class LengthLimit:
     """What to do with texts of too many tokens.

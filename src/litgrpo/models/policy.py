@@ -30,9 +30,11 @@ class DecodeState(ABC):
 
     `can_join`: whether rows of another state of the same rollout can be taken in by `join`.
     Engines refill free slots only then.
+    `can_leave`: whether rows can be away for a while; see `Policy.leave`.
     """
 
     can_join: bool = False
+    can_leave: bool = False
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
@@ -207,6 +209,29 @@ class Policy(nn.Module, ABC):
             [M, C + 1, V] logits; entry t predicts completion token t.
         """
 
+    def leave(self, state: DecodeState, row: int) -> Any:
+        """What brings a live row back later; the next `select` leaves it out."""
+        raise AssertionError("can_leave is False")
+
+    def forget(self, state: DecodeState, numbers: list[int]) -> None:
+        """Rows that are away do not come back; `numbers` as of `come_back`."""
+
+    def come_back(
+        self, state: DecodeState, rows: list[Any], numbers: list[int], ids: list[list[int]]
+    ) -> Tensor:
+        """Take rows in again after the live ones; each reads tokens in one pass on the way.
+
+        Args:
+            state: where `can_leave`.
+            rows: as they left.
+            numbers: which of those that are away they are, in the order in which they left.
+            ids: what each reads, one token or more.
+
+        Returns:
+            [m, V] logits of their next tokens.
+        """
+        raise AssertionError("can_leave is False")
+
     # --- what follows from it ---
 
     def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
@@ -231,7 +256,7 @@ class Policy(nn.Module, ABC):
         """Log-probabilities of given completions, with gradient.
 
         Args:
-            rows: M completions and their prompts.
+            rows: M completions and their prompts; where `loss_mask` is given, of its tokens alone.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.
 
@@ -243,6 +268,9 @@ class Policy(nn.Module, ABC):
             return self.static.logprobs(rows, **settings)
         mask, candidates = rows.completion_mask, rows.candidate_ids
         hidden = self.hidden(rows)
+        spoken = mask if rows.loss_mask is None else rows.loss_mask
+        if int(spoken.sum()) < len(hidden):  # what was heard has no distribution
+            hidden, mask = hidden[spoken[mask]], spoken
         found = token_logprobs(
             hidden,
             rows.completion_ids[mask],

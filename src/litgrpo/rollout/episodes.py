@@ -1,0 +1,349 @@
+"""Episodes: prompts are opened, turns are handed over, answers become tokens and are recorded."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from litgrpo.arguments import require
+from litgrpo.data.prompts import pad_left
+from litgrpo.data.rendering import LeftOut
+from litgrpo.environments.interface import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.rollout.bridge import Bridge
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.interface import Listener, Requests, RolloutEngine
+from litgrpo.rollout.sampling import PURPOSES, Purpose
+from litgrpo.types import Episode, PromptBatch, Rollout, Stats
+
+# Token ids of a prompt (batch, row) with what an environment adds to it.
+Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]
+
+
+class Named(NamedTuple):
+    """What a rollout is for, which names its random numbers and its episodes."""
+
+    seed: int
+    purpose: Purpose
+    iteration: int
+    attempt: int
+
+
+CUT = " ... "  # where tokens that a row would have heard were left out
+
+
+def episode_seed(named: Named, prompt: int) -> int:
+    """The seed of a prompt's episodes: a number below 2**31 from a counter-based stream (Philox).
+
+    Args:
+        named: the rollout.
+        prompt: the prompt's position in its data set.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
+    """
+    # No stream of completions has such a key.
+    key = np.array([named.seed, len(PURPOSES) + PURPOSES.index(named.purpose)], dtype=np.uint64)
+    counter = np.array([0, prompt, named.iteration, named.attempt], dtype=np.uint64)
+    return int(np.random.Generator(np.random.Philox(key=key, counter=counter)).integers(2**31))
+
+
+@dataclass
+class Episodes:
+    """Plays a rollout's rows as episodes of an environment.
+
+    Args:
+        pool: plays the environments.
+        bridge: what stands between two turns.
+        settings: limits.
+        opener: renders a prompt with what an environment adds to it.
+        tools: names of the tools that the policy has, for statistics.
+    """
+
+    pool: EpisodePool
+    bridge: Bridge
+    settings: EpisodeSettings
+    opener: Opener
+    tools: Sequence[str] = ()
+    waited: float = field(default=0.0, init=False)
+
+    def play(self, engine: RolloutEngine, requests: Requests, named: Named) -> Rollout:
+        """Sample episodes.
+
+        Args:
+            engine: takes a listener.
+            requests: N rows.
+            named: what it is for, which seeds the environments.
+
+        Returns:
+            The rollout with what was said in its turns, and their rewards and states.
+
+        Raises:
+            ValueError: the environment begins episodes of one row and seed in different ways, or
+                nothing can be added to a prompt; in training also where more than half failed.
+        """
+        with self._waiting():
+            opened = self.pool.begin(self._starts(requests, named))
+        failures = [each.reason if isinstance(each, Failed) else "" for each in opened]
+        prompts, failures = self._opened(requests, opened, failures)
+        listener = PoolListener(self, requests, [Record(failed=each) for each in failures])
+        rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
+        rollout = listener.recorded(replace(rollout, prompts=prompts))
+        if named.purpose == "train":
+            _refuse_failing([each.failed for each in rollout.episodes])
+        return rollout
+
+    def _starts(self, requests: Requests, named: Named) -> list[Start]:
+        """How each of the N episodes begins: in the same way in a group."""
+        prompts, starts = requests.prompts, []
+        for number, index in enumerate(prompts.index.tolist()):
+            row = {name: values[number] for name, values in prompts.columns.items()}
+            row["prompt"] = prompts.prompts[number]
+            begins = (row, episode_seed(named, index))
+            keys = [(named.iteration, named.attempt, index, g) for g in range(requests.group_size)]
+            starts += [Start(*begins, key) for key in keys]
+        return starts
+
+    def _opened(
+        self,
+        requests: Requests,
+        opened: Sequence[str | list[Message] | Failed],
+        failures: list[str],
+    ) -> tuple[PromptBatch, list[str]]:
+        """The prompts with what the environment adds to each group's, and why episodes failed."""
+        prompts, size = requests.prompts, requests.group_size
+        groups = [slice(first, first + size) for first in range(0, len(opened), size)]
+        added = [_agreed(opened[group]) for group in groups]
+        if not any(added):
+            return prompts, failures
+        texts, rows = list(prompts.prompts), []
+        decode = requests.policy.tokenizer.decode
+        for number, (group, more) in enumerate(zip(groups, added, strict=True)):
+            ids = prompts.prompt_ids[number][prompts.prompt_mask[number]].tolist()
+            try:
+                rows.append(self.opener(prompts, number, more) if more else ids)
+            except LeftOut as error:
+                rows.append(ids)
+                failures[group] = [str(error)] * size
+            texts[number] = decode(rows[number]) if more else texts[number]
+        ids, mask = (each.to(prompts.prompt_ids.device) for each in pad_left(rows, 0))
+        ids = ids.masked_fill(~mask, requests.policy.pad_id)
+        return replace(prompts, prompt_ids=ids, prompt_mask=mask, prompts=texts), failures
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the seconds within."""
+        started = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - started
+
+    def stats(self, rollout: Rollout) -> Stats:
+        """Scalars under `env/` and `tools/`, share of heard tokens, seconds since the last call.
+
+        One of two numbers is a sum and the count to divide it by.
+        """
+        episodes, rewards = rollout.episodes, rollout.turn_rewards
+        assert rollout.turns is not None
+        assert rewards is not None
+        failed = torch.tensor([bool(each.failed) for each in episodes])
+        late = torch.tensor([each.failed.startswith("timed out") for each in episodes])
+        total, right = rewards.nansum(1).cpu(), ~failed
+        heard = rollout.completion_mask & ~rollout.loss_mask
+        stats = {
+            "env/turns": (rollout.turns.amax(1) + 1).float().mean(),
+            "env/reward": torch.stack([total[right].sum(), right.sum()]),
+            "env/failed_frac": failed.float().mean(),
+            "env/timeout_frac": late.float().mean(),
+            "completion/heard_frac": torch.stack([heard.sum(), rollout.completion_mask.sum()]),
+            "time/env_s": torch.tensor(self.waited),
+        }
+        self.waited = 0.0
+        for tool in self.tools:
+            calls = torch.tensor([each.calls.get(tool, (0, 0)) for each in episodes]).float()
+            stats[f"tools/{tool}_calls"], stats[f"tools/{tool}_failed"] = calls.mean(0)
+        return {name: value.float() for name, value in stats.items()}
+
+
+def _agreed(opened: Sequence[str | list[Message] | Failed]) -> str | list[Message]:
+    """What the environment adds to the prompt of a group."""
+    said = [each for each in opened if not isinstance(each, Failed)] or [""]
+    require(
+        all(each == said[0] for each in said),
+        "the environment begins two episodes of one row and seed in different ways: "
+        f"{said[0]!r:.80} and others. `reset` must be a function of row and seed.",
+    )
+    return said[0]
+
+
+def _refuse_failing(failures: list[str]) -> None:
+    """Stop where most episodes failed: what is learned from the rest is another task.
+
+    Raises:
+        ValueError: more than half did.
+    """
+    failed = [reason for reason in failures if reason]
+    common = max(set(failed), key=failed.count, default="")
+    require(
+        2 * len(failed) <= len(failures),
+        f"{len(failed)} of {len(failures)} episodes failed, most often: {common}. Repair the "
+        "environment, or raise episode.timeout_s where it timed out.",
+    )
+
+
+@dataclass
+class Record:
+    """What has happened in a row so far.
+
+    Args:
+        failed: why its environment could not begin; "": it could.
+        messages, spans, calls, log, heard_cut: as of `Episode`.
+        rewards: of each turn, NaN where it abstained.
+        states: after each turn.
+        used: tokens in the row.
+        cut: its last turn was ended by a limit of tokens.
+        closed: its last token is an end token of the policy.
+        full: there was no room for what it would have heard.
+    """
+
+    failed: str = ""
+    messages: list[Message] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    log: dict[str, tuple[float, int]] = field(default_factory=dict)
+    heard_cut: int = 0
+    rewards: list[float] = field(default_factory=list)
+    states: list[Hashable] = field(default_factory=list)
+    used: int = 0
+    cut: bool = False
+    closed: bool = False
+    full: bool = False
+    done: bool = False
+    last_ids: list[int] = field(default_factory=list)
+    asked: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, messages: list[Message], length: int) -> None:
+        """Messages that take the next columns."""
+        self.messages += messages
+        self.spans += [(self.used, self.used + length)] * len(messages)
+        self.used += length
+
+    def answered(self, heard: Heard) -> None:
+        """Count a turn."""
+        self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
+        self.states.append(heard.state)
+        for name, (calls, failed) in heard.calls.items():
+            before = self.calls.get(name, (0, 0))
+            self.calls[name] = before[0] + calls, before[1] + failed
+        for name, value in heard.log.items():
+            total, turns = self.log.get(name, (0.0, 0))
+            self.log[name] = total + float(value), turns + 1
+
+    @property
+    def episode(self) -> Episode:
+        """What the rollout carries of it."""
+        return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
+
+
+class PoolListener(Listener):
+    """Hands turns to a pool of episodes, and turns its answers into tokens.
+
+    Args:
+        episodes: pool, bridge and limits.
+        requests: of the rollout.
+        rows: N records.
+    """
+
+    def __init__(self, episodes: Episodes, requests: Requests, rows: list[Record]) -> None:
+        self.episodes, self.rows = episodes, rows
+        self.tokenizer, self.stops = requests.policy.tokenizer, requests.stops
+        self.include_stop = requests.sampling.include_stop_str_in_output
+        self.end_ids, self.eos_ids = requests.end_ids, requests.policy.eos_ids
+        self.length = requests.uniforms.shape[1]
+        self.max_turn_tokens = episodes.settings.max_turn_tokens
+        self.over: dict[int, list[int] | None] = {}  # rows that need no answer
+        self.asked: set[int] = set()
+
+    def ended(self, row: int, ids: list[int], *, cut: bool) -> None:
+        """See `Listener.ended`."""
+        record = self.rows[row]
+        record.cut, record.closed, record.last_ids = cut, ids[-1] in self.eos_ids, ids
+        said = self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids)
+        said = said if self.stops is None else self.stops.cut(said, True)
+        record.add([{"role": "assistant", "content": said}], len(ids))
+        if record.failed:
+            self.over[row] = None
+            return
+        self.asked.add(row)
+        record.asked = time.perf_counter()
+        with self.episodes._waiting():
+            self.episodes.pool.say(row, said)
+
+    def heard(self, *, wait: bool) -> dict[int, list[int] | None]:
+        """See `Listener.heard`."""
+        found, self.over = self.over, {}
+        if self.asked:
+            with self.episodes._waiting():
+                answers = self.episodes.pool.heard(wait=wait and not found)
+            self.asked -= answers.keys()
+            found |= {row: self._ids(row, answer) for row, answer in answers.items()}
+        return found
+
+    def _ids(self, row: int, answer: Heard | Failed) -> list[int] | None:
+        """What a row hears; None: it is over."""
+        record, settings = self.rows[row], self.episodes.settings
+        record.seconds += time.perf_counter() - record.asked
+        if isinstance(answer, Failed):
+            record.failed = answer.reason
+            return None
+        record.answered(answer)
+        record.done = answer.done
+        cut = record.cut and not settings.close_turns
+        if answer.done or cut or len(record.rewards) == settings.max_turns:
+            return None
+        closing = [self.eos_ids[0]] if record.cut else []
+        said = self.episodes.bridge.ids(answer.said, record.cut or record.closed)
+        ids = closing + self._shortened(record, said)
+        record.full = record.used + len(ids) >= self.length
+        if record.full:
+            return None
+        texts = isinstance(answer.said, str)
+        messages = [{"role": "user", "content": answer.said}] if texts else answer.said
+        record.add(messages, len(ids))  # type: ignore[arg-type]
+        return ids
+
+    def _shortened(self, record: Record, ids: list[int]) -> list[int]:
+        """At most as many tokens as are heard between two turns, cut in the middle."""
+        most = self.episodes.settings.max_heard_tokens
+        if len(ids) <= most:
+            return ids
+        mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: most // 2]
+        record.heard_cut += len(ids) - most + len(mark)
+        first = (most - len(mark) + 1) // 2
+        last = most - len(mark) - first
+        return ids[:first] + mark + ids[len(ids) - last :]
+
+    def recorded(self, rollout: Rollout) -> Rollout:
+        """A rollout with everything that was heard in it."""
+        turns = max(len(record.spoken) for record in (each.episode for each in self.rows))
+        rewards = torch.full((len(self.rows), max(1, turns)), torch.nan, dtype=torch.float64)
+        for row, record in enumerate(self.rows):
+            rewards[row, : len(record.rewards)] = torch.tensor(record.rewards, dtype=torch.float64)
+        full = torch.tensor([record.full for record in self.rows]).to(rollout.truncated.device)
+        lasts = [record.last_ids for record in self.rows]
+        texts = self.tokenizer.batch_decode(lasts, skip_special_tokens=True)
+        if self.stops is not None:
+            texts = [self.stops.cut(text, self.include_stop) for text in texts]
+        return replace(
+            rollout,
+            truncated=rollout.truncated | full,
+            turn_rewards=rewards,
+            turn_states=[record.states for record in self.rows],
+            episodes=[record.episode for record in self.rows],
+            completions=texts,
+        )
