@@ -281,7 +281,7 @@ class GRPO(LightningModule):
 
     def on_validation_epoch_end(self, stage: str = "val") -> None:
         """Report accuracies with intervals, and mean rewards."""
-        self.evaluation_report = self.evaluator.report(stage)
+        self.evaluation_report = self.evaluator.report(stage, self.learner.comm)
         self.reseed()
         report = self.evaluation_report | {"step": float(self.iteration)}
         self.log_dict({name: torch.tensor(value) for name, value in report.items()})
