@@ -59,5 +59,6 @@ class EpisodeSettings:
         one_of("episode.between", self.between, get_args(Between))
         one_of("episode.on_timeout", self.on_timeout, get_args(OnTimeout))
         require(
-            self.timeout_s > 0, f"episode.timeout_s is {self.timeout_s}; it must be above 0 seconds."
+            self.timeout_s > 0,
+            f"episode.timeout_s is {self.timeout_s}; it must be above 0.",
         )

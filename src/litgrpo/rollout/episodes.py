@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,10 +130,12 @@ class Episodes:
             except LeftOut as error:
                 rows.append(ids)
                 failures[group] = [str(error)] * size
-            texts[number] = decode(rows[number]) if more else texts[number]
-        ids, mask = (each.to(prompts.prompt_ids.device) for each in pad_left(rows, 0))
-        ids = ids.masked_fill(~mask, requests.policy.pad_id)
-        return replace(prompts, prompt_ids=ids, prompt_mask=mask, prompts=texts), failures
+            texts[number] = str(decode(rows[number])) if more else texts[number]
+        padded = pad_left(rows, requests.policy.pad_id)
+        device = prompts.prompt_ids.device
+        longer: dict[str, Any] = {"prompts": texts}
+        longer |= {"prompt_ids": padded[0].to(device), "prompt_mask": padded[1].to(device)}
+        return replace(prompts, **longer), failures
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -273,7 +275,7 @@ class PoolListener(Listener):
         """See `Listener.ended`."""
         record = self.rows[row]
         record.cut, record.closed, record.last_ids = cut, ids[-1] in self.eos_ids, ids
-        said = self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids)
+        said = str(self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids))
         said = said if self.stops is None else self.stops.cut(said, True)
         record.add([{"role": "assistant", "content": said}], len(ids))
         if record.failed:

@@ -129,6 +129,15 @@ class Rollouter:
         check_stop_tokens(self.sampling.stop_token_ids, policy.vocab_size)
         return StopStrings(stops, policy.tokenizer, policy.vocab_size) if stops else None
 
+    def episode_stats(self, rollout: Rollout) -> Stats:
+        """What to log of a rollout's episodes."""
+        return {} if self.episodes is None else self.episodes.stats(rollout)
+
+    def close(self) -> None:
+        """End the episodes, and processes where there are some."""
+        if self.episodes is not None:
+            self.episodes.pool.close()
+
     def forget_weights(self) -> None:
         """Hand the weights to the engine again before the next rollout."""
         self._synced = -1

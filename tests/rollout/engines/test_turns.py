@@ -13,6 +13,8 @@ from tests.rollout.playing import Echo, SlowPool, episodes_of
 from tests.rollout.reference_engine import ReferenceEngine
 
 TEXTS, GROUP, LENGTH = ("a", "hello there", "what is it?"), 3, 96
+POOLS = [Echo, lambda: SlowPool(Echo()), lambda: SlowPool(Echo(), 1, 0.0)]
+ENGINES = [LocalEngine(), LocalEngine(fused=False), LocalEngine(max_rows=3)]
 NAMED = Named(0, "train", 0, 0)
 
 
@@ -38,7 +40,8 @@ def assert_same(found, expected):
     gap = (found.sampler_logprobs - expected.sampler_logprobs).abs()
     assert gap.max() < 1e-4
     if expected.candidate_ids is not None:
-        assert torch.equal(found.candidate_ids.sort(2).values, expected.candidate_ids.sort(2).values)
+        both = (each.candidate_ids.sort(2).values for each in (found, expected))
+        assert torch.equal(*both)
     assert torch.equal(found.turn_rewards.nan_to_num(-1), expected.turn_rewards.nan_to_num(-1))
     assert found.turn_states == expected.turn_states
     assert [each.messages for each in found.episodes] == [
@@ -48,8 +51,8 @@ def assert_same(found, expected):
     assert found.completions == expected.completions
 
 
-@pytest.mark.parametrize("pool", [Echo, lambda: SlowPool(Echo()), lambda: SlowPool(Echo(), 1, 0.0)])
-@pytest.mark.parametrize("engine", [LocalEngine(), LocalEngine(fused=False), LocalEngine(max_rows=3)])
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_turns_are_those_of_plain_passes(architecture, engine, pool):
     policy = ending(tiny_policy(architecture))
     requests = requests_of(policy)
@@ -139,7 +142,7 @@ def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
     one = played(LocalEngine(), requests_of(policy), max_turns=1)
     assert (one.turns <= 0).all()
     cut = played(LocalEngine(), requests_of(policy), Echo(lengths=(50,)), max_heard_tokens=20)
-    heard = [each for each in cut.episodes[0].spans][1]
+    heard = cut.episodes[0].spans[1]
     assert heard[1] - heard[0] in (20, 21)  # an end token in front where the turn was cut
     ids = cut.completion_ids[0, heard[1] - 20 : heard[1]].tolist()
     assert policy.tokenizer.decode(ids) == "x" * 8 + " ... " + "x" * 7
