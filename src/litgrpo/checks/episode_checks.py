@@ -58,8 +58,10 @@ def stopped(rollout: Rollout, stops: StopStrings | None) -> Tensor:
     """[N, C] True for the tokens that complete a stop string within their turn."""
     found = torch.zeros_like(rollout.completion_mask)
     assert rollout.turns is not None
+    if stops is None:
+        return found
     for row, turns in enumerate(rollout.turns):
-        for turn in range(int(turns.max()) + 1) if stops is not None else ():
+        for turn in range(int(turns.max()) + 1):
             places = (turns == turn).nonzero().flatten()
             end = stops.length(rollout.completion_ids[row][places].tolist())
             found[row, places[end - 1 : end]] = True
