@@ -163,36 +163,6 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class Episode:
-    """What was said in one row of a rollout, spoken and heard apart.
-
-    Args:
-        messages: in order; the policy's have the role `assistant`, those that it heard any other.
-        spans: of each message, its columns [first, end) in the row.
-        calls: {tool: (calls, calls that failed)}.
-        log: {name: (sum, turns)} of what the environment logged.
-        seconds: that its turns waited for answers.
-        failed: why its environment could not go on; "": it could.
-        heard_cut: tokens that were left out of what it heard, by the limit.
-        done: the environment said that it is over.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    log: dict[str, tuple[float, int]] = field(default_factory=dict)
-    seconds: float = 0.0
-    failed: str = ""
-    heard_cut: int = 0
-    done: bool = False
-
-    @property
-    def spoken(self) -> list[str]:
-        """The texts of the policy's turns."""
-        return [each["content"] for each in self.messages if each["role"] == "assistant"]
-
-
-@dataclass(frozen=True)
 class Rollout:
     """G sampled completions of each of B prompts.
 
@@ -216,7 +186,7 @@ class Rollout:
         turn_rewards: [N, K] float64 reward of each turn; NaN where there is no such turn, or the
             environment abstained.
         turn_states: N lists of what was heard after each turn as a state (`Heard.state`).
-        episodes: N episodes; empty where every completion is one turn.
+        episodes: N of `rollout.record.Episode`; empty where every completion is one turn.
     """
 
     prompts: PromptBatch
@@ -232,7 +202,7 @@ class Rollout:
     turns: Tensor | None = None
     turn_rewards: Tensor | None = None
     turn_states: list[list[Hashable]] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Check that there are B * G rows of one length."""

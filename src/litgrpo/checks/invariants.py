@@ -267,10 +267,11 @@ def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:
         stops, include = dry.rollouter.stop_strings, dry.rollouter.sampling
         return text if stops is None else stops.cut(text, include.include_stop_str_in_output)
 
-    return {
-        SEEN: overheard(rollout, dry.probe.asked, learner.policy, cut),
-        LEARNED: turns_error(learner, rollout, rewards, gradient_of),
-    }
+    errors = {SEEN: overheard(rollout, dry.probe.asked, learner.policy, cut)}
+    # An encoder-decoder reads earlier turns in its decoder: there is no such prompt.
+    if not learner.policy.bare_model.config.is_encoder_decoder:
+        errors[LEARNED] = turns_error(learner, rollout, rewards, gradient_of)
+    return errors
 
 
 # --- what is measured ---

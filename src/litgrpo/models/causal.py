@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from litgrpo.models.attention import leaving
 from litgrpo.models.attention.decode_shared_prefix import (
     SHARED_PREFIX,
     SharedPrefixCache,
     attention,
 )
-from litgrpo.models.attention.leaving import Left
 from litgrpo.models.attention.packed_shared_prefix import PACKED
 from litgrpo.models.attention.packing import WORTH, Packing, can_share, sharing_pays
+from litgrpo.models.attention.rows_away import CachedRowsAway
 from litgrpo.models.causal_static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
@@ -162,7 +161,7 @@ class CausalPolicy(Policy):
         if self._decoder is not None:
             cache = self._decoder.receive(cache, prompt_mask.shape[1] + capacity)
         state = SharedPrefixCache(cache, prompt_mask, group_size, capacity)
-        state.can_join = state.can_leave = True
+        state.can_join = True
         return self.head(output.last_hidden_state[:, -1]), state
 
     def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
@@ -186,26 +185,10 @@ class CausalPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
-    def leave(self, state: DecodeState, row: int) -> Left:
-        """See `Policy.leave`."""
-        assert isinstance(state, SharedPrefixCache)
-        return leaving.leave(state, row)
-
-    def forget(self, state: DecodeState, numbers: list[int]) -> None:
-        """See `Policy.forget`."""
-        assert isinstance(state, SharedPrefixCache)
-        leaving.forget(state, numbers)
-
-    def come_back(
-        self, state: DecodeState, rows: list[Left], numbers: list[int], ids: list[list[int]]
-    ) -> Tensor:
-        """See `Policy.come_back`."""
-        assert isinstance(state, SharedPrefixCache)
+    def away(self, state: DecodeState) -> CachedRowsAway:
+        """See `Policy.away`."""
         order = None if self._decoder is None else self._decoder.pairs
-        asked = (state, rows, numbers)
-        hidden, heard = leaving.read(self.bare_model.base_model, *asked, ids, order)
-        leaving.come_back(*asked, heard)
-        return self.head(hidden)
+        return CachedRowsAway(self.bare_model.base_model, self.head, state, order)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from litgrpo.models.attention.leaving import RowsAway
 from litgrpo.models.attention.packing import pack_left
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.static_decoder import StaticDecoder
@@ -30,11 +31,9 @@ class DecodeState(ABC):
 
     `can_join`: whether rows of another state of the same rollout can be taken in by `join`.
     Engines refill free slots only then.
-    `can_leave`: whether rows can be away for a while; see `Policy.leave`.
     """
 
     can_join: bool = False
-    can_leave: bool = False
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
@@ -209,28 +208,9 @@ class Policy(nn.Module, ABC):
             [M, C + 1, V] logits; entry t predicts completion token t.
         """
 
-    def leave(self, state: DecodeState, row: int) -> Any:
-        """What brings a live row back later; the next `select` leaves it out."""
-        raise AssertionError("can_leave is False")
-
-    def forget(self, state: DecodeState, numbers: list[int]) -> None:
-        """Rows that are away do not come back; `numbers` as of `come_back`."""
-
-    def come_back(
-        self, state: DecodeState, rows: list[Any], numbers: list[int], ids: list[list[int]]
-    ) -> Tensor:
-        """Take rows in again after the live ones; each reads tokens in one pass on the way.
-
-        Args:
-            state: where `can_leave`.
-            rows: as they left.
-            numbers: which of those that are away they are, in the order in which they left.
-            ids: what each reads, one token or more.
-
-        Returns:
-            [m, V] logits of their next tokens.
-        """
-        raise AssertionError("can_leave is False")
+    def away(self, state: DecodeState) -> RowsAway | None:
+        """How rows of this state leave a batch for a while; None where they cannot."""
+        return None
 
     # --- what follows from it ---
 

@@ -108,3 +108,10 @@ def bridge_of(settings: EpisodeSettings, policy: Policy) -> Bridge:
         f"episode.between is {settings.between}; give inline: answers stand as they are.",
     )
     return Inline(policy.tokenizer)
+
+
+def close_episodes(module: Any) -> None:
+    """End the episodes of a GRPO, and the processes that played them."""
+    rollouter = vars(module).get("rollouter")
+    if rollouter is not None and rollouter.episodes is not None:
+        rollouter.episodes.pool.close()

@@ -39,7 +39,7 @@ from litgrpo.modules.assembly import (
 )
 from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
-from litgrpo.modules.episodes_of import checked
+from litgrpo.modules.episodes_of import checked, close_episodes
 from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
@@ -142,6 +142,9 @@ class GRPO(LightningModule):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
         self.lora, self.check_invariants = lora, check_invariants
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.policy: Policy | None = None
+        self.reference: Reference | None = None
         self.settings = Settings(
             group_size=group_size,
             max_completion_len=max_completion_len,
@@ -161,9 +164,6 @@ class GRPO(LightningModule):
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: Policy | None = None
-        self.reference: Reference | None = None
 
     load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
     # What callbacks ask after an evaluation, besides `evaluation_report`.
@@ -187,8 +187,7 @@ class GRPO(LightningModule):
     def teardown(self, stage: str) -> None:
         """Let the processes of reward functions and environments go."""
         self.scorer.close()
-        if "rollouter" in vars(self):
-            self.rollouter.close()
+        close_episodes(self)
 
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +17,11 @@ from litgrpo.data.rendering import LeftOut
 from litgrpo.environments.interface import EpisodePool, Failed, Heard, Message, Start
 from litgrpo.rollout.bridge import Bridge
 from litgrpo.rollout.episode_settings import EpisodeSettings
-from litgrpo.rollout.interface import Listener, Requests, RolloutEngine
+from litgrpo.rollout.interface import Requests, RolloutEngine
+from litgrpo.rollout.listener import Listener
+from litgrpo.rollout.record import Record
 from litgrpo.rollout.sampling import PURPOSES, Purpose
-from litgrpo.types import Episode, PromptBatch, Rollout, Stats
+from litgrpo.types import PromptBatch, Rollout, Stats
 
 # Token ids of a prompt (batch, row) with what an environment adds to it.
 Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]
@@ -89,8 +90,10 @@ class Episodes:
         """
         with self._waiting():
             opened = self.pool.begin(self._starts(requests, named))
-        failures = [each.reason if isinstance(each, Failed) else "" for each in opened]
-        prompts, failures = self._opened(requests, opened, failures)
+        failures = [""] * len(opened)
+        for row, failed in [(n, each) for n, each in enumerate(opened) if isinstance(each, Failed)]:
+            failures[row] = failed.reason
+        prompts = self._opened(requests, opened, failures)
         listener = PoolListener(self, requests, [Record(failed=each) for each in failures])
         rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
         rollout = listener.recorded(replace(rollout, prompts=prompts))
@@ -114,28 +117,26 @@ class Episodes:
         requests: Requests,
         opened: Sequence[str | list[Message] | Failed],
         failures: list[str],
-    ) -> tuple[PromptBatch, list[str]]:
-        """The prompts with what the environment adds to each group's, and why episodes failed."""
+    ) -> PromptBatch:
+        """The prompts with what the environment adds; notes in `failures` which are too long."""
         prompts, size = requests.prompts, requests.group_size
         groups = [slice(first, first + size) for first in range(0, len(opened), size)]
         added = [_agreed(opened[group]) for group in groups]
         if not any(added):
-            return prompts, failures
-        texts, rows = list(prompts.prompts), []
-        decode = requests.policy.tokenizer.decode
-        for number, (group, more) in enumerate(zip(groups, added, strict=True)):
-            ids = prompts.prompt_ids[number][prompts.prompt_mask[number]].tolist()
+            return prompts
+        pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
+        texts, rows = list(prompts.prompts), [ids[mask].tolist() for ids, mask in pairs]
+        for number in [number for number, more in enumerate(added) if more]:
             try:
-                rows.append(self.opener(prompts, number, more) if more else ids)
+                rows[number] = self.opener(prompts, number, added[number])
             except LeftOut as error:
-                rows.append(ids)
-                failures[group] = [str(error)] * size
-            texts[number] = str(decode(rows[number])) if more else texts[number]
+                failures[groups[number]] = [str(error)] * size
+            texts[number] = str(requests.policy.tokenizer.decode(rows[number]))
         padded = pad_left(rows, requests.policy.pad_id)
         device = prompts.prompt_ids.device
         longer: dict[str, Any] = {"prompts": texts}
         longer |= {"prompt_ids": padded[0].to(device), "prompt_mask": padded[1].to(device)}
-        return replace(prompts, **longer), failures
+        return replace(prompts, **longer)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -171,6 +172,11 @@ class Episodes:
         return {name: value.float() for name, value in stats.items()}
 
 
+def _whole(text: str, include: bool) -> str:
+    """A text, where no stop string ends one."""
+    return text
+
+
 def _agreed(opened: Sequence[str | list[Message] | Failed]) -> str | list[Message]:
     """What the environment adds to the prompt of a group."""
     said = [each for each in opened if not isinstance(each, Failed)] or [""]
@@ -197,61 +203,6 @@ def _refuse_failing(failures: list[str]) -> None:
     )
 
 
-@dataclass
-class Record:
-    """What has happened in a row so far.
-
-    Args:
-        failed: why its environment could not begin; "": it could.
-        messages, spans, calls, log, heard_cut: as of `Episode`.
-        rewards: of each turn, NaN where it abstained.
-        states: after each turn.
-        used: tokens in the row.
-        cut: its last turn was ended by a limit of tokens.
-        closed: its last token is an end token of the policy.
-        full: there was no room for what it would have heard.
-    """
-
-    failed: str = ""
-    messages: list[Message] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    log: dict[str, tuple[float, int]] = field(default_factory=dict)
-    heard_cut: int = 0
-    rewards: list[float] = field(default_factory=list)
-    states: list[Hashable] = field(default_factory=list)
-    used: int = 0
-    cut: bool = False
-    closed: bool = False
-    full: bool = False
-    done: bool = False
-    last_ids: list[int] = field(default_factory=list)
-    asked: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, messages: list[Message], length: int) -> None:
-        """Messages that take the next columns."""
-        self.messages += messages
-        self.spans += [(self.used, self.used + length)] * len(messages)
-        self.used += length
-
-    def answered(self, heard: Heard) -> None:
-        """Count a turn."""
-        self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
-        self.states.append(heard.state)
-        for name, (calls, failed) in heard.calls.items():
-            before = self.calls.get(name, (0, 0))
-            self.calls[name] = before[0] + calls, before[1] + failed
-        for name, value in heard.log.items():
-            total, turns = self.log.get(name, (0.0, 0))
-            self.log[name] = total + float(value), turns + 1
-
-    @property
-    def episode(self) -> Episode:
-        """What the rollout carries of it."""
-        return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
-
-
 class PoolListener(Listener):
     """Hands turns to a pool of episodes, and turns its answers into tokens.
 
@@ -263,7 +214,8 @@ class PoolListener(Listener):
 
     def __init__(self, episodes: Episodes, requests: Requests, rows: list[Record]) -> None:
         self.episodes, self.rows = episodes, rows
-        self.tokenizer, self.stops = requests.policy.tokenizer, requests.stops
+        self.tokenizer, stops = requests.policy.tokenizer, requests.stops
+        self.cut = _whole if stops is None else stops.cut
         self.include_stop = requests.sampling.include_stop_str_in_output
         self.end_ids, self.eos_ids = requests.end_ids, requests.policy.eos_ids
         self.length = requests.uniforms.shape[1]
@@ -275,8 +227,8 @@ class PoolListener(Listener):
         """See `Listener.ended`."""
         record = self.rows[row]
         record.cut, record.closed, record.last_ids = cut, ids[-1] in self.eos_ids, ids
-        said = str(self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids))
-        said = said if self.stops is None else self.stops.cut(said, True)
+        said = str(self.tokenizer.decode(ids[: len(ids) - (ids[-1] in self.end_ids)]))
+        said = self.cut(said, True)
         record.add([{"role": "assistant", "content": said}], len(ids))
         if record.failed:
             self.over[row] = None
@@ -308,7 +260,7 @@ class PoolListener(Listener):
         cut = record.cut and not settings.close_turns
         if answer.done or cut or len(record.rewards) == settings.max_turns:
             return None
-        closing = [self.eos_ids[0]] if record.cut else []
+        closing = [self.eos_ids[0]] * record.cut
         said = self.episodes.bridge.ids(answer.said, record.cut or record.closed)
         ids = closing + self._shortened(record, said)
         record.full = record.used + len(ids) >= self.length
@@ -339,8 +291,7 @@ class PoolListener(Listener):
         full = torch.tensor([record.full for record in self.rows]).to(rollout.truncated.device)
         lasts = [record.last_ids for record in self.rows]
         texts = self.tokenizer.batch_decode(lasts, skip_special_tokens=True)
-        if self.stops is not None:
-            texts = [self.stops.cut(text, self.include_stop) for text in texts]
+        texts = [self.cut(text, self.include_stop) for text in texts]
         return replace(
             rollout,
             truncated=rollout.truncated | full,

@@ -106,21 +106,24 @@ class Rollouter:
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         stops, policy = self.stop_strings, self.policy
         requests = Requests(policy, prompts, group_size, uniforms, sampling, stops=stops)
-        self.policy.eval()
+        policy.eval()
         if iteration != self._synced:
             self.engine.sync_weights(self.policy, iteration)
             self._synced = iteration
         with self.policy.arithmetic():
             rollout = self._within_memory(requests, Named(self.seed, purpose, counted, attempt))
-        tokenizer = self.policy.tokenizer
         if purpose == "train":
             self._sampled_tokens += int(rollout.lengths.sum())
-        if rollout.episodes:
+        if rollout.episodes:  # have their texts
             return replace(rollout, policy_version=iteration)
-        texts = tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
+        texts = policy.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
         if stops is not None:
             texts = stops.cut_all(texts, rollout, sampling.include_stop_str_in_output)
         return replace(rollout, completions=texts, policy_version=iteration)
+
+    def episode_stats(self, rollout: Rollout) -> Stats:
+        """What to log of a rollout's episodes."""
+        return {} if self.episodes is None else self.episodes.stats(rollout)
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:
@@ -128,15 +131,6 @@ class Rollouter:
         stops, policy = self.sampling.stops, self.policy
         check_stop_tokens(self.sampling.stop_token_ids, policy.vocab_size)
         return StopStrings(stops, policy.tokenizer, policy.vocab_size) if stops else None
-
-    def episode_stats(self, rollout: Rollout) -> Stats:
-        """What to log of a rollout's episodes."""
-        return {} if self.episodes is None else self.episodes.stats(rollout)
-
-    def close(self) -> None:
-        """End the episodes, and processes where there are some."""
-        if self.episodes is not None:
-            self.episodes.pool.close()
 
     def forget_weights(self) -> None:
         """Hand the weights to the engine again before the next rollout."""

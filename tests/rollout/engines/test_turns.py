@@ -1,8 +1,11 @@
 """Turns in the local engine: the same tokens as plain passes, whoever answers when."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from litgrpo.models.attention.rows_away import CachedRowsAway
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.interface import Requests
@@ -104,28 +107,32 @@ def test_a_row_alone_says_the_same_as_in_company():
         assert torch.equal(found.turns, together.turns[rows, :used])
 
 
-class Counting:
-    """Counts the tokens that a model reads after its prompts."""
+@contextmanager
+def tokens_read(policy, monkeypatch):
+    """[how many tokens] a model reads after its prompts."""
+    read, step, back = [0], policy.step, CachedRowsAway.come_back
 
-    def __init__(self, policy, monkeypatch):
-        self.read = 0
-        step, back = policy.step, policy.come_back
-        monkeypatch.setattr(policy, "step", lambda *a: self.count(len(a[0]), step, a))
-        total = lambda a: sum(map(len, a[3]))  # noqa: E731
-        monkeypatch.setattr(policy, "come_back", lambda *a: self.count(total(a), back, a))
+    def stepped(tokens, state):
+        read[0] += len(tokens)
+        return step(tokens, state)
 
-    def count(self, tokens, function, args):
-        self.read += tokens
-        return function(*args)
+    def came_back(self, numbers, ids):
+        read[0] += sum(map(len, ids))
+        return back(self, numbers, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "step", stepped)
+        patch.setattr(CachedRowsAway, "come_back", came_back)
+        yield read
 
 
 @pytest.mark.parametrize("pool", [Echo, lambda: SlowPool(Echo(), 1, 0.0)])
 def test_no_token_is_read_twice(pool, monkeypatch):
     policy = ending(tiny_policy("llama"))
-    counting = Counting(policy, monkeypatch)
-    found = played(LocalEngine(fused=False), requests_of(policy), pool())
+    with tokens_read(policy, monkeypatch) as read:
+        found = played(LocalEngine(fused=False), requests_of(policy), pool())
     # The last token of a row is not read at all.
-    assert counting.read == int(found.completion_mask.sum()) - len(found.turns)
+    assert read[0] == int(found.completion_mask.sum()) - len(found.turns)
 
 
 def test_lower_precision_hears_too():

@@ -87,7 +87,7 @@ class SharedPrefixCache(Cache, DecodeState):
         self.prompt_mask = prompt_mask
         self.prompt_of = torch.arange(rows, device=prompt_mask.device) // group_size
         self.start = torch.zeros_like(self.prompt_of)  # the column in which a row begins
-        self.away = self.prompt_of[:0]  # prompts of rows that are away; see `leaving`
+        self.away = self.prompt_of[:0]  # prompts of rows that are away; see `rows_away`
         # Tensors of one shape are stacked, so that one operation moves the rows of all layers.
         alike: dict[torch.Size, list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.rollout.interface import Listener, Requests
+from litgrpo.models.attention.leaving import RowsAway
+from litgrpo.rollout.interface import Requests
+from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.sampling import Drawn
 from litgrpo.tensors import compacted
 from litgrpo.types import Rollout
@@ -122,14 +124,12 @@ class Away:
     """A row that has left the batch.
 
     Args:
-        left: what brings it back.
         place: where in [N * C] its next token goes.
         token: the last one that it said, which has not been fed.
         ids: what it heard; None: it waits, or is over.
         over: it will not come back.
     """
 
-    left: Any
     place: int
     token: int
     ids: list[int] | None = None
@@ -146,6 +146,7 @@ class Conversation:
         places: rows at the same time at most.
         away: {row: what is kept of it}, in the order in which they left.
         long: {row: what it heard at once, and reads in one pass}.
+        kept: their keys and values, in the same order; None: rows of this policy cannot leave.
     """
 
     decoding: Any
@@ -153,6 +154,7 @@ class Conversation:
     places: int
     away: dict[int, Away] = field(default_factory=dict)
     long: dict[int, list[int]] = field(default_factory=dict)
+    kept: RowsAway | None = None
 
     def steps(self) -> Iterator[tuple[Tensor, Tensor, Drawn]]:
         """Sample, feed and hear until every row is over; yields as `LocalEngine._steps`."""
@@ -178,8 +180,10 @@ class Conversation:
         groups = min(waiting, (self.places - live - len(self.away)) // asked.group_size)
         if groups > 0 and (batch is None or batch.state.can_join):
             newcomers = self.decoding.begin(len(asked.prompts) - waiting, groups)
-            batch = newcomers if batch is None else batch.joined(newcomers)
             waiting -= groups
+            if batch is not None:
+                return waiting, batch.joined(newcomers)
+            batch, self.kept = newcomers, asked.policy.away(newcomers.state)
         return waiting, batch
 
     def _heard(self, batch: Any, tokens: Tensor) -> tuple[Any, Tensor]:
@@ -193,11 +197,11 @@ class Conversation:
         if not (here or self.away):
             return batch, tokens
         over = self._answered(here, batch)
-        while here and not batch.state.can_leave:
+        while here and self.kept is None:
             over += self._answered(here, batch, wait=True)
         for row, place in here.items():
-            left = self.decoding.requests.policy.leave(batch.state, place)
-            self.away[row] = Away(left, int(batch.cursor[place]), int(tokens[place]))
+            self.kept.leave(place)  # type: ignore[union-attr]
+            self.away[row] = Away(int(batch.cursor[place]), int(tokens[place]))
         self._told({row: self.long.pop(row) for row in list(self.long)})
         return self._without(batch, tokens, [*over, *here.values()])
 
@@ -213,7 +217,7 @@ class Conversation:
             ids = answers[row]
             if ids is None:
                 over.append(here.pop(row))
-            elif len(ids) > READ_AT_ONCE and batch.state.can_leave:
+            elif len(ids) > READ_AT_ONCE and self.kept is not None:
                 self.long[row] = ids
             else:
                 self.rows.hear(row, int(batch.cursor[here.pop(row)]), ids)
@@ -238,18 +242,16 @@ class Conversation:
 
     def _returned(self, batch: Any) -> Any:
         """The batch with the rows that have heard, which read it now."""
-        order, policy = list(self.away), self.decoding.requests.policy
-        over = [row for row in order if self.away[row].over]
-        if over:
-            policy.forget(batch.state, [order.index(row) for row in over])
-            self.away = {row: each for row, each in self.away.items() if not each.over}
-            order = list(self.away)
+        if self.kept is None:
+            return batch
+        self.kept.forget([n for n, each in enumerate(self.away.values()) if each.over])
+        self.away = {row: each for row, each in self.away.items() if not each.over}
         back = {row: each for row, each in self.away.items() if each.ids is not None}
         if not back:
             return batch
         ids = [[each.token, *(each.ids or ())] for each in back.values()]
-        rows = [each.left for each in back.values()]
-        logits = policy.come_back(batch.state, rows, [order.index(row) for row in back], ids)
+        numbers = [n for n, each in enumerate(self.away.values()) if each.ids is not None]
+        logits = self.kept.come_back(numbers, ids)
         for row, each in back.items():
             self.rows.hear(row, each.place, each.ids or [])
             del self.away[row]
