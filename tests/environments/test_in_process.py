@@ -1,45 +1,45 @@
-from litgrpo.environments.in_process import InProcessPool
-from litgrpo.environments.interface import Failed, Heard, Start
-from tests.rollout.playing import Echo
+"""Episodes in this process answer as those in workers do."""
 
-STARTS = [Start({"prompt": text}, 5, (0, 0, n, 0)) for n, text in enumerate("ab")]
+import random
 
+import numpy as np
+import pytest
+import torch
 
-class Closing(Echo):
-    closed: list[int] = []  # noqa: RUF012 (shared by the copies)
-
-    def close(self):
-        self.closed.append(self.seed)
-
-
-def test_every_episode_is_played_by_a_copy_of_its_own():
-    pattern = Closing(opening="go")
-    pool = InProcessPool(pattern)
-    assert pool.begin(STARTS) == ["go", "go"]
-    pool.say(1, "hm")
-    answers = pool.heard(wait=True)
-    assert answers.keys() == {1}
-    assert isinstance(answers[1], Heard)
-    assert pool.heard(wait=False) == {}
-    assert pattern.turns == pool.episodes[0].turns == []
-    pool.begin(STARTS)
-    assert pattern.closed == [5, 5]
+from litgrpo.environments.failures import EnvironmentFailure
+from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.interface import Failed
+from litgrpo.environments.worker_pool import EpisodeWorkers
+from tests.environments.faulty import Dice, Echo
+from tests.environments.test_worker_pool import answers, starts, texts
 
 
-class Broken(Echo):
-    def reset(self, row, seed):
-        if row["prompt"] == "b":
-            raise ValueError("no\nb")
-        return ""
+def test_both_pools_hear_the_same() -> None:
+    here, workers = EpisodesHere(Dice()), EpisodeWorkers(Dice(), workers=2)
+    for pool in (here, workers):
+        pool.began = pool.begin(starts())  # type: ignore[attr-defined]
+        pool.first = answers(pool, dict.fromkeys(range(4), "x"))  # type: ignore[attr-defined]
+    workers.close()
+    assert (here.began, here.first) == (workers.began, workers.first)  # type: ignore[attr-defined]
 
-    def step(self, said):
-        return {"reward": 1} if said == "dict" else 1 / 0
+
+def test_the_generators_of_the_run_are_left_as_they_were() -> None:
+    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    pool = EpisodesHere(Dice())
+    pool.begin(starts())
+    answers(pool, {0: "x"})
+    assert states == [
+        *(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+    ]
 
 
-def test_what_an_environment_raises_or_wrongly_returns_fails_its_episode_alone():
-    pool = InProcessPool(Broken())
-    assert pool.begin(STARTS) == ["", Failed("ValueError: no b")]
-    pool.say(0, "dict")
-    assert pool.heard(wait=True) == {0: Failed("step returned dict, not a Heard")}
-    pool.say(0, "")
-    assert pool.heard(wait=True) == {0: Failed("ZeroDivisionError: division by zero")}
+def test_what_raises_fails_its_episode_and_too_many_stop_the_run() -> None:
+    pool = EpisodesHere(Echo(), max_heard_chars=10)
+    pool.begin(starts())
+    heard = answers(pool, {0: "raise", 1: "leave", 2: "long"})
+    assert [type(heard[n]) for n in (0, 1)] == [Failed, Failed]
+    assert texts(heard)[2] == "ababa ... (90 characters left out) ... babab"
+    with pytest.raises(EnvironmentFailure, match="3 of 4 episodes failed"):
+        answers(pool, {3: "raise"})
+    assert pool.begin(starts(1)) == ["seed 0"]
+    pool.close()

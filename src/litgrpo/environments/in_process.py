@@ -1,68 +1,74 @@
-"""Episodes in this process, one step after the other: for tests, and environments that are fast."""
+"""Episodes in the training process, one call after the other."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from typing import Any
 
-from litgrpo.environments.interface import (
-    Environment,
-    EpisodePool,
-    Failed,
-    Heard,
-    Message,
-    Start,
-)
+from litgrpo.environments.episode import Stage, Turns, generators, put_generators
+from litgrpo.environments.failures import Failures
+from litgrpo.environments.interface import Environment, EpisodePool, Failed, Message, Start
 
 
-class InProcessPool(EpisodePool):
-    """Answers at once; an environment that hangs hangs the run.
+class EpisodesHere(EpisodePool):
+    """Plays episodes in this process: the quickest for tools that take no time.
+
+    What raises fails its episode; what hangs or crashes cannot be survived. The global random
+    generators are an episode's own while it is called, and are put back.
 
     Args:
-        environment: the pattern; every episode is played by a deep copy.
+        environment: the pattern; every episode is played by a copy.
+        max_heard_chars: of a text that is heard; longer ones are cut in the middle.
+        max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
     """
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-        self.episodes: list[Environment] = []
-        self.answers: dict[int, Heard | Failed] = {}
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        max_heard_chars: int | None = None,
+        max_failed_frac: float = 0.5,
+    ) -> None:
+        self.stage = Stage(environment, max_heard_chars, (Exception, SystemExit))
+        self.failures = Failures(max_failed_frac)
+        self.batch = 0
+        self.ready: dict[int, Any] = {}
 
     def begin(self, starts: Sequence[Start]) -> list[str | list[Message] | Failed]:
-        """See `EpisodePool.begin`."""
-        self.close()
-        self.episodes = [copy.deepcopy(self.environment) for _ in starts]
-        return [self._reset(*pair) for pair in zip(self.episodes, starts, strict=True)]
+        """Reset one episode for each start; those before are over.
 
-    def _reset(self, episode: Environment, start: Start) -> str | list[Message] | Failed:
-        try:
-            return episode.reset(dict(start.row), start.seed)
-        except Exception as error:  # whatever a user's code raises
-            return failed(error)
+        Raises:
+            EnvironmentFailure: too many episodes failed.
+        """
+        self.batch, self.ready = self.batch + 1, {}
+        self.failures.begin(starts)
+        for episode, start in enumerate(starts):
+            self._play(Turns(self.batch, episode, start, ()))
+        openings = self.heard(wait=True)
+        return [openings[episode] for episode in range(len(starts))]
 
     def say(self, episode: int, said: str) -> None:
-        """See `EpisodePool.say`."""
-        try:
-            heard = self.episodes[episode].step(said)
-            right = isinstance(heard, Heard)
-            wrong = Failed(f"step returned {type(heard).__name__}, not a Heard")
-            self.answers[episode] = heard if right else wrong
-        except Exception as error:  # whatever a user's code raises
-            self.answers[episode] = failed(error)
+        """Answer a turn at once."""
+        self._play(Turns(self.batch, episode, None, (said,)))
 
-    def heard(self, *, wait: bool) -> dict[int, Heard | Failed]:
-        """See `EpisodePool.heard`."""
-        answers, self.answers = self.answers, {}
-        return answers
+    def heard(self, *, wait: bool) -> dict[int, Any]:
+        """The answers that came since the last call.
+
+        Raises:
+            EnvironmentFailure: too many episodes failed.
+        """
+        ready, self.ready = self.ready, {}
+        self.failures.count({n: each for n, each in ready.items() if isinstance(each, Failed)})
+        return ready
 
     def close(self) -> None:
-        """See `EpisodePool.close`."""
-        for episode in self.episodes:
-            if "close" in dir(episode):
-                episode.close()  # type: ignore[attr-defined]
-        self.episodes, self.answers = [], {}
+        """End every episode."""
+        self.stage.close()
 
-
-def failed(error: Exception) -> Failed:
-    """One line that names an error."""
-    text = " ".join(str(error).split())[:200]
-    return Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    def _play(self, asked: Turns) -> None:
+        outer = generators()
+        try:
+            self.ready[asked.episode] = self.stage.play(asked)
+            self.stage.switch_to(None)
+        finally:
+            put_generators(outer, 0)
