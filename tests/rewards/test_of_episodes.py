@@ -37,7 +37,7 @@ def scored(rollout, reward_format="text", **parts):
 
 def test_failed_episodes_have_no_reward_and_are_no_valid_rows():
     rollout = played(Breaking())
-    assert [each.failed for each in rollout.episodes[4:8]] == ["RuntimeError: away"] * 4
+    assert all(each.failed.startswith("RuntimeError: away") for each in rollout.episodes[4:8])
     always = Reward(lambda prompts, completions: [1.0] * len(prompts))
     table = scored(rollout, environment=Reward(), other=always)
     assert table.valid.tolist() == [[True] * 4, [False] * 4, [True] * 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from litgrpo.environments.in_process import InProcessPool
+from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.interface import Heard
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.episode_settings import EpisodeSettings
@@ -32,20 +32,26 @@ class Echo:
         return Heard("x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)})
 
 
-class SlowPool(InProcessPool):
+class SlowPool(EpisodesHere):
     """Answers come some looks later, in another order every time."""
 
     def __init__(self, environment, seed=0, share=0.3):
         super().__init__(environment)
         self.random, self.share = random.Random(seed), share
 
+    def begin(self, starts):
+        share, self.share = self.share, 2.0
+        opened = super().begin(starts)
+        self.share = share
+        return opened
+
     def heard(self, *, wait):
-        ready = {n: each for n, each in self.answers.items() if self.random.random() < self.share}
-        if wait and not ready and self.answers:
-            last = max(self.answers)
-            ready = {last: self.answers[last]}
+        ready = {n: each for n, each in self.ready.items() if self.random.random() < self.share}
+        if wait and not ready and self.ready:
+            last = max(self.ready)
+            ready = {last: self.ready[last]}
         for number in ready:
-            del self.answers[number]
+            del self.ready[number]
         return ready
 
 
@@ -56,7 +62,7 @@ def plain_opener(prompts, row, added):
 
 def episodes_of(pool, **settings):
     """Episodes of a pool, or of an environment in this process; turns of four tokens."""
-    pool = pool if isinstance(pool, InProcessPool) else InProcessPool(pool)
+    pool = pool if isinstance(pool, EpisodesHere) else EpisodesHere(pool)
     given = {"max_turns": 3, "max_turn_tokens": 4, "between": "inline", "close_turns": True}
     limits = EpisodeSettings(**(given | settings))
     return Episodes(pool, Inline(byte_tokenizer()), limits, plain_opener, ["echo"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.data.prompts import pad_left
-from litgrpo.environments.in_process import InProcessPool
+from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.interface import Heard
 from litgrpo.learner.learner import Learner
 from litgrpo.models.attention.packing import pack_left
@@ -51,7 +51,7 @@ def small_episodes(policy: Policy) -> Episodes:
     def opener(prompts: PromptBatch, row: int, added: object) -> list[int]:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
 
-    return Episodes(InProcessPool(Nods()), Inline(policy.tokenizer), settings, opener)
+    return Episodes(EpisodesHere(Nods()), Inline(policy.tokenizer), settings, opener)
 
 
 def stopped(rollout: Rollout, stops: StopStrings | None) -> Tensor:

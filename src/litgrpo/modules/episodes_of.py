@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import import_by_path, require
-from litgrpo.environments.in_process import InProcessPool
 from litgrpo.environments.interface import Environment, EpisodePool, schemas_of
+from litgrpo.environments.journal import Journal
+from litgrpo.environments.worker_pool import episode_pool
 from litgrpo.models.policy import Policy
 from litgrpo.modules.source_data import SourceData
 from litgrpo.modules.trainer import is_attached
 from litgrpo.rollout.bridge import Bridge, Inline
+from litgrpo.rollout.bridge_proof import template_bridge
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.episodes import Episodes
 from litgrpo.rollout.interface import RolloutEngine
@@ -88,26 +91,50 @@ def episodes_of(
         require(isinstance(added, str), "the environment begins with messages: use PromptData")
         return list(policy.tokenizer(f"{prompts.prompts[row]}{added}").input_ids)
 
-    pool = pool_of(environment, settings)  # type: ignore[arg-type]
-    return Episodes(pool, bridge_of(settings, policy), settings, opener, tools)
+    bridge = bridge_of(module, settings, policy, bool(tools))
+    return Episodes(pool_of(module, settings), bridge, settings, opener, tools)
 
 
-def pool_of(environment: Environment, settings: EpisodeSettings) -> EpisodePool:
+def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:
     """What plays many episodes side by side."""
-    return InProcessPool(environment)
+    journal = None
+    if settings.journal and is_attached(module):
+        folder = Path(module.trainer.default_root_dir)
+        journal = Journal(folder / "journal", folder / "checkpoints")
+    return episode_pool(
+        module.settings.environment,
+        workers=settings.workers,
+        timeout_s=settings.timeout_s,
+        on_timeout=settings.on_timeout,
+        max_heard_chars=settings.max_heard_chars,
+        journal=journal,
+    )
 
 
-def bridge_of(settings: EpisodeSettings, policy: Policy) -> Bridge:
+def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: bool) -> Bridge:
     """What stands between two turns.
 
+    Args:
+        module: whose data know the chat format.
+        settings: which of the two it is.
+        policy: has the tokenizer.
+        tools: tools will answer.
+
     Raises:
-        ValueError: it is not known.
+        ValueError: the chat template cannot say it, or there is none.
     """
+    if settings.between == "inline":
+        return Inline(policy.tokenizer)
+    data: Any = module.trainer.datamodule if is_attached(module) else None
     require(
-        settings.between == "inline",
-        f"episode.between is {settings.between}; give inline: answers stand as they are.",
+        isinstance(data, SourceData) and data.shown is not None,
+        "episode.between is template, but there are no data whose chat format says it: use "
+        "litgrpo.PromptData with chat: true, or set it to inline.",
     )
-    return Inline(policy.tokenizer)
+    style, tokenizer = data.shown
+    ends = (*policy.eos_ids, *module.settings.sampling.stop_token_ids)
+    role = settings.tool_role
+    return template_bridge(style, tokenizer, ends, tool_role=role, tools=tools)
 
 
 def close_episodes(module: Any) -> None:

@@ -30,8 +30,8 @@ class EpisodeSettings:
         timeout_s: seconds in which an environment has to answer a turn.
         on_timeout: `fail` leaves the episode out of learning; `reply` tells the policy, and the
             episode goes on.
-        workers: processes in which environments run; 0: this process. None: one for each core.
-        max_calls: calls of tools in a turn at most.
+        workers: processes in which environments run; 0: this process, which a slow one holds up.
+            None: one for each episode, at most 64.
         max_heard_chars: characters of an answer at most; more are cut in the middle.
         journal: keep the answers in the run's folder, and give them again when an iteration is
             repeated: for tools that are no functions, such as a search.
@@ -46,13 +46,12 @@ class EpisodeSettings:
     timeout_s: float = 10.0
     on_timeout: OnTimeout = "fail"
     workers: int | None = None
-    max_calls: int = 8
     max_heard_chars: int = 20_000
     journal: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("max_turns", "max_turn_tokens", "max_calls", "max_heard_chars"):
+        for name in ("max_turns", "max_turn_tokens", "max_heard_chars"):
             at_least(f"episode.{name}", vars(self)[name], 1)
         at_least("episode.max_heard_tokens", self.max_heard_tokens, 8)
         at_least("episode.workers", self.workers, 0)

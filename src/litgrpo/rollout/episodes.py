@@ -86,7 +86,8 @@ class Episodes:
 
         Raises:
             ValueError: the environment begins episodes of one row and seed in different ways, or
-                nothing can be added to a prompt; in training also where more than half failed.
+                nothing can be added to a prompt.
+            EnvironmentFailure: too many episodes failed.
         """
         with self._waiting():
             opened = self.pool.begin(self._starts(requests, named))
@@ -96,10 +97,7 @@ class Episodes:
         prompts = self._opened(requests, opened, failures)
         listener = PoolListener(self, requests, [Record(failed=each) for each in failures])
         rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
-        rollout = listener.recorded(replace(rollout, prompts=prompts))
-        if named.purpose == "train":
-            _refuse_failing([each.failed for each in rollout.episodes])
-        return rollout
+        return listener.recorded(replace(rollout, prompts=prompts))
 
     def _starts(self, requests: Requests, named: Named) -> list[Start]:
         """How each of the N episodes begins: in the same way in a group."""
@@ -188,21 +186,6 @@ def _agreed(opened: Sequence[str | list[Message] | Failed]) -> str | list[Messag
     return said[0]
 
 
-def _refuse_failing(failures: list[str]) -> None:
-    """Stop where most episodes failed: what is learned from the rest is another task.
-
-    Raises:
-        ValueError: more than half did.
-    """
-    failed = [reason for reason in failures if reason]
-    common = max(set(failed), key=failed.count, default="")
-    require(
-        2 * len(failed) <= len(failures),
-        f"{len(failed)} of {len(failures)} episodes failed, most often: {common}. Repair the "
-        "environment, or raise episode.timeout_s where it timed out.",
-    )
-
-
 class PoolListener(Listener):
     """Hands turns to a pool of episodes, and turns its answers into tokens.
 
@@ -260,8 +243,9 @@ class PoolListener(Listener):
         cut = record.cut and not settings.close_turns
         if answer.done or cut or len(record.rewards) == settings.max_turns:
             return None
-        closing = [self.eos_ids[0]] * record.cut
-        said = self.episodes.bridge.ids(answer.said, record.cut or record.closed)
+        # A chat template writes the end of a turn that was cut itself.
+        closing = [self.eos_ids[0]] * (record.cut and settings.between == "inline")
+        said = self.episodes.bridge.ids(answer.said, record.closed)
         ids = closing + self._shortened(record, said)
         record.full = record.used + len(ids) >= self.length
         if record.full:
