@@ -23,7 +23,7 @@ class Bridge(ABC):
         Args:
             said: by the environment.
             ended: whether the turn's last token is an end token of the policy; where it is not (a
-                stop string ended it), one may be needed.
+                stop string or a limit ended it), one may be needed.
 
         Raises:
             ValueError: it cannot be said in this way.
