@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from litgrpo.data.rendering import Chat, prompt_style
-from litgrpo.rollout.bridge import Bridge, Inline
+from litgrpo.rollout.bridge import Bridge
 from litgrpo.rollout.bridge_proof import (
     CASES,
     difference,
@@ -153,12 +153,11 @@ def test_a_planted_bug_is_found(planted, name):
     assert "wrong" in outcomes(planted(bridge_of(format_)), format_).values()
 
 
-def test_wrong_conversations_are_counted_where_there_is_a_chat_format():
+def test_wrong_conversations_are_counted_and_refused_ones_are_not():
     class Forgetful(Template):
         def ids(self, said, ended):
             return super().ids(said, ended)[:-1]
 
-    assert wrong_conversations(Inline(FORMATS["qwen"].tokenizer)) == 0
     assert wrong_conversations(proved(FORMATS["qwen"], tools=True)) == 0
     refusing = proved(chat_format(GEMMA, "<end_of_turn>"), tools=False)
     assert wrong_conversations(refusing) == 0

@@ -32,6 +32,8 @@ from litgrpo.checks.reference_forward import ReferenceForward, reference_forward
 from litgrpo.learner.learner import Learner
 from litgrpo.learner.micro_batches import Limits
 from litgrpo.parallel.comm import Comm
+from litgrpo.rollout.bridge_proof import wrong_conversations
+from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
@@ -40,6 +42,7 @@ ROUNDING = 4  # times its tolerance an error in lower precision may still be rou
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
+BRIDGE = "9 the bridge is the template's own"
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
 # those after it: a wrong head makes decoding differ, too.
@@ -87,7 +90,11 @@ LIKELY |= {
         "whole rows"
     ),
 }
-COUNTED = {"5 a completion ends with its end token, once", "6 groups are contiguous", SEEN}
+LIKELY[BRIDGE] = (
+    "what stands between two turns has other tokens than the chat template's own rendering of the "
+    "conversation: a line break behind an end token is lost, or history was encoded again"
+)
+COUNTED = {"5 a completion ends with its end token, once", "6 groups are contiguous", SEEN, BRIDGE}
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class Conditions:
 def measured(
     rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
 ) -> list[Finding]:
-    """Measure all; the last two where rows are episodes.
+    """Measure all; the last three where rows are episodes.
 
     Args:
         rollouter: of the run.
@@ -144,6 +151,7 @@ def measured(
     with modes_kept(learner.policy, learner.reference):
         dry = DryRun.of(rollouter, learner)
         rollout, errors = sampling_errors(dry, few_prompts(prompts), limit)
+        errors |= bridge_errors(rollouter)
         findings = agreed(learner.comm, errors, limit)
         if not all(finding.holds for finding in findings):
             return findings  # there is no sound rollout to learn from
@@ -254,6 +262,12 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
     if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):  # defined by the split
         errors["7 the gradient does not depend on micro-batches"] = split_error(learner, experience)
     return errors
+
+
+def bridge_errors(rollouter: Rollouter) -> dict[str, float]:
+    """Conversations with other tokens between turns than the chat template's: {name: number}."""
+    bridge = None if rollouter.episodes is None else rollouter.episodes.bridge
+    return {BRIDGE: wrong_conversations(bridge)} if isinstance(bridge, Template) else {}
 
 
 def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:

@@ -178,13 +178,11 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
     return Template(format_, frozenset({*kinds(format_)} - {*refused}), refused)
 
 
-def wrong_conversations(bridge: Bridge) -> int:
+def wrong_conversations(bridge: Template) -> int:
     """How many of the measured conversations go on with other tokens than the template's own.
 
-    Those whose answers the bridge refuses are not counted; what is no chat format has none.
+    Those whose answers the bridge refuses are not counted.
     """
-    if not isinstance(bridge, Template):
-        return 0
     found = verdicts(bridge, bridge.format)
     return sum(each.outcome == "wrong" for each in found.values())
 
