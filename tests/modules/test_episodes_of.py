@@ -15,6 +15,7 @@ from tests.modules.test_grpo import loader, module
 from tests.rollout.playing import Echo
 
 INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_turns=True)
+OWN = {"environment": Reward()}
 
 
 class Once:
