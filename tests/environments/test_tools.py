@@ -268,7 +268,7 @@ def test_calls_above_the_limits_are_not_made():
 def test_a_long_answer_is_cut_in_the_middle_and_says_so():
     episode = begun(Tools(functions=[greet], max_result_chars=60))
     (text,) = said_by(episode.step(call("greet", name="x" * 99 + "y")))
-    assert text == "hello xxx ...[89 characters left out]... xxxxxxxy"
+    assert text == "hello xxxxxxxx ...[79 characters left out]... xxxxxxxxxxxxy"
     assert shortened("abc", 40) == "abc"
     for length in (41, 99, 1_000, 10**6):
         assert len(shortened("x" * length, 40)) <= 40
