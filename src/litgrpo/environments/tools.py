@@ -85,7 +85,7 @@ class Tools:
         error_text: what every error is heard as, for vocabularies that cannot spell the others.
     """
 
-    functions: Sequence[Function] = ()
+    functions: Sequence[Function] | str = ()
     make: Function | dict[str, Function] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     calls: str | CallFormat = "hermes"
