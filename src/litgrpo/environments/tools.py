@@ -198,8 +198,9 @@ class Tools:
         make = partial(factory, **self.kwargs)
         try:
             instance = make()
-        except TypeError as error:
-            raise ValueError(f"make: {named}: {error}; arguments are given as kwargs.") from error
+        except Exception as error:  # whatever a user's class raises
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"make: {named} cannot be made: {why}. See kwargs.") from error
         members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
         require("reset" in members, f"make: {named} has no method reset(self, **columns).")
         public = [name for name in members if name[0] != "_" and name not in NOT_TOOLS]
