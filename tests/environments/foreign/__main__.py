@@ -1,7 +1,7 @@
 """Tests adapters against the packages themselves: `python -m tests.environments.foreign gem`.
 
-Makes a virtual environment for each package (in a temporary folder, or kept under --venvs), installs
-its current release, runs its test file there, and prints a table; exit code 1 if a test failed.
+Makes a virtual environment for each package (in a temporary folder, or under --venvs), installs
+the current release, runs its test file there, and prints a table; exit code 1 if a test failed.
 """
 
 import argparse
@@ -91,7 +91,9 @@ def run(*command: object) -> "subprocess.CompletedProcess[str]":
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     texts = [str(each) for each in command]
-    return subprocess.run(texts, check=False, env=environment, capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        texts, check=False, env=environment, capture_output=True, text=True, cwd=ROOT
+    )
 
 
 if __name__ == "__main__":
