@@ -25,6 +25,7 @@ FUNCTIONS = {
     "library.quality": ("explanation_quality", "quality"),
     "library.safety": ("safety",),
     "library.diversity": ("distinct", "group_diversity"),
+    "code": ("unit_tests",),
     "library.dialogue": ("f1", "rouge_l", "bleu", "lapdog"),
 }
 PATHS = {
