@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (attacks are texts)
 """The reward for code, and every trick we know of against its tests."""
 
 import pytest

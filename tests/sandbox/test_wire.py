@@ -26,5 +26,5 @@ def test_subtypes_become_plain_and_objects_are_refused():
     "text", ['{"bytes": 99999999999}', '{"eval": [1]}', '{"set": [[]]}', "[", "{}"]
 )
 def test_other_texts_make_nothing(text):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r".+"):
         loads(text)

@@ -18,6 +18,7 @@ from litgrpo.text.answers import Completions, text_of
 
 FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
+PAIR = ("call", "expected")
 FORMS = (
     "a test script, a list of assert lines, or a list of [call, expected] or"
     " {call: ..., expected: ...}"
@@ -74,11 +75,11 @@ def unit_tests(
 
 
 def extract_code(text: str, *, require_fence: bool = False) -> str | None:
-    """The Python of a completion: its last fenced block of Python, else all of it.
+    r"""The Python of a completion: its last fenced block of Python, else all of it.
 
     Example:
-        >>> extract_code("So:\\n```python\\nx = 1\\n```")
-        'x = 1\\n'
+        >>> extract_code("So:\n```python\nx = 1\n```")
+        'x = 1\n'
     """
     blocks = [code for name, code in FENCE.findall(text) if name.lower() in PYTHON]
     return blocks[-1] if blocks else None if require_fence else text
@@ -102,13 +103,13 @@ def _test(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         _parsed(given)
         return {"script": given}
-    pair = given
-    if isinstance(given, Mapping):
-        pair = [given[key] for key in ("call", "expected") if key in given]
-    good = isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str)
-    require(good, f"a test is {given!r:.60}; give {FORMS}")
-    _parsed(pair[0])
-    return {"call": pair[0], "expected": pair[1]}
+    test = given if isinstance(given, Mapping) else {}
+    if isinstance(given, Sequence):
+        test = dict(zip(PAIR, given, strict=False))
+    good = set(test) == set(PAIR) and isinstance(test["call"], str)
+    require(good and len(given) == len(PAIR), f"a test is {given!r:.60}; give {FORMS}")
+    _parsed(test["call"])
+    return dict(test)
 
 
 def _of_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:

@@ -225,11 +225,11 @@ def start(
 
 
 def run(code: str, limits: Limits | None = None, **given: Any) -> Ran:
-    """Run Python code in a sandbox of its own and wait for it; arguments as of `start`.
+    r"""Run Python code in a sandbox of its own and wait for it; arguments as of `start`.
 
     Example:
-        >>> run("print(6 * 7)").output if available() else "42\\n"
-        '42\\n'
+        >>> run("print(6 * 7)").output if available() else "42\n"
+        '42\n'
     """
     return start(code, limits, **given).wait()
 
@@ -299,7 +299,7 @@ def _folders(limits: Limits, packages: Sequence[str]) -> list[str]:
     # bubblewrap makes folders above others for their owner only; root's code is another user.
     above_them = dict.fromkeys(
         str(parent)
-        for path in (libraries, _python(), *packages)
+        for path in (*SYSTEM, libraries, _python(), *packages)
         for parent in reversed(Path(path).parents[:-1])
     )
     words = [word for path in above_them for word in ("--perms", "0755", "--dir", path)]

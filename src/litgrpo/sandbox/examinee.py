@@ -7,6 +7,7 @@ do here whatever it likes; all that it can do to its marks is to return somethin
 # mypy: ignore-errors
 # ruff: noqa
 
+import json
 import os
 import signal
 import socket
@@ -83,4 +84,5 @@ def main(descriptor, source, seconds):
         channel.sendall(b'"ended"\n')
 
 
-main(channel, source, seconds)
+if __name__ == "__main__":
+    main(channel, source, seconds)

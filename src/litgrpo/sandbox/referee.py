@@ -9,6 +9,7 @@ whose methods can be called. What comes back is plain data, so comparisons are P
 
 import builtins
 import importlib
+import json
 import os
 import socket
 import sys
@@ -151,12 +152,18 @@ def passes(channel, test):
     return passed
 
 
-# Whatever a test prints is not its mark.
-verdict = os.dup(1)
-silent = os.open(os.devnull, os.O_WRONLY)
-os.dup2(silent, 1)
-os.dup2(silent, 2)
-line = Channel(channel, seconds)
-for one in tests:
-    # Written one by one: when the time is over, those before count.
-    os.write(verdict, b"+" if passes(line, one) else b"-")
+def main(descriptor, tests, seconds):
+    """Print + or - for each test."""
+    # Whatever a test prints is not its mark.
+    verdict = os.dup(1)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    line = Channel(descriptor, seconds)
+    for one in tests:
+        # Written one by one: when the time is over, those before count.
+        os.write(verdict, b"+" if passes(line, one) else b"-")
+
+
+if __name__ == "__main__":
+    main(channel, tests, seconds)

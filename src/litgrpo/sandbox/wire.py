@@ -26,8 +26,8 @@ def loads(text: str) -> Any:
     """The value of a text that `dumps` wrote; whatever the text is, only plain data are made.
 
     Example:
-        >>> loads(dumps({(1, 2): {3.5, None}}))
-        {(1, 2): {None, 3.5}}
+        >>> loads(dumps({(1, 2): {3.5}}))
+        {(1, 2): {3.5}}
 
     Raises:
         ValueError: the text is not of that kind.
