@@ -27,7 +27,7 @@ FILES = files_of(SOURCE)
 # A file imports its own room and rooms of a lower number, nothing else of the package.
 LAYER = {
     **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
-    **dict.fromkeys(("parallel", "processes"), 1),
+    **dict.fromkeys(("parallel", "processes", "sandbox"), 1),
     **dict.fromkeys(("algorithm", "models", "data", "environments"), 2),
     **dict.fromkeys(("rollout", "rewards"), 3),
     **dict.fromkeys(("learner", "evaluation"), 4),

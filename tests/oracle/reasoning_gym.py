@@ -42,7 +42,9 @@ def main() -> None:
     from reasoning_gym.factory import DATASETS
 
     with tempfile.TemporaryDirectory() as folder:
-        found = {task for task in sorted(DATASETS) if task != "composite" if is_executed(task, folder)}
+        found = {
+            task for task in sorted(DATASETS) if task != "composite" if is_executed(task, folder)
+        }
     print(f"reasoning-gym {version('reasoning-gym')}: {len(DATASETS)} tasks; executed:")
     print("\n".join(sorted(found)))
     other = found ^ (set(EXECUTED) - {"composite"})  # which is made of the others

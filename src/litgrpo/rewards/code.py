@@ -71,7 +71,7 @@ def unit_tests(
     codes = [extract_code(text_of(each), require_fence=require_fence) for each in completions]
     listed = [read_tests(each, name) for each, name in zip(tests, names, strict=True)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        return list(threads.map(lambda one: _share(*one, limits), zip(codes, listed, strict=True)))
+        return list(threads.map(_share, codes, listed, [limits] * len(codes)))
 
 
 def extract_code(text: str, *, require_fence: bool = False) -> str | None:

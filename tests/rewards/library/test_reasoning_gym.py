@@ -9,6 +9,8 @@ from litgrpo.rewards.runner.calls import Call
 from litgrpo.rewards.runner.process_runner import is_trusted
 from litgrpo.sandbox.wire import loads
 
+# The package leaves files of its own open.
+pytestmark = pytest.mark.filterwarnings("ignore")
 NO_PACKAGE = "reasoning-gym is not installed"
 in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
 

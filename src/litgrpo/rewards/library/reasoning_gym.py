@@ -183,9 +183,13 @@ class Bench:
         self.end, theirs = socket.socketpair()
         with theirs:
             names = {"channel": theirs.fileno(), "seconds": timeout_s}
-            ends = [theirs.fileno()]
-            given = {"names": names, "descriptors": ends, "packages": package_folders()}
-            self.running = sandbox.start(text, limits, **given)
+            self.running = sandbox.start(
+                text,
+                limits,
+                names=names,
+                descriptors=[theirs.fileno()],
+                packages=package_folders(),
+            )
         self.end.settimeout(60.0)
         self.lines = self.end.makefile("r")
         if self.lines.readline() != '"ready"\n':
