@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "subprocess": (
         "tools/compare.py",
         "processes/",
+        "sandbox/",
         "rewards/runner/",
         "rewards/library/verify.py",
     ),
