@@ -139,6 +139,13 @@ class FailsToStart(StandIn):
         raise RuntimeError("a bug")
 
 
+class WithoutWeights(StandIn):
+    """Cannot load its model."""
+
+    def configure_model(self) -> None:
+        raise RuntimeError("no weights")
+
+
 class StandInData(LightningDataModule):
     """Prompts A, B, C, D in two batches.
 

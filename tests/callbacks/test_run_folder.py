@@ -2,10 +2,12 @@ import pytest
 
 from litgrpo.callbacks.run_folder import (
     HEADER,
-    begin,
     checkpoint_file,
+    delete,
+    mark,
     refuse_if_taken,
     write_config,
+    written,
 )
 
 
@@ -46,8 +48,12 @@ def test_only_what_a_run_wrote_is_deleted(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "notes.txt").write_text("mine")
-    begin(tmp_path, "model: {}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
+    write_config(tmp_path, "")
+    mark(tmp_path, "model: {}\n")  # not yet: there are results
+    assert (tmp_path / "config.yaml").read_text() == HEADER
+    delete([*written(tmp_path), tmp_path / "gone"])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    mark(tmp_path, "model: {}\n")
     assert (tmp_path / "config.yaml").read_text() == HEADER + "model: {}\n"
 
 

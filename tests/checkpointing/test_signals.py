@@ -44,6 +44,22 @@ def test_what_can_be_dropped_stops_at_once_and_the_rest_at_the_next_check(signum
         signal.raise_signal(signum)
 
 
+@pytest.mark.parametrize(
+    ("signum", "said"),
+    [(signal.SIGTERM, "once more ends at once"), (signal.SIGHUP, "SIGTERM ends at once")],
+)
+def test_what_is_said_of_a_second_signal_is_what_it_does(signum, said, capfd, monkeypatch):
+    request, ended = StopRequest(), []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    request.listen(one_process())
+    signal.raise_signal(signum)
+    assert said in capfd.readouterr().err
+    signal.raise_signal(signum)
+    assert bool(ended) == (signum == signal.SIGTERM)  # a terminal that closes sends SIGHUP twice
+    signal.raise_signal(signal.SIGTERM)
+    assert ended
+
+
 def test_several_processes_stop_together_at_a_check():
     request = StopRequest()
     request.listen(several(False))

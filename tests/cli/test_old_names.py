@@ -12,7 +12,8 @@ import yaml
 
 from litgrpo import GRPO
 from litgrpo.checkpointing.manifest import manifest_of
-from litgrpo.cli.old_names import KEYS, PATHS, OldNames, current_recipe, current_words
+from litgrpo.cli.old_names import KEYS, OldNames, current_recipe, current_words
+from litgrpo.modules.old_paths import PATHS
 from litgrpo.rewards.lookup import resolved
 from tests.cli.running import cli  # noqa: F401
 
@@ -32,6 +33,18 @@ def found(path: str):
         return getattr(import_module(module), name)
     except AttributeError:
         return import_module(path)
+
+
+def test_an_optimizer_of_torch_is_meant_where_another_library_has_the_name_too():
+    names = OldNames()
+    text = "model: {init_args: {optimizer: {class_path: AdamW}}, name: AdamW}"
+    assert names.text(text) == text.replace("AdamW", "torch.optim.AdamW", 1)
+    assert names.words(["--model.optimizer", "SGD"], str) == [
+        "--model.optimizer",
+        "torch.optim.SGD",
+    ]
+    assert names.words(["--model.optimizer=Adam8bit"], str) == ["--model.optimizer=Adam8bit"]
+    assert not names.met  # nothing to warn of
 
 
 @pytest.mark.parametrize("old", [old for old in PATHS if "." in old])

@@ -50,6 +50,18 @@ def test_a_start_that_fails_before_training_leaves_no_event_file(cli):  # noqa: 
     assert not list(Path("runs/failed").glob("events.out*"))
 
 
+def test_an_overwritten_run_is_there_until_the_new_one_is_known_to_train(cli):  # noqa: F811
+    cli(*FIT)
+    before = content(Path("runs/recipe"))
+    with pytest.raises(RuntimeError, match="no weights"):
+        cli(*FIT, "--model", "tests.standin.WithoutWeights", "--overwrite", "true")
+    assert content(Path("runs/recipe")) == before
+    code, _, _ = cli(*FIT, "--overwrite", "true", "--model.max_iterations", "2")
+    assert code == 0
+    assert not Path("runs/recipe/checkpoints/iteration=000004.ckpt").exists()
+    assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
+
+
 def during(run, *words: str) -> str:
     """What a start says while another training holds the folder."""
     with held(Path("runs/recipe")):
@@ -59,6 +71,8 @@ def during(run, *words: str) -> str:
 def test_a_second_start_on_a_run_folder_is_refused(cli):  # noqa: F811
     Path("runs/recipe").mkdir(parents=True)
     assert "another training is running in runs/recipe" in during(cli)
+    two = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu")
+    assert "another training is running in runs/recipe" in during(cli, *two)
     assert cli(*FIT, "--trainer.fast_dev_run", "1")[0] == 0
 
 

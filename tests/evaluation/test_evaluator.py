@@ -130,6 +130,24 @@ def test_answers_name_prompt_completion_and_columns_and_are_not_judged():
     assert {"reasoning", "answer"} <= rows[0].keys()
 
 
+def test_answers_are_drawn_from_the_filtered_distribution():
+    policy, drawn = rollouter(), []
+    generate = policy.generate
+
+    def remembered(*args, sampling, **kwargs):
+        drawn.append(sampling)
+        return generate(*args, sampling=sampling, **kwargs)
+
+    policy.generate = remembered
+    likely = {"predict_temperature": 1.0, "predict_top_p": 1e-6}  # the most likely token alone
+    one = evaluator(**likely).predict(policy, BATCH)
+    greedy = evaluator(predict_temperature=0.0).predict(policy, BATCH)
+    free = evaluator(predict_temperature=1.0).predict(policy, BATCH)
+    assert one == greedy
+    assert free != greedy
+    assert [sampling.top_p for sampling in drawn] == [1e-6, 1.0, 1.0]
+
+
 def test_a_set_that_nobody_answered_is_not_asked_of_the_start_either():
     judge, policy = evaluator(greedy=False), rollouter()
     judge.start(torch.device("cpu"), ("easy", "hard"))

@@ -84,11 +84,11 @@ print(pathlib.Path("run/checkpoints/last.ckpt").resolve(strict=True), "last.ckpt
 """
 
 
-def in_script(text: str) -> str:
-    """A script that starts the quick training in processes of their own."""
+def in_script(text: str, *more: str) -> str:
+    """A script that starts the quick training, with more words, in processes of their own."""
     recipe = str(ROOT / "configs" / "quickstart.yaml")
     words = split(QUICK.replace("{recipe}", recipe).replace("{folder}", "."))
-    return text.format(cli=str(ROOT / "cli.py"), words=words)
+    return text.format(cli=str(ROOT / "cli.py"), words=[*words, *more])
 
 
 PROBES = [
@@ -121,6 +121,13 @@ PROBES = [
         ("another training is running",),
         code=0,
         script=in_script(TWO_STARTS),
+    ),
+    Probe(
+        "two starts at once, of two processes each",
+        "",
+        ("another training is running",),
+        code=0,
+        script=in_script(TWO_STARTS, "--trainer.devices", "2", "--trainer.strategy", "ddp"),
     ),
     Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "trainer.strategy ddp"), after=no_events),
     Probe(

@@ -7,6 +7,7 @@ import torch
 from lightning import Trainer
 
 from litgrpo.algorithm.objective import Objective
+from litgrpo.data.sampler import BatchLoader, BatchOrder
 from litgrpo.evaluation.dialogue import DialogueScores
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
@@ -169,6 +170,39 @@ def redraw(num_processes, folder):
     runner.fit(grpo, PromptData(TEXTS, batch_size=4))
     report = {name: float(value) for name, value in runner.callback_metrics.items()}
     (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+class Apart(PromptData):
+    """The second process of two gets no prompt of the set `hard`."""
+
+    def val_dataloader(self):
+        rank, processes = self.process
+        mine = {(0, 1): [[0, 1], [2]], (0, 2): [[0], [2]], (1, 2): [[1]]}[rank, processes]
+        return BatchLoader(self.sets["val"], BatchOrder(lambda _: mine))
+
+
+def evaluate_apart(num_processes, folder):
+    """Validates on two sets, of which the second process sees one."""
+    grpo = GRPO(
+        "",
+        {"letters": Reward(letters)},
+        max_completion_len=6,
+        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3, corpus=DialogueScores()),
+        reward_runner=InProcessRunner(),
+    )
+    grpo.policy = tiny_policy("qwen2")
+    runner = trainer(num_processes)
+    data = Apart(val={"easy": HELD_OUT[:2], "hard": HELD_OUT[2:]})
+    (report,) = runner.validate(grpo, data, verbose=False)
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+@pytest.mark.timeout(120)
+def test_a_set_of_which_one_process_sees_no_prompt_is_reported_by_all(tmp_path):
+    in_a_process_of_one_thread(evaluate_apart, tmp_path)
+    one, two = (json.loads((tmp_path / f"{num}.json").read_text()) for num in (1, 2))
+    assert {"val/easy/avg@2", "val/hard/avg@2", "val/hard/reward"} <= one.keys()
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
 
 
 def letters_after_long_prompts(prompts, completions):

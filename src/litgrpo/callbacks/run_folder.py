@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def refuse_if_taken(folder: Path, *, overwrite: bool = False) -> None:
         ValueError: the folder holds the results of another run, or files that look like a run's but
             are somebody else's.
     """
-    config, found = folder / CONFIG, _written(folder)
+    config, found = folder / CONFIG, written(folder)
     ours = config.exists() and config.read_text(encoding="utf-8").startswith(HEADER)
     first = next((path.name for path in found), "")
     require(
@@ -76,19 +77,24 @@ def refuse_if_taken(folder: Path, *, overwrite: bool = False) -> None:
     )
 
 
-def begin(folder: Path, config: str) -> None:
-    """Delete what an earlier run wrote, and nothing else; write the configuration.
+def delete(paths: Sequence[Path]) -> None:
+    """Delete what an earlier run wrote, see `written`; what is gone already is passed over."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def mark(folder: Path, config: str) -> None:
+    """Write the configuration, unless the folder holds the results of a run that it would replace.
 
     Args:
         folder: the run folder, after `refuse_if_taken`.
         config: the configuration as YAML text.
     """
-    for path in _written(folder):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    write_config(folder, config)
+    if not any((folder / name).exists() for name in RESULTS):
+        write_config(folder, config)
 
 
 def write_config(folder: Path, config: str) -> None:
@@ -97,7 +103,8 @@ def write_config(folder: Path, config: str) -> None:
     (folder / CONFIG).write_text(HEADER + config, encoding="utf-8")
 
 
-def _written(folder: Path) -> list[Path]:
+def written(folder: Path) -> list[Path]:
+    """Everything in a folder that has a name which runs give."""
     return [path for name in WRITTEN for path in folder.glob(name)]
 
 
@@ -191,13 +198,23 @@ class RunFolder(Callback):
 
     Args:
         config: the resolved configuration as YAML text.
+        replaced: what an earlier run wrote; it is there until the model has been loaded, the data
+            have been read and the invariants hold.
     """
 
-    def __init__(self, config: str) -> None:
-        self.config = config
+    def __init__(self, config: str, replaced: Sequence[Path] = ()) -> None:
+        self.config, self.replaced = config, replaced
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Make room: the evaluation before training writes the first files."""
+        if self.replaced and writes_files(trainer):
+            delete(self.replaced)
+            write_config(run_folder(trainer), self.config)
+        self.replaced = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Write `config.yaml`, now that nothing refuses the checkpoint or the settings."""
+        self.on_sanity_check_start(trainer, pl_module)  # without validation nobody called it
         if writes_files(trainer):
             write_config(run_folder(trainer), self.config)
 

@@ -112,7 +112,7 @@ class LoggerState(Callback):
         stood, self.stood = self.stood, None
         if stood is None or not writes_files(trainer):
             return
-        for path in self.earlier:
+        for path in filter(Path.exists, self.earlier):  # an overwritten run's are gone
             cut(path, stood["sizes"].get(path.name, 0))
         numbers = dict(stood["pending"])
         step = int(numbers.pop("step", pl_module.iteration))

@@ -65,8 +65,9 @@ class StopRequest:
         if signum == signal.SIGHUP:
             leave_terminal()
         name = signal.Signals(signum).name
+        at_once = "SIGTERM" if signum == signal.SIGHUP else "once more"
         with suppress(OSError):  # nobody reads any more
-            os.write(2, f"{name}: saving and stopping; once more ends at once\n".encode())
+            os.write(2, f"{name}: saving and stopping; {at_once} ends at once\n".encode())
         if self.droppable and self.alone:
             raise Stopped(EXIT + signum)
 

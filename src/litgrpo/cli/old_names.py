@@ -3,72 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from litgrpo.cli.recipes import Sources, recipe_file, refuse_repeated_keys
+from litgrpo.modules.old_paths import current_path, longest_row
 
 KEYS = {
     "model.learning": "model.update",
     "model.guard": "model.reward_runner",
     "model.max_redraws": "model.max_resamples",
 }
-# Import paths, whole or as far as they changed, and short names of classes; the longest row counts.
-# Old paths of reward functions are known to `rewards.lookup`, which Python callers use, too.
-PATHS = {
-    "EagerEngine": "LocalEngine",
-    "ProcessGuard": "ProcessRunner",
-    "InProcessGuard": "InProcessRunner",
-    "litgrpo.modules.grpo.GRPO": "litgrpo.GRPO",
-    "litgrpo.modules.sft.SFT": "litgrpo.SFT",
-    "litgrpo.modules.settings.Learning": "litgrpo.learner.config.UpdateConfig",
-    "litgrpo.modules.settings.Evaluation": "litgrpo.evaluation.settings.Evaluation",
-    "litgrpo.modules.controllers": "litgrpo.learner.schedules",
-    "litgrpo.data.prompts.PromptData": "litgrpo.PromptData",
-    "litgrpo.data.pairs.PairData": "litgrpo.PairData",
-    "litgrpo.objectives": "litgrpo.algorithm",
-    **{
-        f"litgrpo.{room}.weighting.{name}": f"litgrpo.algorithm.objective.{name}"
-        for room in ("objectives", "algorithm")
-        for name in ("PerSequence", "PerToken")
-    },
-    **{
-        f"litgrpo.{room}.advantages.{name}": f"litgrpo.algorithm.estimators.{name}"
-        for room in ("objectives", "algorithm")
-        for name in ("DecoupledNormalized", "TopShare")
-    },
-    **{
-        f"litgrpo.algorithm.objective.{name}": f"litgrpo.algorithm.weighting.{name}"
-        for name in ("Constant", "PerTokenOfMicroBatch")
-    },
-    "litgrpo.objectives.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
-    "litgrpo.algorithm.surrogates.Clipped": "litgrpo.algorithm.objective.Clipped",
-    "litgrpo.policies": "litgrpo.models",
-    "litgrpo.rollout.eager_engine.EagerEngine": "litgrpo.rollout.engines.local.LocalEngine",
-    "litgrpo.rollout.static_engine": "litgrpo.rollout.engines.static",
-    "litgrpo.rollout.engine": "litgrpo.rollout.interface",
-    "litgrpo.rollout.engines.interface": "litgrpo.rollout.interface",
-    "litgrpo.rollout.environment": "litgrpo.rollout.interface",
-    "litgrpo.strategies.xla": "litgrpo.parallel.xla.strategy",
-    "litgrpo.rewards.composite.Composite": "litgrpo.rewards.Scorer",
-    "litgrpo.rewards.composite.Reward": "litgrpo.rewards.Reward",
-    "litgrpo.rewards.Composite": "litgrpo.rewards.Scorer",
-    "litgrpo.rewards.guard.Guard": "litgrpo.rewards.RewardRunner",
-    "litgrpo.rewards.guard.InProcessGuard": "litgrpo.rewards.InProcessRunner",
-    "litgrpo.rewards.guard.RewardFailure": "litgrpo.rewards.RewardFailure",
-    "litgrpo.rewards.process_guard.ProcessGuard": "litgrpo.rewards.ProcessRunner",
-    "litgrpo.rewards.Guard": "litgrpo.rewards.RewardRunner",
-    "litgrpo.rewards.InProcessGuard": "litgrpo.rewards.InProcessRunner",
-    "litgrpo.rewards.ProcessGuard": "litgrpo.rewards.ProcessRunner",
-    "litgrpo.rewards.calls": "litgrpo.rewards.runner.calls",
-    "litgrpo.callbacks.checkpoint": "litgrpo.checkpointing.callback",
-    "litgrpo.callbacks.checkpoint_io": "litgrpo.checkpointing.io",
-    "litgrpo.callbacks.journal": "litgrpo.checkpointing.logger_state",
-    "litgrpo.callbacks.exact_resume": "litgrpo.checkpointing.rng_state",
-}
+# Optimizers of torch whose name another library has, too: after its import it would be ambiguous.
+OF_TORCH = {"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}
 RECIPE_FLAGS = ("c", "config")
 
 
@@ -91,8 +41,7 @@ class OldNames:
             >>> OldNames().path("litgrpo.objectives.kl.k1")
             'litgrpo.algorithm.kl.k1'
         """
-        row = _longest_row(path, PATHS)
-        new = PATHS[row] + path.removeprefix(row) if row else path
+        new = current_path(path)
         if new != path:
             self.met[path] = new
         return new
@@ -104,7 +53,7 @@ class OldNames:
             >>> OldNames().key("model.init_args.learning.inner_epochs")
             'model.init_args.update.inner_epochs'
         """
-        row = _longest_row(key.replace(".init_args", ""), KEYS)
+        row = longest_row(key.replace(".init_args", ""), KEYS)
         if not row:
             return key
         self.met[row] = KEYS[row]
@@ -131,7 +80,7 @@ class OldNames:
     def _edits(self, node: yaml.Node | None, key: str) -> Iterator[tuple[int, int, str]]:
         match node:
             case yaml.ScalarNode():
-                yield from _edit(node, self.path(node.value))
+                yield from _edit(node, self.path(_of_torch(node.value, key)))
             case yaml.SequenceNode():
                 for inner in node.value:
                     yield from self._edits(inner, key)
@@ -205,11 +154,10 @@ def current_recipe(text: str) -> Any:
     return content
 
 
-def _longest_row(name: str, rows: Mapping[str, str]) -> str:
-    """The longest row that is the dotted name or begins it; nothing if there is none."""
-    parts = name.split(".")
-    heads = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((head for head in heads if head in rows), "")
+def _of_torch(value: str, key: str) -> str:
+    """The whole path of an optimizer of torch that is given by its name; all else as it is."""
+    place = key.replace(".init_args", "").removesuffix(".class_path")
+    return f"torch.optim.{value}" if place == "model.optimizer" and value in OF_TORCH else value
 
 
 def _edit(node: yaml.ScalarNode, new: str) -> Iterator[tuple[int, int, str]]:

@@ -38,11 +38,12 @@ from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.recompilation import Recompilation
 from litgrpo.callbacks.run_folder import (
     RunFolder,
-    begin,
     checkpoint_file,
+    mark,
     newest_checkpoint,
     refuse_if_taken,
     saved_config,
+    written,
 )
 from litgrpo.callbacks.run_lock import held
 from litgrpo.callbacks.summary import Summary
@@ -254,12 +255,12 @@ class LitGRPOCLI(LightningCLI):
             rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
 
     def after_instantiate_classes(self) -> None:
-        """Make room, now that the recipe is known to be sound."""
+        """Mark the run folder, now that the recipe is known to be sound."""
         if self.subcommand != "fit" and self.settings.ckpt_path and isinstance(self.model, SFT):
             # Before the data are read with it; a fit builds the same one from the same data.
             self.model.take_tokenizer(read(Path(self.settings.ckpt_path)))
         if self._starts_anew():
-            rank_zero_only(begin)(Path(self.settings.run_dir), self.config_text())
+            rank_zero_only(mark)(Path(self.settings.run_dir), self.config_text())
 
     def _hold(self, folder: Path) -> None:
         # A process that was killed may need a moment to end.
@@ -303,8 +304,9 @@ class LitGRPOCLI(LightningCLI):
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
                 callback.falls_back = self._resumes_itself()
+        replaced = written(Path(self.settings.run_dir)) if self._starts_anew() else []
         always = [
-            RunFolder(self.config_text()),
+            RunFolder(self.config_text(), replaced),
             Hyperparameters(self.config_text()),
             RecipeSettings(),
             RngState(),

@@ -165,7 +165,7 @@ class EpisodeWorkers(EpisodePool):
         """
         while True:
             patient = wait and not self.ready
-            for worker, answer in self.pool.answers(wait=patient):
+            for worker, answer, _ in self.pool.answers(wait=patient):
                 self._received(worker, answer)
             if self.ready or not patient or not any(each.playing for each in self.processes):
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from litgrpo.arguments import one_of, require
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.evaluation.fluency import Fluency, StartFluency
 from litgrpo.evaluation.settings import Evaluation
+from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose, Sampling
@@ -209,19 +211,25 @@ class Evaluator:
         successes = (part >= self.settings.threshold) & rewards.valid
         return successes.to(self.device)
 
-    def report(self, stage: str) -> dict[str, float]:
+    def report(self, stage: str, comm: Comm = SingleProcess()) -> dict[str, float]:  # noqa: B008
         """{`stage`/name: number} of everything counted since the last report.
 
         With several sets of prompts {`stage`/set/name: number}. `of_prompts` then holds {set:
         {name: one number per prompt}}.
+
+        Args:
+            stage: `val` or `test`.
+            comm: the processes that counted. A set is reported by all of them where one answered a
+                prompt of it: adding up their counts is a collective operation.
         """
         scored = self.settings.fluency and self.start_logprobs is not None
         self.stage, self.waiting = stage, self.settings.fluency and not scored
         report: dict[str, float] = {}
         self.of_prompts = {}
         # Sets that the trainer's limits leave out were answered by no process.
-        seen = {name: each for name, each in self.counts.items() if each.sampled.update_called}
-        for name, counts in seen.items():
+        answered = [float(each.sampled.update_called) for each in self.counts.values()]
+        seen = comm.max(torch.tensor(answered, device=self.device)).tolist()
+        for name, counts in compress(self.counts.items(), seen):
             numbers, self.of_prompts[name] = counts.numbers(scored=scored)
             report |= self._named(name, numbers)
             self.unscored[name], counts.unscored = counts.unscored, []

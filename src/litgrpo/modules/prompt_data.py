@@ -113,11 +113,12 @@ class PromptData(SourceData[PromptBatch]):
         rows = {name: part for name, part in self._rows(stage).items() if part}
         asked = [text for part in rows.values() for text in self.style.plain(part)]
         tokenizer = self.find_tokenizer(asked)
+        style = self.find_style(tokenizer)
         self.sets = {
             name: tokenized_prompts(
                 part,
                 name,
-                style=self.style,
+                style=style,
                 limit=self.limit,
                 tokenizer=tokenizer,
                 pad_to_multiple=self.pad_to_multiple,

@@ -39,6 +39,20 @@ def test_without_division_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: 
     assert "-c configs/hardware/tpu_spmd.yaml" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Optimizer AdamW, lr 0.0003, "),
+        (("--model.optimizer", "litgrpo.learner.optimization.DefaultAdamW"), "AdamW, lr 0.0003, "),
+        (("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"), "SGD, lr 0.5, "),
+    ],
+)
+def test_the_optimizer_is_named_with_its_rate(cli, words, said):  # noqa: F811
+    code, out, _ = cli("plan", "-c", QUICKSTART, *words)
+    assert code == 0
+    assert said in out
+
+
 def test_lora_needs_no_reference_and_hardly_any_moments(cli):  # noqa: F811
     words = ("-c", GEMMA, "-c", SPMD, "--model.lora.rank", "16", "--chips", "4")
     code, out, _ = cli("plan", *words, "--model.update.micro_batch_size", "4")

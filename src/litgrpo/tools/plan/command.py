@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch.optim import AdamW, Optimizer
 
 from litgrpo.arguments import at_least, require
 from litgrpo.cli.trainer_cli import READING, LitGRPOCLI
+from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.models.loading import LoRA
 from litgrpo.tools.plan.memory import Item, peak
 from litgrpo.tools.plan.training import Training, read
@@ -113,7 +116,7 @@ def as_text(training: Training, items: Sequence[Item], chip: str, number: int) -
     """The plan in lines."""
     shared = "divided over them" if number > 1 else "whole on it"
     yield f"Each of {number} x {chip} ({CHIPS[chip]} GB); weights {shared}, in {training.dtype}"
-    optimizer = training.optimizer.func.__name__
+    optimizer = optimizer_name(training.optimizer)
     yield f"Optimizer {optimizer}, strategy {training.strategy}; GB are 10^9 bytes"
     yield ""
     yield from table(
@@ -134,6 +137,14 @@ def as_text(training: Training, items: Sequence[Item], chip: str, number: int) -
     if not fits(items, chip):
         yield ""
         yield from advice(training, chip, number)
+
+
+def optimizer_name(optimizer: partial[Optimizer]) -> str:
+    """Class and learning rate."""
+    kind = optimizer.func
+    lr = optimizer.keywords.get("lr")
+    name = AdamW.__name__ if kind is DefaultAdamW else kind.__name__
+    return name if lr is None else f"{name}, lr {lr:.3g}"
 
 
 def chip_table(training: Training) -> Iterator[str]:

@@ -15,7 +15,9 @@ from jsonargparse import Namespace
 
 from litgrpo.arguments import import_by_path, require
 from litgrpo.learner.config import UpdateConfig
+from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.models.loading import ASSETS, LoRA, resolve, with_adapters
+from litgrpo.modules.defaults import GRPO_RATES, SFT_RATES, UsualRates
 from litgrpo.parallel.sharding import MIN_SHARD_SIZE, DividesWeights
 from litgrpo.tools.plan.memory import Blueprint, Chips, Item, Work, account, optimizer_states
 
@@ -117,11 +119,10 @@ def read(settings: Namespace) -> Training:
     sharded = "." in path and issubclass(import_by_path(path), DividesWeights)
     smallest = strategy.get("init_args", Namespace()).get("min_shard_size")
     config = architecture(model, settings.model_config)
-    optimizer = model.optimizer
     return Training(
         config=config,
         reference=reference(model, config, settings.model_config) if samples else None,
-        optimizer=partial(import_by_path(optimizer.class_path), **vars(optimizer.init_args)),
+        optimizer=optimizer_of(model, GRPO_RATES if samples else SFT_RATES),
         dtype=precision.dtype,
         compute=precision.get("compute"),
         lora=None if lora is None else LoRA(**vars(lora)),
@@ -131,6 +132,14 @@ def read(settings: Namespace) -> Training:
         min_shard_size=(smallest or MIN_SHARD_SIZE) if sharded else None,
         judges=tuple(_judges(model.get("rewards") or {})),
     )
+
+
+def optimizer_of(model: Namespace, usual: UsualRates) -> partial[torch.optim.Optimizer]:
+    """What builds the optimizer of a recipe, at the usual learning rate where it gives none."""
+    kind, given = import_by_path(model.optimizer.class_path), vars(model.optimizer.init_args)
+    if kind is DefaultAdamW and given.get("lr") is None:
+        given = given | {"lr": usual.of(model)[0]}
+    return partial(kind, **given)
 
 
 def architecture(model: Namespace, model_config: str | None) -> Any:
