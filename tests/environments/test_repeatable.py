@@ -29,12 +29,12 @@ def test_a_class_that_counts_a_module_that_keeps_and_a_clock_are_found(environme
 
 
 def test_state_that_only_another_episode_leaves_is_found_beside_it() -> None:
-    class Shared(Echo):
-        seeds = set()
+    seeds = set()
 
+    class Shared(Echo):
         def step(self, said):
-            self.seeds.add(self.heard[0])
-            return super().step(f"{said} {len(self.seeds)}")
+            seeds.add(self.heard[0])
+            return super().step(f"{said} {len(seeds)}")
 
     found = deviations(EpisodesHere(Shared()), starts(4)[1:], SAID)
     assert [line[: line.index(":")] for line in found] == [

@@ -33,7 +33,7 @@ def failed_frac(run: Run) -> float:
 
 
 def costs_rows(bench: Any, name: str, bad: str, said: str) -> str:
-    """Some rows fail, named and counted; the run goes on, and a second one ends in the same bits."""
+    """Some rows fail, named and counted; the run goes on, and ends in the same bits again."""
     runs = [Run(bench.folder / f"{name}-{n}", recipe(bad, timeout_s=1.0)) for n in range(2)]
     for run in runs:
         code = run.go()
