@@ -85,15 +85,25 @@ def f19(bench: Any) -> dict[str, str]:
             code = run.resume()
             wrong = run.said[-500:] if code else ", ".join(differences(run, whole(bench)))
         found[f"one of {of} turns"] = wrong
-    searching = bench.whole("searching", recipe("searches", journal=True))
-    again = bench.copied("f19-search", searching)
+    found["a search"] = went_on(bench, "f19-search", forget=False)
+    different = went_on(bench, "f19-no-journal", forget=True)
+    found["a search without its journal"] = "" if "weights" in different else "the same weights"
+    return found
+
+
+def went_on(bench: Any, name: str, *, forget: bool) -> str:
+    """What differs where a run with a tool that answers at random is resumed after iteration 4."""
+    searching = bench.whole("searching", recipe("searches", of=1, journal=True))
+    again = bench.copied(name, searching)
     shutil.rmtree(again.run / "final_model")
     for number in (ITERATIONS, ITERATIONS - 1):
         (again.checkpoints / f"iteration={number:06d}.ckpt").unlink(missing_ok=True)
+    if forget:
+        shutil.rmtree(again.run / "journal")
     code = again.resume()
-    wrong = again.said[-500:] if code else ", ".join(differences(again, searching))
-    found["a search"] = wrong or "" if again.resumed_after() else "it was not resumed"
-    return found
+    if code or not again.resumed_after():
+        return f"exit code {code}, not resumed: {again.said[-500:]}"
+    return ", ".join(differences(again, searching))
 
 
 def f20(bench: Any) -> dict[str, str]:

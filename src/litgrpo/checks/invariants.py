@@ -89,8 +89,8 @@ LIKELY |= {
     ),
     REPEATED: (
         "the environment keeps something outside of an episode (an attribute of its class, a list "
-        "of its module), or reads a clock, a disk or a network; `episode.journal: true` is for tools "
-        "that do so on purpose"
+        "of its module), or reads a clock, a disk or a network; `episode.journal: true` is for "
+        "tools that do so on purpose"
     ),
 }
 COUNTED = {
