@@ -135,7 +135,6 @@ class GRPO(LightningModule):
         super().__init__()
         self.arguments = arguments_kept.kept(locals())
         check_sizes(group_size, max_completion_len, max_iterations, objective)
-        environment = checked(environment, episode, engine, named_rewards(rewards))
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.pretrained, self.reference_path = pretrained, reference
@@ -150,7 +149,7 @@ class GRPO(LightningModule):
             max_completion_len=max_completion_len,
             sampling=remembered(sampling),
             engine=engine,
-            environment=environment,
+            environment=checked(environment, episode, engine, named_rewards(rewards)),
             episode=episode,
             update=update,
             precision=precision,
