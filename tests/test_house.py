@@ -52,7 +52,6 @@ MAY_IMPORT = {
         "tools/compare.py",
         "processes/",
         "sandbox/",
-        "rewards/runner/",
         "rewards/library/verify.py",
     ),
 }

@@ -8,6 +8,7 @@ from typing import Any
 from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merged
 
 EPISODE = {"between": "inline", "max_turns": 2, "max_turn_tokens": 8, "max_heard_tokens": 8}
+EPISODE |= {"close_turns": True}
 
 
 def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any) -> dict[str, Any]:
