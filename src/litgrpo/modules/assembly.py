@@ -24,7 +24,7 @@ from litgrpo.learner.static_batches import Static
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules.trainer import TrainerComm, is_attached
+from litgrpo.modules.trainer import TrainerComm, is_attached, refuse_compiled
 from litgrpo.parallel.device import Clock, backend
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong
@@ -256,6 +256,7 @@ def prepare_device(module: Any, device: torch.device) -> None:
     Raises:
         ValueError: device or precision cannot compute what the recipe asks for.
     """
+    refuse_compiled(module)
     check_trainer_precision(str(module.trainer.precision))
     check_device(module.settings, module.coefficients.objective, device)
     backend(device).prepare()

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
 from litgrpo.learner.optimization import DefaultAdamW
+from litgrpo.models.at_hand import as_folder
 from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import arguments_kept, kernel_choice
@@ -20,7 +21,7 @@ from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import SFT_RATES, settled
 from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import set_names
-from litgrpo.modules.trainer import is_attached
+from litgrpo.modules.trainer import is_attached, refuse_compiled
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import StepReport
@@ -36,7 +37,8 @@ class SFT(LightningModule):
     """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
 
     Args:
-        pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`.
+        pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`. In Python
+            also a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         scratch: a new model and tokenizer instead of `pretrained`.
         optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
         lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is
@@ -71,7 +73,7 @@ class SFT(LightningModule):
         untrained = scratch is not None and lora is not None
         require(not untrained, "lora adapts trained weights; `scratch` has none, leave lora out")
         at_least("max_iterations", max_iterations, 1)
-        self.pretrained = pretrained
+        self.pretrained = as_folder(pretrained)
         self.scratch = scratch
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -97,6 +99,7 @@ class SFT(LightningModule):
         Raises:
             ValueError: it would; GRPO alone learns in fixed shapes.
         """
+        refuse_compiled(self)
         device = self.trainer.strategy.root_device
         self.means = {
             name: (MeanMetric().to(device), MeanMetric().to(device))
