@@ -54,6 +54,16 @@ class PromptSet(Dataset[PromptBatch]):
         return [row.set_name for row in self.rows]
 
     @property
+    def size(self) -> str:
+        """Number of prompts, in words."""
+        return str(len(self))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.ids), default=0)
+
+    @property
     def sources(self) -> list[int]:
         """The number of each prompt's source."""
         return [row.source for row in self.rows]
@@ -117,7 +127,7 @@ def tokenized_prompts(
     kept = limit.kept(list(map(len, encoded)), rows, role)
     rows = [rows[number] for number in kept]
     return PromptSet(
-        ids=[_end_of(encoded[number], limit.tokens, tokenizer) for number in kept],
+        ids=[end_of(encoded[number], limit, tokenizer) for number in kept],
         texts=[texts[number] for number in kept],
         columns=columns_of(rows) | style.columns(rows),
         index=[row.index for row in rows],
@@ -127,12 +137,12 @@ def tokenized_prompts(
     )
 
 
-def _end_of(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The last `limit` tokens; a begin token stays in front."""
-    if len(ids) <= limit:
+def end_of(ids: list[int], limit: LengthLimit, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The last tokens, as many as the limit allows; a begin token stays in front."""
+    if len(ids) <= limit.tokens:
         return ids
     begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    return begin + ids[len(ids) - limit + len(begin) :]
+    return begin + ids[len(ids) - limit.tokens + len(begin) :]
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
