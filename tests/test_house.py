@@ -28,7 +28,7 @@ FILES = files_of(SOURCE)
 LAYER = {
     **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
     "parallel": 1,
-    **dict.fromkeys(("algorithm", "models", "data"), 2),
+    **dict.fromkeys(("algorithm", "models", "data", "environments"), 2),
     **dict.fromkeys(("rollout", "rewards"), 3),
     **dict.fromkeys(("learner", "evaluation"), 4),
     "checks": 5,

@@ -40,6 +40,7 @@ COMMANDS = {
         "litgrpo.tools.compare",
         "train by several algorithms and seeds; which gains are real?",
     ),
+    "replay": ("litgrpo.tools.replay", "print an episode of a run, turn by turn"),
 }
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop

@@ -2,13 +2,16 @@
 
 import pytest
 
+from litgrpo.data.prompts import tokenized_prompts
 from litgrpo.data.rendering import (
     Chat,
     ChatStyle,
+    LeftOut,
     LengthLimit,
     Template,
     checked,
     load_tokenizer,
+    opened,
     prompt_style,
 )
 from litgrpo.data.sources import read
@@ -177,3 +180,84 @@ def test_limits_that_make_no_sense_are_refused():
         LengthLimit("max_len", 1, "cut")
     with pytest.raises(ValueError, match="max_len is 0"):
         LengthLimit("max_len", 0, "drop")
+
+
+SHOWS_TOOLS = "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}" + CHAT_TEMPLATE
+DOUBLE = {"type": "function", "function": {"name": "double", "parameters": {}}}
+
+
+def opened_text(rows, added, *, chat=True, limit=99, overlong="error", split=False, **changes):
+    """What the model reads of the first row when an environment adds something to it."""
+    tokenizer = chat_tokenizer(changes.get("template", CHAT_TEMPLATE))
+    style, row_limit = prompt_style(None, chat, split), LengthLimit("max_len", limit, "truncate")
+    prompts = tokenized_prompts(
+        read(rows), "train", style=style, limit=row_limit, tokenizer=tokenizer, pad_to_multiple=1
+    )[[*range(len(rows))]]
+    asked = LengthLimit("max_prompt_len", limit, overlong)
+    ids = opened(prompts, 0, added, style=style, limit=asked, tokenizer=tokenizer)
+    return tokenizer.decode(ids), ids, prompts
+
+
+def test_what_an_environment_adds_stands_at_the_end_of_the_last_user_message():
+    said, _, prompts = opened_text(["guess", "longer prompt"], " 1-15.")
+    assert said == "<bos>[user]guess 1-15.[assistant]"
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert opened_text([{"prompt": asked}], "!")[0] == "<bos>[user]a![assistant]b[assistant]"
+    assert prompts.columns["conversation"][0][-1]["content"] == "guess"  # is not changed
+
+
+def test_messages_that_an_environment_adds_follow_the_prompt():
+    added = [{"role": "tool", "content": "42"}]
+    assert opened_text(["six"], added)[0] == "<bos>[user]six[tool]42[assistant]"
+    with pytest.raises(ValueError, match=r"the environment begins with \[17\]; expected"):
+        opened_text(["six"], [17])
+    system = [{"prompt": [{"role": "system", "content": "s"}]}]
+    with pytest.raises(ValueError, match="last user message, and the prompt has none"):
+        opened_text(system, "text")
+
+
+def test_a_plain_prompt_takes_a_text_at_its_end_and_no_messages():
+    assert opened_text(["six"], " 42", chat=False)[0] == "<bos>six 42"
+    with pytest.raises(ValueError, match=r"begins with messages .*`chat: true` of the data"):
+        opened_text(["six"], [{"role": "user", "content": "42"}], chat=False)
+
+
+def test_nothing_added_leaves_the_tokens_of_the_batch():
+    for nothing in ("", []):
+        _, ids, prompts = opened_text(["six", "longer than six"], nothing)
+        assert ids == prompts.prompt_ids[0][prompts.prompt_mask[0]].tolist()
+
+
+def test_what_is_too_long_with_the_addition_is_treated_as_when_it_was_loaded():
+    long = {"chat": False, "limit": 8}
+    with pytest.raises(ValueError, match=r"10 tokens with what .*=8\); raise max_prompt_len"):
+        opened_text(["six"], " 42456", **long)
+    with pytest.raises(LeftOut, match="10 tokens with what the environment adds"):
+        opened_text(["six"], " 42456", overlong="drop", **long)
+    assert opened_text(["six"], " 42456", overlong="truncate", **long)[0] == "<bos>x 42456"
+
+
+def test_special_tokens_in_what_is_added_are_plain_text_where_the_data_want_it():
+    eos = chat_tokenizer().eos_token
+    for split, number in ((False, 1), (True, 0)):
+        said, ids, _ = opened_text(["six"], f"{eos}!", split=split)
+        assert said == f"<bos>[user]six{eos}![assistant]"
+        assert ids.count(chat_tokenizer().eos_token_id) == number
+
+
+def test_tools_are_shown_by_a_template_that_shows_them():
+    tokenizer, given = chat_tokenizer(SHOWS_TOOLS), {"type": "function", "function": {"name": "g"}}
+    style = prompt_style(None, Chat(tools=[given])).showing([DOUBLE], tokenizer)
+    assert style.texts(read(["hi"]), tokenizer) == ["(g)(double)<bos>[user]hi[assistant]"]
+    assert prompt_style(None, True).showing([], tokenizer) == prompt_style(None, True)
+
+
+@pytest.mark.parametrize(
+    ("chat", "why"), [(True, "chat template ignores tools"), (False, "prompts are plain texts")]
+)
+def test_tools_that_the_model_cannot_see_are_named_once(chat, why):
+    said = rf"{why}.*\(double\); `describe: true` of litgrpo.environments.Tools"
+    with pytest.warns(UserWarning, match=said) as warned:
+        style = prompt_style(None, chat).showing([DOUBLE], chat_tokenizer())
+    assert len(warned) == 1
+    assert style.texts(read(["hi"]), chat_tokenizer())

@@ -15,9 +15,9 @@ from jsonargparse import auto_parser
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 
-from litgrpo.cli.old_names import PATHS
 from litgrpo.cli.trainer_cli import CALLBACKS, READING, LitGRPOCLI, keep_quiet
 from litgrpo.modules.grpo import GRPO
+from litgrpo.modules.old_paths import PATHS
 from litgrpo.modules.sft import SFT
 from litgrpo.program import COMMANDS, LIGHTNING_VERBS
 from litgrpo.tools.plan.command import PlanCLI

@@ -289,3 +289,23 @@ def test_recipes_name_several_sources_and_sets():
     data = parser.instantiate(parser.parse_args(given)).data
     with pytest.raises(ValueError, match=r"a\.parquet: no such file"):
         data.table.read(data.sources["train"])
+
+
+def test_the_tools_of_the_model_s_environment_stand_in_every_prompt(tmp_path):
+    class Calculating(Listener):
+        shown_tools = property(lambda _: [{"type": "function", "function": {"name": "double"}}])
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "shows")
+    sets = {"train": ["p"], "val": ["q"], "predict": ["r"]}
+    data = PromptData(**sets, chat=True, tokenizer=str(tmp_path / "shows"))
+    module, trainer = Calculating(lambda batch: batch.prompts), quiet_trainer(tmp_path)
+    assert trainer.predict(module, data) == [["(double)r"]]
+    trainer.validate(module, data, verbose=False)
+    (batch,) = data.val_dataloader()
+    assert batch.prompts == ["(double)q"]
+    assert tokenizer.decode(data.opened(batch, 0, "!")) == "(double)q!"

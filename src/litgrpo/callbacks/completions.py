@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from litgrpo.arguments import at_least
+from litgrpo.callbacks import episodes
 from litgrpo.callbacks.metrics_csv import loggers_of
 from litgrpo.callbacks.report import finite, markdown, marked
 from litgrpo.callbacks.run_folder import run_folder, writes_files
@@ -21,7 +22,8 @@ from litgrpo.types import RewardTable, Rollout
 class Completions(Callback):
     """Writes completions and their rewards to `samples/iteration-000123.jsonl` and to the loggers.
 
-    TensorBoard gets a table and histograms, Weights & Biases a table.
+    TensorBoard gets a table and histograms, Weights & Biases a table; of completions with several
+    turns, whole episodes, too, what was spoken and what was heard apart.
 
     Args:
         every_n_iterations: how often, besides the first and the last; 0 switches it off.
@@ -52,13 +54,27 @@ class Completions(Callback):
             return
         rows = sample_rows(n, rollout, rewards, advantages)
         write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows)
-        head, *lines = cells(rows[: self.num_prompts * rollout.group_size])
-        for wandb in loggers_of(trainer, WandbLogger):
-            wandb.log_table("completions", columns=head, data=lines, step=n)
+        shown = rows[: self.num_prompts * rollout.group_size]
+        log_tables(trainer, tables_of(shown), n)
         for board in loggers_of(trainer, TensorBoardLogger):
-            board.experiment.add_text("completions", markdown_table([head, *lines]), n)
             for name, values in histograms(rollout, rewards, advantages).items():
                 board.experiment.add_histogram(name, values, n)
+
+
+def tables_of(rows: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
+    """{name: lines of cells} of what loggers show of some rows of `sample_rows`."""
+    told = [row for row in rows if "messages" in row]
+    shown = {"completions": cells(rows), "episodes": episodes.table(told)}
+    return {name: lines for name, lines in shown.items() if len(lines) > 1}
+
+
+def log_tables(trainer: Trainer, tables: dict[str, list[list[Any]]], step: int) -> None:
+    """Hand tables to TensorBoard and Weights & Biases, where there are such loggers."""
+    for name, (head, *lines) in tables.items():
+        for wandb in loggers_of(trainer, WandbLogger):
+            wandb.log_table(name, columns=head, data=lines, step=step)
+        for board in loggers_of(trainer, TensorBoardLogger):
+            board.experiment.add_text(name, markdown_table([head, *lines]), step)
 
 
 def sample_rows(
@@ -74,7 +90,7 @@ def sample_rows(
 
     Returns:
         N rows; a number that is not finite (a function that abstained) is None, and a completion
-        that the length limit cut off ends in ` [cut]`.
+        that the length limit cut off ends in ` [cut]`. Of episodes, also `episodes.of_row`.
     """
     lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
     parts = {name: finite(part) for name, part in rewards.parts.items()}
@@ -94,6 +110,7 @@ def sample_rows(
                 for name, values in rollout.prompts.columns.items()
             }
             | {name: noted.get(row) for name, noted in rewards.extras.items()},
+            **episodes.of_row(rollout, row),
         }
         for row, completion in enumerate(rollout.completions)
     ]
@@ -117,13 +134,14 @@ def cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def markdown_table(lines: list[list[Any]]) -> str:
-    """Lines of `cells` as a Markdown table, one line per completion."""
+    """Lines of cells as a Markdown table; texts show as they are."""
     head, *others = lines
-    shown = [
-        [cell(prompt), cell(completion), *("" if x is None else f"{x:.3g}" for x in numbers)]
-        for prompt, completion, *numbers in others
-    ]
-    return markdown([head, *shown])
+    return markdown([head, *([_shown(value) for value in line] for line in others)])
+
+
+def _shown(value: Any) -> str:
+    """A text or a number (None: not known) in a cell."""
+    return cell(value) if isinstance(value, str) else "" if value is None else f"{value:.3g}"
 
 
 def cell(text: str) -> str:

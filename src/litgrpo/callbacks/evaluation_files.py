@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, distributed
 
+from litgrpo.callbacks import episodes
 from litgrpo.callbacks.completions import write_jsonl
 from litgrpo.callbacks.report import finite, marked
 from litgrpo.callbacks.run_folder import run_folder, writes_files
@@ -117,6 +118,7 @@ def completion_rows(rollout: Rollout, rewards: RewardTable, right: Tensor) -> li
             "right": successes[row],
             "length": lengths[row],
             "truncated": cut[row],
+            **episodes.of_row(rollout, row),
         }
         for row, text in enumerate(rollout.completions)
     ]

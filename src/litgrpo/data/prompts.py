@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
-from litgrpo.data.rendering import LengthLimit, PromptStyle
+from litgrpo.data.rendering import LengthLimit, PromptStyle, end_of
 from litgrpo.data.rows import columns_of
 from litgrpo.data.sampler import padded_length
 from litgrpo.data.sources import Row
@@ -127,7 +127,7 @@ def tokenized_prompts(
     kept = limit.kept(list(map(len, encoded)), rows, role)
     rows = [rows[number] for number in kept]
     return PromptSet(
-        ids=[end_of(encoded[number], limit, tokenizer) for number in kept],
+        ids=[end_of(encoded[number], limit.tokens, tokenizer) for number in kept],
         texts=[texts[number] for number in kept],
         columns=columns_of(rows) | style.columns(rows),
         index=[row.index for row in rows],
@@ -135,14 +135,6 @@ def tokenized_prompts(
         pad_id=tokenizer.pad_token_id,
         pad_to_multiple=pad_to_multiple,
     )
-
-
-def end_of(ids: list[int], limit: LengthLimit, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The last tokens, as many as the limit allows; a begin token stays in front."""
-    if len(ids) <= limit.tokens:
-        return ids
-    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    return begin + ids[len(ids) - limit.tokens + len(begin) :]
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:

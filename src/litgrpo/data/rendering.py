@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import jinja2
 
@@ -14,10 +14,12 @@ from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.sources import Row
 from litgrpo.data.special_tokens import special_texts
 from litgrpo.parallel.messages import rank_zero_warn
+from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase
 
+Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
 Overlong = Literal["drop", "truncate", "error"]
 DONE = {"drop": "dropped", "truncate": "truncated"}
 # What a field that should be text may be, and what to do about it.
@@ -31,10 +33,13 @@ class Chat:
     Args:
         system: text of a system message in front; null for none.
         kwargs: more arguments for the tokenizer's chat template, such as `enable_thinking: false`.
+        tools: JSON schemas of tools that the template shows to the model; those of
+            `model.environment` need not be given.
     """
 
     system: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: Messages = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,34 @@ class PromptStyle:
         ids = tokenize(tokenizer, texts, add_special_tokens=True, split_special_tokens=split)
         return self._begun_once(ids, tokenizer)
 
+    def opened(
+        self,
+        text: str,
+        columns: dict[str, Any],
+        added: str | Messages,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> list[int]:
+        """Token ids of a prompt with what an environment adds to it, without limit.
+
+        Args:
+            text: the prompt.
+            columns: of the prompt's row; `columns` of this style are among them.
+            added: a text for its end.
+            tokenizer: of the model.
+
+        Raises:
+            ValueError: messages are added to a plain text.
+        """
+        plain = isinstance(added, str)
+        hint = "they need the chat format (`chat: true` of the data)"
+        require(plain, f"the environment begins with messages ({added!r:.60}), {hint}")
+        return self.encode([f"{text}{added}"], tokenizer)[0]
+
+    def showing(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
+        """The style that shows these tools to the model, where there is a way; says where not."""
+        _say_unseen(tools, "prompts are plain texts (`chat: false` of the data)")
+        return self
+
     def _begun_once(
         self, rows: list[list[int]], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[int]]:
@@ -188,21 +221,42 @@ class ChatStyle(PromptStyle):
         known = special_texts(tokenizer) if self.split_special_tokens else []
         for number, row in enumerate(rows):
             if any(mark in text for mark in known for text in self.given(row)):
-                ids[number] = self._apart(row, tokenizer)
+                ids[number] = self._apart(self.conversations([row])[0], tokenizer)
         return self._begun_once(ids, tokenizer)
 
-    def _apart(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def opened(
+        self,
+        text: str,
+        columns: dict[str, Any],
+        added: str | Messages,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> list[int]:
+        """The same in the chat format: a text for the end of the last user message, or messages."""
+        said = with_added(columns["conversation"], added)
+        known = special_texts(tokenizer) if self.split_special_tokens else []
+        if any(mark in each["content"] for mark in known for each in said):
+            return self._begun_once([self._apart(said, tokenizer)], tokenizer)[0]
+        return self.encode([in_chat_format(said, self.chat, tokenizer)], tokenizer)[0]
+
+    def showing(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
+        """The style whose chat format shows these tools besides its own; says if it does not."""
+        shown = replace(self, chat=replace(self.chat, tools=[*self.chat.tools, *tools]))
+        if shown.chat.tools:
+            asked: Messages = [{"role": "user", "content": "?"}]
+            with_tools, without = (
+                in_chat_format(asked, chat, tokenizer)
+                for chat in (shown.chat, replace(shown.chat, tools=[]))
+            )
+            unseen = shown.chat.tools if with_tools == without else []
+            _say_unseen(unseen, "the tokenizer's chat template ignores tools")
+        return shown
+
+    def _apart(self, said: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Token ids of a prompt whose messages are plain text, whatever they write."""
-        (said,) = self.conversations([row])
         # Characters of the private use area stand for the messages; no template knows them.
         marks = {f"\ue000{number}\ue001": each["content"] for number, each in enumerate(said)}
         marked = [each | {"content": mark} for each, mark in zip(said, marks, strict=True)]
-        pieces = re.split("(\ue000[0-9]+\ue001)", in_chat_format(marked, self.chat, tokenizer))
-        ids: list[int] = []
-        for piece in filter(None, pieces):
-            text, split = marks.get(piece, piece), piece in marks
-            ids += tokenize(tokenizer, [text], False, split_special_tokens=split)[0]
-        return ids
+        return pieced(in_chat_format(marked, self.chat, tokenizer), marks, tokenizer)
 
 
 def prompt_style(
@@ -216,19 +270,105 @@ def prompt_style(
     return ChatStyle(made, split_special_tokens, Chat() if chat is True else chat)
 
 
+def _say_unseen(tools: Messages, why: str) -> None:
+    """Say once that the model is not told of tools."""
+    if tools:
+        names = ", ".join(str(each.get("function", each).get("name", "?")) for each in tools)
+        rank_zero_warn(
+            f"{why}: the model is not told of its tools ({names}); `describe: true` of "
+            "litgrpo.environments.Tools writes them into the prompt"
+        )
+
+
+def with_added(said: Messages, added: str | Messages) -> Messages:
+    """A conversation with what an environment adds at its start.
+
+    Args:
+        said: the prompt's messages.
+        added: a text for the end of the last user message, or messages.
+
+    Raises:
+        ValueError: a text is added where no message is the user's, or the messages are none.
+    """
+    if not isinstance(added, str):
+        good = all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in added)
+        expected = "expected [{role: user, content: text}, ...]"
+        require(good, f"the environment begins with {added!r:.60}; {expected}")
+        return [*said, *added]
+    asked = [number for number, each in enumerate(said) if each["role"] == "user"]
+    nowhere = f"the environment begins with the text {added!r:.40}, which goes to the end of the "
+    require(bool(asked), f"{nowhere}last user message, and the prompt has none")
+    last = said[asked[-1]]
+    longer = last | {"content": f"{last['content']}{added}"}
+    return [*said[: asked[-1]], longer, *said[asked[-1] + 1 :]]
+
+
+def opened(
+    prompts: PromptBatch,
+    row: int,
+    added: str | Messages,
+    *,
+    style: PromptStyle,
+    limit: LengthLimit,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[int]:
+    """Token ids of a prompt with what an environment adds to it when an episode begins.
+
+    Args:
+        prompts: B prompts, made by `style`.
+        row: which of them.
+        added: a text for the end of its last user message (without chat format: for its end), or
+            messages; nothing leaves the prompt as it is.
+        style: of the data.
+        limit: of a prompt's tokens. What is longer now is shortened, left out or an error as when
+            the data were loaded.
+        tokenizer: of the model.
+
+    Raises:
+        LeftOut: it is too long, and the limit drops it.
+        ValueError: it is too long, or nothing can be added to this prompt.
+    """
+    if not added:
+        return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
+    columns = {name: values[row] for name, values in prompts.columns.items()}
+    ids = style.opened(prompts.prompts[row], columns, added, tokenizer)
+    if len(ids) > limit.tokens:
+        said = (
+            f"the prompt has {len(ids)} tokens with what the environment adds at its start "
+            f"({limit.name}={limit.tokens})"
+        )
+        hint = f"raise {limit.name} or say `overlong: drop` or `truncate`"
+        require(limit.overlong != "error", f"{said}; {hint}")
+        if limit.overlong == "drop":
+            raise LeftOut(said)
+    return end_of(ids, limit.tokens, tokenizer)
+
+
+def end_of(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The last `limit` tokens; a begin token stays in front."""
+    if len(ids) <= limit:
+        return ids
+    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    return begin + ids[len(ids) - limit + len(begin) :]
+
+
 def in_chat_format(
-    messages: list[dict[str, str]],
+    messages: Messages,
     chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
     *,
     asks: bool = True,
 ) -> str:
     """Messages in the tokenizer's chat format; `asks` adds what an answer of the model follows."""
-    known = tokenizer.chat_template is not None
+    known, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
     require(known, "chat: the tokenizer has no chat template; use `template` instead")
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, **chat.kwargs
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=asks,
+            **chat.kwargs,
         )
     except jinja2.TemplateError as error:  # Gemma's raises one on a system message
         hint = "a model without system messages takes that text in `template`"
@@ -262,6 +402,21 @@ def tokenize(
     return list(encoded["input_ids"])
 
 
+def pieced(text: str, marks: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text in which marks stand for plain texts, whatever these write.
+
+    Args:
+        text: with marks, which are a number between characters of the private use area.
+        marks: {mark: the text it stands for, whose special tokens are read as plain text}.
+        tokenizer: of the model.
+    """
+    ids: list[int] = []
+    for piece in filter(None, re.split("(\ue000[0-9]+\ue001)", text)):
+        said, split = marks.get(piece, piece), piece in marks
+        ids += tokenize(tokenizer, [said], False, split_special_tokens=split)[0]
+    return ids
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hub id or folder."""
     from transformers import AutoTokenizer
@@ -280,6 +435,10 @@ def checked(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         said = f"the tokenizer ({tokenizer.name_or_path}) has no {name} token; {hint}"
         require(token_id is not None, said)
     return tokenizer
+
+
+class LeftOut(ValueError):
+    """A prompt that the limit of its tokens drops."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
 from litgrpo.data.files import Placed, json_line, row_object, text_line
-from litgrpo.data.prompts import PromptSet, end_of, tokenized_prompts
-from litgrpo.data.rendering import LengthLimit, PromptStyle
+from litgrpo.data.prompts import PromptSet, tokenized_prompts
+from litgrpo.data.rendering import LengthLimit, PromptStyle, end_of
 from litgrpo.data.rows import Table, columns_of, identity
 from litgrpo.data.sources import PYTHON, Row, Source, chosen, files_of, saved_or_hub, several
 from litgrpo.types import PromptBatch
@@ -271,7 +271,11 @@ class StreamedPrompts(Dataset[PromptBatch]):
             (ids,) = self.style.encode([text], self.tokenizer, [row])
             require(bool(ids), f"{row.place}: the prompt has no tokens")
             if not shared and self.limit.admits(len(ids), row):
-                return replace(row, index=number), text, end_of(ids, self.limit, self.tokenizer)
+                return (
+                    replace(row, index=number),
+                    text,
+                    end_of(ids, self.limit.tokens, self.tokenizer),
+                )
         raise ValueError(
             f"{self.row(number).place}: from here on {PATIENCE} rows were left out, as too long "
             f"({self.limit.name} {self.limit.tokens}) or in the validation set"

@@ -59,6 +59,30 @@ class Environment(Protocol):
         """
 
 
+@runtime_checkable
+class ShowsTools(Protocol):
+    """What has tools for the model to see: `tools`, typed functions or their JSON schemas."""
+
+    tools: Sequence[Any]
+
+
+def schemas_of(environment: object) -> list[dict[str, Any]]:
+    """JSON schemas of the tools that an environment shows to the model; of any other object, none.
+
+    Raises:
+        ValueError: a function lacks what a schema is made of: types and a docstring.
+    """
+    if not isinstance(environment, ShowsTools):
+        return []
+    from transformers.utils import chat_template_utils as made  # slow
+
+    tools = environment.tools
+    try:
+        return [tool if isinstance(tool, dict) else made.get_json_schema(tool) for tool in tools]
+    except (made.DocstringParsingException, made.TypeHintParsingException) as error:
+        raise ValueError(f"a tool cannot be shown to the model: {error}") from error
+
+
 @dataclass(frozen=True)
 class Start:
     """How an episode begins.

@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.nothing_learned import NothingLearned
+from litgrpo.environments.interface import schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
@@ -163,6 +164,8 @@ class GRPO(LightningModule):
     # What callbacks ask after an evaluation, besides `evaluation_report`.
     evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
     complete_evaluation = start.complete
+    # What the data show to the model in their chat format: schemas of the environment's tools.
+    shown_tools = property(lambda self: schemas_of(self.settings.environment))
 
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""

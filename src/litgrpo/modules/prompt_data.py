@@ -10,7 +10,7 @@ import torch
 from litgrpo.arguments import at_least, require
 from litgrpo.data.mixing import mixed
 from litgrpo.data.prompts import tokenized_prompts
-from litgrpo.data.rendering import Chat, LengthLimit, Overlong, prompt_style
+from litgrpo.data.rendering import Chat, LengthLimit, Overlong, PromptStyle, prompt_style
 from litgrpo.data.rows import Overlap, Table, fingerprint, identity
 from litgrpo.data.sampler import BatchLoader, FullBatches, Plan, batches_by_set, shuffled_batches
 from litgrpo.data.sources import Row, SetsLike, SourceLike
@@ -120,11 +120,12 @@ class PromptData(SourceData[PromptBatch]):
         rows = {name: part for name, part in self._rows(stage).items() if part}
         asked = [text for part in rows.values() for text in self.style.plain(part)]
         tokenizer = self.find_tokenizer(asked)
+        style = self.find_style(tokenizer)
         self.sets = {
             name: tokenized_prompts(
                 part,
                 name,
-                style=self.style,
+                style=style,
                 limit=self.limit,
                 tokenizer=tokenizer,
                 pad_to_multiple=self.pad_to_multiple,
@@ -133,19 +134,21 @@ class PromptData(SourceData[PromptBatch]):
         }
         self.fingerprint = fingerprint(rows.get("train", []))
         if stage == "fit" and streams(self.sources["train"]):
-            self._stream(rows.get("val", []), tokenizer)
+            self._stream(rows.get("val", []), style, tokenizer)
         self.skip_validation_without("val", stage)
         sizes = ", ".join(f"{name} {prompts.size}" for name, prompts in self.sets.items())
         rank_zero_info(f"Prompts: {sizes}")
 
-    def _stream(self, val: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    def _stream(
+        self, val: list[Row], style: PromptStyle, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Add the training set, whose rows stay on disk."""
         prompts = StreamedPrompts(
             rows_of(self.sources["train"]),
             {identity(row) for row in val},
             self.style.template.needs | self.table.fields,
             table=self.table,
-            style=self.style,
+            style=style,
             limit=self.limit,
             tokenizer=tokenizer,
             pad_to_multiple=self.pad_to_multiple,

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Protocol, runtime_checkable
 
 from lightning import LightningDataModule, Trainer
 
 from litgrpo.arguments import at_least, require
 from litgrpo.data.prompts import PromptSet
-from litgrpo.data.rendering import LengthLimit, PromptStyle, checked, load_tokenizer
+from litgrpo.data.rendering import (
+    LengthLimit,
+    Messages,
+    PromptStyle,
+    checked,
+    load_tokenizer,
+    opened,
+)
 from litgrpo.data.rows import Table
 from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
 from litgrpo.data.sources import Row, SetsLike, weights_of
 from litgrpo.data.streaming import StreamedPrompts
+from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase
+
+
+@runtime_checkable
+class HasEnvironment(Protocol):
+    """A module whose environment may show tools to the model: `shown_tools`, JSON schemas."""
+
+    shown_tools: Messages
 
 
 class SourceData(LightningDataModule, Generic[Batch]):
@@ -55,6 +70,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         self.pad_to_multiple = pad_to_multiple
         self.sets: dict[str, Any] = {}
         self.fingerprint = ""
+        self.shown: tuple[PromptStyle, PreTrainedTokenizerBase] | None = None
 
     @property
     def process(self) -> tuple[int, int]:
@@ -74,6 +90,30 @@ class SourceData(LightningDataModule, Generic[Batch]):
             raise ValueError("without a Trainer the data need their own tokenizer; set tokenizer")
         model: Any = self.trainer.lightning_module
         return checked(model.fit_tokenizer(texts))
+
+    def find_style(self, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
+        """The style of the prompts, with the tools of the model's environment.
+
+        Args:
+            tokenizer: of the data.
+        """
+        model: Any = None if self.trainer is None else self.trainer.lightning_module
+        tools = model.shown_tools if isinstance(model, HasEnvironment) else []
+        style = self.style.showing(tools, tokenizer)
+        self.shown = style, tokenizer
+        return style
+
+    def opened(self, prompts: PromptBatch, row: int, added: str | Messages) -> list[int]:
+        """Token ids of a prompt with what an environment adds to it; see `rendering.opened`.
+
+        Args:
+            prompts: B prompts of this module, after `setup`.
+            row: which of them.
+            added: a text, or messages.
+        """
+        assert self.shown is not None
+        style, tokenizer = self.shown
+        return opened(prompts, row, added, style=style, limit=self.limit, tokenizer=tokenizer)
 
     def require_validation(self, rows: list[Row]) -> None:
         """Refuse to validate on nothing."""

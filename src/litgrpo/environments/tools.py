@@ -1,0 +1,314 @@
+"""An environment whose answers are those of tools: functions, or a class with TRL's contract."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isnan
+from typing import Any, Literal
+
+from litgrpo.arguments import at_least, did_you_mean, one_of, require
+from litgrpo.environments.calls import Call, CallFormat, after_thoughts, format_of
+from litgrpo.environments.interface import Heard, Message
+from litgrpo.environments.schema import name_of, schema_of
+from litgrpo.environments.tool import (
+    UNKNOWN,
+    Answer,
+    Tool,
+    answer,
+    echoed,
+    imported,
+    made,
+    outcomes,
+    settled,
+)
+
+NOT_TOOLS = ("reset", "get_reward", "close")
+COLUMN = "environment"  # names a row's class, where there are several
+Function = str | Callable
+Kinds = dict[str, "Kind"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the rows of one class are played with.
+
+    Args:
+        make: makes its instances; None where there are only functions.
+        tools: by name; methods are bound to an instance when an episode begins.
+        methods: names of those that are methods.
+        reward: attribute or method that holds the reward; "" for none.
+    """
+
+    make: Callable[[], Any] | None
+    tools: dict[str, Tool]
+    methods: frozenset[str] = frozenset()
+    reward: str = ""
+
+    def bound(self, instance: object) -> dict[str, Tool]:
+        """Its tools, the methods being those of the instance."""
+        own = {name: getattr(instance, name) for name in self.methods}
+        return self.tools | {name: replace(self.tools[name], function=own[name]) for name in own}
+
+
+@dataclass(eq=False)
+class Tools:
+    """The policy calls tools and hears what they return; a turn without a call ends the episode.
+
+    Tools are typed Python functions with docstrings, or the public methods of a class: one that was
+    written for `environment_factory` of TRL is taken unchanged.
+
+    Args:
+        functions: functions, plain or async, or their import paths.
+        make: a class, a function that makes instances, or an import path of one. Its instances have
+            `reset`, which gets the row's columns and returns None or a text for the end of the last
+            user message; perhaps `get_reward()`; `close()`; and public methods, which are tools.
+            Or {name: class}: the column `environment` names a row's.
+        kwargs: arguments of `make`.
+        calls: how tools are called: `hermes`, `tags` or `python`; or a format of its own, such as
+            `litgrpo.environments.calls.Tags` with other tags.
+        call_cost: is taken off the reward for each call, also one that fails.
+        reward: attribute or method of the class that holds the reward; by default `get_reward`,
+            where it has one.
+        paid: when the class is asked for its reward. `turns`: after each, and the change since the
+            turn before is paid, so that an episode that a limit cuts off has its reward, too;
+            `end`: once, after a turn without a call.
+        describe: tell the tools in the prompt, for chat templates that do not show them.
+        max_calls_of_turn: calls of one turn that are made; the rest is answered by an error.
+        max_calls: the same over an episode.
+        max_result_chars: characters of an answer; of a longer one the middle is left out.
+        error_text: what every error is heard as, for vocabularies that cannot spell the others.
+    """
+
+    functions: Sequence[Function] = ()
+    make: Function | dict[str, Function] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    calls: str | CallFormat = "hermes"
+    call_cost: float = 0.0
+    reward: str | None = None
+    paid: Literal["turns", "end"] = "turns"
+    describe: bool = False
+    max_calls_of_turn: int = 8
+    max_calls: int = 64
+    max_result_chars: int = 2_000
+    error_text: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings, and describe every tool."""
+        self._format = format_of(self.calls)
+        one_of("paid", self.paid, ("turns", "end"))
+        at_least("call_cost", self.call_cost, 0)
+        at_least("max_calls_of_turn", self.max_calls_of_turn, 1)
+        at_least("max_calls", self.max_calls, 1)
+        at_least("max_result_chars", self.max_result_chars, 40)
+        listed = isinstance(self.functions, list | tuple)
+        require(
+            listed, f"functions is {self.functions!r}; it must be a list, such as [my_tools.f]."
+        )
+        alone = self.make is None
+        require(not (alone and self.kwargs), "kwargs are arguments of make, which is not given.")
+        require(not (alone and self.reward), "reward is an attribute of make, which is not given.")
+        self._kinds = self._described()
+        every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
+        require(bool(every), "Tools has no tools; give functions: [my_tools.f], or make: my.Class.")
+        schemas = [tool.schema for tool in every]
+        self.tools = [each for n, each in enumerate(schemas) if each not in schemas[:n]]
+        self._instance: Any = None
+        self._forget()
+
+    def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
+        """Begin an episode; see `Environment.reset`.
+
+        Raises:
+            ValueError: `reset` of the class wants a column that the data lack, or the row's
+                `environment` is none of those given.
+        """
+        self.close()
+        name = row.get(COLUMN) if self._is_several else ""
+        known = ", ".join(self._kinds)
+        require(name in self._kinds, f"{COLUMN} of a row is {name!r}; make has: {known}.")
+        self._kind = self._kinds[str(name)]
+        self._instance = self._kind.make() if self._kind.make else None
+        self._tools |= self._kind.bound(self._instance)
+        columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
+        said = settled(self._began(columns, seed))
+        reward, there = self._kind.reward, dir(self._instance)
+        has = not reward or reward in there
+        require(has, f"reward: the class of tools has no {reward!r}{did_you_mean(reward, there)}.")
+        fine = said is None or isinstance(said, str)
+        require(fine, f"reset of a class of tools returned {said!r}; it must be None or a text.")
+        return (self._description() if self.describe else "") + (said or "")
+
+    def step(self, said: str) -> Heard:
+        """Make the calls of a turn; see `Environment.step`."""
+        calls = self._format.calls(after_thoughts(said), self._tools)
+        allowed = min(self.max_calls_of_turn, self.max_calls - self._num_calls)
+        answers = self._answered(calls[:allowed]) + self._refused(calls[allowed:], allowed)
+        answers = [replace(each, text=self._heard_text(each)) for each in answers]
+        self._num_calls += len(calls[:allowed])
+        called = Counter(each.tool for each in answers)
+        failed = Counter(each.tool for each in answers if each.failed)
+        return Heard(
+            said=self._format.heard(answers) if answers else "",
+            reward=self._reward(len(calls)),
+            done=not calls,
+            calls={name: (called[name], failed[name]) for name in called},
+        )
+
+    def close(self) -> None:
+        """End the episode."""
+        instance = self._instance
+        self._forget()
+        if "close" in dir(instance):
+            settled(instance.close())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the instance, which may hold what cannot be copied."""
+        return self.__dict__ | {"_instance": None, "_tools": {}}
+
+    @property
+    def _is_several(self) -> bool:
+        return isinstance(self.make, Mapping)
+
+    def _forget(self) -> None:
+        """As before the first episode."""
+        self._instance = None
+        self._tools: dict[str, Tool] = {}
+        self._num_calls, self._paid = 0, 0.0
+
+    def _described(self) -> Kinds:
+        """The tools of each kind of rows, as schemas."""
+        functions = _by_name(made(each) for each in self.functions)
+        if self.make is None:
+            return {"": Kind(None, functions)}
+        makes = self.make if isinstance(self.make, Mapping) else {"": self.make}
+        return {str(name): self._of_class(given, functions) for name, given in makes.items()}
+
+    def _of_class(self, given: Function, functions: dict[str, Tool]) -> Kind:
+        """What one class brings; an instance is made and closed to see it."""
+        factory = imported("make", given)
+        require(callable(factory), f"make is {given!r}; it must be a class, or make instances.")
+        named = name_of(factory)
+
+        make = partial(factory, **self.kwargs)
+        try:
+            instance = make()
+        except TypeError as error:
+            raise ValueError(f"make: {named}: {error}; arguments are given as kwargs.") from error
+        members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+        require("reset" in members, f"make: {named} has no method reset(self, **columns).")
+        public = [name for name in members if name[0] != "_" and name not in NOT_TOOLS]
+        own = [
+            Tool(name, getattr(type(instance), name), schema_of(getattr(instance, name)))
+            for name in public
+        ]
+        reward = {"get_reward"} & {*members}
+        if "close" in members:
+            settled(instance.close())
+        tools = _by_name([*functions.values(), *own])
+        return Kind(make, tools, frozenset(public), self.reward or "".join(reward))
+
+    def _began(self, columns: dict[str, Any], seed: int) -> Any:
+        """What `reset` of the instance returns."""
+        if self._instance is None:
+            return None
+        parameters = inspect.signature(self._instance.reset).parameters.values()
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        # A class that names `seed` gets the group's, unless the data have such a column.
+        given = {"seed": seed} | columns
+        named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+        missing = [
+            each.name
+            for each in parameters
+            if each.name in named - {*given}
+            and each.default is each.empty
+            and each.kind is not each.VAR_POSITIONAL
+        ]
+        require(
+            not missing,
+            f"reset of {name_of(type(self._instance))} needs the column '{''.join(missing[:1])}';"
+            f" the data have: {', '.join(columns)}.",
+        )
+        wanted = named | ({*columns} if takes_all else set())
+        return self._instance.reset(**{name: given[name] for name in given if name in wanted})
+
+    def _answered(self, calls: Sequence[Call]) -> list[Answer]:
+        """The answers, in the order of the calls."""
+        checked = [self._checked(call) for call in calls]
+        good = [each for each in checked if not isinstance(each, Answer)]
+        results = iter(outcomes([(tool.function, arguments) for tool, arguments in good]))
+        return [
+            each if isinstance(each, Answer) else answer(each[0], next(results)) for each in checked
+        ]
+
+    def _checked(self, call: Call) -> tuple[Tool, dict[str, Any]] | Answer:
+        """The tool and its arguments, or what is wrong with the call."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = f"unknown tool {echoed(call.name)}; tools: {', '.join(self._tools)}"
+            return Answer(UNKNOWN, f"error: {call.wrong or known}", failed=True)
+        try:
+            return tool, tool.arguments(call.arguments, call.positional)
+        except ValueError as error:
+            return Answer(tool.name, f"error: {error}", failed=True)
+
+    def _refused(self, calls: Sequence[Call], allowed: int) -> list[Answer]:
+        """One error for the calls above the limits."""
+        many = f"error: at most {allowed} calls; {len(calls)} were left out"
+        none = "error: no calls are left"
+        names = [call.name if call.name in self._tools else UNKNOWN for call in calls]
+        return [Answer(name, many if allowed else none, failed=True) for name in names[:1]]
+
+    def _heard_text(self, said: Answer) -> str:
+        """An answer's text within its limit, and encodable."""
+        fixed = self.error_text if said.failed else None
+        text = said.text if fixed is None else fixed
+        return shortened(text.encode("utf-8", "replace").decode(), self.max_result_chars)
+
+    def _reward(self, num_calls: int) -> float | None:
+        """What the turn is paid; None where the class abstains and calls cost nothing."""
+        cost = self.call_cost * num_calls
+        if not self._kind.reward or (self.paid == "end" and num_calls):
+            return 0.0 - cost
+        holds = getattr(self._instance, self._kind.reward)
+        value = settled(holds() if callable(holds) else holds)
+        if value is None or isnan(value):
+            return -cost if cost else None
+        change, self._paid = float(value) - self._paid, float(value)
+        return change - cost
+
+    def _description(self) -> str:
+        """The tools, and how one is called, for the end of a prompt."""
+        lines = "".join(f"- {tool.line}\n" for tool in self._tools.values())
+        first = next(iter(self._tools.values()))
+        return f"\n\nTools:\n{lines}Call a tool like this: {self._format.example(first)}\n"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most `most` characters; what was left out of its middle is said.
+
+    Example:
+        >>> shortened("0123456789" * 9, most=40)
+        '012345 ...[79 characters left out]... 56789'
+    """
+    if len(text) <= most:
+        return text
+    note = f" ...[{len(text)} characters left out]... "  # as long as it can get
+    kept = max(most - len(note), 0)
+    note = f" ...[{len(text) - kept} characters left out]... "
+    return text[: kept - kept // 2] + note + text[len(text) - kept // 2 :]
+
+
+def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Tools by name.
+
+    Raises:
+        ValueError: two have the same.
+    """
+    listed = list(tools)
+    twice = [name for name, number in Counter(tool.name for tool in listed).items() if number > 1]
+    require(not twice, f"several tools have the name '{''.join(twice[:1])}'; rename one of them.")
+    return {tool.name: tool for tool in listed}

@@ -1,0 +1,74 @@
+from dataclasses import replace
+
+import torch
+
+from litgrpo.callbacks import episodes
+from litgrpo.callbacks.completions import cells, markdown_table, sample_rows
+from litgrpo.types import Episode
+from tests.standin import prompts, rewards_of, rollout_of
+
+SAID = [
+    {"role": "assistant", "content": "<call>2*3</call>"},
+    {"role": "tool", "name": "multiply", "content": "6 | *six*"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+def rollout_of_episodes():
+    """Two episodes: one of two turns, one that failed in its first."""
+    rollout = rollout_of(prompts("2*3=?"))
+    told = [
+        Episode(SAID, calls={"multiply": (1, 0)}),
+        Episode(SAID[:1], failed="timed out", heard_cut=7),
+    ]
+    rewards = torch.tensor([[0.0, 1.0], [torch.nan, torch.nan]], dtype=torch.float64)
+    turns = torch.zeros_like(rollout.completion_ids, dtype=torch.int16)
+    states = [[None, None], [None]]
+    more = {"turn_rewards": rewards, "turn_states": states, "episodes": told, "turns": turns}
+    return replace(rollout, **more)
+
+
+def rows_of_episodes():
+    rollout = rollout_of_episodes()
+    rewards = rewards_of(rollout)
+    return sample_rows(3, rollout, rewards, rewards.total - 0.5)
+
+
+def test_a_row_of_samples_has_what_was_spoken_and_what_was_heard():
+    one, other = rows_of_episodes()
+    assert one["messages"] == SAID
+    assert one["turn_rewards"] == [0.0, 1.0]
+    assert one["calls"] == {"multiply": [1, 0]}
+    assert (other["turn_rewards"], other["failed"], other["heard_cut"]) == ([None], "timed out", 7)
+
+
+def test_a_row_of_single_turns_has_no_more_than_before():
+    rollout = rollout_of(prompts("A"))
+    assert episodes.of_row(rollout, 0) == {}
+    shown = episodes.readable({"prompt": "A", "completion": "b\nc"})
+    assert shown.splitlines() == ["prompt     | A", "policy     | b", "           | c"]
+
+
+def test_an_episode_is_read_turn_by_turn():
+    one, other = (episodes.readable(row).splitlines() for row in rows_of_episodes())
+    assert one == [
+        "prompt     | 2*3=?",
+        "policy 1   | <call>2*3</call>   (reward 0)",
+        "tool multiply | 6 | *six*",
+        "policy 2   | 6   (reward 1)",
+        "reward:      1  (correct 1, format none)",
+        "advantage:   0.5",
+        "calls:       multiply 1 (0 failed)",
+    ]
+    assert other[1].endswith("(reward none)")
+    assert other[-2:] == ["failed:      timed out", "left out:    7 heard tokens"]
+
+
+def test_a_table_of_episodes_shows_every_message_as_it_is():
+    shown = markdown_table(episodes.table(rows_of_episodes())).splitlines()
+    assert shown[0] == "| episode | who | text | reward of the turn | reward | advantage |"
+    assert shown[2] == "| 0 | prompt | 2&#42;3=? |  | 1 | 0.5 |"
+    assert shown[4] == "| 0 | tool multiply | 6 &#124; &#42;six&#42; |  |  |  |"
+    assert shown[6].startswith("| 1 | prompt")
+    assert len(shown) == 2 + 4 + 2
+    assert cells(rows_of_episodes())[0][:2] == ["prompt", "completion"]

@@ -1,0 +1,174 @@
+"""Calling functions, and what is heard of it."""
+
+import asyncio
+import logging
+import math
+
+import pytest
+
+from litgrpo.environments.tool import (
+    answer,
+    echoed,
+    error_words,
+    imported,
+    made,
+    outcomes,
+    settled,
+)
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a * b
+
+
+TOOL = made(multiply)
+
+
+@pytest.mark.parametrize(
+    ("named", "positional", "given"),
+    [
+        ({"a": 3}, (), {"a": 3}),
+        ({}, (3, 4), {"a": 3, "b": 4}),
+        ({"b": 4}, (3,), {"a": 3, "b": 4}),
+    ],
+)
+def test_arguments_are_taken_by_name_and_by_place(named, positional, given):
+    assert TOOL.arguments(named, positional) == given
+
+
+@pytest.mark.parametrize(
+    ("named", "positional", "says"),
+    [
+        ({}, (), "multiply needs a"),
+        ({"a": "3"}, (), "multiply: 'a' must be an integer"),
+        ({"a": 3, "c": 4}, (), "multiply has no argument 'c'; it takes a, b"),
+        ({"a": 3, "x\n" * 99: 4}, (), "multiply has no argument of that name; it takes a, b"),
+        ({"a": 3}, (3,), "multiply: 'a' is given twice"),
+        ({}, (1, 2, 3), "multiply has too many arguments; it takes a, b"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_told_in_fixed_words(named, positional, says):
+    with pytest.raises(ValueError, match="multiply") as raised:
+        TOOL.arguments(named, positional)
+    assert str(raised.value) == says
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("as it is\n", "as it is\n"),
+        (28454, "28454"),
+        (0.1 + 0.2, "0.30000000000000004"),
+        (None, "null"),
+        (True, "true"),
+        ({"b": [1, "\u00fc"], "a": None}, '{"b": [1, "\u00fc"], "a": null}'),
+    ],
+)
+def test_a_result_is_a_text_as_it_is_or_json(result, text):
+    assert answer(TOOL, (result, None)).text == text
+
+
+def test_a_result_that_is_neither_text_nor_json_is_a_failure_without_its_address():
+    said = answer(TOOL, (object(), None))
+    assert said.failed
+    assert said.text == "error: multiply returned object, which is neither a text nor JSON"
+
+
+class GameOver(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("Game over."), "Game over."),
+        (GameOver("lost\nTraceback: ..."), "lost"),
+        (RuntimeError("no /home/me/x.db at 0x7f3a"), "no ... at ..."),
+        (ValueError("3/4 of a/b, and/or 1.5"), "3/4 of a/b, and/or 1.5"),
+        (ValueError("x" * 999), "x" * 200),
+        (ValueError(), "multiply failed (ValueError)"),
+        (KeyError("secret"), "multiply failed (KeyError)"),
+        (FileNotFoundError("/root/x"), "multiply failed (FileNotFoundError)"),
+        (SystemExit(3), "multiply failed (SystemExit)"),
+    ],
+)
+def test_an_error_is_heard_in_its_authors_words_or_by_its_type(error, words):
+    assert error_words("multiply", error) == words
+
+
+def test_where_a_tool_raised_is_logged_once(caplog):
+    def wrong(x: int) -> float:
+        return 1 / x
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            said = answer(TOOL, outcomes([(wrong, {"x": 0})])[0])
+    assert said.text == "error: multiply failed (ZeroDivisionError)"
+    (record,) = caplog.records
+    assert "test_tool.py, line" in record.getMessage()
+
+
+def test_coroutines_wait_together_and_results_keep_the_order_of_the_calls():
+    met: list[str] = []
+
+    async def slow(name: str) -> str:
+        met.append(f"{name} begins")
+        await asyncio.sleep(0.01 if name == "a" else 0)
+        met.append(f"{name} ends")
+        return name
+
+    async def raises() -> None:
+        raise GameOver
+
+    calls = [(slow, {"name": "a"}), (lambda: 1, {}), (raises, {}), (slow, {"name": "b"})]
+    found = outcomes(calls)
+    assert [value for value, _ in found] == ["a", 1, None, "b"]
+    assert isinstance(found[2][1], GameOver)
+    assert met == ["a begins", "b begins", "b ends", "a ends"]
+
+
+def test_coroutines_run_also_where_an_event_loop_runs_already():
+    async def three() -> int:
+        return 3
+
+    async def notebook() -> int:
+        return settled(three())
+
+    assert asyncio.run(notebook()) == 3
+    assert settled(4) == 4
+
+
+def test_a_tool_that_leaves_the_program_only_fails():
+    ((value, error),) = outcomes([(exit, {"code": 3})])
+    assert value is None
+    assert isinstance(error, SystemExit)
+
+
+def test_a_tool_that_is_not_there_is_named_with_what_is_near():
+    assert imported("tool", "math.sqrt") is math.sqrt
+    near = r"tool 'math.sqr': module 'math' has no 'sqr' \(did you mean 'sqrt'\?\)"
+    with pytest.raises(ValueError, match=near):
+        imported("tool", "math.sqr")
+    with pytest.raises(ValueError, match=r"tool 'multiply'.*is not an import path"):
+        made("multiply")
+    with pytest.raises(ValueError, match="a class whose methods are tools is given as make"):
+        made(GameOver)
+    with pytest.raises(ValueError, match="is no function"):
+        made("math.pi")
+
+
+def test_only_a_harmless_name_is_echoed():
+    assert echoed("f.g-1") == "'f.g-1'"
+    assert {echoed(name) for name in ("", "<|im_end|>", "x" * 41, "a b", "\u00fc")} == {
+        "of that name"
+    }
+
+
+def test_a_tool_is_told_in_a_line():
+    assert TOOL.line == "multiply(a: integer, b: integer): Multiply two numbers."

@@ -1,0 +1,75 @@
+import json
+
+import pytest
+
+from litgrpo.tools.replay import replay
+from tests.callbacks.test_episodes import rows_of_episodes
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with samples of two iterations."""
+    (tmp_path / "samples").mkdir()
+    for number in (1, 10):
+        rows = [row | {"iteration": number} for row in rows_of_episodes()]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "samples" / f"iteration-{number:06d}.jsonl").write_text(text)
+    return tmp_path
+
+
+def test_an_episode_of_the_last_samples_is_printed(run, capsys):
+    replay(str(run))
+    printed = capsys.readouterr().out
+    assert "iteration-000010.jsonl, row 0 of 2" in printed
+    assert "policy 2   | 6   (reward 1)" in printed
+
+
+@pytest.mark.parametrize(("row", "number"), [("best", 0), ("worst", 1), ("1", 1)])
+def test_an_episode_is_chosen_by_number_or_reward(run, row, number, capsys):
+    replay(str(run), iteration=1, row=row)
+    assert f"iteration-000001.jsonl, row {number} of 2" in capsys.readouterr().out
+
+
+def test_predictions_are_replayed_where_nothing_was_trained(tmp_path, capsys):
+    (tmp_path / "predictions.jsonl").write_text('{"prompt": "1+1?", "completion": "2"}\n')
+    replay(str(tmp_path))
+    assert "policy     | 2" in capsys.readouterr().out
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(run, capsys):
+    path = run / "samples" / "iteration-000010.jsonl"
+    path.write_text(path.read_text() + '{"prompt": "2*')
+    replay(str(path))
+    assert "row 0 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"iteration": 5}, "no samples of iteration 5; there are: 1, 10"),
+        ({"row": "2"}, "--row is '2'; it must be 0 to 1"),
+        ({"row": "-1"}, "--row is '-1'"),
+        ({"row": "good"}, "`best` or `worst`"),
+    ],
+)
+def test_what_is_not_there_is_named(run, asked, said):
+    with pytest.raises(ValueError, match=said):
+        replay(str(run), **asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "is empty"), ("{\n", "line 1, is no JSON"), ("[1]\n", "line 1, is no sample")],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text, said):
+    path = tmp_path / "other.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        replay(str(path))
+
+
+def test_a_folder_without_samples_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="every_n_iterations"):
+        replay(str(tmp_path))
+    with pytest.raises(ValueError, match="no run folder"):
+        replay(str(tmp_path / "nowhere"))
