@@ -17,6 +17,7 @@ from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
@@ -24,7 +25,7 @@ from litgrpo.learner.static_batches import Static
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.modules.trainer import TrainerComm, is_attached, refuse_compiled
+from litgrpo.modules.trainer import TrainerComm, is_attached
 from litgrpo.parallel.device import Clock, backend
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong

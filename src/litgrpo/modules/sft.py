@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.models.at_hand import as_folder
 from litgrpo.models.loading import LoRA, Precision
@@ -21,7 +22,7 @@ from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import SFT_RATES, settled
 from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import set_names
-from litgrpo.modules.trainer import is_attached, refuse_compiled
+from litgrpo.modules.trainer import is_attached
 from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import StepReport

@@ -10,8 +10,6 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Parameter
 
-from litgrpo.arguments import require
-
 Result = TypeVar("Result")
 
 
@@ -58,20 +56,6 @@ class TrainerComm:
 def is_attached(module: LightningModule) -> bool:
     """Whether a module has a trainer; `module.trainer` raises where it has none."""
     return module._trainer is not None
-
-
-def refuse_compiled(module: LightningModule) -> None:
-    """Refuse a module that was compiled as a whole.
-
-    Raises:
-        ValueError: it was given to the trainer as `torch.compile(module)`.
-    """
-    require(
-        module._compiler_ctx is None,
-        f"{type(module).__name__} was given as torch.compile(module), but an iteration samples, "
-        "rewards and learns in shapes that change, which no compiler holds together: hand the "
-        "trainer the module itself.",
-    )
 
 
 def passes_over_data(module: LightningModule) -> float:
