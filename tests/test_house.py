@@ -27,7 +27,7 @@ FILES = files_of(SOURCE)
 # A file imports its own room and rooms of a lower number, nothing else of the package.
 LAYER = {
     **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
-    "parallel": 1,
+    **dict.fromkeys(("parallel", "processes"), 1),
     **dict.fromkeys(("algorithm", "models", "data", "environments"), 2),
     **dict.fromkeys(("rollout", "rewards"), 3),
     **dict.fromkeys(("learner", "evaluation"), 4),
@@ -46,9 +46,14 @@ MAY_IMPORT = {
         "parallel/xla/",
     ),
     "torch_xla": ("parallel/",),
-    "multiprocessing": ("rewards/runner/", "parallel/xla/"),
+    "multiprocessing": ("processes/", "rewards/runner/", "parallel/xla/"),
     # Trainings of their own; what a reward's author gave to be run.
-    "subprocess": ("tools/compare.py", "rewards/runner/", "rewards/library/verify.py"),
+    "subprocess": (
+        "tools/compare.py",
+        "processes/",
+        "rewards/runner/",
+        "rewards/library/verify.py",
+    ),
 }
 NAMELESS = {"utils", "common", "helpers", "base", "registry", "misc"}
 # {file: the test that covers it, where that is not the file of its name}
@@ -73,6 +78,8 @@ TESTED_ELSEWHERE = {
     "rollout/filters.py": "tests/rollout/test_sampling.py",
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
+    "environments/failures.py": "tests/environments/test_worker_pool.py",
+    "processes/failures.py": "tests/processes/test_worker.py",
     "rewards/runner/failures.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/troubles.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/marks.py": "tests/rewards/runner/test_runner.py",

@@ -45,6 +45,8 @@ COMMANDS = {
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
+# Errors by their names, because to import Lightning takes seconds.
+STOPS = ("MisconfigurationException", "RewardFailure", "EnvironmentFailure")
 
 
 HELP = """\
@@ -177,8 +179,7 @@ def users_mistake(error: BaseException) -> str:
         raised_by = frames[-1].f_globals.get("__name__", "") if frames else ""
         ours = raised_by.partition(".")[0] == "litgrpo"
         checked = isinstance(link, ValueError | FileNotFoundError) and ours
-        # By their names, because to import Lightning takes seconds.
-        if checked or type(link).__name__ in ("MisconfigurationException", "RewardFailure"):
+        if checked or type(link).__name__ in STOPS:
             return str(link)
         if said := constructor_reason(str(link)):
             return said

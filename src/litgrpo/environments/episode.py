@@ -1,0 +1,195 @@
+"""One episode, played apart from all others; also used inside worker processes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from dataclasses import replace
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np  # its generator must not first exist in the middle of an episode
+
+from litgrpo.environments.interface import Environment, Failed, Heard, Message, Start
+from litgrpo.processes.failures import cause_of
+
+Said = str | list[Message]
+Generators = dict[str, Any]
+
+
+class Turns(NamedTuple):
+    """What is asked of an episode: to begin, to go on, or both.
+
+    Args:
+        batch: number of the batch; the episodes of the one before are over.
+        episode: its number in the batch.
+        start: begin it, also where it is known; None goes on.
+        said: turns, one after the other. The answer is that to the last, or what `reset` gave.
+    """
+
+    batch: int
+    episode: int
+    start: Start | None
+    said: tuple[str, ...]
+
+
+class Stage:
+    """The episodes that are played in one process, one call at a time.
+
+    The global generators of `random`, numpy and torch are each episode's own: seeded when it begins,
+    and put back when it is called again after another one was.
+
+    Args:
+        environment: the pattern; every episode is played by a copy.
+        max_chars: of a text that an environment says; longer ones are cut in the middle.
+        caught: what an environment may raise; it fails the episode.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        max_chars: int | None = None,
+        caught: tuple[type[BaseException], ...] = (BaseException,),
+    ) -> None:
+        self.environment, self.max_chars, self.caught = environment, max_chars, caught
+        self.batch = -1
+        self.copies: dict[int, Environment] = {}
+        self.seeds: dict[int, int] = {}
+        self.generators: dict[int, Generators] = {}
+        self.current: int | None = None  # whose generators are in place
+
+    def play(self, asked: Turns) -> Said | Heard | Failed:
+        """The answer to the last of some turns."""
+        if asked.batch != self.batch:
+            self.close()
+            self.batch = asked.batch
+        try:
+            return self._play(asked.episode, asked.start, asked.said)
+        except self.caught as error:
+            return Failed(cause_of(error))
+
+    def _play(self, episode: int, start: Start | None, said: tuple[str, ...]) -> Said | Heard:
+        answer: Said | Heard = ""
+        self.switch_to(episode if start is None else None)
+        if start is not None:
+            self._end(episode)
+            self.seeds[episode], self.current = start.seed, episode
+            seed_generators(start.seed)
+            self.copies[episode] = copy.deepcopy(self.environment)
+            opening = self.copies[episode].reset(copy.deepcopy(start.row), start.seed)
+            answer = shortened(checked_opening(opening), self.max_chars)
+        for text in said:
+            heard = checked(self.copies[episode].step(text))
+            answer = replace(heard, said=shortened(heard.said, self.max_chars))
+        return answer
+
+    def switch_to(self, episode: int | None) -> None:
+        """Put the generators of an episode in place, and keep those of the one before."""
+        if self.current == episode:
+            return
+        if self.current is not None:
+            self.generators[self.current] = generators()
+        if episode is not None:
+            put_generators(self.generators[episode], self.seeds[episode])
+        self.current = episode
+
+    def _end(self, episode: int) -> None:
+        """Close an episode, if there is one and its environment can be closed."""
+        played = self.copies.pop(episode, None)
+        if "close" in dir(played):
+            played.close()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """End all episodes."""
+        self.current = None
+        for episode in list(self.copies):
+            self._end(episode)
+
+
+def answered(loaded: dict[str, Any], asked: Turns, send: Any) -> Said | Heard | Failed:
+    """Answer in a worker; see `processes.worker.Handler`."""
+    if "stage" not in loaded:
+        loaded["stage"] = Stage(*loaded["environment"])
+    stage: Stage = loaded["stage"]
+    return stage.play(asked)
+
+
+def generators() -> Generators:
+    """The states of the global generators of `random`, numpy and, where it is loaded, torch."""
+    states: Generators = {"random": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    if "torch" in sys.modules:
+        states["torch"] = sys.modules["torch"].get_rng_state()
+    return states
+
+
+def put_generators(states: Generators, seed: int) -> None:
+    """Put states in place; torch, where it was loaded since, is seeded."""
+    random.setstate(states["random"])
+    np.random.set_state(states["numpy"])
+    if "torch" in states:
+        sys.modules["torch"].set_rng_state(states["torch"])
+    elif "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
+
+
+def checked(heard: object) -> Heard:
+    """What `step` returned.
+
+    Raises:
+        TypeError, ValueError: it is no `Heard`, or its reward no number.
+    """
+    if not isinstance(heard, Heard):
+        raise TypeError(f"step returned {type(heard).__name__} instead of Heard")
+    checked_opening(heard.said)
+    if heard.reward is not None and not isfinite(heard.reward):
+        raise ValueError(f"the reward of a turn is {heard.reward}")
+    return heard
+
+
+def checked_opening(said: object) -> Said:
+    """What `reset` returned, or what was heard.
+
+    Raises:
+        TypeError: it is neither a text nor a list of messages.
+    """
+    messages = said if isinstance(said, list) else []
+    if isinstance(said, str) or (said is messages and all(type(one) is dict for one in messages)):
+        return said
+    raise TypeError(f"the environment said {type(said).__name__} instead of a text or messages")
+
+
+def shortened(said: Said, max_chars: int | None) -> Said:
+    """A text, or the texts of messages, cut in the middle, and saying so, where they are longer.
+
+    Example:
+        >>> shortened("abcdefghij", 4)
+        'ab ... (6 characters left out) ... ij'
+    """
+    if max_chars is None:
+        return said
+    if not isinstance(said, str):
+        return [
+            {
+                name: _cut(value, max_chars) if name == "content" else value
+                for name, value in m.items()
+            }
+            for m in said
+        ]
+    return _cut(said, max_chars)
+
+
+def _cut(text: Any, max_chars: int) -> Any:
+    if not isinstance(text, str) or len(text) <= max_chars:
+        return text
+    first, last = (max_chars + 1) // 2, max_chars // 2
+    left_out = len(text) - max_chars
+    return f"{text[:first]} ... ({left_out} characters left out) ... {text[len(text) - last :]}"

@@ -1,0 +1,108 @@
+"""An episode is its own: generators, copies, what is checked and cut."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from litgrpo.environments.episode import (
+    Stage,
+    Turns,
+    answered,
+    generators,
+    put_generators,
+    seed_generators,
+    shortened,
+)
+from litgrpo.environments.interface import Failed, Heard, Start
+from tests.environments.faulty import Echo
+
+
+class Draws:
+    """Draws from all three generators."""
+
+    closed = 0
+
+    def reset(self, row, seed):
+        self.row = row
+        row["prompt"] = "changed"
+        return self.step("").said
+
+    def step(self, said):
+        return Heard(f"{random.random()} {np.random.rand()} {torch.rand(1).item()}")
+
+    def close(self):
+        Draws.closed += 1
+
+
+def start(seed=3):
+    return Start({"prompt": "p"}, seed, (0, 0, 0, 0))
+
+
+def test_global_generators_are_each_episodes_own() -> None:
+    stage = Stage(Draws())
+    alone = [stage.play(Turns(1, 0, start(), ())), *(go(stage, 1, 0) for _ in range(2))]
+    stage = Stage(Draws())
+    mixed = [stage.play(Turns(1, 0, start(), ()))]
+    assert stage.play(Turns(1, 1, start(4), ())) != mixed[0]
+    mixed.append(go(stage, 1, 0))
+    go(stage, 1, 1)
+    mixed.append(go(stage, 1, 0))
+    assert mixed == alone
+    assert stage.play(Turns(1, 2, start(), ("a", "b"))) == alone[2]  # said again from the seed
+
+
+def go(stage, batch, episode):
+    return stage.play(Turns(batch, episode, None, ("x",)))
+
+
+def test_states_are_put_back_to_the_bit() -> None:
+    seed_generators(5)
+    states = generators()
+    drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
+    put_generators(states, 0)
+    assert [random.random(), np.random.rand(), torch.rand(1).item()] == drawn
+
+
+def test_a_row_is_a_copy_and_episodes_that_are_over_are_closed() -> None:
+    stage, begin, closed = Stage(Draws()), start(), Draws.closed
+    for batch in (1, 2):
+        stage.play(Turns(batch, 0, begin, ()))
+    assert begin.row == {"prompt": "p"}
+    assert Draws.closed == closed + 1
+    stage.close()
+    assert Draws.closed == closed + 2
+
+
+def test_what_an_environment_raises_names_its_own_line() -> None:
+    stage = Stage(Echo())
+    failed = stage.play(Turns(1, 0, start(), ("raise",)))
+    assert isinstance(failed, Failed)
+    assert failed.reason.startswith("KeyError: 'bad' (faulty.py, line")
+
+
+def test_ctrl_c_is_for_the_run_where_that_is_asked_for() -> None:
+    class Interrupted(Echo):
+        def step(self, said):
+            raise KeyboardInterrupt
+
+    asked = Turns(1, 0, start(), ("x",))
+    assert isinstance(Stage(Interrupted()).play(asked), Failed)
+    with pytest.raises(KeyboardInterrupt):
+        Stage(Interrupted(), None, (Exception,)).play(asked)
+
+
+def test_a_worker_keeps_its_episodes_between_messages() -> None:
+    loaded = {"environment": (Echo(), None)}
+    assert answered(loaded, Turns(1, 0, start(), ()), None) == "seed 3"
+    assert answered(loaded, Turns(1, 0, None, ("a",)), None).said == "1 a"
+    assert answered(loaded, Turns(1, 0, None, ("b",)), None).said == "2 b"
+
+
+def test_long_texts_are_cut_in_the_middle_wherever_they_are() -> None:
+    cut = "ab ... (6 characters left out) ... ij"
+    assert shortened("abcdefghij", None) == shortened("abcdefghij", 10) == "abcdefghij"
+    assert shortened("abcdefghij", 1) == "a ... (9 characters left out) ... "
+    message = {"role": "tool", "content": "abcdefghij", "n": 1}
+    assert shortened([message], 4) == [{"role": "tool", "content": cut, "n": 1}]
