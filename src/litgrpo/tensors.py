@@ -222,3 +222,13 @@ def whole(tensor: Tensor) -> Tensor:
     Norms of sharded gradients come as shards, too.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compacted(active: Tensor, number: int) -> Tensor:
+    """[number] the active rows; the last of them fill the places of those that ended.
+
+    So few rows of the caches move.
+    """
+    kept = torch.arange(number, device=active.device)
+    kept[~active[:number]] = active[number:].nonzero().squeeze(1) + number
+    return kept

@@ -74,6 +74,7 @@ class TokenRows:
         completion_mask: [M, C] True marks a real token.
         candidate_ids: [M, C, S] ids of the tokens that could be sampled (-1: none), which all
             distributions are over; None: every token.
+        loss_mask: [M, C] True marks a token that the policy sampled; None: all real ones are.
     """
 
     prompt_ids: Tensor
@@ -82,6 +83,7 @@ class TokenRows:
     completion_ids: Tensor
     completion_mask: Tensor
     candidate_ids: Tensor | None = None
+    loss_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
@@ -161,36 +163,6 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class Episode:
-    """What was said in one row of a rollout, spoken and heard apart.
-
-    Args:
-        messages: in order; the policy's have the role `assistant`, those that it heard any other.
-        spans: of each message, its columns [first, end) in the row.
-        calls: {tool: (calls, calls that failed)}.
-        log: {name: (sum, turns)} of what the environment logged.
-        seconds: that its turns waited for answers.
-        failed: why its environment could not go on; "": it could.
-        heard_cut: tokens that were left out of what it heard, by the limit.
-        done: the environment said that it is over.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    log: dict[str, tuple[float, int]] = field(default_factory=dict)
-    seconds: float = 0.0
-    failed: str = ""
-    heard_cut: int = 0
-    done: bool = False
-
-    @property
-    def spoken(self) -> list[str]:
-        """The texts of the policy's turns."""
-        return [each["content"] for each in self.messages if each["role"] == "assistant"]
-
-
-@dataclass(frozen=True)
 class Rollout:
     """G sampled completions of each of B prompts.
 
@@ -209,12 +181,10 @@ class Rollout:
         completions: N decoded texts, empty until the rollouter decodes them.
         candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled up with -1;
             None where that is every token.
-        turns: [N, C] int16 number of the turn that the policy spoke a token in, -1 elsewhere;
-            None where every completion is one turn.
-        turn_rewards: [N, K] float64 reward of each turn; NaN where there is no such turn, or the
-            environment abstained.
-        turn_states: N lists of what was heard after each turn as a state (`Heard.state`).
-        episodes: N episodes; empty where every completion is one turn.
+        turns: [N, C] int16 turn that a token was spoken in, -1 elsewhere; None: there is one turn.
+        turn_rewards: [N, K] float64; NaN where there is no such turn, or its reward abstained.
+        turn_states: N lists of the state after each turn (`Heard.state`).
+        episodes: N of `rollout.record.Episode`; empty where every completion is one turn.
     """
 
     prompts: PromptBatch
@@ -230,7 +200,7 @@ class Rollout:
     turns: Tensor | None = None
     turn_rewards: Tensor | None = None
     turn_states: list[list[Hashable]] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Check that there are B * G rows of one length."""
@@ -243,10 +213,7 @@ class Rollout:
         if self.candidate_ids is not None:
             _check("candidate_ids", self.candidate_ids, rows, length, self.candidate_ids.shape[-1])
         if self.turns is not None:
-            assert self.turn_rewards is not None, "turns without their rewards"
             _check("turns", self.turns, rows, length)
-            _check("turn_rewards", self.turn_rewards, rows, self.turn_rewards.shape[-1])
-            assert len(self.turn_states) == len(self.episodes) == rows
 
     @property
     def lengths(self) -> Tensor:
@@ -264,6 +231,7 @@ class Rollout:
             completion_ids=self.completion_ids,
             completion_mask=self.completion_mask,
             candidate_ids=self.candidate_ids,
+            loss_mask=None if self.turns is None else self.loss_mask,
         )
 
     def token_lists(self) -> list[list[int]]:

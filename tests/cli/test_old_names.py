@@ -212,3 +212,19 @@ def test_a_run_and_its_checkpoint_of_the_previous_version_are_understood(cli):
     assert code == 0
     assert "2 iterations, " in out
     assert "warning: litgrpo.modules.grpo.GRPO is now litgrpo.GRPO" in err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "{class_path: litgrpo.rollout.interface.SingleTurn}",
+        "\n    class_path: litgrpo.rollout.interface.SingleTurn",
+        "{class_path: SingleTurn, init_args: {}}",
+        "SingleTurn",
+    ],
+)
+def test_an_environment_that_did_nothing_is_none(given):
+    names = OldNames()
+    recipe = yaml.safe_load(names.text(f"model:\n  environment: {given}\n  seed: 3\n"))
+    assert recipe == {"model": {"environment": None, "seed": 3}}
+    assert names.met == {"environment: SingleTurn": "environment: null"}

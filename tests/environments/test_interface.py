@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from litgrpo.environments import Environment, Heard
-from litgrpo.environments.interface import schemas_of
+from litgrpo.environments import Environment, Heard, Tools
+from litgrpo.environments.interface import schemas_of, shown_schemas_of
 
 
 class Echo:
@@ -65,6 +65,16 @@ def test_a_function_that_says_nothing_of_its_arguments_cannot_be_shown() -> None
     """One line names it."""
     with pytest.raises(ValueError, match=r"a tool cannot be shown to the model: .*quiet"):
         schemas_of(Calculator(lambda_of_one()))
+
+
+@pytest.mark.parametrize(("describe", "number"), [(True, 0), (False, 1)])
+def test_tools_that_are_told_in_the_prompt_are_not_shown_by_the_template_too(
+    describe: bool, number: int
+) -> None:
+    """They stay tools."""
+    calculator = Tools(functions=[double], describe=describe)
+    assert len(shown_schemas_of(calculator)) == number
+    assert len(schemas_of(calculator)) == 1
 
 
 def lambda_of_one() -> Any:

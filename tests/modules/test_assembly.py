@@ -25,7 +25,7 @@ from litgrpo.modules.assembly import (
 )
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.interface import SingleTurn
+from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import tiny_policy
@@ -37,7 +37,8 @@ SETTINGS = Settings(
     max_completion_len=6,
     sampling=Sampling(),
     engine=LocalEngine(),
-    environment=SingleTurn(),
+    environment=None,
+    episode=EpisodeSettings(),
     update=UpdateConfig(),
     precision=Precision(),
     max_resamples=0,

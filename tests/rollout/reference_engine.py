@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,55 @@ def write_column(
     buffer.ended[rows] |= torch.isin(tokens, eos_ids)
 
 
+def episodes(requests: Requests) -> Rollout:
+    """Each row by itself: speak until the turn ends, wait for what it hears, and speak on."""
+    policy, prompts, listener = requests.policy, requests.prompts, requests.listener
+    assert listener is not None
+    buffer = CompletionBuffer.empty(requests.uniforms.shape, policy.pad_id, torch.device("cpu"))
+    turns = torch.full(requests.uniforms.shape, -1, dtype=torch.int16)
+    for row, uniforms in enumerate(requests.uniforms):
+        number, first, column = 0, 0, 0
+        while column < len(uniforms):
+            own = row // requests.group_size
+            ids, mask = prompts.prompt_ids[own, None], prompts.prompt_mask[own, None]
+            logits = policy.dense_logits(ids, mask, buffer.ids[row, None, :column])[:, -1]
+            drawn = sample(logits, uniforms[None, column], requests.sampling)
+            buffer.ids[row, column], buffer.logprobs[row, column] = drawn.tokens, drawn.logprobs
+            buffer.mask[row, column], turns[row, column] = True, number
+            if drawn.candidate_ids is not None:
+                place = (torch.tensor([column]), torch.tensor([row]), drawn.candidate_ids)
+                buffer.candidate_ids.append(place)
+            column += 1
+            said = buffer.ids[row, first:column].tolist()
+            stops = requests.stops is not None and requests.stops.found(said)
+            ends = said[-1] in requests.end_ids or stops
+            buffer.ended[row] = ends
+            if not ends and len(said) < listener.max_turn_tokens and column < len(uniforms):
+                continue
+            listener.ended(row, said, cut=not ends)
+            heard = listener.heard(wait=True)[row]
+            if heard is None:
+                break
+            end = column + len(heard)
+            buffer.ids[row, column:end] = torch.tensor(heard, dtype=torch.long)
+            buffer.mask[row, column:end] = True
+            buffer.ended[row] = True
+            number, first, column = number + 1, end, end
+    plain = buffer.rollout(prompts, requests.group_size)
+    turns = turns[:, : plain.completion_ids.shape[1]]
+    return replace(plain, turns=turns, loss_mask=turns >= 0)
+
+
 class ReferenceEngine(RolloutEngine):
     """The oracle that other engines are compared with, token for token."""
+
+    hears = True
 
     @torch.no_grad()
     def generate(self, requests: Requests) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
+        if requests.listener is not None:
+            return episodes(requests)
         policy, prompts, group_size = requests.policy, requests.prompts, requests.group_size
         device = prompts.prompt_ids.device
         prompt_ids = prompts.prompt_ids.repeat_interleave(group_size, 0)

@@ -34,6 +34,14 @@ METRICS: dict[str, str] = {
     "prompt/len_mean": "Mean tokens of the batch's prompts.",
     "prompt/len_min": "Tokens of the shortest.",
     "prompt/len_max": "Tokens of the longest.",
+    "time/env_s": "Seconds of sampling in which environments were begun, told and waited for.",
+    "env/turns": "Mean turns of an episode.",
+    "env/reward": "Mean sum of an episode's turn rewards; episodes that failed are left out.",
+    "env/failed_frac": "Share of episodes that failed: they teach nothing.",
+    "env/timeout_frac": "Share of episodes that failed because an answer took too long.",
+    "tools/<name>_calls": "Mean calls of a tool in an episode.",
+    "tools/<name>_failed": "Mean calls of it that failed.",
+    "completion/heard_frac": "Share of the tokens after the prompt that the environment said.",
     "policy/loss": "The loss. With one optimizer step on-policy it is near 0 in value; its "
     "gradient is not.",
     "policy/entropy": "Entropy (nats per token) of the distribution that was sampled from, all "
@@ -107,7 +115,7 @@ METRICS: dict[str, str] = {
     "val/<set>/token_accuracy": "sft/token_accuracy over the held-out pairs.",
 }
 # What stands in a pattern for what; `_low` and `_high` are the bounds of an interval.
-PLACES = {"<part>": r"[^/]+?", "<k>": r"\d+", "<set>/": r"(?:[^/]+/)?"}
+PLACES = {"<part>": r"[^/]+?", "<name>": r"[^/]+?", "<k>": r"\d+", "<set>/": r"(?:[^/]+/)?"}
 BOUND = r"(?:_low|_high)?"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from litgrpo.checks.episode_checks import small_episodes
 from litgrpo.learner.learner import Learner
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.parts import Reward
@@ -52,6 +52,8 @@ class DryRun:
         }
         # Coefficients of a run may follow what it samples; those of a dry run are thrown away.
         learner = replace(learner, coefficients=copy(learner.coefficients), **sizes)
+        if rollouter.episodes is not None:
+            rollouter = replace(rollouter, episodes=small_episodes(policy))
         return DryRun(replace(rollouter, **sizes), learner, RecordingReward())
 
     def sample(self, prompts: PromptBatch) -> Rollout:
@@ -60,10 +62,14 @@ class DryRun:
 
     def experience(self, rollout: Rollout) -> Experience:
         """What a first iteration learns from; the rewards differ within every group."""
-        scorer = Scorer({"probe": Reward(self.probe)}, runner=InProcessRunner())
-        pending: Future[RewardTable] = scorer.submit(rollout)
+        rewards = self.rewards(rollout)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
-        return self.learner.experience(rollout, pending.result(), logprobs)
+        return self.learner.experience(rollout, rewards, logprobs)
+
+    def rewards(self, rollout: Rollout) -> RewardTable:
+        """Some that differ within every group."""
+        scorer = Scorer({"probe": Reward(self.probe)}, runner=InProcessRunner())
+        return scorer.submit(rollout).result()
 
 
 class RecordingReward:

@@ -1,4 +1,4 @@
-"""Seven statements that must be true before training starts, each with its measured error.
+"""Statements that must be true before training starts, each with its measured error.
 
 They are asked of the run itself: its policy, engine, sampling, objective and reference, in its
 precision, on the first prompts of its training data. What they compare with is the library's own
@@ -27,16 +27,22 @@ from litgrpo.checks.dry_run import (
     some_ends,
     tolerance,
 )
+from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.learner.learner import Learner
 from litgrpo.learner.micro_batches import Limits
 from litgrpo.parallel.comm import Comm
+from litgrpo.rollout.bridge_proof import wrong_conversations
+from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
 
 ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
+
+LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
+BRIDGE = "9 the bridge is the template's own"
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
 # those after it: a wrong head makes decoding differ, too.
@@ -74,7 +80,21 @@ LIKELY = {
         "micro-batches are averaged, a mean of means, or weights are computed inside each of them"
     ),
 }
-COUNTED = {"5 a completion ends with its end token, once", "6 groups are contiguous"}
+LIKELY |= {
+    LEARNED: (
+        "what was heard is learned from, or counts in lengths, denominators, discounts or the KL "
+        "term: a mask of all tokens stands where `loss_mask` belongs"
+    ),
+    SEEN: (
+        "rewards are given what the environment said as the policy's words: texts are decoded from "
+        "whole rows"
+    ),
+}
+LIKELY[BRIDGE] = (
+    "what stands between two turns has other tokens than the chat template's own rendering of the "
+    "conversation: a line break behind an end token is lost, or history was encoded again"
+)
+COUNTED = {"5 a completion ends with its end token, once", "6 groups are contiguous", SEEN, BRIDGE}
 
 
 @dataclass(frozen=True)
@@ -119,7 +139,7 @@ class Conditions:
 def measured(
     rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
 ) -> list[Finding]:
-    """Measure all seven.
+    """Measure all; the last three where rows are episodes.
 
     Args:
         rollouter: of the run.
@@ -131,6 +151,7 @@ def measured(
     with modes_kept(learner.policy, learner.reference):
         dry = DryRun.of(rollouter, learner)
         rollout, errors = sampling_errors(dry, few_prompts(prompts), limit)
+        errors |= bridge_errors(rollouter)
         findings = agreed(learner.comm, errors, limit)
         if not all(finding.holds for finding in findings):
             return findings  # there is no sound rollout to learn from
@@ -234,6 +255,8 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
         "6 groups are contiguous": dry.probe.misplaced(rollout, experience),
         "3 the first ratio is 1": ratio_error(experience, now),
     }
+    if rollout.turns is not None:
+        errors |= episode_errors(dry, rollout)
     if learner.reference is not None:
         errors |= reference_errors(learner, experience, now, conditions)
     if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):  # defined by the split
@@ -241,7 +264,31 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
     return errors
 
 
-# --- the seven ---
+def bridge_errors(rollouter: Rollouter) -> dict[str, float]:
+    """Conversations with other tokens between turns than the chat template's: {name: number}."""
+    bridge = None if rollouter.episodes is None else rollouter.episodes.bridge
+    return {BRIDGE: wrong_conversations(bridge)} if isinstance(bridge, Template) else {}
+
+
+def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:
+    """What is wrong with the learning and judging of episodes: {name: error}."""
+    learner, rewards = dry.learner, dry.rewards(rollout)
+
+    def gradient_of(learner: Learner, experience: Experience) -> list[Tensor]:
+        return gradient(learner, experience, Limits(shared=learner.policy.shares_prompts))
+
+    def cut(text: str) -> str:
+        stops, include = dry.rollouter.stop_strings, dry.rollouter.sampling
+        return text if stops is None else stops.cut(text, include.include_stop_str_in_output)
+
+    errors = {SEEN: overheard(rollout, dry.probe.asked, learner.policy, cut)}
+    # An encoder-decoder reads earlier turns in its decoder: there is no such prompt.
+    if not learner.policy.bare_model.config.is_encoder_decoder:
+        errors[LEARNED] = turns_error(learner, rollout, rewards, gradient_of)
+    return errors
+
+
+# --- what is measured ---
 
 
 def true_logprobs(
@@ -266,13 +313,15 @@ def learner_error(
     """
     tokens = rollout.tokens
     mask = torch.nn.functional.pad(tokens.completion_mask, (0, padding))
+    spoken = torch.nn.functional.pad(rollout.loss_mask, (0, padding))
     ids = torch.nn.functional.pad(tokens.completion_ids, (0, padding))
     if padding:
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
-    tokens = replace(tokens, completion_ids=ids, completion_mask=mask, candidate_ids=None)
+    given = {"completion_ids": ids, "completion_mask": mask, "loss_mask": spoken}
+    tokens = replace(tokens, candidate_ids=None, **given)
     new = learner.logprobs(tokens).logprobs
     expected = torch.nn.functional.pad(true.logprobs, (0, padding))
-    return float(row_gaps(new - expected, mask).max())
+    return float(row_gaps(new - expected, spoken).max())
 
 
 def padding_error(learner: Learner, rollout: Rollout, true: ReferenceForward) -> float:
@@ -304,6 +353,8 @@ def bad_ends(dry: DryRun, rollout: Rollout) -> float:
     lengths = mask.sum(1)
     places = torch.arange(mask.shape[1], device=mask.device)
     ends = mask & torch.isin(rollout.completion_ids, torch.tensor(eos_ids, device=mask.device))
+    if rollout.turns is not None:
+        return bad_turns(rollout, ends | stopped(rollout, stops), limit)
     if stops is not None:
         first = torch.tensor([stops.length(ids) for ids in rollout.token_lists()])
         ends |= mask & (places == first[:, None].to(mask.device) - 1)

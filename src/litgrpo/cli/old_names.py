@@ -19,6 +19,11 @@ KEYS = {
 }
 # Optimizers of torch whose name another library has, too: after its import it would be ambiguous.
 OF_TORCH = {"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}
+# The environment of earlier versions that left every completion as it is.
+SINGLE_TURN = tuple(
+    f"{path}SingleTurn"
+    for path in ("", "litgrpo.rollout.interface.", "litgrpo.rollout.environment.")
+)
 RECIPE_FLAGS = ("c", "config")
 
 
@@ -41,7 +46,7 @@ class OldNames:
             >>> OldNames().path("litgrpo.objectives.kl.k1")
             'litgrpo.algorithm.kl.k1'
         """
-        new = current_path(path)
+        new = "null" if path in SINGLE_TURN else current_path(path)
         if new != path:
             self.met[path] = new
         return new
@@ -84,6 +89,8 @@ class OldNames:
             case yaml.SequenceNode():
                 for inner in node.value:
                     yield from self._edits(inner, key)
+            case yaml.MappingNode() if (named := _single_turn(node)) is not None:
+                yield node.start_mark.index, named, self.path("SingleTurn")
             case yaml.MappingNode():
                 prefix = f"{key}." if key else ""
                 names = {name.value for name, _ in node.value if isinstance(name.value, str)}
@@ -158,6 +165,14 @@ def _of_torch(value: str, key: str) -> str:
     """The whole path of an optimizer of torch that is given by its name; all else as it is."""
     place = key.replace(".init_args", "").removesuffix(".class_path")
     return f"torch.optim.{value}" if place == "model.optimizer" and value in OF_TORCH else value
+
+
+def _single_turn(node: yaml.MappingNode) -> int | None:
+    """Where the class path of an environment that does nothing ends; None for any other mapping."""
+    for name, inner in node.value:
+        if name.value == "class_path" and inner.value in SINGLE_TURN:
+            return (node if node.flow_style else inner).end_mark.index
+    return None
 
 
 def _edit(node: yaml.ScalarNode, new: str) -> Iterator[tuple[int, int, str]]:

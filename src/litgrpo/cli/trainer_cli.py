@@ -334,7 +334,7 @@ class LitGRPOCLI(LightningCLI):
 
     @cached_property
     def config_text(self) -> str:
-        """The settled configuration as YAML for any verb, less what was meant for this call only."""
+        """The settled configuration as YAML for any verb, less what is for this call only."""
         text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
         content = yaml.safe_load(text)[self.config.subcommand]
         kept = {name: value for name, value in content.items() if name not in OF_ONE_CALL}

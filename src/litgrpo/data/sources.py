@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -52,9 +53,29 @@ class Source:
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
 
 
+class Generated(ABC):
+    """A source whose rows are made when they are read; named by `class_path` in a recipe."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For messages."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows, always the same ones."""
+
+
 KEYS = {each.name: None for each in fields(Source)}.keys()
 # In Python also a `datasets.Dataset`, or anything else that gives one mapping after the other.
-SourceLike = str | Source | list[str | Source] | list[dict[str, Any]]
+SourceLike = (
+    str
+    | Generated
+    | Source
+    | list[str | Source | Generated]
+    | list[str | Source]
+    | list[dict[str, Any]]
+)
 # Sets with names: `{easy: a.jsonl, hard: {path: b.jsonl, limit: 100}}`.
 SetsLike = SourceLike | dict[str, Any]
 
@@ -112,7 +133,7 @@ def named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
     for name, source in given.items():
         good = isinstance(name, str) and name and "/" not in name
         require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
-        fits = isinstance(source, Iterable | Source) and bool(source)
+        fits = isinstance(source, Iterable | Source | Generated) and bool(source)
         require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
     return {name: _as_source(source) for name, source in given.items()}
 
@@ -140,8 +161,8 @@ def several(source: SourceLike) -> list[Any]:
     """The sources that are meant: one, or those of a list, where it names sources and not rows."""
     if not isinstance(source, list):
         return [source]
-    named = [isinstance(each, Source) or is_path(each) for each in source]
-    with_keys = any(isinstance(each, Source) for each in source)
+    named = [isinstance(each, Source | Generated) or is_path(each) for each in source]
+    with_keys = any(isinstance(each, Source | Generated) for each in source)
     if not any(named):
         return [source]
     text = next((each for each, is_named in zip(source, named, strict=True) if not is_named), "")
@@ -182,6 +203,8 @@ def weights_of(source: Any) -> list[float] | None:
 
 def _some(source: Any) -> list[Placed]:
     """The rows of one source, as many as its limit asks for."""
+    if isinstance(source, Generated):
+        return from_list(source.rows(), source.name)
     source = Source(source) if isinstance(source, str) else source
     if not isinstance(source, Source):
         rows = _given(source)

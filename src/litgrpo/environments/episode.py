@@ -37,8 +37,8 @@ class Turns(NamedTuple):
 class Stage:
     """The episodes that are played in one process, one call at a time.
 
-    The global generators of `random`, numpy and torch are each episode's own: seeded when it begins,
-    and put back when it is called again after another one was.
+    The global generators of `random`, numpy and torch are each episode's own: seeded when it
+    begins, and put back when it is called again after another one was.
 
     Args:
         environment: the pattern; every episode is played by a copy.

@@ -83,6 +83,19 @@ def schemas_of(environment: object) -> list[dict[str, Any]]:
         raise ValueError(f"a tool cannot be shown to the model: {error}") from error
 
 
+@runtime_checkable
+class DescribesTools(Protocol):
+    """What may tell of its tools in the prompt itself, as text: `describe`."""
+
+    describe: bool
+
+
+def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
+    """The same for chat templates to show: none where the environment tells of them itself."""
+    told = isinstance(environment, DescribesTools) and environment.describe
+    return [] if told else schemas_of(environment)
+
+
 @dataclass(frozen=True)
 class Start:
     """How an episode begins.

@@ -272,5 +272,14 @@ class Evaluator:
                 "answer": extract_answer(text),
                 "truncated": bool(rollout.truncated[row]),
             }
+            | _episode(rollout, row)
             for row, text in enumerate(rollout.completions)
         ]
+
+
+def _episode(rollout: Rollout, row: int) -> dict[str, Any]:
+    """What a file of predictions holds of an episode; nothing of a single turn."""
+    if not rollout.episodes:
+        return {}
+    played = rollout.episodes[row]
+    return {"messages": played.messages, "failed": played.failed}

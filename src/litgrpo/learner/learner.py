@@ -217,8 +217,7 @@ class Learner:
         check_centered(of_completions(advantages).view_as(rewards.total), self.objective)
         tokens = rollout.tokens
         return Experience(
-            **vars(tokens),
-            loss_mask=mask,
+            **vars(tokens) | {"loss_mask": mask},
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
             weights=weights,

@@ -18,6 +18,7 @@ from litgrpo.models.attention.decode_shared_prefix import (
 )
 from litgrpo.models.attention.packed_shared_prefix import PACKED
 from litgrpo.models.attention.packing import WORTH, Packing, can_share, sharing_pays
+from litgrpo.models.attention.rows_away import CachedRowsAway
 from litgrpo.models.causal_static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
@@ -183,6 +184,11 @@ class CausalPolicy(Policy):
             )
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
+
+    def away(self, state: DecodeState) -> CachedRowsAway:
+        """See `Policy.away`."""
+        order = None if self._decoder is None else self._decoder.pairs
+        return CachedRowsAway(self.bare_model.base_model, self.head, state, order)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor

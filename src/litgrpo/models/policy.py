@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from litgrpo.models.attention.leaving import RowsAway
 from litgrpo.models.attention.packing import pack_left
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.static_decoder import StaticDecoder
@@ -207,6 +208,10 @@ class Policy(nn.Module, ABC):
             [M, C + 1, V] logits; entry t predicts completion token t.
         """
 
+    def away(self, state: DecodeState) -> RowsAway | None:
+        """How rows of this state leave a batch for a while; None where they cannot."""
+        return None
+
     # --- what follows from it ---
 
     def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
@@ -231,7 +236,7 @@ class Policy(nn.Module, ABC):
         """Log-probabilities of given completions, with gradient.
 
         Args:
-            rows: M completions and their prompts.
+            rows: M completions and their prompts; where `loss_mask` is given, of its tokens alone.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.
 
@@ -243,6 +248,9 @@ class Policy(nn.Module, ABC):
             return self.static.logprobs(rows, **settings)
         mask, candidates = rows.completion_mask, rows.candidate_ids
         hidden = self.hidden(rows)
+        spoken = mask if rows.loss_mask is None else rows.loss_mask
+        if int(spoken.sum()) < len(hidden):  # what was heard has no distribution
+            hidden, mask = hidden[spoken[mask]], spoken
         found = token_logprobs(
             hidden,
             rows.completion_ids[mask],

@@ -25,6 +25,7 @@ from litgrpo.learner.static_batches import Static
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
+from litgrpo.modules.episodes_of import episodes_of
 from litgrpo.modules.trainer import TrainerComm, is_attached
 from litgrpo.parallel.device import Clock, backend
 from litgrpo.parallel.messages import rank_zero_info
@@ -32,7 +33,8 @@ from litgrpo.rewards.library.format import soft_overlong
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
-from litgrpo.rollout.interface import Environment, RolloutEngine
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.rollout.sampling import Sampling
 
@@ -47,7 +49,8 @@ class Settings:
     max_completion_len: int
     sampling: Sampling
     engine: RolloutEngine
-    environment: Environment
+    environment: object | None
+    episode: EpisodeSettings
     update: UpdateConfig
     precision: Precision
     max_resamples: int
@@ -105,7 +108,7 @@ def join(
         policy,
         *settings.sizes,
         engine=settings.engine,
-        environment=settings.environment,
+        episodes=episodes_of(module, settings.environment, settings.episode, policy),
         sampling=settings.sampling,
         seed=settings.seed,
         clock=clock,
@@ -198,12 +201,14 @@ def same_digits(settings: Settings, trainer_precision: str) -> bool:
     """Whether the sampler's log-probabilities are those of the learning step, up to rounding.
 
     In lower precision the two round differently enough to move ratios, and greedy decoding has
-    log-probabilities of its own.
+    log-probabilities of its own. In episodes which rows decode together depends on when answers
+    come, and so does rounding.
     """
     precision = settings.precision
     full = trainer_precision == "32-true" and precision.compute is None
     full = full and precision.dtype in EXACT_DTYPES
-    return full and settings.engine.exact and not settings.sampling.greedy
+    alone = settings.environment is None
+    return full and alone and settings.engine.exact and not settings.sampling.greedy
 
 
 def check_device(settings: Settings, objective: Objective, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.nothing_learned import NothingLearned
-from litgrpo.environments.interface import schemas_of
+from litgrpo.environments.interface import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.learner.config import UpdateConfig
@@ -40,6 +40,7 @@ from litgrpo.modules.assembly import (
 )
 from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import GRPO_RATES, refuse_greedy_training, settled
+from litgrpo.modules.episodes_of import checked, close_episodes
 from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import reward_columns, set_names
 from litgrpo.modules.state import load, save
@@ -50,7 +51,8 @@ from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Environment, RolloutEngine, SingleTurn
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.types import Experience, PromptBatch, Stats, StepReport
 
@@ -93,7 +95,9 @@ class GRPO(LightningModule):
             short prompts; skipped on devices that compile a program for each shape.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
         reward_runner: `ProcessRunner` (default) ends functions that hang; or `InProcessRunner`.
-        environment: what happens between a prompt and a finished completion: `SingleTurn`.
+        environment: answers between the turns of an episode: an object with `reset(row, seed)` and
+            `step(said)`, such as `litgrpo.environments.Tools`; null: every completion is one turn.
+        episode: limits of an episode, and how turns follow each other.
         seed: names the random numbers of all rollouts.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
@@ -126,7 +130,8 @@ class GRPO(LightningModule):
         check_invariants: bool = True,
         reward_format: RewardFormat = "text",
         reward_runner: RewardRunner | None = None,
-        environment: Environment = SingleTurn(),  # noqa: B008 (stateless)
+        environment: object | None = None,
+        episode: EpisodeSettings = EpisodeSettings(),  # noqa: B008 (frozen)
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -138,12 +143,16 @@ class GRPO(LightningModule):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
         self.lora, self.check_invariants = lora, check_invariants
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.policy: Policy | None = None
+        self.reference: Reference | None = None
         self.settings = Settings(
             group_size=group_size,
             max_completion_len=max_completion_len,
             sampling=remembered(sampling),
             engine=engine,
-            environment=environment,
+            environment=checked(environment, episode, engine, named_rewards(rewards)),
+            episode=episode,
             update=update,
             precision=precision,
             max_resamples=max_resamples,
@@ -156,16 +165,13 @@ class GRPO(LightningModule):
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.policy: Policy | None = None
-        self.reference: Reference | None = None
 
     load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
     # What callbacks ask after an evaluation, besides `evaluation_report`.
     evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
     complete_evaluation = start.complete
     # What the data show to the model in their chat format: schemas of the environment's tools.
-    shown_tools = property(lambda self: schemas_of(self.settings.environment))
+    shown_tools = property(lambda self: shown_schemas_of(self.settings.environment))
 
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
@@ -175,13 +181,14 @@ class GRPO(LightningModule):
         prepare_device(self, device)
         self.evaluator.start(backend(device).data_device, set_names(self.trainer))
         for columns in reward_columns(self.trainer):  # before a model is loaded
-            self.scorer.check(columns)
+            self.scorer.check(columns, episodes=self.settings.environment is not None)
         if stage != "predict":
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
     def teardown(self, stage: str) -> None:
-        """Let the reward functions' processes go."""
+        """Let the processes of reward functions and environments go."""
         self.scorer.close()
+        close_episodes(self)
 
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
         """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
@@ -227,7 +234,8 @@ class GRPO(LightningModule):
         experience = self.learner.experience(rollout, rewards, logprobs)
         reports = self.learner.update(experience, TrainerStepper(self))
         self.log_dict(rewards.metrics)
-        self.log_iteration(rewards.stats() | rollout.stats() | first, experience, reports)
+        seen = rewards.stats() | rollout.stats() | self.rollouter.episode_stats(rollout) | first
+        self.log_iteration(seen, experience, reports)
         shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
         return shown | {"advantages": advantages_of(experience, rewards)}
 

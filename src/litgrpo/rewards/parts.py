@@ -9,10 +9,12 @@ from math import isfinite
 from typing import Any, Literal, get_args
 
 from litgrpo.arguments import did_you_mean, one_of, require
+from litgrpo.rewards.library.episode import environment
 from litgrpo.rewards.lookup import resolved
 from litgrpo.types import RewardTable
 
 RewardFormat = Literal["text", "chat"]
+OWN = {"environment": environment}  # functions of rewards that need not name one
 Normalize = Literal["none", "group", "batch"]
 
 
@@ -24,7 +26,9 @@ class Reward:
         function: a function `f(prompts, completions, **columns) -> list[float | None]` or its
             import path, such as `litgrpo.rewards.correctness`. It gets the columns
             that its signature names (all of them with `**kwargs`), among them `completion_ids`,
-            `completion_lengths` and `truncated`. None abstains.
+            `completion_lengths` and `truncated`; in episodes `completions` are what the policy said
+            in its last turn, and there are `messages`, `turns` and `turn_rewards`, too. None
+            abstains. The reward named `environment` needs none: it is the environment's own.
         weight: factor in the total; 0 only shows the reward.
         kwargs: further arguments of the function.
         gate: name of another reward, without which this one counts nothing (`quality` only where
@@ -36,7 +40,7 @@ class Reward:
         schedule: factors of the weight at iterations, linear in between: `{0: 1.0, 200: 0.0}`.
     """
 
-    function: str | Callable[..., Any]
+    function: str | Callable[..., Any] = ""
     weight: float = 1.0
     kwargs: dict[str, Any] = field(default_factory=dict)
     gate: str | None = None
@@ -136,7 +140,10 @@ def checked(parts: Mapping[str, Reward]) -> dict[str, Callable[..., Any]]:
     for name, part in parts.items():
         _check_weight(name, part)
         _check_shaping(name, part, list(parts))
-    functions = {name: resolved(name, part.function, part.kwargs) for name, part in parts.items()}
+    given = {name: part.function or OWN.get(name, "") for name, part in parts.items()}
+    for name, function in given.items():
+        require(bool(function), f"reward '{name}' has no function; name one: function: my.reward")
+    functions = {name: resolved(name, given[name], part.kwargs) for name, part in parts.items()}
     _check_names(list(parts))
     _check_duplicates(parts, functions)
     counts = any(part.weight for part in parts.values())

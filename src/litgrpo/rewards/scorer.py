@@ -11,8 +11,10 @@ from typing import Any, get_args
 import torch
 
 from litgrpo.arguments import one_of
+from litgrpo.rewards import of_episodes
 from litgrpo.rewards.lookup import parameters
 from litgrpo.rewards.models import waiting, with_budget
+from litgrpo.rewards.of_episodes import OF_EPISODES
 from litgrpo.rewards.parts import Reward, RewardFormat, checked, lacking, named_rewards
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
@@ -109,10 +111,12 @@ class Scorer:
             The [B, G] rewards. Errors as those of a call; those of the arguments are raised here.
         """
         prompts, group_size = rollout.prompts, rollout.group_size
-        texts = {
+        texts: dict[str, list[Any]] = {
             "prompts": [text for text in prompts.prompts for _ in range(group_size)],
             "completions": list(rollout.completions),
         }
+        if rollout.episodes and self.reward_format == "chat":  # roles tell who said what
+            texts["completions"] = [each.messages for each in rollout.episodes]
         columns = {
             name: [value for value in values for _ in range(group_size)]
             for name, values in prompts.columns.items()
@@ -122,21 +126,27 @@ class Scorer:
             "completion_lengths": rollout.lengths.tolist(),
             "truncated": rollout.truncated.tolist(),
         }
+        columns |= of_episodes.columns(rollout) if rollout.episodes else {}
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         context, numbers = {"trainer_state": state}, prompts.index.tolist()
-        return self._submit(texts, columns, group_size, context, iteration, numbers)
+        asked = self._submit(texts, columns, group_size, context, iteration, numbers)
+        if not rollout.episodes:
+            return asked
+        return LazyFuture(lambda: of_episodes.without_failed(asked.result(), rollout))
 
-    def check(self, columns: Iterable[str]) -> None:
+    def check(self, columns: Iterable[str], episodes: bool = False) -> None:
         """Refuse data that lack a column which a function needs, before anything is sampled.
 
         Args:
             columns: the names of what is known of each prompt.
+            episodes: completions are episodes.
 
         Raises:
             ValueError: the function and what it needs.
         """
-        given = ("prompts", *columns, "completions", *OF_ROLLOUT)
+        added = (*OF_ROLLOUT, *(OF_EPISODES if episodes else ()))
+        given = ("prompts", *columns, "completions", *added)
         rows: dict[str, list[Any]] = {name: [] for name in given}
         for name in self.parts:
             self._call(name, rows, {"group_size": 0, "trainer_state": None})

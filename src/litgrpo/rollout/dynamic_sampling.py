@@ -157,7 +157,10 @@ FILLING = {
     "loss_mask": 0,
     "truncated": 0,
     "candidate_ids": -1,
+    "turns": -1,
+    "turn_rewards": math.nan,
 }
+LISTS = ("completions", "turn_states", "episodes")  # of N entries, or none
 
 
 def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
@@ -165,9 +168,10 @@ def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor)
     group, places = rollout.group_size, torch.arange(rollout.group_size)
     into = (slots[:, None] * group + places).flatten()
     rows = (donors[:, None] * group + places).flatten()
-    completions = list(rollout.completions)
-    for to, row in zip(into.tolist(), rows.tolist(), strict=True):
-        completions[to] = fresh.completions[row]
+    lists: dict[str, Any] = {name: list(getattr(rollout, name)) for name in LISTS}
+    for name in (name for name in LISTS if lists[name]):
+        for to, row in zip(into.tolist(), rows.tolist(), strict=True):
+            lists[name][to] = getattr(fresh, name)[row]
     pairs = {name: (getattr(rollout, name), getattr(fresh, name)) for name in FILLING}
     tensors: dict[str, Any] = {
         name: _put(values, into, others, rows, FILLING[name])
@@ -175,7 +179,7 @@ def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor)
         if values is not None
     }
     prompts = with_prompts(rollout.prompts, slots, fresh.prompts, donors)
-    return replace(rollout, prompts=prompts, completions=completions, **tensors)
+    return replace(rollout, prompts=prompts, **lists, **tensors)
 
 
 def with_prompts(
@@ -223,7 +227,7 @@ def with_rewards(
     )
 
 
-def _put(values: Tensor, into: Tensor, fresh: Tensor, rows: Tensor, fill: int = 0) -> Tensor:
+def _put(values: Tensor, into: Tensor, fresh: Tensor, rows: Tensor, fill: float = 0) -> Tensor:
     """A copy with rows of `fresh` in the rows `into`, both filled up to the larger sizes."""
     sizes = [max(a, b) for a, b in zip(values.shape[1:], fresh.shape[1:], strict=True)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from litgrpo.models.policy import Policy
+from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import PromptBatch, Rollout
@@ -29,6 +30,8 @@ class Requests:
             leaves it to the engine.
         stops: texts at which completions end, for engines that can look for them while they sample
             and save the rest; what is sampled beyond them is cut off for every engine.
+        listener: rows have turns: what ends a completion ends one of them, and the listener says
+            what the row hears before the next. None: every completion is one turn.
     """
 
     policy: Policy
@@ -38,6 +41,7 @@ class Requests:
     sampling: Sampling
     max_rows: int | None = None
     stops: StopStrings | None = None
+    listener: Listener | None = None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -76,6 +80,11 @@ class RolloutEngine(ABC):
         """Rows that decode at the same time at most, by its own settings; None: all."""
         return None
 
+    @property
+    def hears(self) -> bool:
+        """Whether it takes requests with a listener."""
+        return False
+
     def sync_weights(self, policy: Policy, version: int) -> None:  # noqa: B027 (optional)
         """Take over the policy's weights; engines that sample with the policy itself need not.
 
@@ -89,35 +98,7 @@ class RolloutEngine(ABC):
         """Sample completions; no gradient is kept.
 
         Returns:
-            The rollout, completion texts not yet decoded.
+            The rollout, completion texts not yet decoded. Where rows have turns, what they heard
+            is in `completion_mask` and not in `loss_mask`, its log-probabilities are 0, and `turns`
+            numbers the tokens that were spoken.
         """
-
-
-class Environment(ABC):
-    """Lets an engine complete prompts and may answer on the way.
-
-    A row of the rollout holds everything that was said in it, one after the other. What the policy
-    sampled is marked by `Rollout.loss_mask`; what the environment said is in `completion_mask`
-    only, so it is read and not learned from, and its `sampler_logprobs` are 0.
-    """
-
-    @abstractmethod
-    def play(self, engine: RolloutEngine, requests: Requests) -> Rollout:
-        """Complete the prompts.
-
-        Args:
-            engine: samples.
-            requests: prompts, group size, random numbers and sampling of the whole rollout.
-
-        Returns:
-            A rollout of N = B * G rows, texts not yet decoded.
-        """
-
-
-@dataclass(frozen=True)
-class SingleTurn(Environment):
-    """The policy answers once."""
-
-    def play(self, engine: RolloutEngine, requests: Requests) -> Rollout:
-        """Sample completions."""
-        return engine.generate(requests)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from litgrpo.models.policy import Policy
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.stopped import Stopped
-from litgrpo.rollout.interface import Environment, Requests, RolloutEngine, SingleTurn
+from litgrpo.rollout.episodes import Episodes, Named
+from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.rollout.stop_strings import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
@@ -39,7 +40,7 @@ class Rollouter:
         group_size: completions of each prompt in training, G.
         max_completion_len: tokens of a completion at most, C.
         engine: computes rollouts.
-        environment: what happens between a prompt and a finished completion.
+        episodes: plays completions as episodes of an environment; None: each is one turn.
         sampling: temperature and filters in training.
         seed: names the random numbers of all rollouts.
         clock: counts the seconds.
@@ -50,7 +51,7 @@ class Rollouter:
     group_size: int
     max_completion_len: int
     engine: RolloutEngine = field(default_factory=LocalEngine)
-    environment: Environment = field(default_factory=SingleTurn)
+    episodes: Episodes | None = None
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     clock: Clock = field(default_factory=Clock)
@@ -92,10 +93,11 @@ class Rollouter:
                 "prompts alone. Use litgrpo.PromptData."
             )
         group_size = self.group_size if group_size is None else group_size
+        counted = iteration if purpose == "train" else 0
         uniforms = draw_uniforms(
             self.seed,
             purpose,
-            iteration if purpose == "train" else 0,
+            counted,
             prompts.index,
             group_size,
             self.max_completion_len,
@@ -104,19 +106,23 @@ class Rollouter:
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         stops, policy = self.stop_strings, self.policy
         requests = Requests(policy, prompts, group_size, uniforms, sampling, stops=stops)
-        self.policy.eval()
+        policy.eval()
         if iteration != self._synced:
             self.engine.sync_weights(self.policy, iteration)
             self._synced = iteration
         with self.policy.arithmetic():
-            rollout = self._within_memory(requests)
-        tokenizer = self.policy.tokenizer
+            rollout = self._within_memory(requests, Named(self.seed, purpose, counted, attempt))
         if purpose == "train":
             self._sampled_tokens += int(rollout.lengths.sum())
-        texts = tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
+        decode = partial(policy.tokenizer.batch_decode, skip_special_tokens=True)
+        texts = rollout.completions or decode(rollout.token_lists())
         if stops is not None:
             texts = stops.cut_all(texts, rollout, sampling.include_stop_str_in_output)
         return replace(rollout, completions=texts, policy_version=iteration)
+
+    def episode_stats(self, rollout: Rollout) -> Stats:
+        """What to log of a rollout's episodes."""
+        return {} if self.episodes is None else self.episodes.stats(rollout)
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:
@@ -134,10 +140,10 @@ class Rollouter:
         tokens, self._sampled_tokens = self._sampled_tokens, 0
         return tokens
 
-    def _within_memory(self, requests: Requests) -> Rollout:
+    def _within_memory(self, requests: Requests, named: Named) -> Rollout:
         """The rollout, repeated with half the rows at once while memory is short.
 
-        The completions stay the same: no row depends on those beside it.
+        The completions stay the same: no row depends on those beside it. Episodes begin anew.
         """
         at_once, stops = requests.num_rows, requests.stops
         engine = self.engine if stops is None else Stopped(self.engine, stops)
@@ -146,7 +152,10 @@ class Rollouter:
             nonlocal at_once
             limits = (requests.num_rows, self.engine.row_limit, max_rows)
             at_once = min(rows for rows in limits if rows is not None)
-            return self.environment.play(engine, replace(requests, max_rows=max_rows))
+            asked = replace(requests, max_rows=max_rows)
+            if self.episodes is not None:  # turns end at stop strings, not rows
+                return self.episodes.play(self.engine, asked, named)
+            return engine.generate(asked)
 
         def lower(rows: int) -> None:
             self.max_rows = rows

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine, _compacted
+from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine
 from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Drawn, Sampling
+from litgrpo.tensors import compacted
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.engines.test_engines import (
     GROUP,
@@ -53,8 +54,8 @@ def test_no_gradient_is_kept():
 
 def test_rows_that_ended_are_replaced_by_the_last_ones():
     active = torch.tensor([True, False, True, False, True, True])
-    assert _compacted(active, 4).tolist() == [0, 4, 2, 5]
-    assert _compacted(torch.ones(3, dtype=torch.bool), 3).tolist() == [0, 1, 2]
+    assert compacted(active, 4).tolist() == [0, 4, 2, 5]
+    assert compacted(torch.ones(3, dtype=torch.bool), 3).tolist() == [0, 1, 2]
 
 
 END, PAD = 2, 0

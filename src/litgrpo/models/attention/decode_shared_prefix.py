@@ -87,6 +87,7 @@ class SharedPrefixCache(Cache, DecodeState):
         self.prompt_mask = prompt_mask
         self.prompt_of = torch.arange(rows, device=prompt_mask.device) // group_size
         self.start = torch.zeros_like(self.prompt_of)  # the column in which a row begins
+        self.away = self.prompt_of[:0]  # prompts of rows that are away; see `rows_away`
         # Tensors of one shape are stacked, so that one operation moves the rows of all layers.
         alike: dict[torch.Size, list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
@@ -105,7 +106,8 @@ class SharedPrefixCache(Cache, DecodeState):
         self._cell, self._row_of_cell = grid.cell_of_row, grid.row_of_cell
         self._maps: dict[int, tuple[Tensor, Tensor]] = {}
         self.position_of_column_0 = self.prompt_mask.sum(1)[self.prompt_of] - self.start
-        self.first_start, self.last_start = (int(each) for each in self.start.aminmax())
+        starts = self.start if len(self.start) else self.start.new_tensor([self.fed])
+        self.first_start, self.last_start = (int(each) for each in starts.aminmax())
         padding = ~self.prompt_mask[self.prompt_of]
         self.padding = padding[:, None] if bool(padding.any()) else None
         self._windows: dict[int | None, Window] = {}
@@ -137,7 +139,9 @@ class SharedPrefixCache(Cache, DecodeState):
             for own in self._own:
                 own[:, moved, :, used] = own[:, rows[moved], :, used]
         self.start = self.start[rows]
-        prompts, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
+        used_by = torch.cat([self.prompt_of[rows], self.away])
+        prompts, used_by = torch.unique(used_by, return_inverse=True)
+        self.prompt_of, self.away = used_by.split([len(rows), len(self.away)])
         if len(prompts) < len(self.prompt_mask):
             self._prompts = [each[:, prompts] for each in self._prompts]
             self.prompt_mask = self.prompt_mask[prompts]

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
+from litgrpo.rollout.engines.turns import said_and_heard
 from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
+from litgrpo.tensors import compacted
 from litgrpo.types import PromptBatch, Rollout
 
 
@@ -54,6 +56,11 @@ class LocalEngine(RolloutEngine):
         """As `max_rows` says."""
         return self.max_rows
 
+    @property
+    def hears(self) -> bool:
+        """Turns are decoded in the same loop; see `turns`."""
+        return True
+
     @torch.no_grad()
     def generate(self, requests: Requests) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
@@ -67,6 +74,8 @@ class LocalEngine(RolloutEngine):
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         rows = min(places, requests.num_rows)
         with policy.decoding(rows, dtype=dtype, fused=self.fused):
+            if requests.listener is not None:
+                return said_and_heard(decoding, places, buffer)
             buffer.write_steps(self._steps(decoding, places), decoding.is_end)
         return buffer.rollout(prompts, requests.group_size)
 
@@ -106,7 +115,7 @@ class LocalEngine(RolloutEngine):
                     batch = None
                     continue
                 if ended >= self.drop_frac * len(tokens) or (waiting and ended >= group_size):
-                    kept = _compacted(batch.active, active)
+                    kept = compacted(batch.active, active)
                     batch, tokens = batch.only(kept), tokens[kept]
             batch = replace(batch, logits=requests.policy.step(tokens, batch.state))
 
@@ -128,6 +137,10 @@ class _RunningBatch:
     cursor: Tensor
     last: Tensor
     active: Tensor
+
+    def __len__(self) -> int:
+        """How many rows decode."""
+        return len(self.cursor)
 
     def appended(self, tokens: Tensor, is_end: Tensor) -> _RunningBatch:
         """After these tokens: rows that ended are marked, the others move on."""
@@ -197,16 +210,6 @@ class _Decoding:
         """The next token of each row."""
         numbers = self.requests.uniforms.reshape(-1).index_select(0, batch.cursor)
         return sample(batch.logits, numbers, self.requests.sampling)
-
-
-def _compacted(active: Tensor, number: int) -> Tensor:
-    """[number] the active rows; the last of them fill the places of those that ended.
-
-    So few rows of the caches move.
-    """
-    kept = torch.arange(number, device=active.device)
-    kept[~active[:number]] = active[number:].nonzero().squeeze(1) + number
-    return kept
 
 
 @dataclass

@@ -1,0 +1,284 @@
+"""Episodes: prompts are opened, turns are handed over, answers become tokens and are recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from litgrpo.arguments import require
+from litgrpo.data.prompts import pad_left
+from litgrpo.data.rendering import LeftOut
+from litgrpo.environments.interface import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.rollout.bridge import Bridge
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.interface import Requests, RolloutEngine
+from litgrpo.rollout.listener import Listener
+from litgrpo.rollout.record import Record
+from litgrpo.rollout.sampling import PURPOSES, Purpose
+from litgrpo.types import PromptBatch, Rollout, Stats
+
+# Token ids of a prompt (batch, row) with what an environment adds to it.
+Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]
+
+
+class Named(NamedTuple):
+    """What a rollout is for, which names its random numbers and its episodes."""
+
+    seed: int
+    purpose: Purpose
+    iteration: int
+    attempt: int
+
+
+CUT = " ... "  # where tokens that a row would have heard were left out
+
+
+def episode_seed(named: Named, prompt: int) -> int:
+    """The seed of a prompt's episodes: a number below 2**31 from a counter-based stream (Philox).
+
+    Args:
+        named: the rollout.
+        prompt: the prompt's position in its data set.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
+    """
+    # No stream of completions has such a key.
+    key = np.array([named.seed, len(PURPOSES) + PURPOSES.index(named.purpose)], dtype=np.uint64)
+    counter = np.array([0, prompt, named.iteration, named.attempt], dtype=np.uint64)
+    return int(np.random.Generator(np.random.Philox(key=key, counter=counter)).integers(2**31))
+
+
+@dataclass
+class Episodes:
+    """Plays a rollout's rows as episodes of an environment.
+
+    Args:
+        pool: plays the environments.
+        bridge: what stands between two turns.
+        settings: limits.
+        opener: renders a prompt with what an environment adds to it.
+        tools: names of the tools that the policy has, for statistics.
+    """
+
+    pool: EpisodePool
+    bridge: Bridge
+    settings: EpisodeSettings
+    opener: Opener
+    tools: Sequence[str] = ()
+    waited: float = field(default=0.0, init=False)
+
+    def play(self, engine: RolloutEngine, requests: Requests, named: Named) -> Rollout:
+        """Sample episodes.
+
+        Args:
+            engine: takes a listener.
+            requests: N rows.
+            named: what it is for, which seeds the environments.
+
+        Returns:
+            The rollout with what was said in its turns, and their rewards and states.
+
+        Raises:
+            ValueError: the environment begins episodes of one row and seed in different ways, or
+                nothing can be added to a prompt.
+            EnvironmentFailure: too many episodes failed.
+        """
+        with self._waiting():
+            opened = self.pool.begin(self._starts(requests, named))
+        failures = [""] * len(opened)
+        for row, failed in [(n, each) for n, each in enumerate(opened) if isinstance(each, Failed)]:
+            failures[row] = failed.reason
+        prompts = self._opened(requests, opened, failures)
+        listener = PoolListener(self, requests, [Record(failed=each) for each in failures])
+        rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
+        return listener.recorded(replace(rollout, prompts=prompts))
+
+    def _starts(self, requests: Requests, named: Named) -> list[Start]:
+        """How each of the N episodes begins: in the same way in a group."""
+        prompts, starts = requests.prompts, []
+        for number, index in enumerate(prompts.index.tolist()):
+            row = {name: values[number] for name, values in prompts.columns.items()}
+            row["prompt"] = prompts.prompts[number]
+            begins = (row, episode_seed(named, index))
+            keys = [(named.iteration, named.attempt, index, g) for g in range(requests.group_size)]
+            starts += [Start(*begins, key) for key in keys]
+        return starts
+
+    def _opened(
+        self,
+        requests: Requests,
+        opened: Sequence[str | list[Message] | Failed],
+        failures: list[str],
+    ) -> PromptBatch:
+        """The prompts with what the environment adds; notes in `failures` which are too long."""
+        prompts, size = requests.prompts, requests.group_size
+        groups = [slice(first, first + size) for first in range(0, len(opened), size)]
+        added = [_agreed(opened[group]) for group in groups]
+        if not any(added):
+            return prompts
+        pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
+        texts, rows = list(prompts.prompts), [ids[mask].tolist() for ids, mask in pairs]
+        for number in [number for number, more in enumerate(added) if more]:
+            try:
+                rows[number] = self.opener(prompts, number, added[number])
+            except LeftOut as error:
+                failures[groups[number]] = [str(error)] * size
+            texts[number] = str(requests.policy.tokenizer.decode(rows[number]))
+        padded = pad_left(rows, requests.policy.pad_id)
+        device = prompts.prompt_ids.device
+        longer: dict[str, Any] = {"prompts": texts}
+        longer |= {"prompt_ids": padded[0].to(device), "prompt_mask": padded[1].to(device)}
+        return replace(prompts, **longer)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the seconds within."""
+        started = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - started
+
+    def stats(self, rollout: Rollout) -> Stats:
+        """Scalars under `env/` and `tools/`, share of heard tokens, seconds since the last call.
+
+        One of two numbers is a sum and the count to divide it by.
+        """
+        episodes, rewards = rollout.episodes, rollout.turn_rewards
+        assert rollout.turns is not None
+        assert rewards is not None
+        failed = torch.tensor([bool(each.failed) for each in episodes])
+        late = torch.tensor([each.failed.startswith("timed out") for each in episodes])
+        total, right = rewards.nansum(1).cpu(), ~failed
+        heard = rollout.completion_mask & ~rollout.loss_mask
+        stats = {
+            "env/turns": (rollout.turns.amax(1) + 1).float().mean(),
+            "env/reward": torch.stack([total[right].sum(), right.sum()]),
+            "env/failed_frac": failed.float().mean(),
+            "env/timeout_frac": late.float().mean(),
+            "completion/heard_frac": torch.stack([heard.sum(), rollout.completion_mask.sum()]),
+            "time/env_s": torch.tensor(self.waited),
+        }
+        self.waited = 0.0
+        for tool in self.tools:
+            calls = torch.tensor([each.calls.get(tool, (0, 0)) for each in episodes]).float()
+            stats[f"tools/{tool}_calls"], stats[f"tools/{tool}_failed"] = calls.mean(0)
+        return {name: value.float() for name, value in stats.items()}
+
+
+def _whole(text: str, include: bool) -> str:
+    """A text, where no stop string ends one."""
+    return text
+
+
+def _agreed(opened: Sequence[str | list[Message] | Failed]) -> str | list[Message]:
+    """What the environment adds to the prompt of a group."""
+    said = [each for each in opened if not isinstance(each, Failed)] or [""]
+    require(
+        all(each == said[0] for each in said),
+        "the environment begins two episodes of one row and seed in different ways: "
+        f"{said[0]!r:.80} and others. `reset` must be a function of row and seed.",
+    )
+    return said[0]
+
+
+class PoolListener(Listener):
+    """Hands turns to a pool of episodes, and turns its answers into tokens.
+
+    Args:
+        episodes: pool, bridge and limits.
+        requests: of the rollout.
+        rows: N records.
+    """
+
+    def __init__(self, episodes: Episodes, requests: Requests, rows: list[Record]) -> None:
+        self.episodes, self.rows = episodes, rows
+        self.tokenizer, stops = requests.policy.tokenizer, requests.stops
+        self.cut = _whole if stops is None else stops.cut
+        self.include_stop = requests.sampling.include_stop_str_in_output
+        self.end_ids, self.eos_ids = requests.end_ids, requests.policy.eos_ids
+        self.length = requests.uniforms.shape[1]
+        self.max_turn_tokens = episodes.settings.max_turn_tokens
+        self.over: dict[int, list[int] | None] = {}  # rows that need no answer
+        self.asked: set[int] = set()
+
+    def ended(self, row: int, ids: list[int], *, cut: bool) -> None:
+        """See `Listener.ended`."""
+        record = self.rows[row]
+        record.cut, record.closed, record.last_ids = cut, ids[-1] in self.eos_ids, ids
+        said = str(self.tokenizer.decode(ids[: len(ids) - (ids[-1] in self.end_ids)]))
+        said = self.cut(said, True)
+        record.add([{"role": "assistant", "content": said}], len(ids))
+        if record.failed:
+            self.over[row] = None
+            return
+        self.asked.add(row)
+        record.asked = time.perf_counter()
+        with self.episodes._waiting():
+            self.episodes.pool.say(row, said)
+
+    def heard(self, *, wait: bool) -> dict[int, list[int] | None]:
+        """See `Listener.heard`."""
+        found, self.over = self.over, {}
+        with self.episodes._waiting():
+            answers = self.episodes.pool.heard(wait=wait and not found and bool(self.asked))
+        self.asked -= answers.keys()
+        return found | {row: self._ids(row, answer) for row, answer in answers.items()}
+
+    def _ids(self, row: int, answer: Heard | Failed) -> list[int] | None:
+        """What a row hears; None: it is over."""
+        record, settings = self.rows[row], self.episodes.settings
+        record.seconds += time.perf_counter() - record.asked
+        if isinstance(answer, Failed):
+            record.failed = answer.reason
+            return None
+        record.answered(answer)
+        record.done = answer.done
+        cut = record.cut and not settings.close_turns
+        if answer.done or cut or len(record.rewards) == settings.max_turns:
+            return None
+        # A chat template writes the end of a turn that was cut itself.
+        closing = [self.eos_ids[0]] * (record.cut and settings.between == "inline")
+        said = self.episodes.bridge.ids(answer.said, record.closed)
+        ids = closing + self._shortened(record, said)
+        record.full = record.used + len(ids) >= self.length
+        if record.full:
+            return None
+        texts = isinstance(answer.said, str)
+        messages = [{"role": "user", "content": answer.said}] if texts else answer.said
+        record.add(messages, len(ids))  # type: ignore[arg-type]
+        return ids
+
+    def _shortened(self, record: Record, ids: list[int]) -> list[int]:
+        """At most as many tokens as are heard between two turns, cut in the middle."""
+        most = self.episodes.settings.max_heard_tokens
+        if len(ids) <= most:
+            return ids
+        mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: most // 2]
+        record.heard_cut += len(ids) - most + len(mark)
+        first = (most - len(mark) + 1) // 2
+        last = most - len(mark) - first
+        return ids[:first] + mark + ids[len(ids) - last :]
+
+    def recorded(self, rollout: Rollout) -> Rollout:
+        """A rollout with everything that was heard in it."""
+        turns = max(len(record.spoken) for record in (each.episode for each in self.rows))
+        rewards = torch.full((len(self.rows), max(1, turns)), torch.nan, dtype=torch.float64)
+        for row, record in enumerate(self.rows):
+            rewards[row, : len(record.rewards)] = torch.tensor(record.rewards, dtype=torch.float64)
+        full = torch.tensor([record.full for record in self.rows]).to(rollout.truncated.device)
+        lasts = [record.last_ids for record in self.rows]
+        texts = self.tokenizer.batch_decode(lasts, skip_special_tokens=True)
+        texts = [self.cut(text, self.include_stop) for text in texts]
+        return replace(
+            rollout,
+            truncated=rollout.truncated | full,
+            turn_rewards=rewards,
+            turn_states=[record.states for record in self.rows],
+            episodes=[record.episode for record in self.rows],
+            completions=texts,
+        )

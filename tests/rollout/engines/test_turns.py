@@ -1,0 +1,172 @@
+"""Turns in the local engine: the same tokens as plain passes, whoever answers when."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from litgrpo.models.attention.rows_away import CachedRowsAway
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.episodes import Named
+from litgrpo.rollout.interface import Requests
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.stop_strings import StopStrings
+from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.playing import Echo, SlowPool, episodes_of
+from tests.rollout.reference_engine import ReferenceEngine
+
+TEXTS, GROUP, LENGTH = ("a", "hello there", "what is it?"), 3, 96
+POOLS = [Echo, lambda: SlowPool(Echo()), lambda: SlowPool(Echo(), 1, 0.0)]
+ENGINES = [LocalEngine(), LocalEngine(fused=False), LocalEngine(max_rows=3)]
+NAMED = Named(0, "train", 0, 0)
+
+
+def ending(policy):
+    """Its turns end early, here and there."""
+    policy.eos_ids = tuple(range(2, 259, 9))
+    return policy
+
+
+def requests_of(policy, sampling=None, length=LENGTH, **settings):
+    prompts = prompt_batch(*TEXTS)
+    uniforms = draw_uniforms(3, "train", 0, prompts.index, GROUP, length)
+    return Requests(policy, prompts, GROUP, uniforms, sampling or Sampling(), **settings)
+
+
+def played(engine, requests, pool=None, **settings):
+    return episodes_of(pool or Echo(), **settings).play(engine, requests, NAMED)
+
+
+def assert_same(found, expected):
+    for name in ("completion_ids", "completion_mask", "loss_mask", "turns", "truncated"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    gap = (found.sampler_logprobs - expected.sampler_logprobs).abs()
+    assert gap.max() < 1e-4
+    if expected.candidate_ids is not None:
+        both = (each.candidate_ids.sort(2).values for each in (found, expected))
+        assert torch.equal(*both)
+    assert torch.equal(found.turn_rewards.nan_to_num(-1), expected.turn_rewards.nan_to_num(-1))
+    assert found.turn_states == expected.turn_states
+    assert [each.messages for each in found.episodes] == [
+        each.messages for each in expected.episodes
+    ]
+    assert [each.spans for each in found.episodes] == [each.spans for each in expected.episodes]
+    assert found.completions == expected.completions
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_turns_are_those_of_plain_passes(architecture, engine, pool):
+    policy = ending(tiny_policy(architecture))
+    requests = requests_of(policy)
+    expected = played(ReferenceEngine(), requests)
+    assert (expected.turns == 2).any()
+    assert (expected.completion_mask & ~expected.loss_mask).sum() > 100
+    assert_same(played(engine, requests, pool()), expected)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_k=5), Sampling(temperature=0.7, top_p=0.8), Sampling(temperature=0)]
+)
+def test_filters_hold_in_every_turn_and_what_is_heard_has_no_candidates(sampling):
+    policy = ending(tiny_policy("qwen2"))
+    requests = requests_of(policy, sampling)
+    found = played(LocalEngine(), requests, SlowPool(Echo()))
+    assert_same(found, played(ReferenceEngine(), requests))
+    if found.candidate_ids is not None:
+        heard = found.completion_mask & ~found.loss_mask
+        assert (found.candidate_ids[heard] == -1).all()
+
+
+def test_a_stop_string_ends_a_turn_and_is_not_looked_for_in_what_is_heard():
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = (2,)
+    first = played(LocalEngine(), requests_of(policy), max_turn_tokens=30)
+    stop = first.episodes[0].spoken[0][5:7]
+    stops = StopStrings((stop, "x"), policy.tokenizer, policy.vocab_size)
+    requests = requests_of(policy, stops=stops)
+    found = played(LocalEngine(), requests, SlowPool(Echo()), max_turn_tokens=30)
+    assert_same(found, played(ReferenceEngine(), requests, max_turn_tokens=30))
+    turns = found.episodes[0].spoken
+    assert turns[0].endswith(stop)
+    assert len(turns) > 1
+
+
+def test_a_row_alone_says_the_same_as_in_company():
+    policy = ending(tiny_policy("llama"))
+    whole = requests_of(policy)
+    together = played(LocalEngine(), whole, SlowPool(Echo(), 4))
+    for prompt in range(len(TEXTS)):
+        rows = slice(prompt * GROUP, prompt * GROUP + GROUP)
+        alone = Requests(
+            policy, whole.prompts.select([prompt]), GROUP, whole.uniforms[rows], Sampling()
+        )
+        found = played(LocalEngine(), alone)
+        used = found.completion_ids.shape[1]
+        assert torch.equal(found.completion_ids, together.completion_ids[rows, :used])
+        assert torch.equal(found.turns, together.turns[rows, :used])
+
+
+@contextmanager
+def tokens_read(policy, monkeypatch):
+    """[how many tokens] a model reads after its prompts."""
+    read, step, back = [0], policy.step, CachedRowsAway.come_back
+
+    def stepped(tokens, state):
+        read[0] += len(tokens)
+        return step(tokens, state)
+
+    def came_back(self, numbers, ids):
+        read[0] += sum(map(len, ids))
+        return back(self, numbers, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "step", stepped)
+        patch.setattr(CachedRowsAway, "come_back", came_back)
+        yield read
+
+
+@pytest.mark.parametrize("pool", [Echo, lambda: SlowPool(Echo(), 1, 0.0)])
+def test_no_token_is_read_twice(pool, monkeypatch):
+    policy = ending(tiny_policy("llama"))
+    with tokens_read(policy, monkeypatch) as read:
+        found = played(LocalEngine(fused=False), requests_of(policy), pool())
+    # The last token of a row is not read at all.
+    assert read[0] == int(found.completion_mask.sum()) - len(found.turns)
+
+
+def test_lower_precision_hears_too():
+    policy = ending(tiny_policy("qwen2"))
+    for fused in (True, False):
+        engine = LocalEngine(dtype="bfloat16", fused=fused)
+        found = played(engine, requests_of(policy), SlowPool(Echo()))
+        assert found.turns.max() == 2
+        assert (found.sampler_logprobs[found.loss_mask] < 0).all()
+
+
+def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
+    policy = ending(tiny_policy("qwen2"))
+    one = played(LocalEngine(), requests_of(policy), max_turns=1)
+    assert (one.turns <= 0).all()
+    cut = played(LocalEngine(), requests_of(policy), Echo(lengths=(50,)), max_heard_tokens=20)
+    heard = cut.episodes[0].spans[1]
+    assert heard[1] - heard[0] in (20, 21)  # an end token in front where the turn was cut
+    ids = cut.completion_ids[0, heard[1] - 20 : heard[1]].tolist()
+    assert policy.tokenizer.decode(ids) == "x" * 8 + " ... " + "x" * 7
+    assert cut.episodes[0].heard_cut == (len(cut.episodes[0].spoken) - 1) * 35
+    short = played(LocalEngine(), requests_of(policy, length=10), Echo(lengths=(50,)))
+    assert short.truncated.all()
+    assert (short.turns <= 0).all()
+
+
+def test_a_turn_cut_by_its_limit_ends_the_episode_unless_it_is_closed():
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = (2,)
+    cut = played(LocalEngine(), requests_of(policy), close_turns=False)
+    assert cut.truncated.all()
+    assert torch.equal(cut.lengths, torch.full_like(cut.lengths, 4))
+    assert (cut.turn_rewards == 1).all()  # it is rewarded
+    closed = played(LocalEngine(), requests_of(policy))
+    assert (closed.completion_ids[:, 4] == 2).all()
+    assert not closed.loss_mask[:, 4].any()
+    assert closed.turns.max() == 2

@@ -1,0 +1,68 @@
+"""Environments and pools for tests of episodes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.interface import Heard
+from litgrpo.rollout.bridge import Inline
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import Episodes
+from tests.conftest import byte_tokenizer
+
+
+@dataclass
+class Echo:
+    """Answers with as many letters as a turn's number and text say; rewards turn numbers."""
+
+    lengths: tuple[int, ...] = (3, 1, 40)
+    opening: str = ""
+    turns: list[str] = field(default_factory=list)
+
+    def reset(self, row, seed):
+        self.seed = seed
+        return self.opening
+
+    def step(self, said):
+        self.turns.append(said)
+        number = len(self.turns)
+        length = self.lengths[(number + len(said)) % len(self.lengths)]
+        return Heard("x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)})
+
+
+class SlowPool(EpisodesHere):
+    """Answers come some looks later, in another order every time."""
+
+    def __init__(self, environment, seed=0, share=0.3):
+        super().__init__(environment)
+        self.random, self.share = random.Random(seed), share
+
+    def begin(self, starts):
+        share, self.share = self.share, 2.0
+        opened = super().begin(starts)
+        self.share = share
+        return opened
+
+    def heard(self, *, wait):
+        ready = {n: each for n, each in self.ready.items() if self.random.random() < self.share}
+        if wait and not ready and self.ready:
+            last = max(self.ready)
+            ready = {last: self.ready[last]}
+        for number in ready:
+            del self.ready[number]
+        return ready
+
+
+def plain_opener(prompts, row, added):
+    """Prompts without a chat format."""
+    return byte_tokenizer()(f"{prompts.prompts[row]}{added}").input_ids
+
+
+def episodes_of(pool, **settings):
+    """Episodes of a pool, or of an environment in this process; turns of four tokens."""
+    pool = pool if isinstance(pool, EpisodesHere) else EpisodesHere(pool)
+    given = {"max_turns": 3, "max_turn_tokens": 4, "between": "inline", "close_turns": True}
+    limits = EpisodeSettings(**(given | settings))
+    return Episodes(pool, Inline(byte_tokenizer()), limits, plain_opener, ["echo"])

@@ -1,0 +1,147 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from litgrpo.environments.failures import EnvironmentFailure
+from litgrpo.environments.interface import Heard
+from litgrpo.rollout.dynamic_sampling import with_groups
+from litgrpo.rollout.episodes import Named, episode_seed
+from litgrpo.rollout.sampling import Purpose
+from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import learner_of, rewards_of, rollouter_of
+from tests.rollout.playing import Echo, episodes_of
+
+PROMPTS = prompt_batch("a", "hello there")
+
+
+def played(environment=None, purpose: Purpose = "train", iteration=0, length=60, **settings):
+    policy = tiny_policy("qwen2")
+    episodes = episodes_of(environment or Echo(), **settings)
+    rollouter = rollouter_of(policy, episodes=episodes, max_completion_len=length)
+    return policy, rollouter, rollouter.generate(PROMPTS, purpose, iteration)
+
+
+class Seeds(Echo):
+    seen: list = []  # noqa: RUF012 (shared by the copies)
+
+    def reset(self, row, seed):
+        self.seen.append((row["prompt"], seed))
+        return ""
+
+
+def test_a_group_begins_in_the_same_state_and_each_iteration_in_another():
+    Seeds.seen.clear()
+    for purpose, iteration in (("train", 0), ("train", 1), ("val", 0), ("val", 1)):
+        played(Seeds(), purpose, iteration)
+    calls = [Seeds.seen[first : first + 8] for first in range(0, 32, 8)]
+    for call in calls:
+        assert call[0] == call[3]
+        assert call[4] == call[7]
+        assert call[0][0] == "a"
+        assert call[0][1] != call[4][1]
+    assert calls[0] != calls[1]
+    assert calls[2] == calls[3]
+    assert calls[2] != calls[0]
+    assert episode_seed(Named(0, "train", 0, 0), 0) == calls[0][0][1] < 2**31
+    assert episode_seed(Named(0, "train", 0, 1), 0) != calls[0][0][1]
+
+
+def test_what_reset_adds_is_read_with_the_prompt():
+    policy, _, rollout = played(Echo(opening="?!"))
+    ids = rollout.prompts.prompt_ids
+    texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert texts == ["a?!", "hello there?!"]
+    assert [text.removeprefix("<bos>") for text in rollout.prompts.prompts] == texts
+    _, _, plain = played()
+    assert plain.prompts is PROMPTS
+
+
+def test_an_environment_that_begins_differently_in_a_group_is_refused():
+    class Random(Echo):
+        count = [0]  # noqa: RUF012
+
+        def reset(self, row, seed):
+            self.count[0] += 1
+            return str(self.count[0])
+
+    with pytest.raises(ValueError, match="two episodes of one row and seed in different ways"):
+        played(Random())
+
+
+class Failing(Echo):
+    def step(self, said):
+        raise OSError("no\nnet")
+
+
+def test_a_run_whose_episodes_fail_is_stopped():
+    with pytest.raises(EnvironmentFailure, match="OSError: no net"):
+        played(Failing())
+
+
+def test_texts_are_of_the_last_turn_and_spoken_tokens_are_counted():
+    policy, rollouter, rollout = played()
+    assert rollouter.take_sampled_tokens() == int(rollout.loss_mask.sum())
+    for row, played_ in enumerate(rollout.episodes):
+        ids = rollout.completion_ids[row]
+        last = ids[rollout.turns[row] == rollout.turns[row].max()]
+        assert rollout.completions[row] == policy.tokenizer.decode(last, skip_special_tokens=True)
+        for message, (first, end) in zip(played_.messages, played_.spans, strict=True):
+            spoken = rollout.loss_mask[row, first:end]
+            assert bool(spoken.all()) == (message["role"] == "assistant")
+            assert spoken.any() == spoken.all()
+
+
+def test_statistics_tell_of_episodes():
+    _, rollouter, rollout = played(Echo(lengths=(3,)))
+    stats = rollouter.episode_stats(rollout)
+    assert float(stats["env/turns"]) == 3
+    total, count = stats["env/reward"].tolist()
+    assert total / count == 1 + 2 + 3
+    assert float(stats["env/failed_frac"]) == float(stats["env/timeout_frac"]) == 0
+    assert float(stats["tools/echo_calls"]) == 3
+    assert float(stats["tools/echo_failed"]) == 0
+    heard, real = stats["completion/heard_frac"].tolist()
+    assert heard == int((rollout.completion_mask & ~rollout.loss_mask).sum())
+    assert real == int(rollout.completion_mask.sum())
+    assert float(stats["time/env_s"]) > 0
+    assert float(rollouter.episode_stats(rollout)["time/env_s"]) == 0
+
+
+def test_nothing_that_was_heard_is_learned_but_it_is_read():
+    policy, _, rollout = played()
+    learner = learner_of(policy)
+    logprobs = learner.old_and_reference_logprobs(rollout)
+    experience = learner.experience(rollout, rewards_of(rollout), logprobs)
+    heard = rollout.completion_mask & ~rollout.loss_mask
+    assert not experience.weights[heard].any()
+    assert not experience.advantages[heard].any()
+    found = learner.logprobs(experience.tokens).logprobs.detach()
+    assert not found[heard].any()
+    other = rollout.completion_ids.masked_fill(heard, 99)
+    changed = learner.logprobs(replace(experience.tokens, completion_ids=other)).logprobs
+    assert (found - changed)[rollout.turns > 0].abs().max() > 1e-3
+    assert torch.equal(found[rollout.turns == 0], changed.detach()[rollout.turns == 0])
+
+
+def test_groups_of_other_rollouts_bring_their_episodes():
+    _, rollouter, rollout = played()
+    fresh = rollouter.generate(PROMPTS, "train", 7)
+    mixed = with_groups(rollout, torch.tensor([1]), fresh, torch.tensor([0]))
+    assert mixed.episodes == rollout.episodes[:4] + fresh.episodes[:4]
+    assert mixed.turn_states == rollout.turn_states[:4] + fresh.turn_states[:4]
+    used = fresh.turns.shape[1]
+    assert torch.equal(mixed.turns[4:, :used], fresh.turns[:4])
+    assert (mixed.turns[4:, used:] == -1).all()
+
+
+class Abstains(Echo):
+    def step(self, said):
+        return Heard("", reward=None, done=True)
+
+
+def test_a_turn_may_abstain_and_an_episode_may_end_at_once():
+    _, _, rollout = played(Abstains())
+    assert rollout.turn_rewards.isnan().all()
+    assert rollout.turn_rewards.shape == (8, 1)
+    assert all(each.done for each in rollout.episodes)
