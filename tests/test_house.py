@@ -46,11 +46,12 @@ MAY_IMPORT = {
         "parallel/xla/",
     ),
     "torch_xla": ("parallel/",),
-    "multiprocessing": ("processes/", "rewards/runner/", "parallel/xla/"),
+    "multiprocessing": ("processes/", "parallel/xla/"),
     # Trainings of their own; what a reward's author gave to be run.
     "subprocess": (
         "tools/compare.py",
         "processes/",
+        "sandbox/",
         "rewards/runner/",
         "rewards/library/verify.py",
     ),
@@ -86,12 +87,11 @@ TESTED_ELSEWHERE = {
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "environments/failures.py": "tests/environments/test_worker_pool.py",
     "processes/failures.py": "tests/processes/test_worker.py",
-    "rewards/runner/failures.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/troubles.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/marks.py": "tests/rewards/runner/test_runner.py",
-    "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/coroutines.py": "tests/rewards/runner/test_in_process.py",
     "rewards/runner/event_loop.py": "tests/rewards/runner/test_in_process.py",
+    "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
 }

@@ -27,7 +27,7 @@ from litgrpo.checks.dry_run import (
     some_ends,
     tolerance,
 )
-from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error
+from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error, unrepeated
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.learner.learner import Learner
 from litgrpo.learner.micro_batches import Limits
@@ -43,6 +43,7 @@ WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
 BRIDGE = "9 the bridge is the template's own"
+REPEATED = "10 the environment is a function of row, seed and what was said"
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
 # those after it: a wrong head makes decoding differ, too.
@@ -89,12 +90,23 @@ LIKELY |= {
         "rewards are given what the environment said as the policy's words: texts are decoded from "
         "whole rows"
     ),
+    BRIDGE: (
+        "what stands between two turns has other tokens than the chat template's own rendering of "
+        "the conversation: a line break behind an end token is lost, or history was encoded again"
+    ),
+    REPEATED: (
+        "the environment keeps something outside of an episode (an attribute of its class, a list "
+        "of its module), or reads a clock, a disk or a network; `episode.journal: true` is for "
+        "tools that do so on purpose"
+    ),
 }
-LIKELY[BRIDGE] = (
-    "what stands between two turns has other tokens than the chat template's own rendering of the "
-    "conversation: a line break behind an end token is lost, or history was encoded again"
-)
-COUNTED = {"5 a completion ends with its end token, once", "6 groups are contiguous", SEEN, BRIDGE}
+COUNTED = {
+    "5 a completion ends with its end token, once",
+    "6 groups are contiguous",
+    SEEN,
+    BRIDGE,
+    REPEATED,
+}
 
 
 @dataclass(frozen=True)
@@ -155,7 +167,10 @@ def measured(
         findings = agreed(learner.comm, errors, limit)
         if not all(finding.holds for finding in findings):
             return findings  # there is no sound rollout to learn from
-        learned = agreed(learner.comm, learning_errors(dry, rollout, conditions), limit)
+        errors = learning_errors(dry, rollout, conditions)
+        if rollouter.episodes is not None:
+            errors[REPEATED] = unrepeated(rollouter.episodes, few_prompts(prompts))
+        learned = agreed(learner.comm, errors, limit)
     names = {finding.name for finding in learned}
     return learned + [finding for finding in findings if finding.name not in names]
 

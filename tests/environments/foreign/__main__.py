@@ -8,6 +8,7 @@ import argparse
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 from pathlib import Path
@@ -46,7 +47,21 @@ PACKAGES = {
         "check_skyrl.py",
         "`SkyRL`: gsm8k_multi_turn over its turns, a missing column, unknown ids",
     ),
+    "trl": (
+        ["trl==1.16.*", "jmespath"],
+        "trl",
+        "../test_trl.py",
+        "`Tools`: classes of `environment_factory` and functions of `tools`, by its loop and by ours",
+    ),
+    "reasoning_gym": (
+        ["reasoning-gym==0.1.25"],
+        "reasoning-gym",
+        "../../rewards/library/test_reasoning_gym.py",
+        "`ReasoningGym` and its reward: every task made and scored as the package does",
+    ),
 }
+# Their tests also need what this environment has, such as torch.
+ON_TOP = ("trl", "reasoning_gym")
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 
 
@@ -71,6 +86,9 @@ def row(name: str, folder: Path) -> bool:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
+    if name in ON_TOP:
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "packages_of_this_environment.pth").write_text(sysconfig.get_path("purelib"))
     # numpy: the pool of episodes isolates its generator
     asked = ["pip", "install", "-q", "--upgrade", "pytest", "numpy", *wanted]
     installed = run(python, "-m", *asked)
