@@ -6,7 +6,7 @@ import yaml
 
 from litgrpo.data import ReasoningGym
 from litgrpo.data.reasoning_gym import row_of
-from litgrpo.data.sources import read, several, weights_of
+from litgrpo.data.sources import Source, read, several, weights_of
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.sandbox.wire import loads
 
@@ -89,9 +89,23 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch):
         ReasoningGym({"gcd": 1}).rows()
 
 
-@pytest.mark.parametrize("name", ["reasoning_gym", "reasoning_gym_sft"])
-def test_the_recipes_rows_can_be_made(name):
+def test_the_next_seed_has_nearly_the_same_problems():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    recipe = yaml.safe_load(Path(f"configs/{name}.yaml").read_text())
-    source = ReasoningGym(**recipe["data"]["init_args"]["train"]["init_args"])
-    assert len(source.rows()) == source.size
+    rows, shifted = (ReasoningGym({"gcd": 1}, size=4, seed=seed).rows() for seed in (1, 2))
+    assert [row["prompt"] for row in rows[1:]] == [row["prompt"] for row in shifted[:3]]
+
+
+def test_the_recipes_learn_from_demonstrations_of_other_problems_than_they_practice():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    supervised, practice = (
+        yaml.safe_load(Path(f"configs/{name}.yaml").read_text())["data"]["init_args"]["train"]
+        for name in ("reasoning_gym_sft", "reasoning_gym")
+    )
+    source = ReasoningGym(**practice["init_args"])
+    rows = source.rows()
+    shown = [row.values for row in read(Source(**supervised))]
+    assert len(rows) == source.size
+    assert len({row["prompt"] for row in shown}) > 5000
+    assert not {row["prompt"] for row in shown} & {row["prompt"] for row in rows}
+    assert supervised["kwargs"]["settings"] == practice["init_args"]["configs"]["chain_sum"]
+    assert supervised["kwargs"]["apart_from"] == {"size": source.size, "seed": source.seed}

@@ -25,7 +25,8 @@ class ReasoningGym(Generated):
     Args:
         tasks: {name: weight}: shares of the rows, such as `{countdown: 2, leg_counting: 1}`.
         size: rows of all tasks together.
-        seed: of the problems; another one for validation.
+        seed: of the problems. In nearly all tasks problem n is made from `seed + n`: for other
+            problems take a seed further away than `size`.
         configs: {name: {setting: value}} of the tasks, such as `{countdown: {max_numbers: 4}}`.
     """
 

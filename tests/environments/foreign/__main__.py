@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-# Name: (what pip installs, distribution, file, what it runs). Add a row and a file for another one.
+# Name: (what pip installs, distribution, files, what it runs). Add a row and a file for another.
 PACKAGES = {
     "gymnasium": (
         ["gymnasium[toy-text,classic-control]"],
@@ -56,7 +56,8 @@ PACKAGES = {
     "reasoning_gym": (
         ["reasoning-gym==0.1.25"],
         "reasoning-gym",
-        "../../rewards/library/test_reasoning_gym.py",
+        "../../rewards/library/test_reasoning_gym.py ../../data/test_reasoning_gym.py "
+        "../../data/test_chain_sum.py",
         "`ReasoningGym` and its reward: every task made and scored as the package does",
     ),
 }
@@ -82,7 +83,7 @@ def main() -> int:
 
 def row(name: str, folder: Path) -> bool:
     """Print the row of a package; False if a test of it failed."""
-    wanted, distribution, file, what = PACKAGES[name]
+    wanted, distribution, files, what = PACKAGES[name]
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -97,7 +98,8 @@ def row(name: str, folder: Path) -> bool:
         print(f"| {distribution} | | {what} | not installable: {reason} |", flush=True)
         return True
     version = run(python, "-c", VERSION, distribution).stdout.strip()
-    ran = run(python, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, HERE / file)
+    paths = [HERE / file for file in files.split()]
+    ran = run(python, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, *paths)
     last = (ran.stdout.strip().splitlines() or ["pytest did not start"])[-1]
     print(f"| {distribution} | {version} | {what} | {last.partition(' in ')[0]} |", flush=True)
     if ran.returncode:
