@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "multiprocessing": ("processes/", "parallel/xla/"),
     # Trainings of their own; what a reward's author gave to be run.
     "subprocess": (
+        "sandbox/bubblewrap.py",
         "tools/compare.py",
         "processes/",
         "sandbox/",

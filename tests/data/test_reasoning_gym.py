@@ -1,6 +1,8 @@
 import random
+from pathlib import Path
 
 import pytest
+import yaml
 
 from litgrpo.data import ReasoningGym
 from litgrpo.data.reasoning_gym import row_of
@@ -85,3 +87,11 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match="needs `pip install reasoning-gym`"):
         ReasoningGym({"gcd": 1}).rows()
+
+
+@pytest.mark.parametrize("name", ["reasoning_gym", "reasoning_gym_sft"])
+def test_the_recipes_rows_can_be_made(name):
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    recipe = yaml.safe_load(Path(f"configs/{name}.yaml").read_text())
+    source = ReasoningGym(**recipe["data"]["init_args"]["train"]["init_args"])
+    assert len(source.rows()) == source.size

@@ -6,6 +6,7 @@ import inspect
 import json
 import random
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from glob import glob, has_magic
@@ -35,12 +36,15 @@ class Source:
         weight: of this source among several: its share of the training rows is this number over
             the sum of all. Without weights every row comes once in an epoch.
         kwargs: more arguments for the function.
+        streaming: leave the rows on disk and read each when its batch comes, for training data that
+            do not fit into memory: .jsonl, .txt, .parquet, a folder of `save_to_disk`, or the Hub.
     """
 
     path: str
     limit: int | None = None
     weight: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    streaming: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what can give no rows."""
@@ -206,6 +210,10 @@ def _some(source: Any) -> list[Placed]:
         rows = _given(source)
         require(bool(rows), f"{GIVEN} holds no rows")
         return rows
+    require(
+        not source.streaming,
+        f"{source.path}: `streaming: true` is for `train` of PromptData alone; leave it out here",
+    )
     rows = _placed(source)
     require(bool(rows), f"{source.path} holds no rows")
     return limited(rows, source)
@@ -215,13 +223,18 @@ def limited(rows: list[Placed], source: Source) -> list[Placed]:
     """So many rows as the source's limit says, in their order; a higher limit adds to them."""
     if source.limit is None or source.limit >= len(rows):
         return rows
-    order = list(range(len(rows)))
-    random.Random(0).shuffle(order)
     rank_zero_info(
         f"{source.path}: {source.limit} of {len(rows)} rows, chosen at random, the same ones in "
         "every run (limit)"
     )
-    return [rows[number] for number in sorted(order[: source.limit])]
+    return [rows[number] for number in chosen(len(rows), source.limit)]
+
+
+def chosen(count: int, limit: int) -> list[int]:
+    """`limit` of the numbers below `count`, in their order; a higher limit adds to them."""
+    order = array("q", range(count))
+    random.Random(0).shuffle(order)
+    return sorted(order[:limit])
 
 
 def _given(rows: Any) -> list[Placed]:
@@ -240,6 +253,12 @@ def _placed(source: Source) -> list[Placed]:
         return _from_function(path, source.kwargs)
     if suffix in READERS:
         return [row for file in files_of(path) for row in READERS[suffix](file)]
+    return from_list(saved_or_hub(path), path)
+
+
+def saved_or_hub(path: str) -> Any:
+    """The `datasets.Dataset` of a folder that `save_to_disk` wrote, or of the Hub."""
+    suffix = Path(path).suffix
     known = f"{path}: cannot read {suffix or 'a file without ending'}; {ENDINGS}"
     require(not Path(path).is_file(), known)
     folder, *words = path.split(":")
@@ -294,7 +313,7 @@ def _literal(text: str) -> Any:
 SAVED = ("state.json", "dataset_dict.json")
 
 
-def _from_disk(path: str, folder: str, words: list[str]) -> list[Placed]:
+def _from_disk(path: str, folder: str, words: list[str]) -> Any:
     """Rows of a folder that `save_to_disk` of the library `datasets` wrote."""
     from datasets import DatasetDict, load_from_disk  # slow to import
 
@@ -305,16 +324,15 @@ def _from_disk(path: str, folder: str, words: list[str]) -> list[Placed]:
     sets = saved if isinstance(saved, DatasetDict) else {"train": saved}
     split = (words or ["train"])[-1]
     require(split in sets, f"{path}: has no split {split!r}; it has: {', '.join(sets)}")
-    return from_list(sets[split], path)
+    return sets[split]
 
 
-def _from_hub(path: str) -> list[Placed]:
+def _from_hub(path: str) -> Any:
     from datasets import load_dataset  # slow to import, and most runs do not need it
 
     name, config, split = (*path.split(":"), "", "")[:3]
     try:
-        rows = load_dataset(name, config or None, split=split or "train")
+        return load_dataset(name, config or None, split=split or "train")
     except (OSError, ValueError) as error:
         hint = f"a data set of the Hub is name:config:split, a local file must exist; {ENDINGS}"
         raise ValueError(f"{path}: cannot be loaded from the Hub ({error}); {hint}") from error
-    return from_list(rows, path)

@@ -51,7 +51,7 @@ PACKAGES = {
         ["trl==1.16.*", "jmespath"],
         "trl",
         "../test_trl.py",
-        "`Tools`: classes of `environment_factory` and functions of `tools`, by its loop and by ours",
+        "`Tools`: classes of `environment_factory` and functions of `tools`, by its loop and ours",
     ),
     "reasoning_gym": (
         ["reasoning-gym==0.1.25"],
