@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -101,12 +100,11 @@ def _states(rollout: Rollout, exist: Tensor) -> Tensor:
     found, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]
     for group in range(len(found)):
         after = rollout.turn_states[group * size : (group + 1) * size]
-        if all(state is None for states in after for state in states):
-            continue
-        numbers: defaultdict[Hashable, int] = defaultdict(lambda: len(numbers) + 1)
+        told = {state: None for states in after for state in states if state is not None}
+        numbers: dict[Hashable, int] = {None: -1} | {s: n for n, s in enumerate(told, 1)}
         for row, states in enumerate(after):
-            before = [0, *(-1 if state is None else numbers[state] for state in states)]
-            before = before[: exist.shape[2]]
+            first = 0 if told else -1
+            before = [first, *(numbers[state] for state in states)][: exist.shape[2]]
             found[group, row, : len(before)] = torch.tensor(before)
     return found.to(exist.device).masked_fill(~exist, -1)
 
@@ -119,7 +117,7 @@ def _called(episode: Any, turns: int) -> list[bool]:
 def _void(episode: Any, turns: int) -> bool:
     """Whether a turn neither called a tool nor was the end that the environment saw."""
     called = _called(episode, turns)
-    return not all(called[:-1]) or not all(called[-1:]) and not episode.done
+    return not all(called[:-1]) or not (all(called[-1:]) or episode.done)
 
 
 def _answer(episode: Any, turns: int) -> str | None:
