@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+WHEN = ("before", "after")
 
 
 def run(recipe: str, seed: int, folder: Path, further: list[str]) -> dict[str, Any]:
@@ -34,28 +35,27 @@ def table(summaries: list[dict[str, Any]]) -> str:
     def accuracy(when: dict[str, Any]) -> str:
         return f"{when['avg_at_k']:.3f} [{when['low']:.3f}, {when['high']:.3f}]"
 
+    def change(summary: dict[str, Any], name: str) -> str:
+        pairs = summary["change"][""]
+        found = next(value for key, value in pairs.items() if key.startswith(name))
+        return f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+
     lines = [
-        "| seed | sampled before | sampled after | greedy before | greedy after | training, s |",
-        "|---|---|---|---|---|---|",
+        "| seed | sampled before | after | change | greedy before | after | change | training, s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for summary in summaries:
         before, after = summary["before"], summary["after"]
-        greedy = f"{before['greedy']:.3f} | {after['greedy']:.3f}"
-        seconds = f"{summary['seconds']:.0f}"
-        lines.append(
-            f"| {summary['seed']} | {accuracy(before)} | {accuracy(after)} | {greedy} | {seconds} |"
-        )
+        sampled = f"{accuracy(before)} | {accuracy(after)} | {change(summary, 'avg@')}"
+        greedy = f"{before['greedy']:.3f} | {after['greedy']:.3f} | {change(summary, 'greedy')}"
+        lines.append(f"| {summary['seed']} | {sampled} | {greedy} | {summary['seconds']:.0f} |")
     means = [
-        statistics.mean(summary[when][name] for summary in summaries)
-        for when, name in [
-            ("before", "avg_at_k"),
-            ("after", "avg_at_k"),
-            ("before", "greedy"),
-            ("after", "greedy"),
-        ]
+        [statistics.mean(summary[when][name] for summary in summaries) for when in WHEN]
+        for name in ("avg_at_k", "greedy")
     ]
+    shown = " | ".join(f"{one:.3f} | {two:.3f} | {two - one:+.3f}" for one, two in means)
     seconds = statistics.median(summary["seconds"] for summary in summaries)
-    lines.append(f"| mean | {' | '.join(f'{mean:.3f}' for mean in means)} | median {seconds:.0f} |")
+    lines.append(f"| mean | {shown} | median {seconds:.0f} |")
     return "\n".join(lines)
 
 
