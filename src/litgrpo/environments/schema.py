@@ -42,7 +42,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # by whatever the annotations of a user raise when they are read
-        why = " ".join(str(error).split())[:MOST_CHARS]
+        words = " ".join(str(error).split()).partition(". ")[0].rstrip("!.")
+        why = words.removeprefix(f"Cannot generate JSON schema for {name} because ")[:MOST_CHARS]
         raise ValueError(f"tool '{name}' cannot be described: {why}; {HOW}.") from error
     says = schema["function"]["description"]
     require(bool(says), f"tool '{name}' cannot be described: its docstring is empty; {HOW}.")

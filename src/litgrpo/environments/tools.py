@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
 from litgrpo.environments.calls import Call, CallFormat, after_thoughts, format_of
+from litgrpo.environments.episode import shortened
 from litgrpo.environments.interface import Heard, Message
 from litgrpo.environments.schema import name_of, schema_of
 from litgrpo.environments.tool import (
@@ -79,11 +80,12 @@ class Tools:
         describe: tell the tools in the prompt, for chat templates that do not show them.
         max_calls_of_turn: calls of one turn that are made; the rest is answered by an error.
         max_calls: the same over an episode.
-        max_result_chars: characters of an answer; of a longer one the middle is left out.
+        max_result_chars: characters of an answer that are heard; of a longer one the middle is left
+            out, and said so.
         error_text: what every error is heard as, for vocabularies that cannot spell the others.
     """
 
-    functions: Sequence[Function] = ()
+    functions: Sequence[Function] | str = ()
     make: Function | dict[str, Function] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     calls: str | CallFormat = "hermes"
@@ -103,7 +105,7 @@ class Tools:
         at_least("call_cost", self.call_cost, 0)
         at_least("max_calls_of_turn", self.max_calls_of_turn, 1)
         at_least("max_calls", self.max_calls, 1)
-        at_least("max_result_chars", self.max_result_chars, 40)
+        at_least("max_result_chars", self.max_result_chars, 1)
         listed = isinstance(self.functions, list | tuple)
         require(
             listed, f"functions is {self.functions!r}; it must be a list, such as [my_tools.f]."
@@ -196,8 +198,9 @@ class Tools:
         make = partial(factory, **self.kwargs)
         try:
             instance = make()
-        except TypeError as error:
-            raise ValueError(f"make: {named}: {error}; arguments are given as kwargs.") from error
+        except Exception as error:  # whatever a user's class raises
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"make: {named} cannot be made: {why}. See kwargs.") from error
         members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
         require("reset" in members, f"make: {named} has no method reset(self, **columns).")
         public = [name for name in members if name[0] != "_" and name not in NOT_TOOLS]
@@ -266,7 +269,8 @@ class Tools:
         """An answer's text within its limit, and encodable."""
         fixed = self.error_text if said.failed else None
         text = said.text if fixed is None else fixed
-        return shortened(text.encode("utf-8", "replace").decode(), self.max_result_chars)
+        said_text = text.encode("utf-8", "replace").decode()
+        return str(shortened(said_text, self.max_result_chars))
 
     def _reward(self, num_calls: int) -> float | None:
         """What the turn is paid; None where the class abstains and calls cost nothing."""
@@ -285,21 +289,6 @@ class Tools:
         lines = "".join(f"- {tool.line}\n" for tool in self._tools.values())
         first = next(iter(self._tools.values()))
         return f"\n\nTools:\n{lines}Call a tool like this: {self._format.example(first)}\n"
-
-
-def shortened(text: str, most: int) -> str:
-    """A text of at most `most` characters; what was left out of its middle is said.
-
-    Example:
-        >>> shortened("0123456789" * 9, most=40)
-        '012345 ...[79 characters left out]... 56789'
-    """
-    if len(text) <= most:
-        return text
-    note = f" ...[{len(text)} characters left out]... "  # as long as it can get
-    kept = max(most - len(note), 0)
-    note = f" ...[{len(text) - kept} characters left out]... "
-    return text[: kept - kept // 2] + note + text[len(text) - kept // 2 :]
 
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
