@@ -71,6 +71,18 @@ def test_its_commands_run_in_its_folder_in_the_order_of_the_page(cli, folder):
     assert last == {"sft": two, "grpo": three, "second": two, "kl": two}
 
 
+def test_a_reward_that_only_compares_digits_has_the_faults_that_the_page_counts(cli, folder):
+    (worse,) = re.findall(r"```python\n(def same_digits.*?)```", TEXT, flags=re.DOTALL)
+    (number,) = re.findall(r"it ends with (\d+) faults", TEXT)
+    (option,) = re.findall(r"`(--model.rewards.right.function [\w.]+)`", TEXT)
+    with (folder / "sorting.py").open("a") as file:
+        file.write(f"\n\n{worse}")
+    code, out, _ = cli("audit", "-c", "grpo.yaml", "--limit", "20", *option.split())
+    assert code == 1
+    assert f"FAIL: {number} faults" in out
+    assert "<answer>not " in out
+
+
 def test_its_example_of_the_reward_gives_what_it_says(folder):
     (shown,) = re.findall(r"```python\n(>>> .*?)```", TEXT, flags=re.DOTALL)
     example = doctest.DocTestParser().get_doctest(shown, {}, "first_task.md", None, 0)

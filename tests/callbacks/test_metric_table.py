@@ -20,6 +20,9 @@ from litgrpo.rewards.scorer import Reward
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 MODEL = "builtin:tiny-gemma2"
 # Logged by other tests: a step with a NaN, a corpus of dialogues.
+# Of runs with an environment; see tests/modules/test_episodes_of.py.
+OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
+OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/heard_frac"}
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
 
 pytestmark = pytest.mark.filterwarnings(
@@ -102,7 +105,7 @@ def of_sft(folder) -> set[str]:
 def test_whatever_is_logged_is_in_the_table_and_whatever_is_in_the_table_is_logged(tmp_path):
     seen = of_grpo(tmp_path / "grpo") | of_sft(tmp_path / "sft")
     assert not [name for name in seen if not definition(name)]
-    assert METRICS.keys() - {entry(name) for name in seen} == ELSEWHERE
+    assert METRICS.keys() - {entry(name) for name in seen} == ELSEWHERE | OF_EPISODES
 
 
 def test_the_page_shows_the_table():

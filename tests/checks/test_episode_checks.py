@@ -1,4 +1,4 @@
-"""Each planted bug (turns.md: B3 to B7) is found by the invariant that is about it."""
+"""Each planted bug (turns.md: B3 to B7, B10) is found by the invariant that is about it."""
 
 from dataclasses import replace
 
@@ -7,13 +7,24 @@ import torch
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.checks import dry_run
-from litgrpo.checks.invariants import LEARNED, SEEN, Conditions, measured
+from litgrpo.checks.invariants import (
+    BRIDGE,
+    LEARNED,
+    SEEN,
+    Conditions,
+    bridge_errors,
+    measured,
+    refuse,
+)
 from litgrpo.learner.learner import Learner
 from litgrpo.models.reference import FrozenModel
+from litgrpo.rollout.bridge_proof import CASES, proved
+from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import learner_of, rollouter_of
+from tests.rollout.chat_templates import QWEN, chat_format
 from tests.rollout.playing import Echo, episodes_of
 
 PROMPTS = prompt_batch("a", "hello there", "what is it?")
@@ -47,6 +58,37 @@ def test_everything_holds_with_turns(architecture, settings):
     assert SEEN in found
     if architecture != "t5":
         assert found[LEARNED].error < 1e-5
+
+
+class LosesTheLineBreak(Template):
+    """B10: the line break behind the end token is lost."""
+
+    def ids(self, said, ended):
+        end, _, *rest = super().ids(said, ended=False)
+        return rest if ended else [end, *rest]
+
+
+def test_tokens_between_turns_that_are_not_the_template_s_own_are_found():
+    right = proved(chat_format(QWEN), tools=True)
+    wrong = LosesTheLineBreak(right.format, right.exact)
+    policy = tiny_policy("llama")
+    for bridge, number in ((right, 0), (wrong, len(CASES))):
+        episodes = replace(episodes_of(Echo()), bridge=bridge)
+        errors = bridge_errors(rollouter_of(policy, episodes=episodes))
+        assert errors == {BRIDGE: number}
+    assert bridge_errors(rollouter_of(policy)) == {}
+    assert BRIDGE not in findings_of()  # texts stand as they are
+
+
+def test_a_run_whose_bridge_is_wrong_is_not_trained():
+    policy = tiny_policy("llama")
+    right = proved(chat_format(QWEN), tools=True)
+    episodes = replace(episodes_of(Echo()), bridge=LosesTheLineBreak(right.format, right.exact))
+    rollouter = rollouter_of(policy, episodes=episodes, max_completion_len=40)
+    learner = replace(learner_of(policy), max_completion_len=40)
+    found = measured(rollouter, learner, PROMPTS, Conditions())
+    with pytest.raises(ValueError, match=r"9 the bridge is the template's own.* line break"):
+        refuse(found)
 
 
 def test_the_small_episodes_have_turns_and_hear():

@@ -44,6 +44,15 @@ def test_a_wrong_value_gets_one_line_that_says_what_is_expected(cli, words, line
     assert cli("fit", "-c", "grpo.yaml", *words.split()) == (2, "", f"error: {line}\n")
 
 
+@pytest.mark.parametrize("key", ["model.sampling.repetition_penalty", "repetition_penalty"])
+def test_a_key_that_is_left_out_on_purpose_says_why_and_what_to_do(cli, key):  # noqa: F811
+    code, _, err = cli("fit", "-c", "grpo.yaml", f"--{key}", "1.1")
+    assert code == 2
+    (line,) = err.splitlines()
+    assert f"there is no key {key!r}: what is sampled would be another distribution" in line
+    assert "litgrpo.rewards.repetition" in line
+
+
 def test_a_missing_or_broken_recipe_is_one_line(cli):  # noqa: F811
     _, _, err = cli("fit", "-c", "absent.yaml")
     assert err.startswith(f"error: there is no recipe 'absent.yaml': no such file in {Path.cwd()}")

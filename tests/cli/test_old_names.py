@@ -39,10 +39,7 @@ def test_an_optimizer_of_torch_is_meant_where_another_library_has_the_name_too()
     names = OldNames()
     text = "model: {init_args: {optimizer: {class_path: AdamW}}, name: AdamW}"
     assert names.text(text) == text.replace("AdamW", "torch.optim.AdamW", 1)
-    assert names.words(["--model.optimizer", "SGD"], str) == [
-        "--model.optimizer",
-        "torch.optim.SGD",
-    ]
+    assert names.words(["--model.optimizer", "SGD"], str)[1] == "torch.optim.SGD"
     assert names.words(["--model.optimizer=Adam8bit"], str) == ["--model.optimizer=Adam8bit"]
     assert not names.met  # nothing to warn of
 

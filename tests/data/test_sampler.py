@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from litgrpo.data import sampler
 from litgrpo.data.sampler import (
     BatchLoader,
     BatchOrder,
@@ -14,8 +15,11 @@ from litgrpo.data.sampler import (
     fixed_batches,
     share,
     shuffled,
-    shuffled_batches,
 )
+
+
+def shuffled_batches(count, batch_size, seed, epoch):
+    return [*sampler.shuffled_batches(count, batch_size, seed, epoch)]
 
 
 class Echo(Dataset):

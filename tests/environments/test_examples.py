@@ -2,7 +2,7 @@
 
 import pytest
 
-from litgrpo.environments.examples import Search, calculate
+from litgrpo.environments.examples import NumberGame, Search, calculate
 from litgrpo.environments.schema import schema_of
 
 
@@ -67,3 +67,41 @@ def test_a_search_in_no_file_is_refused():
 def test_the_examples_describe_themselves(tmp_path):
     assert list(schema_of(calculate)["function"]["parameters"]["properties"]) == ["expression"]
     assert list(schema_of(Search.search)["function"]["parameters"]["properties"]) == ["words"]
+
+
+def test_the_number_game_answers_by_what_a_guess_leaves_possible():
+    game = NumberGame(opening="Guess {least}-{greatest} in {tries}.")
+    assert game.reset({}, seed=1) == "Guess 1-15 in 4."  # the number is 3
+    heard = game.step("8")
+    assert (heard.said, heard.reward, heard.done, heard.state) == ("<high>", 0.0, False, (1, 7, 3))
+    heard = game.step("<think>3</think>I say 1.")
+    assert (heard.said, heard.state, heard.log) == ("<low>", (2, 7, 2), {"contradicted": 0.0})
+    heard = game.step("11")
+    assert (heard.state, heard.log) == ((2, 7, 1), {"contradicted": 1.0})
+    heard = game.step("it is 3")
+    assert (heard.said, heard.reward, heard.done) == ("", 1.0, True)
+
+
+def test_a_turn_without_a_number_of_the_range_costs_a_try():
+    game = NumberGame(tries=2)
+    game.reset({}, seed=1)
+    heard = game.step("hm")
+    assert (heard.said, heard.calls, heard.done) == ("<invalid>", {"guess": (1, 1)}, False)
+    heard = game.step("16")
+    assert (heard.calls, heard.done, heard.reward) == ({"guess": (1, 1)}, True, 0.0)
+
+
+def test_the_seed_makes_the_number():
+    won = {tuple(_plays_and_wins(seed, guess) for guess in "123") for seed in range(30)}
+    assert won == {(True, False, False), (False, True, False), (False, False, True)}
+
+
+def _plays_and_wins(seed, guess):
+    game = NumberGame(greatest=3, tries=1)
+    game.reset({}, seed)
+    return game.step(guess).reward == 1.0
+
+
+def test_a_range_without_numbers_is_refused():
+    with pytest.raises(ValueError, match="greatest is 0; it must be at least 1"):
+        NumberGame(greatest=0)

@@ -249,7 +249,9 @@ def test_a_class_takes_arguments_and_a_column_called_environment_where_there_is_
     path = "litgrpo.environments.examples.Search"
     tools = Tools(make=path, kwargs={"path": str(facts)})
     assert said_by(begun(tools, environment="x").step(call("search", words="two"))) == ["two"]
-    with pytest.raises(ValueError, match=r"make: Search cannot be made: TypeError: .*'path'. See kwargs"):
+    with pytest.raises(
+        ValueError, match=r"make: Search cannot be made: TypeError: .*'path'. See kwargs"
+    ):
         Tools(make=path)
 
 

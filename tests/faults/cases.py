@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.faults import damage
+from tests.faults import damage, episodes
 from tests.faults.running import (
     EVERY,
     ITERATIONS,
@@ -341,5 +341,9 @@ CASES: dict[str, Callable[[Bench], Found]] = {
     "F13": f13,
     "F14": f14,
     "F16": f16,
+    "F17": episodes.f17,
+    "F18": episodes.f18,
+    "F19": episodes.f19,
+    "F20": episodes.f20,
     "variants": variants,
 }

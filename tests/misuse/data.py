@@ -46,6 +46,30 @@ PROBES = [
         never=("Traceback (most recent call last)", "Invariants"),
         quick=True,
     ),
+    Probe(
+        "rows that stay on disk",
+        f"{QUICK} --data.train b.jsonl --data.train.streaming true",
+        ("train 2, rows are read when their batch comes",),
+        0,
+        FILES,
+    ),
+    Probe(
+        "streaming of a format that is read as a whole",
+        f"{QUICK} --data.train a.csv --data.train.streaming true",
+        ("a.csv cannot be read by row", ".jsonl"),
+        files={"a.csv": "prompt,answer\n1,2\n"},
+    ),
+    Probe(
+        "streaming of a validation source",
+        f"{QUICK} --data.val '{{path: a.jsonl, streaming: true}}'",
+        ("a.jsonl: `streaming: true` is for `train` of PromptData alone",),
+        files=FILES,
+    ),
+    Probe(
+        "a repetition penalty",
+        f"{QUICK} --model.sampling.repetition_penalty 1.2",
+        ("another distribution", "litgrpo.rewards.repetition"),
+    ),
     Probe("an empty stop string", f"{QUICK} --model.sampling.stop ''", ("stop",)),
     Probe(
         "a stop token beyond the vocabulary",

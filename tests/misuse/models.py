@@ -71,7 +71,24 @@ def nothing_written(folder: Path) -> str:
     return f"wrote {found}" if found else ""
 
 
+AT_HAND = """
+from transformers import AutoConfig, AutoModelForCausalLM
+from litgrpo import GRPO
+sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+config = AutoConfig.for_model("llama", vocab_size=40, **sizes)
+try:
+    GRPO(AutoModelForCausalLM.from_config(config), [len])
+except ValueError as error:
+    print(error)
+"""
+
 PROBES = [
+    Probe(
+        "a model in Python without a tokenizer",
+        says=("without a tokenizer: give pretrained=(model, tokenizer)",),
+        code=0,
+        script=AT_HAND,
+    ),
     Probe(
         "a weight is missing",
         MINE,

@@ -129,6 +129,20 @@ PROBES = [
         code=0,
         script=in_script(TWO_STARTS, "--trainer.devices", "2", "--trainer.strategy", "ddp"),
     ),
+    Probe(
+        "an overwrite whose model cannot be loaded",
+        f"{QUICK} --overwrite true --model.pretrained ./nowhere",
+        ("nowhere", "is no model folder"),
+        before=trained,
+        after=untouched,
+    ),
+    Probe(
+        "an overwrite whose data cannot be read",
+        f"{QUICK} --overwrite true --data.train nowhere.jsonl",
+        ("nowhere.jsonl: no such file",),
+        before=trained,
+        after=untouched,
+    ),
     Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "trainer.strategy ddp"), after=no_events),
     Probe(
         "strategy that cannot be saved",

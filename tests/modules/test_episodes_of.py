@@ -1,6 +1,7 @@
 import pytest
 from lightning import Trainer
 
+from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.interface import Heard
 from litgrpo.environments.worker_pool import EpisodeWorkers
@@ -15,6 +16,7 @@ from tests.modules.test_grpo import loader, module
 from tests.rollout.playing import Echo
 
 INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_turns=True)
+OWN = {"environment": Reward()}
 
 
 class Once:
@@ -80,6 +82,7 @@ def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path)
     metrics = trainer.callback_metrics
     names = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
     assert names | {"completion/heard_frac"} <= metrics.keys()
+    assert all(definition(name) for name in names)
     assert metrics["env/turns"] > 1
     rows = grpo.predict_step(batch, 0)
     assert [each["role"] for each in rows[0]["messages"]][:2] == ["assistant", "user"]

@@ -188,6 +188,46 @@ def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve,
     assert by_tokens(["p"] * 2, ["e", "f"]).count(None) == 1
 
 
+def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
+    server, asked = serve(graded), []
+    for rank in range(3):
+        each = judge(server, tmp_path, max_calls=5, concurrency=1, cache=None)
+        each.rank, each.num_processes = rank, 3
+        rewards = each(["p"] * 4, ["a", "b", "c", "d"])
+        asked.append(4 - rewards.count(None))
+        state = each.state_dict()
+    assert asked == [2, 2, 1]
+    assert len(server.asked) == 5
+    alone = judge(server, tmp_path, max_calls=5)  # one process goes on for three
+    alone.load_state_dict(state)
+    assert alone.counts["calls"] == 3
+
+
+def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path):
+    arrived = threading.Event()
+
+    def noted(text, times):
+        arrived.set()
+        return graded(text, times)
+
+    scorer = Scorer({"judge": Reward(judge(serve(noted), tmp_path))})
+    pending = scorer._submit(
+        {"prompts": ["p"] * 2, "completions": ["a", "b"]}, {}, 2, {}, 0, range(1)
+    )
+    assert arrived.wait(20)  # nobody has asked for a reward yet
+    assert pending.result().total.tolist() == [[0.8, 0.8]]
+
+
+def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_path):
+    each = judge(serve(lambda text, _: reply(f"Score: {3 if 'first' in text else 5}")), tmp_path)
+    each.begin(["p"], ["first"])
+    each.begin(["p"], ["second"])
+    assert each(["p"], ["second"]) == [0.5]
+    assert each(["p"], ["first"]) == [0.3]
+    with pytest.raises(ValueError, match="which are no columns"):
+        judge(serve(graded), tmp_path, template="{level} {prompt} {completion}")(["p"], ["a"])
+
+
 def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path, capfd):
     server = serve(lambda text, times: (401, b"wrong key", {}))
     scorer = Scorer({"j": Reward(judge(server, tmp_path, concurrency=2))})

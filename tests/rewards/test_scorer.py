@@ -431,7 +431,7 @@ def test_state_of_judges_with_a_budget_is_kept_by_part(tmp_path):
     judge = RemoteJudge("http://h/v1", "m", {"a": Criterion()}, api_key_env=None)
     judge.counts["calls"] = 3
     state = Scorer({"j": judge, "f": counts}).state_dict()
-    assert state == {"j": {"calls": 3}}
+    assert state == {"j": {"calls": 3, "processes": 1}}
     judge.load_state_dict({})
     scorer = Scorer({"j": judge})
     scorer.load_state_dict(state)

@@ -13,6 +13,7 @@ from litgrpo.rollout.bridge_proof import (
     proved,
     template_bridge,
     verdicts,
+    wrong_conversations,
 )
 from litgrpo.rollout.chat_bridge import ChatFormat, Template
 from tests.rollout.chat_templates import (
@@ -152,6 +153,18 @@ def test_a_planted_bug_is_found(planted, name):
     assert "wrong" in outcomes(planted(bridge_of(format_)), format_).values()
 
 
+def test_wrong_conversations_are_counted_and_refused_ones_are_not():
+    class Forgetful(Template):
+        def ids(self, said, ended):
+            return super().ids(said, ended)[:-1]
+
+    assert wrong_conversations(proved(FORMATS["qwen"], tools=True)) == 0
+    refusing = proved(chat_format(GEMMA, "<end_of_turn>"), tools=False)
+    assert wrong_conversations(refusing) == 0
+    right = bridge_of(FORMATS["qwen"])
+    assert wrong_conversations(Forgetful(right.format, right.exact)) == len(CASES)
+
+
 # --- the start of a run ---
 
 
@@ -161,14 +174,16 @@ def test_a_template_without_a_tool_role_is_refused_for_tools_alone():
         proved(format_, tools=True)
     made = proved(format_, tools=False)
     assert made.ids("hi", ended=True)
-    with pytest.raises(ValueError, match=r"role tool between turns: the chat template says"):
+    with pytest.raises(
+        ValueError, match=r"role tool between turns: the chat template says.*tool_role"
+    ):
         made.ids([{"role": "tool", "content": "42"}], ended=True)
 
 
 @pytest.mark.parametrize(
     ("format_", "why"),
     [
-        (chat_format(IMAGES), "takes no plain texts"),
+        (chat_format(IMAGES), "made for images"),
         (chat_format(QWEN, "<|eot_id|>"), "stop_token_ids"),
         (chat_format(COUNTS), "in a longer conversation .*'tool, second turn'"),
         (

@@ -62,10 +62,10 @@ def test_results_become_one_user_message_for_a_template_without_a_tool_role():
     ("made", "said", "why"),
     [
         (bridge(GEMMA, "<end_of_turn>"), [RESULT], "chat template says: .*roles must alternate"),
-        (bridge(IMAGES), "hi", "takes no plain texts"),
+        (bridge(IMAGES), "hi", "made for images"),
         (bridge(QWEN, "<|eot_id|>"), "hi", r"goes on with '<\|im_end\|>.*stop_token_ids"),
         (bridge(QWEN, "a"), "hi", r"goes on with .*none is a special token"),
-        (bridge(QWEN.replace("{{ m.content }}", "")), "hi", "takes no plain texts"),
+        (bridge(QWEN.replace("{{ m.content }}", "")), "hi", "leaves it out"),
         (bridge(QWEN), [{"role": "system", "content": "x"}], "role system between turns: an env"),
         (bridge(QWEN), [], "messages of role none"),
         (bridge(QWEN), [{"role": "tool"}], "answered with .*expected a text or"),

@@ -2,11 +2,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.interface import Listener, Requests, RolloutEngine
+from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
 
@@ -56,16 +55,3 @@ def test_requests_stay_as_they_are():
 def test_engines_say_what_they_can(engine, exact, static_shapes, row_limit, hears):
     said = (engine.exact, engine.static_shapes, engine.row_limit, engine.hears)
     assert said == (exact, static_shapes, row_limit, hears)
-
-
-def test_a_listener_must_say_what_rows_hear():
-    with pytest.raises(TypeError, match="abstract"):
-        Listener()
-
-
-def test_a_recipe_names_an_engine_by_its_class_path():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(RolloutEngine, "engine")
-    path = "litgrpo.rollout.engines.local.LocalEngine"
-    given = {"engine": {"class_path": path, "init_args": {"max_rows": 8}}}
-    assert parser.instantiate(parser.parse_object(given)).engine == LocalEngine(max_rows=8)

@@ -3,6 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from litgrpo.rewards import Reward, Scorer
+from litgrpo.rewards.audit.cases import Problem
+from litgrpo.rewards.library import reasoning_gym as library
+from litgrpo.tools import audit as audit_verb
 from litgrpo.tools.audit import merged, overridden, problems_of
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.rewards.audit.test_cases import WORKED
@@ -130,3 +134,21 @@ def test_columns_may_be_used_under_both_names() -> None:
     _, (problem,) = problems_of(recipe, None)
     assert (problem.prompt, problem.answer) == ("1+1?", "two")
     assert problem.columns == {"task": "1+1?", "solution": "two"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (["countdown", "gcd"], "executed as Python by the scorers of: countdown; screened"),
+        (["gcd"], "executed by none of their scorers"),
+    ],
+)
+def test_tasks_of_reasoning_gym_that_execute_answers_are_listed(tasks, said, monkeypatch):
+    monkeypatch.setattr(library, "installed_version", lambda: library.TRIED)
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
+    problems = [Problem("", "1", {"task": task}) for task in tasks]
+    assert said in "\n".join(audit_verb.executed_lines(scorer, problems))
+    assert (
+        audit_verb.executed_lines(Scorer({"right": Reward("litgrpo.rewards.exact")}), problems)
+        == []
+    )

@@ -63,6 +63,20 @@ def refuse_sharding(strategy: Any) -> None:
     require(not shards, f"trainer.strategy is {name}. {INSTEAD_OF_SHARDING}")
 
 
+def refuse_compiled(module: Any) -> None:
+    """Refuse a module that was compiled as a whole.
+
+    Raises:
+        ValueError: it was given to the trainer as `torch.compile(module)`.
+    """
+    require(
+        module._compiler_ctx is None,
+        f"{type(module).__name__} was given as torch.compile(module), but an iteration samples, "
+        "rewards and learns in shapes that change, which no compiler holds together: hand the "
+        "trainer the module itself.",
+    )
+
+
 def check_trainer_options(given: Mapping[str, Any], module: Any) -> None:
     """Refuse options of Lightning's trainer that fight our modules; name what to give instead.
 

@@ -6,6 +6,7 @@ tool nor game is touched.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from litgrpo.data.prompts import pad_left
 from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.interface import Heard, Start
+from litgrpo.environments.repeatable import deviations
 from litgrpo.learner.learner import Learner
 from litgrpo.models.attention.packing import pack_left
 from litgrpo.models.policy import Policy
@@ -25,6 +27,8 @@ from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.episodes import Episodes
 from litgrpo.rollout.stop_strings import StopStrings
 from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, RolloutLogprobs
+
+log = logging.getLogger(__name__)
 
 TURN_TOKENS = 4
 
@@ -52,6 +56,30 @@ def small_episodes(policy: Policy) -> Episodes:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
 
     return Episodes(EpisodesHere(Nods()), Inline(policy.tokenizer), settings, opener)
+
+
+def unrepeated(episodes: Episodes | None, prompts: PromptBatch) -> float:
+    """Answers of the run's environment that depend on more than row, seed and what was said.
+
+    Args:
+        episodes: of the run.
+        prompts: a few; the first is played twice, and once beside the others.
+    """
+    pool = episodes and episodes.pool.alone()
+    if not pool:
+        return 0.0
+    rows = [
+        {name: values[n] for name, values in prompts.columns.items()} | {"prompt": text}
+        for n, text in enumerate(prompts.prompts)
+    ]
+    starts = [Start(row, n, (0, 0, n, 0)) for n, row in enumerate(rows)]
+    try:
+        found = deviations(pool, starts, [prompts.prompts[0], "1", "<answer>2</answer>"])
+    finally:
+        pool.close()
+    for line in found[:1]:
+        log.warning("the environment, %s", line)
+    return float(len(found))
 
 
 def stopped(rollout: Rollout, stops: StopStrings | None) -> Tensor:

@@ -27,11 +27,13 @@ from litgrpo.checks.dry_run import (
     some_ends,
     tolerance,
 )
-from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error
+from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error, unrepeated
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.learner.learner import Learner
 from litgrpo.learner.micro_batches import Limits
 from litgrpo.parallel.comm import Comm
+from litgrpo.rollout.bridge_proof import wrong_conversations
+from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
@@ -40,6 +42,8 @@ ROUNDING = 4  # times its tolerance an error in lower precision may still be rou
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
+BRIDGE = "9 the bridge is the template's own"
+REPEATED = "10 the environment is a function of row, seed and what was said"
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
 # those after it: a wrong head makes decoding differ, too.
@@ -86,8 +90,23 @@ LIKELY |= {
         "rewards are given what the environment said as the policy's words: texts are decoded from "
         "whole rows"
     ),
+    BRIDGE: (
+        "what stands between two turns has other tokens than the chat template's own rendering of "
+        "the conversation: a line break behind an end token is lost, or history was encoded again"
+    ),
+    REPEATED: (
+        "the environment keeps something outside of an episode (an attribute of its class, a list "
+        "of its module), or reads a clock, a disk or a network; `episode.journal: true` is for "
+        "tools that do so on purpose"
+    ),
 }
-COUNTED = {"5 a completion ends with its end token, once", "6 groups are contiguous", SEEN}
+COUNTED = {
+    "5 a completion ends with its end token, once",
+    "6 groups are contiguous",
+    SEEN,
+    BRIDGE,
+    REPEATED,
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +151,7 @@ class Conditions:
 def measured(
     rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
 ) -> list[Finding]:
-    """Measure all; the last two where rows are episodes.
+    """Measure all; the last three where rows are episodes.
 
     Args:
         rollouter: of the run.
@@ -144,10 +163,14 @@ def measured(
     with modes_kept(learner.policy, learner.reference):
         dry = DryRun.of(rollouter, learner)
         rollout, errors = sampling_errors(dry, few_prompts(prompts), limit)
+        errors |= bridge_errors(rollouter)
         findings = agreed(learner.comm, errors, limit)
         if not all(finding.holds for finding in findings):
             return findings  # there is no sound rollout to learn from
-        learned = agreed(learner.comm, learning_errors(dry, rollout, conditions), limit)
+        errors = learning_errors(dry, rollout, conditions)
+        if rollouter.episodes is not None:
+            errors[REPEATED] = unrepeated(rollouter.episodes, few_prompts(prompts))
+        learned = agreed(learner.comm, errors, limit)
     names = {finding.name for finding in learned}
     return learned + [finding for finding in findings if finding.name not in names]
 
@@ -254,6 +277,12 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
     if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):  # defined by the split
         errors["7 the gradient does not depend on micro-batches"] = split_error(learner, experience)
     return errors
+
+
+def bridge_errors(rollouter: Rollouter) -> dict[str, float]:
+    """Conversations with other tokens between turns than the chat template's: {name: number}."""
+    bridge = None if rollouter.episodes is None else rollouter.episodes.bridge
+    return {BRIDGE: wrong_conversations(bridge)} if isinstance(bridge, Template) else {}
 
 
 def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:

@@ -73,6 +73,15 @@ SYNONYMS = {
     "batch_size": "data.batch_size",
 }
 CLOSE = 0.5
+# Keys of other trainers that are left out on purpose, and what to do instead.
+PENALTY = (
+    "what is sampled would be another distribution than the one that is learned. In training the "
+    "reward litgrpo.rewards.repetition does it; for text of a trained model give it to "
+    "transformers' generate on final_model"
+)
+LEFT_OUT = dict.fromkeys(
+    ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size"), PENALTY
+)
 
 
 def explain(message: str, keys: Sequence[str] = ()) -> str:
@@ -206,6 +215,8 @@ def unknown_key(path: list[str], name: str, owner: str, keys: Sequence[str]) -> 
         keys: every key of the parser, dotted.
     """
     key = ".".join([*path, name])
+    if name in LEFT_OUT:
+        return f"there is no key {key!r}: {LEFT_OUT[name]}"
     if not owner:
         if where := elsewhere(key, keys):
             return f"there is no key {key!r} here: {where}"

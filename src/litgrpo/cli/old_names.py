@@ -46,7 +46,7 @@ class OldNames:
             >>> OldNames().path("litgrpo.objectives.kl.k1")
             'litgrpo.algorithm.kl.k1'
         """
-        new = current_path(path)
+        new = "null" if path in SINGLE_TURN else current_path(path)
         if new != path:
             self.met[path] = new
         return new
@@ -90,8 +90,7 @@ class OldNames:
                 for inner in node.value:
                     yield from self._edits(inner, key)
             case yaml.MappingNode() if (named := _single_turn(node)) is not None:
-                self.met["environment: SingleTurn"] = "environment: null"
-                yield node.start_mark.index, named, "null"
+                yield node.start_mark.index, named, self.path("SingleTurn")
             case yaml.MappingNode():
                 prefix = f"{key}." if key else ""
                 names = {name.value for name, _ in node.value if isinstance(name.value, str)}

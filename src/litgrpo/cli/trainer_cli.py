@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -260,7 +261,7 @@ class LitGRPOCLI(LightningCLI):
             # Before the data are read with it; a fit builds the same one from the same data.
             self.model.take_tokenizer(read(Path(self.settings.ckpt_path)))
         if self._starts_anew():
-            rank_zero_only(mark)(Path(self.settings.run_dir), self.config_text())
+            rank_zero_only(mark)(Path(self.settings.run_dir), self.config_text)
 
     def _hold(self, folder: Path) -> None:
         # A process that was killed may need a moment to end.
@@ -306,8 +307,8 @@ class LitGRPOCLI(LightningCLI):
                 callback.falls_back = self._resumes_itself()
         replaced = written(Path(self.settings.run_dir)) if self._starts_anew() else []
         always = [
-            RunFolder(self.config_text(), replaced),
-            Hyperparameters(self.config_text()),
+            RunFolder(self.config_text, replaced),
+            Hyperparameters(self.config_text),
             RecipeSettings(),
             RngState(),
             LoggerState(self.settings.run_dir),
@@ -331,8 +332,9 @@ class LitGRPOCLI(LightningCLI):
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
         return [never_failing(with_allowed_names(logger)) for logger in loggers]
 
+    @cached_property
     def config_text(self) -> str:
-        """The configuration as YAML for any verb, without what was meant for this call only."""
+        """The settled configuration as YAML for any verb, less what is for this call only."""
         text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
         content = yaml.safe_load(text)[self.config.subcommand]
         kept = {name: value for name, value in content.items() if name not in OF_ONE_CALL}

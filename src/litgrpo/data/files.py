@@ -16,9 +16,6 @@ Placed = tuple[dict[str, Any], str]  # the fields of a row, and where it was rea
 # JSON may escape one; no tokenizer and no file takes it.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 
-# JSON may escape one; no tokenizer and no file takes it.
-HALF_PAIR = re.compile("[\ud800-\udfff]")
-
 
 def from_list(rows: Iterable[Any], name: str) -> list[Placed]:
     """Rows of a list: objects, or texts, which become `{"prompt": text}`."""
@@ -29,7 +26,24 @@ def from_list(rows: Iterable[Any], name: str) -> list[Placed]:
 def objects(rows: Iterable[Any], name: str) -> list[Placed]:
     """The rows with their places; what is no object is an error."""
     places = ((row, f"{name}, row {number}") for number, row in enumerate(rows, start=1))
-    return [(_object(row, place), place) for row, place in places]
+    return [(row_object(row, place), place) for row, place in places]
+
+
+def json_line(line: bytes, place: str) -> dict[str, Any]:
+    """The row of one line of JSON."""
+    return row_object(_json(_line(line, place), place), place)
+
+
+def text_line(line: bytes, place: str) -> dict[str, Any]:
+    """The row of one line of text, a prompt."""
+    return {"prompt": _line(line, place).removesuffix("\r")}
+
+
+def _line(line: bytes, place: str) -> str:
+    try:
+        return line.removesuffix(b"\n").decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: not UTF-8 (byte {error.start} of line)") from error
 
 
 def _text(path: Path) -> str:
@@ -48,7 +62,7 @@ def _read_jsonl(path: Path) -> list[Placed]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         place = f"{path}, line {number}"
         if line.strip():
-            placed.append((_object(_json(line, place), place), place))
+            placed.append((row_object(_json(line, place), place), place))
     return placed
 
 
@@ -72,7 +86,8 @@ def _json(text: str, place: str) -> Any:
     return value
 
 
-def _object(row: Any, place: str) -> dict[str, Any]:
+def row_object(row: Any, place: str) -> dict[str, Any]:
+    """The row, if it is an object; else an error that names its place."""
     require(isinstance(row, dict), f"{place}: is {_kind(row)}, expected an object {{field: value}}")
     return row
 

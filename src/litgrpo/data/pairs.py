@@ -85,6 +85,11 @@ class PairSet(Dataset[PairBatch]):
         """Number of pairs."""
         return len(self.ids)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest pair."""
+        return max(map(len, self.ids), default=0)
+
     @cached_property
     def set_names(self) -> list[str]:
         """The name of each pair's set; "" where sets have none."""

@@ -54,6 +54,16 @@ class PromptSet(Dataset[PromptBatch]):
         return [row.set_name for row in self.rows]
 
     @property
+    def size(self) -> str:
+        """Number of prompts, in words."""
+        return str(len(self))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.ids), default=0)
+
+    @property
     def sources(self) -> list[int]:
         """The number of each prompt's source."""
         return [row.source for row in self.rows]

@@ -460,6 +460,14 @@ class LengthLimit:
         one_of("overlong", self.overlong, get_args(Overlong))
         at_least(self.name, self.tokens, 1)
 
+    def admits(self, length: int, row: Row) -> bool:
+        """Whether a row of so many tokens is used, cut or not; refuses it where it is an error."""
+        fits = length <= self.tokens
+        said = f"{row.place}: has {length} tokens, more than {self.name}={self.tokens}"
+        hint = f"raise {self.name} or say `overlong: drop` or `truncate`"
+        require(fits or self.overlong != "error", f"{said}; {hint}")
+        return fits or self.overlong == "truncate"
+
     def kept(self, lengths: list[int], rows: list[Row], role: str) -> list[int]:
         """Numbers of the rows that stay; what happens to the others is counted and said once.
 

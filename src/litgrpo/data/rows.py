@@ -69,11 +69,12 @@ class Table:
             required: the fields that every row needs; None means all of `columns` and `extract`.
         """
         needed = self.fields if required is None else set(required)
-        rows = [self._named(row, needed) for row in read(source)]
+        rows = [self.named(row, needed) for row in read(source)]
         refuse_equal_ids(rows)
         return rows
 
-    def _named(self, row: Row, required: set[str]) -> Row:
+    def named(self, row: Row, required: set[str]) -> Row:
+        """The row under our names, if it has the fields that it needs."""
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs in row.values}
         # A column keeps its own name, too, unless that name means something else here.
         taken = set(renamed.values()) & {*NAMES_OF_REWARDS, *OUR_NAMES}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from litgrpo.tensors import length_buckets
 
 Batch = TypeVar("Batch")
-Plan = Callable[[int], list[list[int]]]  # epoch -> batches of row numbers
+Plan = Callable[[int], Sequence[list[int]]]  # epoch -> batches of row numbers
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
@@ -45,10 +45,33 @@ def batches_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]
     return [batch for turn in zip_longest(*batches) for batch in turn if batch is not None]
 
 
-def shuffled_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+class FullBatches(Sequence[list[int]]):
+    """The full batches of an order; the rows that fill no batch sit out. 8 bytes for each row.
+
+    Args:
+        order: [count] row numbers.
+        batch_size: rows of a batch.
+
+    Example:
+        >>> [*FullBatches(torch.arange(5), batch_size=2)]
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, order: Tensor, batch_size: int) -> None:
+        self.batches = order[: len(order) - len(order) % batch_size].view(-1, batch_size)
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self.batches)
+
+    def __getitem__(self, number: Any) -> Any:
+        """One batch, or a list of them."""
+        return self.batches[number].tolist()
+
+
+def shuffled_batches(count: int, batch_size: int, seed: int, epoch: int) -> FullBatches:
     """Full batches in random order; the rows that fill no batch sit out this epoch."""
-    order = shuffled(count, seed, epoch)[: count - count % batch_size]
-    return [part.tolist() for part in order.split(batch_size)]
+    return FullBatches(shuffled(count, seed, epoch), batch_size)
 
 
 def bucketed_batches(
@@ -124,8 +147,9 @@ class BatchOrder(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of the epoch at hand that are not behind `start`."""
-        for batch in self.plan(self.epoch)[self.start :]:
-            yield share(batch, self.rank, self.world_size)
+        batches = self.plan(self.epoch)
+        for number in range(self.start, len(batches)):
+            yield share(batches[number], self.rank, self.world_size)
 
 
 class BatchLoader(Generic[Batch]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import random
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from glob import glob, has_magic
@@ -34,12 +36,15 @@ class Source:
         weight: of this source among several: its share of the training rows is this number over
             the sum of all. Without weights every row comes once in an epoch.
         kwargs: more arguments for the function.
+        streaming: leave the rows on disk and read each when its batch comes, for training data that
+            do not fit into memory: .jsonl, .txt, .parquet, a folder of `save_to_disk`, or the Hub.
     """
 
     path: str
     limit: int | None = None
     weight: float | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    streaming: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what can give no rows."""
@@ -48,9 +53,29 @@ class Source:
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
 
 
+class Generated(ABC):
+    """A source whose rows are made when they are read; named by `class_path` in a recipe."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For messages."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows, always the same ones."""
+
+
 KEYS = {each.name: None for each in fields(Source)}.keys()
 # In Python also a `datasets.Dataset`, or anything else that gives one mapping after the other.
-SourceLike = str | Source | list[str | Source] | list[dict[str, Any]]
+SourceLike = (
+    str
+    | Generated
+    | Source
+    | list[str | Source | Generated]
+    | list[str | Source]
+    | list[dict[str, Any]]
+)
 # Sets with names: `{easy: a.jsonl, hard: {path: b.jsonl, limit: 100}}`.
 SetsLike = SourceLike | dict[str, Any]
 
@@ -108,7 +133,7 @@ def named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
     for name, source in given.items():
         good = isinstance(name, str) and name and "/" not in name
         require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
-        fits = isinstance(source, Iterable | Source) and bool(source)
+        fits = isinstance(source, Iterable | Source | Generated) and bool(source)
         require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
     return {name: _as_source(source) for name, source in given.items()}
 
@@ -136,8 +161,8 @@ def several(source: SourceLike) -> list[Any]:
     """The sources that are meant: one, or those of a list, where it names sources and not rows."""
     if not isinstance(source, list):
         return [source]
-    named = [isinstance(each, Source) or is_path(each) for each in source]
-    with_keys = any(isinstance(each, Source) for each in source)
+    named = [isinstance(each, Source | Generated) or is_path(each) for each in source]
+    with_keys = any(isinstance(each, Source | Generated) for each in source)
     if not any(named):
         return [source]
     text = next((each for each, is_named in zip(source, named, strict=True) if not is_named), "")
@@ -178,11 +203,17 @@ def weights_of(source: Any) -> list[float] | None:
 
 def _some(source: Any) -> list[Placed]:
     """The rows of one source, as many as its limit asks for."""
+    if isinstance(source, Generated):
+        return from_list(source.rows(), source.name)
     source = Source(source) if isinstance(source, str) else source
     if not isinstance(source, Source):
         rows = _given(source)
         require(bool(rows), f"{GIVEN} holds no rows")
         return rows
+    require(
+        not source.streaming,
+        f"{source.path}: `streaming: true` is for `train` of PromptData alone; leave it out here",
+    )
     rows = _placed(source)
     require(bool(rows), f"{source.path} holds no rows")
     return limited(rows, source)
@@ -192,13 +223,18 @@ def limited(rows: list[Placed], source: Source) -> list[Placed]:
     """So many rows as the source's limit says, in their order; a higher limit adds to them."""
     if source.limit is None or source.limit >= len(rows):
         return rows
-    order = list(range(len(rows)))
-    random.Random(0).shuffle(order)
     rank_zero_info(
         f"{source.path}: {source.limit} of {len(rows)} rows, chosen at random, the same ones in "
         "every run (limit)"
     )
-    return [rows[number] for number in sorted(order[: source.limit])]
+    return [rows[number] for number in chosen(len(rows), source.limit)]
+
+
+def chosen(count: int, limit: int) -> list[int]:
+    """`limit` of the numbers below `count`, in their order; a higher limit adds to them."""
+    order = array("q", range(count))
+    random.Random(0).shuffle(order)
+    return sorted(order[:limit])
 
 
 def _given(rows: Any) -> list[Placed]:
@@ -217,6 +253,12 @@ def _placed(source: Source) -> list[Placed]:
         return _from_function(path, source.kwargs)
     if suffix in READERS:
         return [row for file in files_of(path) for row in READERS[suffix](file)]
+    return from_list(saved_or_hub(path), path)
+
+
+def saved_or_hub(path: str) -> Any:
+    """The `datasets.Dataset` of a folder that `save_to_disk` wrote, or of the Hub."""
+    suffix = Path(path).suffix
     known = f"{path}: cannot read {suffix or 'a file without ending'}; {ENDINGS}"
     require(not Path(path).is_file(), known)
     folder, *words = path.split(":")
@@ -271,7 +313,7 @@ def _literal(text: str) -> Any:
 SAVED = ("state.json", "dataset_dict.json")
 
 
-def _from_disk(path: str, folder: str, words: list[str]) -> list[Placed]:
+def _from_disk(path: str, folder: str, words: list[str]) -> Any:
     """Rows of a folder that `save_to_disk` of the library `datasets` wrote."""
     from datasets import DatasetDict, load_from_disk  # slow to import
 
@@ -282,16 +324,15 @@ def _from_disk(path: str, folder: str, words: list[str]) -> list[Placed]:
     sets = saved if isinstance(saved, DatasetDict) else {"train": saved}
     split = (words or ["train"])[-1]
     require(split in sets, f"{path}: has no split {split!r}; it has: {', '.join(sets)}")
-    return from_list(sets[split], path)
+    return sets[split]
 
 
-def _from_hub(path: str) -> list[Placed]:
+def _from_hub(path: str) -> Any:
     from datasets import load_dataset  # slow to import, and most runs do not need it
 
     name, config, split = (*path.split(":"), "", "")[:3]
     try:
-        rows = load_dataset(name, config or None, split=split or "train")
+        return load_dataset(name, config or None, split=split or "train")
     except (OSError, ValueError) as error:
         hint = f"a data set of the Hub is name:config:split, a local file must exist; {ENDINGS}"
         raise ValueError(f"{path}: cannot be loaded from the Hub ({error}); {hint}") from error
-    return from_list(rows, path)

@@ -1,4 +1,4 @@
-"""Tools that are ready to be named in a recipe: a calculator, and a search in a text file."""
+"""Ready to be named in a recipe: a calculator, a search in a text file, and a game of numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 import os
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 from litgrpo.arguments import at_least, require
+from litgrpo.environments.calls import after_thoughts
+from litgrpo.environments.interface import Heard
 
 MOST_CHARS = 200  # of an expression
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -132,3 +135,75 @@ def _lines(file: str, changed: int) -> Lines:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
+
+
+@dataclass
+class NumberGame:
+    """Find a number that the seed chose: an environment without data, for tests and first runs.
+
+    A turn's last whole number is the guess. Its state is what the guesses have left: the least and
+    the greatest number that are possible, and the tries. Logged: `contradicted`, 1 for a guess that
+    the answers before exclude. A right guess pays 1, anything else 0.
+
+    Args:
+        least: the least number.
+        greatest: the greatest number.
+        tries: turns of a game, also those without a number.
+        opening: text at the end of the prompt; {least}, {greatest} and {tries} are replaced.
+        low: what is heard after a guess that is too low.
+        high: after one that is too high.
+        invalid: after a turn without a number from least to greatest; it counts as a failed call.
+    """
+
+    least: int = 1
+    greatest: int = 15
+    tries: int = 4
+    opening: str = ""
+    low: str = "<low>"
+    high: str = "<high>"
+    invalid: str = "<invalid>"
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        at_least("tries", self.tries, 1)
+        at_least("greatest", self.greatest, self.least)
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Choose the number; see `Environment.reset`."""
+        self._number = random.Random(seed).randint(self.least, self.greatest)
+        self._possible, self._left = (self.least, self.greatest), self.tries
+        text = self.opening
+        for name in ("least", "greatest", "tries"):
+            text = text.replace(f"{{{name}}}", str(vars(self)[name]))
+        return text
+
+    def step(self, said: str) -> Heard:
+        """Answer a guess; see `Environment.step`."""
+        self._left -= 1
+        least, greatest = self._possible
+        numbers = re.findall(r"-?\d{1,18}", after_thoughts(said), re.ASCII)
+        guess = int(numbers[-1]) if numbers else None
+        if guess is None or not self.least <= guess <= self.greatest:
+            return self._heard(self.invalid, failed=True)
+        contradicted = not least <= guess <= greatest
+        if guess < self._number:
+            self._possible = (max(least, guess + 1), greatest)
+        if guess > self._number:
+            self._possible = (least, min(greatest, guess - 1))
+        if guess == self._number:
+            self._possible, self._left = (guess, guess), 0
+        answer = self.low if guess < self._number else self.high
+        return self._heard(answer, won=guess == self._number, contradicted=contradicted)
+
+    def _heard(
+        self, said: str, *, won: bool = False, failed: bool = False, contradicted: bool = False
+    ) -> Heard:
+        """An answer with the state that it leaves."""
+        return Heard(
+            said="" if won else said,
+            reward=float(won),
+            done=won or self._left == 0,
+            state=(*self._possible, self._left),
+            log={"contradicted": float(contradicted)},
+            calls={"guess": (1, int(failed))},
+        )

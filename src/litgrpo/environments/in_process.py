@@ -61,6 +61,11 @@ class EpisodesHere(EpisodePool):
         self.failures.count({n: each for n, each in ready.items() if isinstance(each, Failed)})
         return ready
 
+    def alone(self) -> EpisodePool:
+        """The same again."""
+        stage = self.stage
+        return EpisodesHere(stage.environment, max_heard_chars=stage.max_chars, max_failed_frac=1.0)
+
     def close(self) -> None:
         """End every episode."""
         self.stage.close()

@@ -156,3 +156,11 @@ class EpisodePool(ABC):
     @abstractmethod
     def close(self) -> None:
         """End every episode, and processes where there are some."""
+
+    def alone(self) -> EpisodePool | None:
+        """A pool of the same environment in one process, to see whether it is a function.
+
+        Returns:
+            None where that cannot be asked, or where it need not be one.
+        """
+        return None

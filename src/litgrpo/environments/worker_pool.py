@@ -165,13 +165,26 @@ class EpisodeWorkers(EpisodePool):
         """
         while True:
             patient = wait and not self.ready
-            for worker, answer in self.pool.answers(wait=patient):
+            for worker, answer, _ in self.pool.answers(wait=patient):
                 self._received(worker, answer)
             if self.ready or not patient or not any(each.playing for each in self.processes):
                 break
         ready, self.ready = self.ready, {}
         self.failures.count({n: each for n, each in ready.items() if isinstance(each, Failed)})
         return ready
+
+    def alone(self) -> EpisodePool | None:
+        """The same with one process, where no journal says that the environment is no function."""
+        if self.journal is not None:
+            return None
+        environment, most = self.objects
+        return EpisodeWorkers(
+            environment,
+            timeout_s=self.timeout_s,
+            workers=1,
+            max_heard_chars=most,
+            max_failed_frac=1.0,
+        )
 
     def close(self) -> None:
         """End every episode and all processes; they start again when needed."""

@@ -220,8 +220,9 @@ class Seq2SeqPolicy(Policy):
         config = self.bare_model.config
         if config.model_type not in ENCODER_DECODER:
             raise ValueError(
-                f"The encoder-decoder model type {config.model_type!r} is not supported; "
-                f"supported: {', '.join(ENCODER_DECODER)} (Flan-T5 is t5)."
+                f"The encoder-decoder model type {config.model_type!r} is not supported: the "
+                "completions of a prompt share what its encoder read, which is known for the "
+                f"attention of {', '.join(ENCODER_DECODER)} alone (Flan-T5 is t5)."
             )
         # Set once, because gradient checkpointing calls it again in the backward pass.
         self.decoder.config._attn_implementation = SHARED_ENCODER

@@ -17,6 +17,7 @@ from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
@@ -261,6 +262,7 @@ def prepare_device(module: Any, device: torch.device) -> None:
     Raises:
         ValueError: device or precision cannot compute what the recipe asks for.
     """
+    refuse_compiled(module)
     check_trainer_precision(str(module.trainer.precision))
     check_device(module.settings, module.coefficients.objective, device)
     backend(device).prepare()

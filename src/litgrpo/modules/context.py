@@ -6,6 +6,7 @@ from lightning import LightningModule
 
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
+from litgrpo.data.streaming import StreamedPrompts
 from litgrpo.models.limits import check_lengths, check_tokens
 from litgrpo.models.policy import Policy
 from litgrpo.modules.source_data import SourceData
@@ -28,8 +29,8 @@ def check_data(module: LightningModule, policy: Policy, completion: int, key: st
     data = module.trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, SourceData):
         return
-    known = (PromptSet, PairSet)
-    ids = {name: rows.ids for name, rows in data.sets.items() if isinstance(rows, known)}
-    check_tokens(policy, ids)
-    longest = {name: max(map(len, rows), default=0) for name, rows in ids.items()}
+    kinds = (PromptSet, PairSet, StreamedPrompts)
+    known = {name: rows for name, rows in data.sets.items() if isinstance(rows, kinds)}
+    check_tokens(policy, {name: rows.ids for name, rows in known.items()})
+    longest = {name: rows.longest for name, rows in known.items()}
     check_lengths(policy, longest, completion, key)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from litgrpo.arguments import import_by_path, require
+from litgrpo.arguments import require
 from litgrpo.environments.interface import Environment, EpisodePool, schemas_of
 from litgrpo.environments.journal import Journal
 from litgrpo.environments.worker_pool import episode_pool
 from litgrpo.models.policy import Policy
+from litgrpo.modules.environment_given import given_environment
 from litgrpo.modules.source_data import SourceData
 from litgrpo.modules.trainer import is_attached
 from litgrpo.rollout.bridge import Bridge, Inline
@@ -32,7 +33,7 @@ def checked(
     """The environment; refuses settings of episodes that contradict each other.
 
     Args:
-        environment: it, or the import path of a class that takes no arguments.
+        environment: it, or what `given_environment` makes it of.
         episode: limits.
         engine: samples.
         rewards: {name: Reward}.
@@ -54,8 +55,7 @@ def checked(
             " environment.",
         )
         return None
-    if isinstance(environment, str):
-        environment = import_by_path(environment)()
+    environment = given_environment(environment)
     require(
         isinstance(environment, Environment),
         f"environment is {environment!r:.80}, which lacks `reset(row, seed)` or `step(said)`; see "

@@ -20,6 +20,7 @@ from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import advantage_stats, advantages_of, averages
 from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.learner.schedules import Controllers, coefficients_of
+from litgrpo.models.at_hand import as_folder
 from litgrpo.models.loading import LoRA, Precision, load_tokenizer
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
@@ -66,7 +67,8 @@ class GRPO(LightningModule):
     and learn from how each compares with its group.
 
     Args:
-        pretrained: the model to train: a hub id, a folder, or `builtin:<name>`.
+        pretrained: the model to train: a hub id, a folder, or `builtin:<name>`. In Python also a
+            `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
         objective: what is maximized: advantages, surrogate, weighting and KL term.
         group_size: completions of each prompt, G.
@@ -135,10 +137,9 @@ class GRPO(LightningModule):
         super().__init__()
         self.arguments = arguments_kept.kept(locals())
         check_sizes(group_size, max_completion_len, max_iterations, objective)
-        environment = checked(environment, episode, engine, named_rewards(rewards))
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
-        self.pretrained, self.reference_path = pretrained, reference
+        self.pretrained, self.reference_path = as_folder(pretrained), reference
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
         self.lora, self.check_invariants = lora, check_invariants
@@ -150,7 +151,7 @@ class GRPO(LightningModule):
             max_completion_len=max_completion_len,
             sampling=remembered(sampling),
             engine=engine,
-            environment=environment,
+            environment=checked(environment, episode, engine, named_rewards(rewards)),
             episode=episode,
             update=update,
             precision=precision,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from litgrpo.arguments import at_least, require
 from litgrpo.data.mixing import mixed
 from litgrpo.data.prompts import tokenized_prompts
-from litgrpo.data.rendering import Chat, LengthLimit, Overlong, prompt_style
-from litgrpo.data.rows import Overlap, Table, fingerprint
-from litgrpo.data.sampler import BatchLoader, batches_by_set, fixed_batches, shuffled_batches
+from litgrpo.data.rendering import Chat, LengthLimit, Overlong, PromptStyle, prompt_style
+from litgrpo.data.rows import Overlap, Table, fingerprint, identity
+from litgrpo.data.sampler import BatchLoader, FullBatches, Plan, batches_by_set, shuffled_batches
 from litgrpo.data.sources import Row, SetsLike, SourceLike
+from litgrpo.data.streaming import StreamedPrompts, rows_of, streams
 from litgrpo.modules.source_data import SourceData
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.types import PromptBatch
+
+if TYPE_CHECKING:  # slow to import; only named here
+    from transformers import PreTrainedTokenizerBase
 
 
 class PromptData(SourceData[PromptBatch]):
@@ -25,7 +31,8 @@ class PromptData(SourceData[PromptBatch]):
     (`openai/gsm8k:main:train`), a function (`python:package.module.function?size=500`), a list of
     texts or rows, `{path: ..., limit: ...}`, or a list of such sources, with weights if you like
     (`[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]`). In Python also a
-    `datasets.Dataset`. The prompt is tokenized; every other column reaches the reward functions.
+    `datasets.Dataset`. With `{path: ..., streaming: true}` training rows stay on disk until their
+    batch comes. The prompt is tokenized; every other column reaches the reward functions.
 
     Args:
         train: source of the training prompts.
@@ -126,9 +133,28 @@ class PromptData(SourceData[PromptBatch]):
             for name, part in rows.items()
         }
         self.fingerprint = fingerprint(rows.get("train", []))
+        if stage == "fit" and streams(self.sources["train"]):
+            self._stream(rows.get("val", []), style, tokenizer)
         self.skip_validation_without("val", stage)
-        sizes = ", ".join(f"{name} {len(prompts)}" for name, prompts in self.sets.items())
+        sizes = ", ".join(f"{name} {prompts.size}" for name, prompts in self.sets.items())
         rank_zero_info(f"Prompts: {sizes}")
+
+    def _stream(
+        self, val: list[Row], style: PromptStyle, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Add the training set, whose rows stay on disk."""
+        prompts = StreamedPrompts(
+            rows_of(self.sources["train"]),
+            {identity(row) for row in val},
+            self.style.template.needs | self.table.fields,
+            table=self.table,
+            style=style,
+            limit=self.limit,
+            tokenizer=tokenizer,
+            pad_to_multiple=self.pad_to_multiple,
+        )
+        self.sets = {"train": prompts} | self.sets
+        self.fingerprint = fingerprint(prompts.seen)
 
     def _rows(self, stage: str) -> dict[str, list[Row]]:
         needs = self.style.template.needs
@@ -140,12 +166,23 @@ class PromptData(SourceData[PromptBatch]):
         if stage in alone:
             name, fields = alone[stage]
             return {name: self.table.read(self._source(name), fields)}
-        train, val = self.table.train_and_val(self._source("train"), self.sources["val"], required)
+        train, val = self._train_and_val(required)
         rows = {"train": train, "val": val}
         if stage == "validate":
             del rows["train"]
             self.require_validation(val)
         return rows
+
+    def _train_and_val(self, required: set[str]) -> tuple[list[Row], list[Row]]:
+        train, val = self._source("train"), self.sources["val"]
+        if not streams(train):
+            return self.table.train_and_val(train, val, required)
+        require(
+            not self.table.val_fraction,
+            "val_fraction would read all rows of `train`, which has `streaming: true`: give `val` "
+            "a source of its own",
+        )
+        return [], [] if val is None else self.table.read(val, required)
 
     def _source(self, name: str) -> Any:
         source = self.sources[name]
@@ -166,7 +203,7 @@ class PromptData(SourceData[PromptBatch]):
             f"batch_size {self.batch_size} (prompts of all processes together) does not divide "
             f"among {processes} processes",
         )
-        plan = partial(_batches, count, self.batch_size, self.shuffle, self.seed)
+        plan: Plan = partial(_batches, count, self.batch_size, self.shuffle, self.seed)
         if self.weights is not None:
             numbers = (self.sets["train"].sources, self.weights)
             plan = partial(_mixed_batches, *numbers, self.batch_size, self.shuffle, self.seed)
@@ -196,10 +233,10 @@ class PromptData(SourceData[PromptBatch]):
         return self.loader(name, batches_by_set(names, self.eval_batch_size))
 
 
-def _batches(count: int, batch_size: int, shuffle: bool, seed: int, epoch: int) -> list[list[int]]:
+def _batches(count: int, batch_size: int, shuffle: bool, seed: int, epoch: int) -> FullBatches:
     if shuffle:
         return shuffled_batches(count, batch_size, seed, epoch)
-    return fixed_batches(count - count % batch_size, batch_size)
+    return FullBatches(torch.arange(count), batch_size)
 
 
 def _mixed_batches(

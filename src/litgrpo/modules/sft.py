@@ -12,7 +12,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.learner.optimization import DefaultAdamW
+from litgrpo.models.at_hand import as_folder
 from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import arguments_kept, kernel_choice
@@ -36,7 +38,8 @@ class SFT(LightningModule):
     """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
 
     Args:
-        pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`.
+        pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`. In Python
+            also a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         scratch: a new model and tokenizer instead of `pretrained`.
         optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
         lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is
@@ -71,7 +74,7 @@ class SFT(LightningModule):
         untrained = scratch is not None and lora is not None
         require(not untrained, "lora adapts trained weights; `scratch` has none, leave lora out")
         at_least("max_iterations", max_iterations, 1)
-        self.pretrained = pretrained
+        self.pretrained = as_folder(pretrained)
         self.scratch = scratch
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -97,6 +100,7 @@ class SFT(LightningModule):
         Raises:
             ValueError: it would; GRPO alone learns in fixed shapes.
         """
+        refuse_compiled(self)
         device = self.trainer.strategy.root_device
         self.means = {
             name: (MeanMetric().to(device), MeanMetric().to(device))

@@ -21,6 +21,7 @@ from litgrpo.data.rendering import (
 from litgrpo.data.rows import Table
 from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
 from litgrpo.data.sources import Row, SetsLike, weights_of
+from litgrpo.data.streaming import StreamedPrompts
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here
@@ -126,7 +127,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
     @property
     def mixture(self) -> list[tuple[float, int]]:
         """The weight of each training source and how many rows it has; none without weights."""
-        counts = Counter(self.sets["train"].sources)
+        counts = Counter(self.sets["train"].sources if self.weights else [])
         return [(weight, counts[n]) for n, weight in enumerate(self.weights or [])]
 
     def train_loader(self, plan: Plan, identity: dict[str, Any]) -> BatchLoader[Batch]:
@@ -157,5 +158,6 @@ def reward_columns(trainer: Trainer) -> list[list[str]]:
     """The columns of each set whose completions are rewarded."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
+    kinds = (PromptSet, StreamedPrompts)
     rewarded = {name: each for name, each in sets.items() if name != "predict"}
-    return [list(each.columns) for each in rewarded.values() if isinstance(each, PromptSet)]
+    return [list(each.columns) for each in rewarded.values() if isinstance(each, kinds)]

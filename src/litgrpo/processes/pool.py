@@ -156,6 +156,9 @@ class Worker:
         return died_of(code)
 
 
+Heard = tuple[Worker, Any, bool]
+
+
 class Launcher:
     """The process that loaded the objects and forks workers.
 
@@ -375,39 +378,43 @@ class WorkerPool:
         except OSError as error:  # it died while it waited: its answer will be its end
             log.debug("worker %d: %s", worker.pid, error)
 
-    def answers(self, *, wait: bool) -> list[tuple[Worker, Any]]:
-        """What workers answered, or the `WorkerError` of those that were lost and are replaced.
+    def answers(self, *, wait: bool) -> list[Heard]:
+        """What workers answered since the last call.
 
         Args:
             wait: until a worker answers, prints, or is overdue.
+
+        Returns:
+            (worker, answer, whether it waits again) of each. The answer of a worker that was lost
+            is a `WorkerError`.
         """
         until = min((worker.until for worker in self.workers if worker.busy), default=0.0)
         ready = self.selector.select(max(0.0, until - time.monotonic()) if wait else 0)
-        heard: list[tuple[Worker, Any]] = []
+        heard: list[Heard] = []
         for worker in dict.fromkeys(key.data for key, _ in ready):
             flood = worker.output.drain()
             # All answers that came before what was printed: else a flood is blamed on them.
             while worker in self.workers and worker.connection.poll():
                 heard += self._read(worker)
             if worker.busy and (flood or worker.output.drain()):
-                heard.append((worker, self._lost(worker, FLOOD)))
+                heard.append((worker, self._lost(worker, FLOOD), True))
         now = time.monotonic()
         late = [worker for worker in self.workers if worker.busy and worker.is_late(now)]
         overdue = [worker for worker in late if not worker.connection.poll()]
-        return heard + [(worker, self._lost(worker, TIMEOUT)) for worker in overdue]
+        return heard + [(worker, self._lost(worker, TIMEOUT), True) for worker in overdue]
 
-    def _read(self, worker: Worker) -> list[tuple[Worker, Any]]:
+    def _read(self, worker: Worker) -> list[Heard]:
         """One message; none where it died while it waited."""
         try:
             answer, last = worker.connection.recv()
         except GONE:
             was_busy = worker.busy
             lost = self._lost(worker, None)
-            return [(worker, lost)] if was_busy else []
+            return [(worker, lost, True)] if was_busy else []
         if last:
             worker.busy, worker.until = False, inf
             sys.stdout.write(worker.output.take())
-        return [(worker, answer)]
+        return [(worker, answer, last)]
 
     def _lost(self, worker: Worker, reason: str | None) -> WorkerError:
         """A worker is gone (no reason), or must go."""
@@ -431,6 +438,7 @@ class WorkerPool:
             self.__init__(self.size, self.handler)  # type: ignore[misc]
         for worker in [worker for worker in self.workers if worker.busy]:
             self.end(worker)
+        self.answers(wait=False)  # forgets those that died while they waited
 
     def close(self) -> None:
         """End everything."""

@@ -41,6 +41,7 @@ class Judge(ABC):
 
     in_process = True
     has_budget = False  # of calls or tokens, which a checkpoint remembers
+    waits = False  # for others, so that `begin` can be called before the rewards are needed
 
     @abstractmethod
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
@@ -54,6 +55,10 @@ class Judge(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Tensor:
         """One reward for each of N completions; arguments as those of any reward function."""
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start to judge, if it `waits`; the call with the same arguments gives the rewards."""
+        del args, kwargs
 
     def state_dict(self) -> dict[str, int]:
         """What was spent of a budget."""
@@ -69,6 +74,12 @@ def load_judges(functions: Iterable[object], device: torch.device | str, policy:
     for function in functions:
         if isinstance(function, Judge):
             function.load(device, policy)
+
+
+def waiting(functions: Mapping[str, object]) -> dict[str, Judge]:
+    """Those among some reward functions that are judges which wait for others."""
+    judges = {name: each for name, each in functions.items() if isinstance(each, Judge)}
+    return {name: judge for name, judge in judges.items() if judge.waits}
 
 
 def with_budget(functions: Mapping[str, object]) -> dict[str, Judge]:

@@ -25,6 +25,8 @@ FUNCTIONS = {
     "library.quality": ("explanation_quality", "quality"),
     "library.safety": ("safety",),
     "library.diversity": ("distinct", "group_diversity"),
+    "code": ("unit_tests",),
+    "library.reasoning_gym": ("reasoning_gym",),
     "library.dialogue": ("f1", "rouge_l", "bleu", "lapdog"),
 }
 PATHS = {

@@ -15,15 +15,18 @@ import os
 import random
 import re
 import string
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import torch
+from torch import distributed
 
 from litgrpo.arguments import above, at_least, require
 from litgrpo.rewards.rubric import Criterion, Mark, Rubric
@@ -51,6 +54,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 AGAIN = (408, 409, 425, 429)  # and 5xx: worth another try
 LONGEST_WAIT_S = 60.0
 JITTER = random.Random()  # of its own: the run's random numbers stay as they are
+PROCESSES = "processes"  # among what a checkpoint holds of a budget
 CHARS_PER_TOKEN = 4  # where a server does not count
 MAX_TOLD = 200  # characters of what a server says in an error
 
@@ -107,8 +111,10 @@ class RemoteJudge(Rubric):
         retries: after a time-out, a lost connection, or status 429 or 5xx.
         backoff_s: wait before the first retry, doubled for each further one, up to 60 s, with
             jitter; what the server says in `Retry-After` goes before.
-        max_calls: requests in all that each process of a run may send; the rest abstains.
-        max_total_tokens: tokens in all, of questions and replies, likewise.
+        max_calls: requests in all that a run may send; the rest abstains. Several processes have
+            equal shares.
+        max_total_tokens: tokens in all, of questions and replies, likewise; requests on their way
+            when it is spent are answered.
         cache: folder in which replies are kept, by a hash of everything that was asked; null keeps
             none. It can be shared by runs.
         api_key_env: environment variable that holds the key; null for a server without keys. The
@@ -119,6 +125,7 @@ class RemoteJudge(Rubric):
     isolated = False
     has_budget = True
     whole_batch = True  # it looks after single failures itself
+    waits = True
 
     def __init__(  # noqa: PLR0913 (each is a line of a recipe)
         self,
@@ -166,23 +173,30 @@ class RemoteJudge(Rubric):
         self.api_key_env = api_key_env
         self.counts: Counter[str] = Counter()  # since the start of the run
         self.lost_in_a_row = 0
+        self.rank, self.num_processes = 0, 1
+        self.begun: tuple[list[Any], Future[tuple[list[Any], Counter[str]]]] | None = None
+        self.thread: threading.Thread | None = None
 
     def load(self, device: torch.device | str | None = None, policy: str | None = None) -> None:
-        """See that there are a key and a folder for the replies.
+        """See that there are a key and a folder for the replies; learn how many processes ask.
 
         Raises:
             ValueError: the variable is empty, or the folder cannot be made.
         """
         self._key()
         self.replies.prepare()
+        if distributed.is_available() and distributed.is_initialized():
+            self.rank, self.num_processes = distributed.get_rank(), distributed.get_world_size()
 
     def state_dict(self) -> dict[str, int]:
         """What was spent, for a checkpoint."""
-        return dict(self.counts)
+        return dict(self.counts) | {PROCESSES: self.num_processes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the budget of a checkpoint."""
-        self.counts = Counter(state)
+        """Go on with the budget of a checkpoint, which holds what one of its processes spent."""
+        before = state.get(PROCESSES, self.num_processes)
+        spent = {name: -(-n * before // self.num_processes) for name, n in state.items()}
+        self.counts = Counter({name: n for name, n in spent.items() if name != PROCESSES})
 
     def __call__(
         self,
@@ -197,21 +211,52 @@ class RemoteJudge(Rubric):
             ValueError: the template names a column that there is not, or the server refused the
                 very first request (key, address, model).
         """
+        begun_for, _ = self.begun or ([], None)
+        if begun_for != [*prompts, *completions]:
+            self.begin(prompts, completions, **columns)
+        assert self.begun is not None
+        (_, answers), self.begun = self.begun, None
+        rewards, counts = answers.result()
+        names = ("calls", "tokens", "cached", "failed", "unparsed", "over_budget")
+        if log_metric is not None:
+            for name in names:
+                log_metric(f"judge_{name}", counts[name])
+        return rewards
+
+    def begin(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> None:
+        """Send the requests in a thread, after those that were begun before.
+
+        The thread ends with the process: nobody waits for replies at the end of a run.
+        """
+        answers: Future[tuple[list[Any], Counter[str]]] = Future()
+        before, self.begun = self.thread, ([*prompts, *completions], answers)
+
+        def ask() -> None:
+            if before is not None:
+                before.join()
+            try:
+                rewards = self._rewards(prompts, completions, **columns)
+                answers.set_result((rewards, self.counts.copy()))
+            except Exception as error:  # raised where the rewards are asked for
+                answers.set_exception(error)
+
+        self.thread = threading.Thread(target=ask, daemon=True, name="litgrpo-judge")
+        self.thread.start()
+
+    def _rewards(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[Any]:
         missing = sorted(self.columns - columns.keys())
         require(not missing, f"judge: the template names {missing}, which are no columns")
         self.lost_in_a_row = 0
         self.asking = asyncio.Semaphore(self.concurrency)
         self.pending: dict[str, asyncio.Task[Mark]] = {}
-        rewards = super().__call__(prompts, completions, **columns)
-        names = ("calls", "tokens", "cached", "failed", "unparsed", "over_budget")
-        if log_metric is not None:
-            for name in names:
-                log_metric(f"judge_{name}", self.counts[name])
-        return rewards
+        return super().__call__(prompts, completions, **columns)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has nothing in flight."""
-        return {k: v for k, v in vars(self).items() if k not in ("asking", "pending")}
+        kept = {k: v for k, v in vars(self).items() if k not in ("asking", "pending")}
+        return kept | {"begun": None, "thread": None}
 
     def _mean(self, marks: Sequence[Mark]) -> Mark:
         """None where one mark is missing: others would stand for it, but not in other rows."""
@@ -293,7 +338,7 @@ class RemoteJudge(Rubric):
             raise GaveUp("failed", "the server is down")
         self.counts["calls"] += 1
         try:
-            response = await client.post(self.url, json=body, headers=self._headers())
+            response = await client.post(self.url, json=body, headers=_headers(self._key()))
         except httpx.TransportError as error:  # time-outs among them
             raise TryAgain(f"{type(error).__name__} {error}".strip()) from error
         if not response.is_success:
@@ -329,7 +374,9 @@ class RemoteJudge(Rubric):
 
     def _spent(self) -> bool:
         limits = {"calls": self.max_calls, "tokens": self.max_total_tokens}
-        return any(m is not None and self.counts[name] >= m for name, m in limits.items())
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        place = (self.rank, self.num_processes)
+        return any(self.counts[name] >= share(limit, *place) for name, limit in given.items())
 
     def _score(self, reply: str) -> Mark:
         """The number of the last line, or None if it holds no score within the scale."""
@@ -351,16 +398,26 @@ class RemoteJudge(Rubric):
         )
         return key
 
-    def _headers(self) -> dict[str, str]:
-        key = self._key()
-        return {} if key is None else {"Authorization": f"Bearer {key}"}
-
     def _count(self, what: str, why: str) -> None:
         """Count an abstention; say so each time that their number has doubled."""
         self.counts[what] += 1
         told = self.counts[what] if what == "over_budget" else 1  # that one once
         if self.counts[what].bit_count() == told == 1:
             log.warning("judge: %d %s so far, left out: %s", self.counts[what], what, why)
+
+
+def share(limit: int, rank: int, num_processes: int) -> int:
+    """Of a budget, that of one process; the shares add up to it.
+
+    Example:
+        >>> [share(5, rank, 3) for rank in range(3)]
+        [2, 2, 1]
+    """
+    return (limit + num_processes - 1 - rank) // num_processes
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 class Replies:

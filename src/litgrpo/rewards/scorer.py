@@ -13,7 +13,7 @@ import torch
 from litgrpo.arguments import one_of
 from litgrpo.rewards import of_episodes
 from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.models import with_budget
+from litgrpo.rewards.models import waiting, with_budget
 from litgrpo.rewards.of_episodes import OF_EPISODES
 from litgrpo.rewards.parts import Reward, RewardFormat, checked, lacking, named_rewards
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
@@ -49,6 +49,7 @@ class Scorer:
         self.parts = named_rewards(parts)
         self.max_iterations = max_iterations
         self.functions = checked(self.parts)
+        self.waiting = waiting(self.functions)
         self.asks = {name: parameters(function) for name, function in self.functions.items()}
         self.reward_format = reward_format
         self.runner = ProcessRunner() if runner is None else runner
@@ -176,6 +177,9 @@ class Scorer:
         context = {"group_size": group_size, **context}
         places = [f"completion {g} of prompt {n}" for n in numbers for g in range(group_size)]
         calls = [replace(self._call(name, rows, context), places=places) for name in self.parts]
+        for call in calls:
+            if call.name in self.waiting:
+                self.waiting[call.name].begin(**call.arguments())
         scores = self.runner.submit(calls)
         return LazyFuture(lambda: self.combine(scores.result(), group_size, iteration))
 

@@ -153,18 +153,17 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
         ValueError: what will be heard cannot be written exactly.
     """
     found = verdicts(Template(format_, frozenset(kinds(format_))), format_)
+    hint = {True: "; for a template without a tool role set `model.episode.tool_role: user`"}
     refused = {
-        each.kind: each.refused or WRONG.format(name=name)
+        each.kind: (each.refused or WRONG.format(name=name)) + hint.get("tool" in each.kind, "")
         for name, each in reversed(found.items())
         if each.outcome in STOPS
     }
     kind = kind_of(format_.messages(results("") if tools else user("")))
-    hint = {True: "; for a template without a tool role set `model.episode.tool_role: user`"}
     require(
         kind not in refused,
-        f"What is heard between turns cannot be written in the chat format: {refused.get(kind)}"
-        f"{hint.get(kind == ('tool',), '')}. Without chat format, `model.episode.between: inline` "
-        "takes texts as they are.",
+        f"What is heard between turns cannot be written in the chat format: {refused.get(kind)}. "
+        "Without chat format, `model.episode.between: inline` takes texts as they are.",
     )
     changed = {each.differs: name for name, each in reversed(found.items())}
     changed = {way: name for way, name in changed.items() if way not in ("", MERGES)}
@@ -176,6 +175,15 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
             "or give the template what it needs in `chat: {kwargs: ...}`."
         )
     return Template(format_, frozenset({*kinds(format_)} - {*refused}), refused)
+
+
+def wrong_conversations(bridge: Template) -> int:
+    """How many of the measured conversations go on with other tokens than the template's own.
+
+    Those whose answers the bridge refuses are not counted.
+    """
+    found = verdicts(bridge, bridge.format)
+    return sum(each.outcome == "wrong" for each in found.values())
 
 
 def template_bridge(

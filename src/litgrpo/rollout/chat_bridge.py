@@ -26,7 +26,7 @@ REPLY, ARGUMENT = "\ue000reply\ue001", "\ue000argument\ue001"
 UNKNOWN = (
     "an environment answers with a user message, with tool messages, or with these and then it"
 )
-NO_TEXTS = "the chat template takes no plain texts (those for images want lists of parts)"
+NO_TEXTS = "the chat template is made for images: its messages are lists of parts, no texts"
 # What templates of strangers raise on messages that they do not expect.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
@@ -84,10 +84,13 @@ class ChatFormat:
         return tokenize(self.tokenizer, [text], False)[0]
 
     @property
-    def writes_texts(self) -> bool:
-        """Whether the template writes a message that is a text; those for images may not."""
+    def wants_parts(self) -> bool:
+        """Whether the template writes messages that are lists of parts, and not texts."""
+        return not self._writes(REPLY) and self._writes([{"type": "text", "text": REPLY}])
+
+    def _writes(self, content: Any) -> bool:
         try:
-            return REPLY in self.text([{"role": "user", "content": REPLY}])
+            return REPLY in self.text([{"role": "user", "content": content}])
         except TEMPLATE_ERRORS:
             return False
 
@@ -163,7 +166,7 @@ class Template(Bridge):
                 return self._cut(before, mark, self.format.text([*before, *heard]))
             except TEMPLATE_ERRORS as error:
                 problems.append(reason(error))
-        takes_none = [] if self.format.writes_texts else [NO_TEXTS]
+        takes_none = [NO_TEXTS] if self.format.wants_parts else []
         raise ValueError("; ".join(dict.fromkeys(takes_none or problems)))
 
     def _cut(self, before: Messages, mark: str, text: str) -> str:

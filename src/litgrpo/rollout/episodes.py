@@ -224,12 +224,10 @@ class PoolListener(Listener):
     def heard(self, *, wait: bool) -> dict[int, list[int] | None]:
         """See `Listener.heard`."""
         found, self.over = self.over, {}
-        if self.asked:
-            with self.episodes._waiting():
-                answers = self.episodes.pool.heard(wait=wait and not found)
-            self.asked -= answers.keys()
-            found |= {row: self._ids(row, answer) for row, answer in answers.items()}
-        return found
+        with self.episodes._waiting():
+            answers = self.episodes.pool.heard(wait=wait and not found and bool(self.asked))
+        self.asked -= answers.keys()
+        return found | {row: self._ids(row, answer) for row, answer in answers.items()}
 
     def _ids(self, row: int, answer: Heard | Failed) -> list[int] | None:
         """What a row hears; None: it is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from litgrpo.models.policy import Policy
@@ -114,9 +114,8 @@ class Rollouter:
             rollout = self._within_memory(requests, Named(self.seed, purpose, counted, attempt))
         if purpose == "train":
             self._sampled_tokens += int(rollout.lengths.sum())
-        if rollout.episodes:  # have their texts
-            return replace(rollout, policy_version=iteration)
-        texts = policy.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
+        decode = partial(policy.tokenizer.batch_decode, skip_special_tokens=True)
+        texts = rollout.completions or decode(rollout.token_lists())
         if stops is not None:
             texts = stops.cut_all(texts, rollout, sampling.include_stop_str_in_output)
         return replace(rollout, completions=texts, policy_version=iteration)

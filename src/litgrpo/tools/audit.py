@@ -20,8 +20,10 @@ from litgrpo.rewards.audit.cases import Form, Problem
 from litgrpo.rewards.audit.open_text import OpenReport, audit_open_text
 from litgrpo.rewards.audit.report import Line, Report
 from litgrpo.rewards.audit.run import audit_rewards
+from litgrpo.rewards.library.reasoning_gym import is_executed, reasoning_gym
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.sandbox import available, why_not
 from litgrpo.text.answers import extract_reasoning
 from litgrpo.text.tables import markdown_table
 
@@ -44,9 +46,10 @@ def audit(
 
     Right answers in fifteen renderings must be judged right, and wrong, empty, repeated, stuffed or
     copied ones must earn less. Also found: rewards that are slow, constant, failing, dominant or in
-    conflict. Without a column `answer` the text is open: then tricks (the prompt copied, one
-    sentence repeated, words shuffled, keywords, words that the reward itself holds) must not earn
-    more than the best of a few samples of the model that training would start from.
+    conflict; and tasks of reasoning-gym that execute answers. Without a column `answer` the text is
+    open: then tricks (the prompt copied, one sentence repeated, words shuffled, keywords, words
+    that the reward itself holds) must not earn more than the best of a few samples of the model
+    that training would start from.
 
     Args:
         recipes: the recipe and its overlays (-c RECIPE.yaml, as for fit); --model.KEY VALUE and
@@ -84,7 +87,25 @@ def audit(
         threshold=float(evaluation["threshold"] if threshold is None else threshold),
         form=None if form is None else Form(form),
     )
+    print("\n".join(executed_lines(scorer, problems)))
     tell(found, as_text(found, scorer.weights), report)
+
+
+def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
+    """Which tasks of reasoning-gym would execute what the model writes; none without its reward."""
+    if reasoning_gym not in scorer.functions.values():
+        return []
+    tasks = sorted({str(problem.columns.get("task")) for problem in problems})
+    executed = [task for task in tasks if is_executed(task)]
+    where = "bubblewrap" if available() else f"worker processes alone ({why_not()})"
+    told = (
+        f"executed as Python by the scorers of: {', '.join(executed)}; screened, and run in {where}"
+    )
+    none = "executed by none of their scorers"
+    return [
+        f"tasks of reasoning-gym: {', '.join(tasks)}",
+        f"answers are {told if executed else none}",
+    ]
 
 
 def tell(found: Report | OpenReport, lines: list[str], path: str | None) -> None:

@@ -4,20 +4,25 @@ import math
 
 import pytest
 
+from litgrpo.processes.failures import WorkerError
+from litgrpo.processes.pool import WorkerPool
 from litgrpo.rewards import InProcessRunner, pure, whole_batch
-from litgrpo.rewards.runner.batch import NO_TURN, TIMEOUT, Attempt, Batch, Task, stripes
+from litgrpo.rewards.runner.batch import Attempt, Batch, Task, stripes
 from litgrpo.rewards.runner.calls import Call, Scores, failed
-from litgrpo.rewards.runner.failures import WorkerError
-from litgrpo.rewards.runner.worker_pool import WorkerPool
+from litgrpo.rewards.runner.process_runner import HANDLER
 
 
 def batch(function=len, rows=4, workers=2) -> Batch:
     call = Call("r", function, {"completions": ["x"] * rows}, {}, rows)
-    return Batch(InProcessRunner(timeout_s=64.0), WorkerPool(workers), {0: call}, {})
+    return Batch(InProcessRunner(timeout_s=64.0), WorkerPool(workers, HANDLER), {0: call}, {})
 
 
-def row(attempt=Attempt.SHORT) -> Task:
-    return Task(attempt, {0: (0, [0])}, together=False, workers=1)
+def fail(asked, task) -> list[Task]:
+    """What is asked where a task fails for everything."""
+    asked.queue.clear()
+    rows = task.unanswered[0][1]
+    asked._enter(task, 0, failed(len(rows), KeyError("?")), 1.0)
+    return list(asked.queue)
 
 
 def test_the_first_question_is_for_all_rows_and_may_take_half_of_the_time():
@@ -34,65 +39,46 @@ def test_no_time_is_kept_for_single_rows_where_rows_are_compared():
 
     asked = batch(compare)
     assert asked._limit_s(asked.queue[0]) == 64.0
+    assert fail(asked, asked.queue[0]) == []
+    assert asked.results[0].failures == dict.fromkeys(range(4), "KeyError")
 
 
-def test_after_a_failure_rows_are_asked_one_by_one():
+def test_after_a_failure_rows_are_asked_one_by_one_with_equal_shares():
     asked = batch()
-    asked.queue.clear()
-    asked._retry(0, [0, 1, 2, 3], failed(4, "KeyError", WorkerError("?")))
-    assert [list(task.unanswered.values()) for task in asked.queue] == [
-        [(0, [n])] for n in range(4)
-    ]
-    asked.left_s[0] = 40.0
-    assert asked._limit_s(asked.queue[0]) == 40.0 / 32
+    tasks = fail(asked, asked.queue[0])
+    assert [list(task.unanswered.values()) for task in tasks] == [[(0, [n])] for n in range(4)]
+    assert [asked._limit_s(task) for task in tasks] == [16.0] * 4  # half, by two workers
+    asked._enter(tasks[0], 0, Scores([1.0]), 0.0)  # quick: the others have its share
+    assert asked._limit_s(tasks[1]) == 64.0 / 3
+    asked._enter(tasks[1], 0, failed(1, KeyError()), 64.0 / 3)  # hung: the others keep theirs
+    assert asked._limit_s(tasks[2]) == pytest.approx(64.0 / 3)
 
 
-def test_waiting_for_a_worker_takes_no_time():
-    waiting = row()
-    assert waiting.until == math.inf
-    waiting.stop(1e9)
-    assert waiting.seconds == 0.0
+def test_the_last_row_gets_no_more_than_all_workers_could_have_spent():
+    asked = batch(rows=1, workers=4)
+    (last,) = fail(asked, asked.queue[0])
+    assert asked._limit_s(last) == 32.0
 
 
-def test_what_passes_after_the_limit_is_not_the_rows_time():
-    hanging = row()
-    hanging.limit_s = 1.0
-    hanging.begin(100.0)
-    assert hanging.until == 101.0
-    hanging.stop(100.5)
-    assert hanging.seconds == 0.5
-    hanging.stop(900.0)
-    assert hanging.seconds == 1.0
+def test_rows_of_coroutines_wait_together_and_are_asked_alone_where_their_worker_was_lost():
+    async def waits(completions):
+        return completions
 
-
-@pytest.mark.parametrize(("left_s", "limit_s"), [(0.1, 0.02), (0.01, 0.01), (-1.0, 0.0)])
-def test_a_row_gets_a_minimum_while_there_is_time_and_nothing_after(left_s, limit_s):
-    asked = batch()
-    asked.left_s[0] = left_s
-    assert asked._limit_s(row()) == limit_s
-
-
-def test_rows_that_were_set_aside_share_what_is_left_once_the_others_had_their_turn():
-    asked = batch()
-    asked.aside[0], asked.left_s[0] = [1, 2], 12.0
-    asked._settle(asked.queue[0])
-    assert len(asked.queue) == 1  # others wait for their turn
-    asked._settle(asked.queue.popleft())
-    first = asked.queue.popleft()
-    assert (first.attempt, asked._limit_s(first)) == (Attempt.LAST, 6.0)
-
-
-def test_rows_without_time_say_whose_fault_it_was():
-    asked = batch()
-    asked.left_s[0] = 0.0
-    for attempt, reason in ((Attempt.SHORT, NO_TURN), (Attempt.LAST, TIMEOUT)):
-        asked._refuse(row(attempt))
-        assert asked.results[0].failures == {0: reason}
+    asked = batch(waits)
+    (whole,) = asked.queue
+    (together,) = fail(asked, whole)
+    assert together.together
+    assert list(together.unanswered.values()) == [(0, [n]) for n in range(4)]
+    assert asked._limit_s(together) == 16.0
+    asked._enter(together, 0, failed(1, KeyError()), 1.0)  # by itself
+    asked._enter(together, 1, failed(1, WorkerError("exited with 7")), 1.0, lost=True)
+    assert asked.results[0].failures == {0: "KeyError"}
+    assert [task.attempt for task in asked.queue][-1] is Attempt.ROW
 
 
 def test_remembered_rows_are_not_asked():
     call = Call("r", len, {"completions": ["x"] * 3}, {}, 3)
-    asked = Batch(InProcessRunner(), WorkerPool(1), {0: call}, {0: {1: 5.0}})
+    asked = Batch(InProcessRunner(), WorkerPool(1, HANDLER), {0: call}, {0: {1: 5.0}})
     assert asked.queue[0].unanswered == {0: (0, [0, 2])}
     assert asked.results[0].values[1] == 5.0
 
@@ -119,4 +105,4 @@ def test_rows_of_a_pure_function_are_shared_out_at_once_and_leave_half_of_their_
         [(0, [0, 1])],
         [(0, [2, 3])],
     )
-    assert (asked._limit_s(first), first.workers) == (32.0, 1)
+    assert asked._limit_s(first) == asked._limit_s(second) == 32.0

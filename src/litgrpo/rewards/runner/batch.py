@@ -1,38 +1,27 @@
 """The calls of one iteration in worker processes: which rows are asked together, and for how long.
 
-Each function is called for all its rows at once. If that raises, hangs, crashes or floods the
-terminal, it is called for the rows one by one: a row that hangs is set aside after a short while,
-so that the others get their turn, and is given its share of what time is left at the end.
-
-A function has `timeout_s` of all workers. Only time in which a worker runs it counts: waiting for a
-worker, or for somebody to read the answer, takes nothing from it.
+Each function is called for all its rows at once, for half of its time. If that raises, hangs,
+crashes or floods its output, the other half is for the rows one by one, by all workers: each gets
+an equal share of what is left, so a row that hangs takes nothing from the others. Only the time in
+which a worker runs a function counts, without what it waits for a processor.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import ceil, inf, nan
-from multiprocessing.connection import wait
-from typing import Any
+from math import ceil, nan
 
-from litgrpo.rewards.runner.calls import FLOOD, TIMEOUT, Call, Scores, failed
-from litgrpo.rewards.runner.failures import WorkerError
+from litgrpo.processes.failures import WorkerError
+from litgrpo.processes.pool import Worker, WorkerPool
+from litgrpo.rewards.runner.calls import Call, Scores, failed
 from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.runner.worker import Message, Question
-from litgrpo.rewards.runner.worker_pool import GONE, LOAD_S, Worker, WorkerPool
 
-log = logging.getLogger(__name__)
-
-NO_TURN = "no time was left for it"  # other rows of the function used it up
-SHORTEST_S = 0.02  # that a row gets at least, while there is time
-SHARE = 1 / 32  # of the time left, for a row at first; n that hang leave (31/32)^n to the others
 GRACE_S = 0.5  # for coroutines to be stopped from within
 
 Rows = tuple[int, list[int]]  # number of a call, and some of its rows
@@ -42,9 +31,8 @@ class Attempt(IntEnum):
     """How rows are asked for."""
 
     WHOLE = 0  # all at once
-    ROWS = 1  # coroutines, one for each row, all together
-    SHORT = 2  # one row, with little time
-    LAST = 3  # one row that hung in the short attempt
+    TOGETHER = 1  # coroutines, one for each row, all together
+    ROW = 2  # one row
 
 
 @dataclass
@@ -55,30 +43,15 @@ class Task:
         attempt: how.
         unanswered: {number of the question: its rows}.
         together: they are coroutines.
-        workers: how many it keeps from the function's other rows, itself included.
+        limit_s: seconds for each question.
+        began: when it was asked.
     """
 
     attempt: Attempt
     unanswered: dict[int, Rows]
     together: bool
-    workers: float
-    limit_s: float = inf  # for each question
-    began_at: float = inf
-    until: float = inf  # when the worker is ended
-    seconds: float = 0.0  # that it took
-
-    def __post_init__(self) -> None:
-        """Remember whose time it takes."""
-        self.calls = {n for n, _ in self.unanswered.values()}
-
-    def begin(self, now: float) -> None:
-        """The worker has begun."""
-        self.began_at = now
-        self.until = now + self.limit_s + GRACE_S * self.together
-
-    def stop(self, now: float) -> None:
-        """The worker was ended; what passed after the limit is not the rows' time."""
-        self.seconds = min(max(0.0, now - self.began_at), self.limit_s)
+    limit_s: float = 0.0
+    began: float = 0.0
 
 
 class Batch:
@@ -100,8 +73,10 @@ class Batch:
     ) -> None:
         self.runner, self.pool, self.calls = runner, pool, calls
         self.results = {n: Scores([nan] * call.num_rows) for n, call in calls.items()}
-        self.left_s = dict.fromkeys(calls, runner.timeout_s * pool.size)
-        self.aside: dict[int, list[int]] = {n: [] for n in calls}
+        # Seconds of workers that are left for single rows, and rows that have had none of it.
+        half = runner.timeout_s * pool.size / 2
+        self.left_s = {n: half / (1 + call.is_coroutine) for n, call in calls.items()}
+        self.single: Counter[int] = Counter()
         self.queue: deque[Task] = deque()
         self.running: dict[Worker, Task] = {}
         coroutines: list[Rows] = []
@@ -112,11 +87,10 @@ class Batch:
             if call.is_coroutine:
                 coroutines.append((n, rows))
                 continue
-            pieces = stripes(rows, pool.size if is_marked(call.function, "pure") else 1)
-            for piece in pieces:
-                self._ask(Attempt.WHOLE, [(n, piece)], workers=pool.size / len(pieces))
+            for piece in stripes(rows, pool.size if is_marked(call.function, "pure") else 1):
+                self._ask(Attempt.WHOLE, [(n, piece)])
         if coroutines:
-            self._ask(Attempt.WHOLE, coroutines, together=True, workers=pool.size)
+            self._ask(Attempt.WHOLE, coroutines, together=True)
 
     def dispatch(self) -> None:
         """Hand out tasks while workers are free, without waiting for answers."""
@@ -124,149 +98,79 @@ class Batch:
             task = self.queue[0]
             self._refuse(task)
             worker = self.pool.take() if task.unanswered else None
-            if worker is None and task.unanswered:
+            if worker is None and task.unanswered and self.running:
                 return
-            self.queue.popleft()
-            if worker is None:
-                self._settle(task)
+            if not task.unanswered:
+                self.queue.popleft()
+            if worker is None:  # else a function has broken the process that was to be forked
                 continue
-            self.running[worker] = task
-            task.limit_s, task.until = self._limit_s(task), time.monotonic() + LOAD_S
+            self.running[worker] = self.queue.popleft()
+            task.limit_s, task.began = self._limit_s(task), time.monotonic()
             questions = [self._question(n, rows) for n, rows in task.unanswered.values()]
-            explain = task.attempt <= Attempt.ROWS  # where it hangs; later that is known
-            try:
-                worker.connection.send(Message(questions, task.together, task.limit_s, explain))
-            except OSError as error:  # it died while it was idle: its answer will be its end
-                log.debug("worker %d: %s", worker.pid, error)
+            message = Message(questions, task.together, task.limit_s)
+            self.pool.ask(worker, message, task.limit_s + GRACE_S * task.together)
 
     def finish(self) -> dict[int, Scores]:
         """Wait until every row has a score or its time is over."""
         while self.queue or self.running:
             self.dispatch()
-            self._listen()
-            self._end_overdue()
+            for worker, answer, last in self.pool.answers(wait=True):
+                task = self.running.pop(worker) if last else self.running[worker]
+                if isinstance(answer, WorkerError):
+                    seconds = min(time.monotonic() - task.began, task.limit_s)
+                    for number in list(task.unanswered):
+                        rows = task.unanswered[number][1]
+                        scores = failed(len(rows), answer, answer.cause)
+                        self._enter(task, number, scores, seconds, lost=True)
+                elif answer is not None:
+                    self._enter(task, *answer)
         return self.results
 
-    def _ask(
-        self, attempt: Attempt, rows: Iterable[Rows], *, together: bool = False, workers: float = 1
-    ) -> None:
-        self.queue.append(Task(attempt, dict(enumerate(rows)), together, workers))
+    def _ask(self, attempt: Attempt, rows: Iterable[Rows], *, together: bool = False) -> None:
+        self.queue.append(Task(attempt, dict(enumerate(rows)), together))
 
     def _limit_s(self, task: Task) -> float:
-        """Seconds that each question of a task may take; half is kept for the rows one by one."""
-        n = min(task.calls)
-        left_s, half = self.left_s[n], self.runner.timeout_s / 2
-        waiting = sum(other.attempt is Attempt.LAST and n in other.calls for other in self.queue)
+        """Seconds that each question of a task may take."""
+        n = min(n for n, _ in task.unanswered.values())
+        half = self.runner.timeout_s / 2
         whole = half * (1 + is_marked(self.calls[n].function, "whole_batch"))
-        limits = (whole, half, max(SHORTEST_S, SHARE * left_s), min(half, left_s / (1 + waiting)))
-        return max(0.0, min(left_s, limits[task.attempt]))
+        share = self.left_s[n] / max(self.single[n], self.pool.size)
+        return (whole, half / 2, share)[task.attempt]
 
     def _question(self, n: int, rows: list[int]) -> Question:
         call = self.calls[n]
         return Question(call.name, call.select(rows) | call.context, len(rows), call.notes)
 
     def _refuse(self, task: Task) -> None:
-        """Enter why rows fail whose function cannot be loaded or has no time left."""
-        late = TIMEOUT if task.attempt is Attempt.LAST else NO_TURN
+        """Fail the rows of functions that broke the process which loaded them."""
         for number, (n, rows) in list(task.unanswered.items()):
             broken = self.pool.failed.get(self.calls[n].name)
-            if broken is not None or self.left_s[n] <= 0:
-                reason = broken.cause if broken else late
-                self.results[n].put(rows, failed(len(rows), reason, broken))
+            if broken is not None:
+                self.results[n].put(rows, failed(len(rows), broken, broken.cause))
                 del task.unanswered[number]
 
-    def _listen(self) -> None:
-        """Sleep until a worker answers or prints, or until one is overdue; read what came."""
-        sources: dict[Any, Worker] = {}
-        for worker in self.running:
-            sources |= {worker.output: worker, worker.connection: worker}
-        until = min((task.until for task in self.running.values()), default=0.0)
-        ready = wait(sources, max(0.0, until - time.monotonic()))
-        for worker in {sources[source] for source in ready}:
-            worker.output.drain()
-            # All answers that came before what was printed: else a flood is blamed on their rows.
-            while worker in self.running and worker.connection.poll():
-                self._read(worker, self.running[worker])
-
-    def _read(self, worker: Worker, task: Task) -> None:
-        """Read one message of a worker: when it began, or the answer to a question."""
-        try:
-            message = worker.connection.recv()
-        except GONE:
-            self._lost(worker, None)
-            return
-        if isinstance(message, float):
-            task.begin(message)
-            return
-        number, scores, seconds = message
+    def _enter(
+        self, task: Task, number: int, scores: Scores, seconds: float, *, lost: bool = False
+    ) -> None:
+        """Enter the scores of a question, or ask for each row what failed for several."""
         n, rows = task.unanswered.pop(number)
-        task.seconds = max(task.seconds, seconds)
-        self.runner.note_time(self.calls[n], seconds, rows)
-        if scores.error is None or task.attempt is not Attempt.WHOLE:
-            self.results[n].put(rows, scores)
-        else:
-            self._retry(n, rows, scores, together=task.together)
-        if not task.unanswered:
-            worker.output.drain()
-            sys.stdout.write(worker.output.take())
-            self.pool.release(worker)
-            self._done(worker)
-
-    def _retry(self, n: int, rows: list[int], failure: Scores, *, together: bool = False) -> None:
-        """Ask for each row what failed for several; where rows are compared, all have failed."""
-        if is_marked(self.calls[n].function, "whole_batch"):
-            self.results[n].put(rows, failure)
+        call, result = self.calls[n], self.results[n]
+        self.runner.note_time(call, seconds, rows)
+        if task.attempt is Attempt.ROW:
+            self.left_s[n] -= seconds
+            self.single[n] -= 1
+        # Coroutines that wait together fail each for itself, unless their worker was lost.
+        alone = task.attempt is Attempt.ROW or (task.attempt is Attempt.TOGETHER and not lost)
+        if alone or scores.error is None or is_marked(call.function, "whole_batch"):
+            result.put(rows, scores)
             return
-        self.results[n].error = self.results[n].error or failure.error
-        if together:
-            row_by_row = [(n, [row]) for row in rows]
-            self._ask(Attempt.ROWS, row_by_row, together=True, workers=self.pool.size)
+        result.error = result.error or scores.error
+        if task.together and task.attempt is Attempt.WHOLE:
+            self._ask(Attempt.TOGETHER, [(n, [row]) for row in rows], together=True)
             return
+        self.single[n] += len(rows)
         for row in rows:
-            self._ask(Attempt.SHORT, [(n, [row])])
-
-    def _end_overdue(self) -> None:
-        """End workers that take too long or print too much."""
-        for worker, task in list(self.running.items()):
-            overdue = time.monotonic() >= task.until
-            if worker.output.drain():
-                self._lost(worker, FLOOD)
-            elif overdue and not worker.connection.poll():  # no answer has come meanwhile
-                self._lost(worker, TIMEOUT)
-
-    def _lost(self, worker: Worker, reason: str | None) -> None:
-        """A worker is gone (no reason), or must go; find out which row did it."""
-        task = self.running[worker]
-        task.stop(time.monotonic())
-        died_of = self.pool.end(worker)
-        cause = reason or died_of
-        told = f"the worker was ended: {reason}" if reason else f"the worker {died_of}"
-        error = WorkerError(cause, f"{told}. {worker.output.take()}".strip())
-        for n in task.calls:
-            rows = [row for m, rows in task.unanswered.values() for row in rows if m == n]
-            self.runner.note_time(self.calls[n], task.seconds, rows)
-            if task.attempt <= Attempt.ROWS:
-                self._retry(n, rows, failed(len(rows), cause, error))
-            elif task.attempt is Attempt.SHORT and cause == TIMEOUT:
-                self.aside[n] += rows
-            else:
-                self.results[n].put(rows, failed(len(rows), cause, error))
-        self._done(worker)
-
-    def _done(self, worker: Worker) -> None:
-        """A worker is at the end of its task, for one reason or another."""
-        task = self.running.pop(worker)
-        for n in task.calls:
-            self.left_s[n] -= task.seconds * task.workers
-        self._settle(task)
-
-    def _settle(self, task: Task) -> None:
-        """Once all rows of a function had their turn, ask again for those that took long."""
-        for n in task.calls:
-            if not any(n in other.calls for other in (*self.queue, *self.running.values())):
-                for row in self.aside[n]:
-                    self._ask(Attempt.LAST, [(n, [row])])
-                self.aside[n] = []
+            self._ask(Attempt.ROW, [(n, [row])])
 
 
 def stripes(rows: Sequence[int], count: int) -> list[list[int]]:

@@ -16,18 +16,18 @@ from numbers import Real
 from typing import Any
 
 from litgrpo.arguments import require
+from litgrpo.processes.failures import WorkerError, cause_of
 from litgrpo.rewards.runner.event_loop import gathered
-from litgrpo.rewards.runner.failures import MalformedResult, as_exception, reason_of
 from litgrpo.rewards.runner.marks import Function
 
 DOUBLE_EPS = sys.float_info.epsilon
 LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance
-IDS = "completion_ids"
 ATOMS = {str, int, float, bool, bytes, type(None)}
 ARRAYS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
-MAX_PRINTED = 5_000_000  # characters that one call may print
-MAX_SHOWN = 20_000  # of which so many are shown
-TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
+
+
+class MalformedResult(ValueError):
+    """A function returned something that is not one reward per completion."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +62,7 @@ class Call:
 
     def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
         """Copies of the arguments, since a function may change what it is given."""
-        chosen = {
-            name: copied_ids(values[rows]) if name == IDS else copied(values[rows])
-            for name, values in self.rows.items()
-        }
+        chosen = {name: _copied_column(name, values[rows]) for name, values in self.rows.items()}
         return chosen | self.context | own_settings(self.settings)
 
     def select(self, rows: Sequence[int]) -> dict[str, list[Any]]:
@@ -139,8 +136,9 @@ class Notes:
         known: dict[str, Function] = {"log_metric": self.log_metric, "log_extra": self.log_extra}
         return {name: known[name] for name in names}
 
-    def entered(self, scores: Scores) -> Scores:
-        """The scores, with what was logged."""
+    def read(self, result: object) -> Scores:
+        """What a function returned, with what it logged."""
+        scores = read_result(result, self.num_rows)
         return replace(scores, metrics=self.metrics, extras=self.extras)
 
 
@@ -224,14 +222,16 @@ def answer(
         result = function(**given, **noted.methods(notes))
         if inspect.isawaitable(result):
             (result,) = gathered([result])
-        return noted.entered(read_result(result, num_rows))
+        return noted.read(result)
     except caught as error:
-        return failed(num_rows, reason_of(error), as_exception(error))
+        return failed(num_rows, error)
 
 
-def failed(num_rows: int, reason: str, error: Exception | None = None) -> Scores:
-    """The scores of a function that failed for all of N rows."""
-    return Scores([nan] * num_rows, dict.fromkeys(range(num_rows), reason), error=error)
+def failed(num_rows: int, error: BaseException, reason: str | None = None) -> Scores:
+    """The scores of a function that failed for all of N rows, and under which name that counts."""
+    name = "wrong length" if isinstance(error, MalformedResult) else type(error).__name__
+    told = error if isinstance(error, Exception) else WorkerError(cause_of(error))
+    return Scores([nan] * num_rows, dict.fromkeys(range(num_rows), reason or name), error=told)
 
 
 def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -242,8 +242,10 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def copied_ids(rows: list[Any]) -> list[Any]:
-    """Copies of lists of token ids; a look at each id would cost more than all else."""
+def _copied_column(name: str, rows: list[Any]) -> list[Any]:
+    """A copy; a look at each token id would cost more than all else."""
+    if name != "completion_ids":
+        return copied(rows)  # type: ignore[no-any-return]
     return [row[:] if type(row) is list else copied(row) for row in rows]
 
 

@@ -7,36 +7,30 @@ from collections.abc import Iterable, Sequence
 from math import nan
 from typing import Any
 
-from litgrpo.rewards.runner.calls import Call, Notes, Scores, failed, read_result
+from litgrpo.rewards.runner.calls import Call, Notes, Scores, failed
 from litgrpo.rewards.runner.event_loop import gathered
-from litgrpo.rewards.runner.failures import as_exception, reason_of
 from litgrpo.rewards.runner.marks import Function, is_marked
 
 
 async def awaited_answer(
     function: Function, given: dict[str, Any], num_rows: int, notes: Iterable[str], limit_s: float
 ) -> Scores:
-    """What `calls.answer` gives, for a coroutine function, which is stopped after some seconds."""
+    """What `answer` gives, for a coroutine function, which is stopped after some seconds."""
     noted = Notes(num_rows)
     try:
         coming = function(**given, **noted.methods(notes))
-        return noted.entered(read_result(await asyncio.wait_for(coming, limit_s), num_rows))
+        return noted.read(await asyncio.wait_for(coming, limit_s))
     except (Exception, SystemExit) as error:
-        return failed(num_rows, reason_of(error), as_exception(error))
+        return failed(num_rows, error)
 
 
-def scored_together(calls: Sequence[Call], timeout_s: float) -> list[Scores]:
-    """The scores of calls that are awaited at the same time, in this process.
-
-    Args:
-        calls: of coroutine functions.
-        timeout_s: seconds for each: half for all its rows at once, half for one by one.
-    """
-    return gathered([_score(call, timeout_s / 2) for call in calls])
+def scored_together(calls: Sequence[Call], limit_s: float) -> list[Scores]:
+    """The scores of calls that are awaited at the same time, in this process."""
+    return gathered([_score(call, limit_s) for call in calls])
 
 
 async def _score(call: Call, limit_s: float) -> Scores:
-    """Await the function for all rows; if that fails, for each row."""
+    """Await the function for all rows; if that fails, for each row, all at the same time."""
 
     def attempt(rows: range) -> Any:
         given = call.arguments(slice(rows.start, rows.stop))

@@ -10,17 +10,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from math import nan
 from typing import Any
 
-from litgrpo.rewards.runner.calls import (
-    MAX_PRINTED,
-    MAX_SHOWN,
-    TIMEOUT,
-    Call,
-    Scores,
-    answer,
-    failed,
-)
+from litgrpo.processes.failures import MAX_PRINTED, MAX_SHOWN
+from litgrpo.rewards.runner.calls import Call, Scores, answer, failed
 from litgrpo.rewards.runner.coroutines import scored_together
-from litgrpo.rewards.runner.failures import reason_of
 from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
 
@@ -52,7 +44,7 @@ def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
     waiting = [n for n, call in enumerate(calls) if call.is_coroutine]
     results: dict[int, Scores] = {}
     if waiting:
-        together = scored_together([calls[n] for n in waiting], runner.timeout_s)
+        together = scored_together([calls[n] for n in waiting], runner.timeout_s / 2)
         results = dict(zip(waiting, together, strict=True))
     results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
     return [results[n] for n in range(len(calls))]
@@ -68,7 +60,7 @@ def _score(runner: RewardRunner, call: Call) -> Scores:
     for row in range(call.num_rows):
         late = time.monotonic() > deadline
         only = range(row, row + 1)
-        scores.put([row], failed(1, TIMEOUT) if late else _ask(runner, call, only))
+        scores.put([row], failed(1, TimeoutError()) if late else _ask(runner, call, only))
     return scores
 
 
@@ -79,10 +71,8 @@ def _ask(runner: RewardRunner, call: Call, rows: range) -> Scores:
     with redirect_stdout(limit), redirect_stderr(limit):
         scores = answer(call.function, given, len(rows), call.notes)
     runner.note_time(call, time.monotonic() - started, rows)
-    if limit.printed <= MAX_PRINTED:
-        return scores
-    flood = PrintedTooMuch()  # also where the function caught it
-    return failed(len(rows), reason_of(flood), flood)
+    # Also where the function caught it.
+    return scores if limit.printed <= MAX_PRINTED else failed(len(rows), PrintedTooMuch())
 
 
 class _Limited(io.TextIOBase):

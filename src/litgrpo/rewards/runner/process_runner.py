@@ -14,15 +14,16 @@ from types import CellType
 from typing import Any
 
 from litgrpo.arguments import at_least
+from litgrpo.processes.pool import WorkerPool
 from litgrpo.rewards.runner.batch import Batch
 from litgrpo.rewards.runner.calls import Call, Scores
 from litgrpo.rewards.runner.in_process import run_here
 from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
-from litgrpo.rewards.runner.worker_pool import WorkerPool
 
 OURS = "litgrpo.rewards."
 MOST_WORKERS = 4
+HANDLER = "litgrpo.rewards.runner.worker:answered"
 STORES = ("STORE_DEREF", "STORE_GLOBAL")
 CONTAINERS = (list, dict, set, bytearray)
 
@@ -39,7 +40,7 @@ class ProcessRunner(RewardRunner):
             together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
-        slow_s: calls that take longer are listed in `slowest`.
+        slow_s: the first call of a function that takes longer is warned of.
         workers: processes that may work at the same time; default: one per core, at most 4.
         cache_size: rewards of `pure` functions that are remembered.
     """
@@ -55,7 +56,7 @@ class ProcessRunner(RewardRunner):
         super().__init__(timeout_s, max_failed_frac, slow_s)
         at_least("reward_runner.workers", workers, 1)
         at_least("reward_runner.cache_size", cache_size, 0)
-        self.pool = WorkerPool(workers or min(MOST_WORKERS, os.cpu_count() or 1))
+        self.pool = WorkerPool(workers or min(MOST_WORKERS, os.cpu_count() or 1), HANDLER)
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size
 
@@ -63,7 +64,8 @@ class ProcessRunner(RewardRunner):
         """Let the workers begin; what runs in this process does when the scores are asked for."""
         self.pool.end_busy()
         foreign = {n: call for n, call in enumerate(calls) if not is_trusted(call)}
-        troubles = self.pool.register(list(foreign.values()))
+        parts = {call.name: (call.function, call.settings) for call in foreign.values()}
+        troubles = self.pool.register(parts)
         for name, why in troubles.items():
             self.tell_once(
                 name,

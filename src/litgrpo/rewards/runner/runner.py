@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from litgrpo.arguments import above, at_least, at_most
-from litgrpo.rewards.runner.calls import Call, Scores
-from litgrpo.rewards.runner.failures import MalformedResult
-from litgrpo.rewards.runner.troubles import MAX_SLOW, SlowCall, count, slow_call
+from litgrpo.rewards.runner.calls import Call, MalformedResult, Scores
+from litgrpo.rewards.runner.troubles import count
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class RewardRunner(ABC):
             together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
-        slow_s: calls that take longer are listed in `slowest`.
+        slow_s: the first call of a function that takes longer is warned of.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class RewardRunner(ABC):
         self.max_failed_frac = max_failed_frac
         self.slow_s = slow_s
         self.failures: dict[str, Counter[str]] = {}
-        self.slowest: list[SlowCall] = []
         self.proven: set[str] = set()  # functions that have scored a row
         self.told: set[str] = set()
         self.pending: Future[list[Scores]] | None = None
@@ -131,20 +129,12 @@ class RewardRunner(ABC):
             log.warning(message, *values)
 
     def note_time(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
-        """Remember a call that took long.
-
-        Args:
-            call: the call.
-            seconds: how long it took.
-            rows: the rows that the function was called for.
-        """
+        """Warn of the first call of a function that took long, for `rows` of its rows."""
         if seconds > self.slow_s:
-            slow = slow_call(call, seconds, rows)
-            listed = sorted([*self.slowest, slow], key=lambda each: -each.seconds)
-            self.slowest[:] = listed[:MAX_SLOW]
+            texts = call.rows.get("completions") or [""] * call.num_rows  # not all read them
             self.tell_once(
                 *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),
-                *(call.name, seconds, len(rows), slow.completion),
+                *(call.name, seconds, len(rows), texts[rows[0]]),
             )
 
     def _checked(self, calls: Sequence[Call], finish: Finish) -> list[Scores]:

@@ -1,18 +1,15 @@
-"""What is kept and told of calls that failed or took long."""
+"""What is counted and told of calls that failed."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from litgrpo.processes.failures import cause_of
 from litgrpo.rewards.runner.calls import Call, Scores
-from litgrpo.rewards.runner.failures import cause_of
 
 log = logging.getLogger(__name__)
-
-MAX_SLOW = 20  # entries of the list of slow calls
 
 
 class RewardFailure(RuntimeError):
@@ -20,29 +17,6 @@ class RewardFailure(RuntimeError):
 
     The message is one line; the cause has the traceback.
     """
-
-
-@dataclass(frozen=True)
-class SlowCall:
-    """A call of a reward function that took long.
-
-    Args:
-        seconds: how long; for a call that was ended, until then.
-        name: the reward function.
-        num_rows: rows that it was called for; 1 names the sample.
-        completion: the first of them.
-    """
-
-    seconds: float
-    name: str
-    num_rows: int
-    completion: str
-
-
-def slow_call(call: Call, seconds: float, rows: Sequence[int]) -> SlowCall:
-    """A call for some rows, as it is listed."""
-    texts = call.rows.get("completions") or [""] * call.num_rows  # not all functions read them
-    return SlowCall(seconds, call.name, len(rows), str(texts[rows[0]]))
 
 
 def count(counts: Counter[str], call: Call, scores: Scores, max_failed_frac: float) -> None:

@@ -138,6 +138,10 @@ class _RunningBatch:
     last: Tensor
     active: Tensor
 
+    def __len__(self) -> int:
+        """How many rows decode."""
+        return len(self.cursor)
+
     def appended(self, tokens: Tensor, is_end: Tensor) -> _RunningBatch:
         """After these tokens: rows that ended are marked, the others move on."""
         done = is_end.index_select(0, tokens).logical_or_(self.cursor == self.last)

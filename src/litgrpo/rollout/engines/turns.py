@@ -167,7 +167,7 @@ class Conversation:
                 logits = self.decoding.requests.policy.step(tokens, batch.state)
                 batch = replace(batch, logits=logits)
             batch = self._returned(batch)
-            while self.away and not len(batch.cursor):  # all wait
+            while self.away and not batch:  # all wait
                 self._answered({}, batch, wait=True)
                 batch = self._returned(batch)
             waiting, batch = self._begun(waiting, batch)
@@ -175,9 +175,8 @@ class Conversation:
     def _begun(self, waiting: int, batch: Any) -> tuple[int, Any]:
         """Groups that waited begin where there is room; None as batch: all is over."""
         asked = self.decoding.requests
-        batch = batch if batch is not None and len(batch.cursor) else None
-        live = 0 if batch is None else len(batch.cursor)
-        groups = min(waiting, (self.places - live - len(self.away)) // asked.group_size)
+        batch = batch or None  # without rows there is none
+        groups = min(waiting, (self.places - len(batch or ()) - len(self.away)) // asked.group_size)
         if groups > 0 and (batch is None or batch.state.can_join):
             newcomers = self.decoding.begin(len(asked.prompts) - waiting, groups)
             waiting -= groups

@@ -1,0 +1,206 @@
+"""The peer's side of `tests.benchmarks.turns`: TRL's GRPOTrainer with a tool, in its environment.
+
+    PYTHON_OF_TRL -m tests.benchmarks.trl_turns --size tiny --turns 3 --tool-s 0.05
+
+The same model sizes, prompts, hazard and tool as ours. A random model calls no tool, so that every
+turn is taken for a call; all else is TRL's own: its loop, its template, its generation. Prints a
+line of JSON. Needs trl 1.16 and torch; imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from typing import Any
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": dict(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        vocab_size=512,
+    ),
+    "30m": dict(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=1536,
+        vocab_size=8192,
+    ),
+}
+ROLES = ["<|user|>", "<|assistant|>", "<|tool|>", "call"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|> ' + m['content'] }}"
+    "{% for c in m.get('tool_calls') or [] %}{{ ' call ' + c['function']['name'] + ' ' + "
+    "c['function']['arguments'] | tojson }}{% endfor %}{{ ' <eos0> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def arguments() -> argparse.Namespace:
+    """What the runner says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    for name, default in (
+        ("prompts", 4),
+        ("group", 8),
+        ("prompt-len", 64),
+        ("max-new", 256),
+        ("turns", 3),
+        ("heard", 16),
+        ("steps", 3),
+        ("warmup", 1),
+        ("threads", 2),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--hazard", type=float, default=0.05)
+    parser.add_argument("--tool-s", type=float, default=0.0)
+    return parser.parse_args()
+
+
+def main() -> None:  # noqa: PLR0915 (a script)
+    """Train a few steps and print what they cost."""
+    args = arguments()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    import torch
+    import transformers
+    import trl.trainer.grpo_trainer as peer
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        TrainerCallback,
+    )
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes = SIZES[args.size]
+    ends = [f"<eos{number}>" for number in range(max(1, round(sizes["vocab_size"] * args.hazard)))]
+    words = ["<pad>", "<bos>", "<unk>", *ends, *ROLES]
+    first = len(words)
+    words += [f"w{number}" for number in range(sizes["vocab_size"] - first)]
+    fast = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos0>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, padding_side="left", **special)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = "taken for a call below"
+    config = Qwen2Config(
+        **sizes,
+        max_position_embeddings=args.prompt_len + args.max_new + 64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=3,
+        use_sliding_window=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = list(range(3, 3 + len(ends)))
+    answer = " ".join(words[first : first + args.heard - 3])  # and the marks of the template
+    seen: dict[str, float] = dict.fromkeys(("gen_s", "fed", "spoken", "heard", "calls"), 0.0)
+
+    def look(place: int) -> str:
+        """Look something up.
+
+        Args:
+            place: where.
+        """
+        time.sleep(args.tool_s)
+        seen["calls"] += 1
+        return answer
+
+    def called(tokenizer: Any, ids: list[int], **_: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "look", "arguments": {"place": 1}}}
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+    peer.parse_response = called
+
+    def even_words(completions: list[Any], **_: Any) -> list[float]:
+        texts = [messages[-1].get("content", "").split() for messages in completions]
+        return [
+            sum(w[:1] == "w" and int(w[1:]) % 2 == 0 for w in text) / max(1, len(text))
+            for text in texts
+        ]
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            found = super()._generate_single_turn(prompt_ids, *rest, **named)
+            seen["gen_s"] += time.perf_counter() - began
+            seen["fed"] += sum(map(len, prompt_ids)) + sum(map(len, found[0]))
+            seen["spoken"] += sum(map(len, found[0]))
+            return found
+
+    rows: list[dict[str, Any]] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        before: tuple[float, float, dict[str, float]] | None = None
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.before = time.perf_counter(), time.process_time(), dict(seen)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            assert self.before is not None
+            wall, cpu, then = self.before
+            row = {name: seen[name] - then[name] for name in seen}
+            row |= {"step_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+            rows.append(row)
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (args.prompts * (args.steps + args.warmup + 1), args.prompt_len - 3)
+    ids = torch.randint(first, sizes["vocab_size"], shape, generator=generator).tolist()
+    prompts = [[{"role": "user", "content": " ".join(words[i] for i in row)}] for row in ids]
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=args.prompts * args.group,
+        num_generations=args.group,
+        max_completion_length=args.max_new,
+        max_tool_calling_iterations=args.turns - 1,
+        max_steps=args.steps + args.warmup,
+        learning_rate=1e-6,
+        beta=0.0,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        seed=0,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    Timed(
+        model=model,
+        reward_funcs=even_words,
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        tools=[look],
+        callbacks=[Watch()],
+    ).train()
+    kept, count = rows[args.warmup :], args.prompts * args.group
+    measures = {name: statistics.median(row[name] for row in kept) for name in kept[0]}
+    spoken = statistics.mean(row["spoken"] for row in kept)
+    measures |= {
+        "mean_completion_len": spoken / count,
+        "fed_per_spoken": sum(row["fed"] for row in kept) / sum(row["spoken"] for row in kept),
+        "turns": 1 + statistics.mean(row["calls"] for row in kept) / count,
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    print(json.dumps(measures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Adapters against the packages themselves, each in an environment of its own."""

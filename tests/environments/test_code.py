@@ -1,0 +1,46 @@
+import pickle
+
+import pytest
+from transformers.utils import get_json_schema
+
+from litgrpo import sandbox
+from litgrpo.arguments import import_by_path
+from litgrpo.sandbox import bubblewrap
+
+PATH = "litgrpo.environments.code.run_python"
+in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
+
+
+@in_sandbox
+def test_a_tool_runs_code_and_says_what_it_printed_or_why_it_ended():
+    tool = import_by_path(PATH)
+    assert tool("print(3 * 4)") == "12"
+    assert tool("1 / 0") == "ZeroDivisionError: division by zero"
+    assert tool("raise SystemExit(3)") == "[exit code 3]"
+    assert tool("while True: print('x' * 99)").endswith(
+        "[ended: more than the limit of output_chars]"
+    )
+    assert "No such file" in tool("open('/etc/passwd')")
+
+
+@in_sandbox
+def test_its_signature_and_docstring_are_a_tools_and_it_can_be_sent_to_a_worker():
+    tool = import_by_path(PATH)
+    schema = get_json_schema(tool)["function"]
+    assert schema["name"] == "run_python"
+    assert list(schema["parameters"]["properties"]) == ["code"]
+    assert pickle.loads(pickle.dumps(tool)) is tool
+
+
+def test_without_a_sandbox_it_is_refused_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
+    bubblewrap.why_not.cache_clear()
+    try:
+        with pytest.raises(
+            ValueError, match=r"run_python runs code in a sandbox only.*apt install"
+        ):
+            import_by_path(PATH)
+    finally:
+        bubblewrap.why_not.cache_clear()
+    with pytest.raises(ValueError, match="has no 'run_pyton'"):
+        import_by_path("litgrpo.environments.code.run_pyton")

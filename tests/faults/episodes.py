@@ -1,0 +1,116 @@
+"""The faults of environments, each a function of the bench."""
+
+import csv
+import shutil
+import signal
+from typing import Any
+
+from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merged
+
+EPISODE = {"between": "inline", "max_turns": 2, "max_turn_tokens": 8, "max_heard_tokens": 8}
+EPISODE |= {"close_turns": True}
+
+
+def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any) -> dict[str, Any]:
+    """The recipe of the faults with two turns, and an environment that is bad in one way."""
+    environment = {
+        "class_path": "tests.faults.tools.Numbers",
+        "init_args": {"bad": bad, "folder": folder, "of": of},
+    }
+    keys = {"environment": environment, "episode": EPISODE | {"workers": 4} | episode}
+    keys["rewards"] = {"environment": {"weight": 1.0}}
+    return merged(RECIPE, {"model": {"init_args": keys}})
+
+
+def whole(bench: Any) -> Run:
+    run: Run = bench.whole("episodes", recipe())
+    return run
+
+
+def failed_frac(run: Run) -> float:
+    """The largest share of episodes that failed in an iteration."""
+    with (run.run / "metrics.csv").open(newline="") as file:
+        return max(float(row.get("env/failed_frac") or 0) for row in csv.DictReader(file))
+
+
+def costs_rows(bench: Any, name: str, bad: str, said: str) -> str:
+    """Some rows fail, named and counted; the run goes on, and ends in the same bits again."""
+    runs = [Run(bench.folder / f"{name}-{n}", recipe(bad, timeout_s=1.0)) for n in range(2)]
+    for run in runs:
+        code = run.go()
+        if code or said not in run.said:
+            return f"exit code {code}, not {said!r}: {run.said[-500:]}"
+    if not 0 < failed_frac(runs[0]) <= 0.5:
+        return f"failed_frac is {failed_frac(runs[0])}"
+    return ", ".join(differences(*runs))
+
+
+def stops_the_run(bench: Any, name: str, bad: str, said: str) -> str:
+    """More than half of the rows fail: one line, exit code 2."""
+    run = Run(bench.folder / name, recipe(bad, of=1, timeout_s=1.0))
+    code = run.go()
+    lines = [line for line in run.said.splitlines() if "episodes failed" in line and said in line]
+    return "" if code == 2 and lines else f"exit code {code}: {run.said[-500:]}"
+
+
+def f17(bench: Any) -> dict[str, str]:
+    """a tool hangs: its rows are left out, counted, named; too many stop the run"""
+    return {
+        "some rows": costs_rows(bench, "f17", "hangs", "timed out after 1 s"),
+        "all rows": stops_the_run(bench, "f17-all", "hangs", "timed out after 1 s"),
+    }
+
+
+def f18(bench: Any) -> dict[str, str]:
+    """a tool kills its worker: once, and nothing changes; always, and its rows are left out"""
+    once = Run(bench.folder / "f18-once", {})
+    once.recipe = recipe("dies_once", str(once.folder))
+    code = once.go()
+    wrong = once.said[-500:] if code or not once.marker.exists() else ""
+    return {
+        "once": wrong or ", ".join(differences(once, whole(bench))),
+        "always": costs_rows(bench, "f18", "dies", "exited with 3, twice"),
+        "all rows": stops_the_run(bench, "f18-all", "dies", "exited with 3, twice"),
+    }
+
+
+def f19(bench: Any) -> dict[str, str]:
+    """SIGKILL while a tool runs, also one that is no function: the same after resuming"""
+    found = {}
+    for of in (5, 150):
+        run = Run(bench.folder / f"f19-{of}", {})
+        run.recipe = recipe("kills_the_run", str(run.folder), of)
+        code = run.go("--auto_resume", "true")
+        wrong = "" if code == 128 + signal.SIGKILL else f"exit code {code}: {run.said[-500:]}"
+        if not wrong:
+            code = run.resume()
+            wrong = run.said[-500:] if code else ", ".join(differences(run, whole(bench)))
+        found[f"one of {of} turns"] = wrong
+    found["a search"] = went_on(bench, "f19-search", forget=False)
+    different = went_on(bench, "f19-no-journal", forget=True)
+    found["a search without its journal"] = "" if "weights" in different else "the same weights"
+    return found
+
+
+def went_on(bench: Any, name: str, *, forget: bool) -> str:
+    """What differs where a run with a tool that answers at random is resumed after iteration 4."""
+    searching = bench.whole("searching", recipe("searches", of=1, journal=True))
+    again = bench.copied(name, searching)
+    shutil.rmtree(again.run / "final_model")
+    for number in (ITERATIONS, ITERATIONS - 1):
+        (again.checkpoints / f"iteration={number:06d}.ckpt").unlink(missing_ok=True)
+    if forget:
+        shutil.rmtree(again.run / "journal")
+    code = again.resume()
+    if code or not again.resumed_after():
+        return f"exit code {code}, not resumed: {again.said[-500:]}"
+    return ", ".join(differences(again, searching))
+
+
+def f20(bench: Any) -> dict[str, str]:
+    """an environment leaks state from one episode to the next: refused before the first step"""
+    run = Run(bench.folder / "f20", recipe("leaks"))
+    run.recipe["model"]["init_args"]["check_invariants"] = True
+    code = run.go()
+    named = "10 the environment is a function" in run.said
+    return {"a class attribute": "" if code == 2 and named else f"code {code}: {run.said[-500:]}"}
