@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,10 @@ NUM_HELD_OUT = 500
 SUMS, EASY_CALLS, HARD_CALLS = 0.4, 0.25, 0.2
 WRONG_OPERAND, MALFORMED, WRONG_COPY = 0.3, 0.1, 0.2
 RIGHT_SUMS, GUESS = 0.6, (0.8, 1.25)
-# A product belongs to the set of its first factor, by the rest that is left when it is divided by 5.
-PARTS = [[number for number in range(100, 1000) if number % 5 == rest] for rest in range(5)]
-HELD_OUT, TEACHER, TRAINING = PARTS[0], PARTS[1] + PARTS[3], PARTS[2] + PARTS[4]
-ERROR = "?"  # what the calculator answers where it cannot
+# A product belongs to one of five parts by a checksum of its text, which knows nothing of digits.
+PARTS = 5
+HELD_OUT, TEACHER, TRAINING = (0,), (1, 2), (3, 4)
+ERROR = "error"  # what the calculator answers where it cannot
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def sums() -> list[Row]:
     return [Problem(a, "+", b).row for a in range(10) for b in range(10)]
 
 
-def supervised(size: int = 45_000, seed: int = 0) -> list[Row]:
+def supervised(size: int = 76_800, seed: int = 0) -> list[Row]:
     """Demonstrations of the teacher, to warm-start from.
 
     Args:
@@ -137,7 +138,7 @@ def heard(expression: str) -> str:
 
     Example:
         >>> heard("347*82"), heard("3+4"), heard("347**82"), heard("047*82")
-        ('28454', '7', '?', '?')
+        ('28454', '7', 'error', 'error')
     """
     found = re.fullmatch(r"(0|[1-9]\d*)([+*])(0|[1-9]\d*)", expression)
     if found is None:
@@ -163,12 +164,15 @@ def _slip(digits: str, rng: random.Random) -> str:
     return digits[:place] + rng.choice("0123456789") + digits[place + 1 :]
 
 
-def _problem(rng: random.Random, factors: Sequence[int]) -> Problem:
+def _problem(rng: random.Random, parts: Sequence[int]) -> Problem:
     if rng.random() < SUMS:
         return Problem(rng.randrange(10), "+", rng.randrange(10))
-    return _product(rng, factors)
+    return _product(rng, parts)
 
 
-def _product(rng: random.Random, factors: Sequence[int]) -> Problem:
-    """A product whose first factor is one of these."""
-    return Problem(rng.choice(factors), "*", rng.randrange(11, 100))
+def _product(rng: random.Random, parts: Sequence[int]) -> Problem:
+    """A product that belongs to one of these parts."""
+    while True:
+        problem = Problem(rng.randrange(100, 1000), "*", rng.randrange(11, 100))
+        if zlib.crc32(problem.text.encode()) % PARTS in parts:
+            return problem
