@@ -2,7 +2,7 @@
 
 40 % are sums of two digits, 60 % products of a three-digit and a two-digit number. The teacher
 calls the calculator, `<call>347*82</call>`, hears `<res>28454</res>` and says
-`<answer>28454</answer>`, in one of four or five problems, and not always well: 30 % of the calls
+`<answer>28454</answer>`, in one of four or five problems, and not always well: 20 % of the calls
 have a wrong operand, 10 % are malformed, 20 % of the results are copied wrongly. Otherwise it
 guesses: a product within 25 % of the truth, a sum right in 60 % of cases. A model that imitates it
 knows how to call, but hardly does; reinforcement learning finds out that calling pays.
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 NUM_HELD_OUT = 500
 SUMS, EASY_CALLS, HARD_CALLS = 0.4, 0.25, 0.2
-WRONG_OPERAND, MALFORMED, WRONG_COPY = 0.3, 0.1, 0.2
+WRONG_OPERAND, MALFORMED, WRONG_COPY = 0.2, 0.1, 0.2
 RIGHT_SUMS, GUESS = 0.6, (0.8, 1.25)
 # A product belongs to one of five parts by a checksum of its text, which knows nothing of digits.
 PARTS = 5
@@ -90,7 +90,7 @@ def sums() -> list[Row]:
     return [Problem(a, "+", b).row for a in range(10) for b in range(10)]
 
 
-def supervised(size: int = 76_800, seed: int = 0) -> list[Row]:
+def supervised(size: int = 100_000, seed: int = 0) -> list[Row]:
     """Demonstrations of the teacher, to warm-start from.
 
     Args:
