@@ -163,7 +163,7 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
         "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
         ("litgrpo.rewards.library.math.Fraction", "must be a function"),
-        ("litgrpo.rewards.runner.calls.DOUBLE_EPS", "must be a function"), ("", "is not an import path"),  # noqa: E501
+        ("litgrpo.rewards.runner.calls.DOUBLE_EPS", "must be a function"), ("", "has no function; name one"),  # noqa: E501
         (".math.correctness", "is not an import path"),
     ],
 )  # fmt: skip

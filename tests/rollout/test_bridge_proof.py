@@ -226,9 +226,10 @@ def test_prompts_in_plain_text_have_no_turns_in_a_chat_format():
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
     with pytest.raises(ValueError, match=r"`data.chat: true`, or `model.episode.between: inline`"):
         template_bridge(prompt_style(None, False), tokenizer, ends)
-    style = prompt_style(None, Chat(tools=TOOLS), split_special_tokens=True)
-    made = template_bridge(style, tokenizer, ends)
-    assert made.format.split_special_tokens
+    style = prompt_style(None, Chat(tools=TOOLS))
+    assert template_bridge(style, tokenizer, ends).format.split_special_tokens
+    made = template_bridge(style, tokenizer, ends, split_special_tokens=False)
+    assert not made.format.split_special_tokens
     assert made.format.chat.tools == TOOLS
     gemma = chat_format(GEMMA, "<end_of_turn>")
     chats = prompt_style(None, True)

@@ -46,7 +46,10 @@ class OldNames:
             >>> OldNames().path("litgrpo.objectives.kl.k1")
             'litgrpo.algorithm.kl.k1'
         """
-        new = "null" if path in SINGLE_TURN else current_path(path)
+        if path in SINGLE_TURN:
+            self.met["environment: SingleTurn"] = "environment: null"
+            return "null"
+        new = current_path(path)
         if new != path:
             self.met[path] = new
         return new

@@ -12,7 +12,7 @@ import jinja2
 
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.sources import Row
-from litgrpo.data.special_tokens import special_texts
+from litgrpo.data.special_tokens import plain_ids, special_texts
 from litgrpo.parallel.messages import rank_zero_warn
 from litgrpo.types import PromptBatch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # slow to import; only named here
 
 Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
 Overlong = Literal["drop", "truncate", "error"]
+FIRST_HEARD = 100_000  # number of the mark of an environment's first text
 DONE = {"drop": "dropped", "truncate": "truncated"}
 # What a field that should be text may be, and what to do about it.
 HINTS = {list: "a list of messages needs `chat: true`"}
@@ -137,6 +138,7 @@ class PromptStyle:
         columns: dict[str, Any],
         added: str | Messages,
         tokenizer: PreTrainedTokenizerBase,
+        split_added: bool = True,
     ) -> list[int]:
         """Token ids of a prompt with what an environment adds to it, without limit.
 
@@ -145,6 +147,7 @@ class PromptStyle:
             columns: of the prompt's row; `columns` of this style are among them.
             added: a text for its end.
             tokenizer: of the model.
+            split_added: special tokens that are written in what is added are plain text.
 
         Raises:
             ValueError: messages are added to a plain text.
@@ -152,7 +155,12 @@ class PromptStyle:
         plain = isinstance(added, str)
         hint = "they need the chat format (`chat: true` of the data)"
         require(plain, f"the environment begins with messages ({added!r:.60}), {hint}")
-        return self.encode([f"{text}{added}"], tokenizer)[0]
+        if not (split_added and hidden(added, tokenizer)):
+            return self.encode([f"{text}{added}"], tokenizer)[0]
+        ids, closing = self.encode([text], tokenizer)[0], tokenize(tokenizer, [""], True)[0]
+        # T5 closes what it reads; that stays at the end.
+        last = ids[-1:] if ids[-1:] == closing[-1:] == [tokenizer.eos_token_id] else []
+        return [*ids[: len(ids) - len(last)], *plain_ids(str(added), tokenizer), *last]
 
     def showing(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
         """The style that shows these tools to the model, where there is a way; says where not."""
@@ -230,13 +238,20 @@ class ChatStyle(PromptStyle):
         columns: dict[str, Any],
         added: str | Messages,
         tokenizer: PreTrainedTokenizerBase,
+        split_added: bool = True,
     ) -> list[int]:
         """The same in the chat format: a text for the end of the last user message, or messages."""
         said = with_added(columns["conversation"], added)
         known = special_texts(tokenizer) if self.split_special_tokens else []
         if any(mark in each["content"] for mark in known for each in said):
             return self._begun_once([self._apart(said, tokenizer)], tokenizer)[0]
-        return self.encode([in_chat_format(said, self.chat, tokenizer)], tokenizer)[0]
+        # What looks like a special token, or like a mark of ours, is not for the template to see.
+        marks = hidden(added, tokenizer) if split_added else {}
+        said = with_added(columns["conversation"], marked(added, marks))
+        text = in_chat_format(said, self.chat, tokenizer)
+        if not marks:
+            return self.encode([text], tokenizer)[0]
+        return self._begun_once([pieced(text, marks, tokenizer)], tokenizer)[0]
 
     def showing(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
         """The style whose chat format shows these tools besides its own; says if it does not."""
@@ -311,6 +326,7 @@ def opened(
     style: PromptStyle,
     limit: LengthLimit,
     tokenizer: PreTrainedTokenizerBase,
+    split_added: bool = True,
 ) -> list[int]:
     """Token ids of a prompt with what an environment adds to it when an episode begins.
 
@@ -323,6 +339,7 @@ def opened(
         limit: of a prompt's tokens. What is longer now is shortened, left out or an error as when
             the data were loaded.
         tokenizer: of the model.
+        split_added: special tokens that are written in what is added are plain text.
 
     Raises:
         LeftOut: it is too long, and the limit drops it.
@@ -331,7 +348,7 @@ def opened(
     if not added:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
     columns = {name: values[row] for name, values in prompts.columns.items()}
-    ids = style.opened(prompts.prompts[row], columns, added, tokenizer)
+    ids = style.opened(prompts.prompts[row], columns, added, tokenizer, split_added)
     if len(ids) > limit.tokens:
         said = (
             f"the prompt has {len(ids)} tokens with what the environment adds at its start "
@@ -412,9 +429,34 @@ def pieced(text: str, marks: dict[str, str], tokenizer: PreTrainedTokenizerBase)
     """
     ids: list[int] = []
     for piece in filter(None, re.split("(\ue000[0-9]+\ue001)", text)):
-        said, split = marks.get(piece, piece), piece in marks
-        ids += tokenize(tokenizer, [said], False, split_special_tokens=split)[0]
+        if piece in marks:
+            ids += plain_ids(marks[piece], tokenizer)
+        else:
+            ids += tokenize(tokenizer, [piece], False)[0]
     return ids
+
+
+def hidden(added: str | Messages, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """{mark: text} of the texts that an environment says, where they write special tokens."""
+    texts = [added] if isinstance(added, str) else [each["content"] for each in added]
+    known = [*special_texts(tokenizer), "\ue000"]
+    written = {n: text for n, text in enumerate(texts) if isinstance(text, str)}
+    if not any(mark in text for mark in known for text in written.values()):
+        return {}
+    return {_heard_mark(n): text for n, text in written.items()}
+
+
+def _heard_mark(number: int) -> str:
+    """The mark of an environment's text; those of a prompt's messages have smaller numbers."""
+    return f"\ue000{FIRST_HEARD + number}\ue001"
+
+
+def marked(added: str | Messages, marks: dict[str, str]) -> str | Messages:
+    """What an environment says, with marks in place of its texts; without marks, as it is."""
+    if isinstance(added, str):
+        return next(iter(marks), added)
+    names = {n: {"content": mark} for n in range(len(added)) if (mark := _heard_mark(n)) in marks}
+    return [each | names.get(n, {}) for n, each in enumerate(added)]
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

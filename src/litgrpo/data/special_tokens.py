@@ -18,6 +18,27 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return sorted(filter(None, marked), key=lambda text: (-len(text), text))
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The numbers of these tokens, without that of the unknown token, which a text may be."""
+    numbers = tokenizer.convert_tokens_to_ids(special_texts(tokenizer))
+    return {*numbers} - {tokenizer.unk_token_id}
+
+
+def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text in which no special token stands, whatever it writes.
+
+    Added tokens that are not special are read as they are. A special token that is a word of the
+    tokenizer, too, and cannot be spelled otherwise is left out.
+
+    Args:
+        text: of a stranger.
+        tokenizer: of the model.
+    """
+    never = special_ids(tokenizer)
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return [token for token in ids if token not in never]
+
+
 def report_special_tokens(
     role: str, given: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, *, split: bool
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import require
+from litgrpo.data.rendering import prompt_style
 from litgrpo.environments.interface import Environment, EpisodePool, schemas_of
 from litgrpo.environments.journal import Journal
 from litgrpo.environments.worker_pool import episode_pool
@@ -87,9 +88,10 @@ def episodes_of(
     def opener(prompts: PromptBatch, row: int, added: Any) -> list[int]:
         data = module.trainer.datamodule if is_attached(module) else None
         if isinstance(data, SourceData):
-            return data.opened(prompts, row, added)
+            return data.opened(prompts, row, added, settings.split_special_tokens)
         require(isinstance(added, str), "the environment begins with messages: use PromptData")
-        return list(policy.tokenizer(f"{prompts.prompts[row]}{added}").input_ids)
+        style, split = prompt_style(None, False), settings.split_special_tokens
+        return style.opened(prompts.prompts[row], {}, added, policy.tokenizer, split)
 
     bridge = bridge_of(module, settings, policy, bool(tools))
     return Episodes(pool_of(module, settings), bridge, settings, opener, tools)
@@ -124,7 +126,7 @@ def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: boo
         ValueError: the chat template cannot say it, or there is none.
     """
     if settings.between == "inline":
-        return Inline(policy.tokenizer)
+        return Inline(policy.tokenizer, settings.split_special_tokens)
     data: Any = module.trainer.datamodule if is_attached(module) else None
     require(
         isinstance(data, SourceData) and data.shown is not None,
@@ -133,8 +135,10 @@ def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: boo
     )
     style, tokenizer = data.shown
     ends = (*policy.eos_ids, *module.settings.sampling.stop_token_ids)
-    role = settings.tool_role
-    return template_bridge(style, tokenizer, ends, tool_role=role, tools=tools)
+    role, split = settings.tool_role, settings.split_special_tokens
+    return template_bridge(
+        style, tokenizer, ends, tool_role=role, tools=tools, split_special_tokens=split
+    )
 
 
 def close_episodes(module: Any) -> None:

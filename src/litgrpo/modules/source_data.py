@@ -105,17 +105,28 @@ class SourceData(LightningDataModule, Generic[Batch]):
         self.shown = style, tokenizer
         return style
 
-    def opened(self, prompts: PromptBatch, row: int, added: str | Messages) -> list[int]:
+    def opened(
+        self, prompts: PromptBatch, row: int, added: str | Messages, split_added: bool = True
+    ) -> list[int]:
         """Token ids of a prompt with what an environment adds to it; see `rendering.opened`.
 
         Args:
             prompts: B prompts of this module, after `setup`.
             row: which of them.
             added: a text, or messages.
+            split_added: special tokens that are written in it are plain text.
         """
         assert self.shown is not None
         style, tokenizer = self.shown
-        return opened(prompts, row, added, style=style, limit=self.limit, tokenizer=tokenizer)
+        return opened(
+            prompts,
+            row,
+            added,
+            style=style,
+            limit=self.limit,
+            tokenizer=tokenizer,
+            split_added=split_added,
+        )
 
     def require_validation(self, rows: list[Row]) -> None:
         """Refuse to validate on nothing."""

@@ -193,6 +193,7 @@ def template_bridge(
     *,
     tool_role: str = "tool",
     tools: bool = False,
+    split_special_tokens: bool = True,
 ) -> Template:
     """The bridge of a run whose prompts are in the chat format, measured.
 
@@ -202,6 +203,7 @@ def template_bridge(
         end_ids: tokens that end its turns.
         tool_role: the role that the template is given for `tool`.
         tools: tools will answer; those that are shown do.
+        split_special_tokens: special tokens in what is heard are read as plain text.
 
     Raises:
         ValueError: prompts are plain texts, or see `proved`.
@@ -211,8 +213,8 @@ def template_bridge(
             "episode.between is template, but prompts are plain texts: say `data.chat: true`, or "
             "`model.episode.between: inline`, where texts stand as they are."
         )
-    split, chat = style.split_special_tokens, style.chat
-    format_ = ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split)
+    chat = style.chat
+    format_ = ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split_special_tokens)
     return proved(format_, tools=tools or bool(chat.tools))
 
 

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from litgrpo.arguments import require
-from litgrpo.data.rendering import Chat, Messages, in_chat_format, pieced, tokenize
-from litgrpo.data.special_tokens import special_texts
+from litgrpo.data.rendering import (
+    Chat,
+    Messages,
+    hidden,
+    in_chat_format,
+    marked,
+    pieced,
+    tokenize,
+)
 from litgrpo.rollout.bridge import Bridge
 
 if TYPE_CHECKING:  # slow to import; only named here
@@ -48,7 +55,7 @@ class ChatFormat:
     chat: Chat
     end_ids: tuple[int, ...]
     tool_role: str = "tool"
-    split_special_tokens: bool = False
+    split_special_tokens: bool = True
 
     def messages(self, said: str | Messages) -> Messages:
         """What is heard as the template takes it; a text is a user message."""
@@ -139,23 +146,15 @@ class Template(Bridge):
         kind = kind_of(heard)
         why = "" if kind in self.exact else self.refused.get(kind, UNKNOWN)
         require(not why, f"messages of role {', '.join(kind) or 'none'} between turns: {why}")
-        marks = self._marks(heard)
-        marked = [each | {"content": mark} for each, mark in zip(heard, marks, strict=False)]
-        text = self._from_end(marked or heard)
+        # What looks like a special token, or like a mark of ours, is not for the template to see.
+        marks = hidden(heard, self.format.tokenizer) if self.format.split_special_tokens else {}
+        text = self._from_end(marked(heard, marks))  # type: ignore[arg-type]
         ids = pieced(text, marks, self.format.tokenizer)
         require(
             ids[0] in self.format.end_ids,
             f"the tokenizer reads the end of a turn as other tokens ({text[:20]!r})",
         )
         return ids
-
-    def _marks(self, heard: Messages) -> dict[str, str]:
-        """{mark: the text it stands for}, where a special token in a text is to be plain text."""
-        format_ = self.format
-        known = special_texts(format_.tokenizer) if format_.split_special_tokens else []
-        writes = any(special in each["content"] for special in known for each in heard)
-        texts = [each["content"] for each in heard] if writes else []
-        return {f"\ue000{number}\ue001": text for number, text in enumerate(texts)}
 
     def _from_end(self, heard: Messages) -> str:
         """The chat format from the end token of the policy's turn on."""

@@ -25,6 +25,8 @@ class EpisodeSettings:
             `inline`: the environment's text as it is, for models without a chat format.
         tool_role: role of what tools say, in chat templates; `user` where a template knows no
             `tool`.
+        split_special_tokens: special tokens that an environment writes, such as `<eos>`, are read
+            as plain text, so that nothing that a tool says ends a turn or begins a message.
         close_turns: a turn that ends by its limit of tokens gets an end token, which is not learned
             from, and the episode goes on.
         timeout_s: seconds in which an environment has to answer a turn.
@@ -42,6 +44,7 @@ class EpisodeSettings:
     max_heard_tokens: int = 256
     between: Between = "template"
     tool_role: str = "tool"
+    split_special_tokens: bool = True
     close_turns: bool = False
     timeout_s: float = 10.0
     on_timeout: OnTimeout = "fail"
