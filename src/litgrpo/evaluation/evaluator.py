@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from math import isnan
 from typing import Any
 
 import torch
@@ -263,7 +264,8 @@ class Evaluator:
         """Answer prompts.
 
         Returns:
-            One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns.
+            One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns; of
+            an episode also messages, turn_rewards, calls, failed.
         """
         asked = self.settings
         sampling = Sampling(temperature=asked.predict_temperature, top_p=asked.predict_top_p)
@@ -271,7 +273,7 @@ class Evaluator:
         return [
             {name: values[row] for name, values in prompts.columns.items()}
             | {
-                "prompt": prompts.prompts[row],
+                "prompt": rollout.prompts.prompts[row],  # with what an environment added
                 "completion": text,
                 "reasoning": extract_reasoning(text),
                 "answer": extract_answer(text),
@@ -286,5 +288,12 @@ def _episode(rollout: Rollout, row: int) -> dict[str, Any]:
     """What a file of predictions holds of an episode; nothing of a single turn."""
     if not rollout.episodes:
         return {}
+    assert rollout.turn_rewards is not None
     played = rollout.episodes[row]
-    return {"messages": played.messages, "failed": played.failed}
+    rewards = rollout.turn_rewards[row, : len(played.spoken)].tolist()
+    return {
+        "messages": played.messages,
+        "turn_rewards": [None if isnan(reward) else reward for reward in rewards],
+        "calls": {name: list(counts) for name, counts in played.calls.items()},
+        "failed": played.failed,
+    }
