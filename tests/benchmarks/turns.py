@@ -57,12 +57,12 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     """Train in this process; medians over the steps after the warm-up."""
     import torch
     from lightning import Callback, Trainer, seed_everything
-    from litgrpo.rollout.episode_settings import EpisodeSettings
     from torch.utils.data import DataLoader
 
     from litgrpo.algorithm.objective import Objective, PerToken
     from litgrpo.modules.grpo import GRPO
     from litgrpo.rewards.parts import Reward
+    from litgrpo.rollout.episode_settings import EpisodeSettings
 
     torch.set_num_threads(args.threads)
     seed_everything(0, verbose=False)
