@@ -1,6 +1,7 @@
 """The published algorithms as objectives, under the names of their overlays in `configs`."""
 
 from litgrpo.algorithm.advantages import Normalized
+from litgrpo.algorithm.credit import GTPO, MTGRPO, GiGPO, ReBN, WithoutVoid
 from litgrpo.algorithm.estimators import DecoupledNormalized, TopShare
 from litgrpo.algorithm.kl import k2
 from litgrpo.algorithm.objective import Clipped, Objective, PerToken
@@ -29,4 +30,9 @@ PUBLISHED = {
     "reinforce_pp": Objective(Normalized("batch", "batch"), kl_coef=0.01, kl=k2),
     "gdpo": Objective(DecoupledNormalized()),
     "gfpo": Objective(TopShare(by="shortest", among_kept=True), weighting=PerToken()),
+    "gigpo": Objective(GiGPO()),
+    "mt_grpo": Objective(MTGRPO()),
+    "gtpo": Objective(GTPO()),
+    "rebn": Objective(ReBN(), surrogate=PolicyGradient(), weighting=Constant()),
+    "simpletir": Objective(WithoutVoid()),
 }

@@ -16,7 +16,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithm import advantages, estimators, surrogates, weighting
+from litgrpo.algorithm import advantages, credit, estimators, surrogates, weighting
 from litgrpo.algorithm import objective as objectives
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.surrogates import PolicyGradient
@@ -27,7 +27,7 @@ from tests.algorithms import PUBLISHED
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-ROOMS = (advantages, estimators, objectives, surrogates, weighting)
+ROOMS = (advantages, credit, estimators, objectives, surrogates, weighting)
 CHOICES = {name: value for room in ROOMS for name, value in vars(room).items()}
 # A recipe that has chosen everything already, and nothing as any algorithm does.
 CONTRARY = """

@@ -7,6 +7,7 @@ import torch
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.checks import dry_run
+from litgrpo.checks.episode_checks import unrepeated
 from litgrpo.checks.invariants import (
     BRIDGE,
     LEARNED,
@@ -23,6 +24,7 @@ from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
+from tests.environments import faulty
 from tests.learner.parts import learner_of, rollouter_of
 from tests.rollout.chat_templates import QWEN, chat_format
 from tests.rollout.playing import Echo, episodes_of
@@ -181,3 +183,14 @@ def test_a_turn_that_goes_on_after_its_end_is_found(monkeypatch):
     monkeypatch.setattr(TurnRows, "__init__", late)
     found = findings_of(objective=Objective())
     assert not found["5 a completion ends with its end token, once"].holds
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_function"),
+    [(faulty.Dice, True), (faulty.Counting, False), (faulty.Telling, False)],
+)
+def test_an_environment_that_is_no_function_is_found(environment, is_function, caplog) -> None:
+    episodes = episodes_of(environment())
+    assert (unrepeated(episodes, PROMPTS) == 0) is is_function
+    assert is_function or "turn 1, played once more" in caplog.text
+    assert unrepeated(None, PROMPTS) == 0

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from litgrpo.algorithm.turns import Turns
 from litgrpo.parallel.comm import Comm
 from litgrpo.types import RewardTable
 
@@ -72,6 +73,11 @@ class Advantages(ABC):
         """[B, G] float64 advantages, 0 for rows that teach nothing; arguments as in `Groups`."""
         groups = Groups(table, lengths, comm, table.total).use(table.total, table.valid)
         return torch.where(groups.values.isnan(), 0.0, self.estimate(groups)).nan_to_num(0.0)
+
+    def of_tokens(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
+        """[N, C] float64 advantages of the tokens of episodes; here the same in all turns."""
+        whole = self(table, lengths, comm)[..., None]
+        return turns.per_token(whole.expand(turns.exist.shape))
 
     @abstractmethod
     def estimate(self, groups: Groups) -> Tensor:

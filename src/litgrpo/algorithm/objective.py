@@ -10,6 +10,7 @@ from torch import Tensor
 
 from litgrpo.algorithm import importance, kl
 from litgrpo.algorithm.advantages import Advantages, Normalized
+from litgrpo.algorithm.turns import Turns
 from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.tensors import bounded_exp, row_mean
 from litgrpo.types import Experience, LossOutput, RewardTable, TokenLogprobs
@@ -185,22 +186,26 @@ class Objective:
         return self.top_entropy_share < 1
 
     def token_advantages(
-        self, rewards: RewardTable, loss_mask: Tensor, comm: Comm = ALONE
+        self, rewards: RewardTable, mask: Tensor, comm: Comm = ALONE, turns: Turns | None = None
     ) -> Tensor:
-        """[N, C] float32 advantage of every token of a rollout, 0 off `loss_mask`.
+        """[N, C] float32 advantage of every token of a rollout, 0 off `mask`.
 
         Args:
             rewards: what the N = B * G completions earned.
-            loss_mask: [N, C] True marks a token of the policy.
+            mask: [N, C] True marks a token of the policy.
             comm: of the processes that share the batch.
+            turns: of the episodes; None: every completion is one turn.
         """
-        mask = loss_mask.to(rewards.total.device)
+        device, mask = mask.device, mask.to(rewards.total.device)
         lengths = mask.sum(1).view_as(rewards.total)
-        per_row = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        if turns is None:
+            found = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        else:
+            found = self.advantages.of_tokens(rewards, lengths, comm, turns)
         # The last token has the whole advantage: gamma ** (tokens of the policy after this one).
         to_come = (mask.flip(1).cumsum(1).flip(1) - 1).clamp(min=0)
-        discounted = torch.where(mask, per_row * self.gamma ** to_come.double(), 0.0)
-        return discounted.to(loss_mask.device, torch.float32)
+        discounted = torch.where(mask, found * self.gamma ** to_come.double(), 0.0)
+        return discounted.to(device, torch.float32)
 
     def token_weights(
         self,

@@ -19,6 +19,7 @@ NAMES_OF_REWARDS = {
     "conversation",
 }
 
+NUMBER = "episode_number"  # of rows that are nothing but the beginning of an episode
 OUR_NAMES = ("prompt", "completion", "messages", "answer", "id")
 
 
@@ -146,12 +147,16 @@ class Table:
 
 
 def identity(row: Row, name: str = "prompt") -> str:
-    """What makes two rows the same problem: the prompt before any template, less white space."""
+    """What makes two rows the same problem: the prompt before any template, less white space.
+
+    Rows of `litgrpo.data.Episodes` have their number in it, for their prompts are the same.
+    """
     values = row.values
     asked = {"prompt": values["messages"][:-1]} if values.get("messages") else {}
     prompt = (asked | values).get(name, values)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-    return " ".join(text.split())
+    numbers = [f"#{values[NUMBER]}"] if NUMBER in values else []
+    return " ".join([*text.split(), *numbers])
 
 
 def is_held_out(row: Row, fraction: float, split_by: str = "prompt") -> bool:

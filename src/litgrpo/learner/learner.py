@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from litgrpo.algorithm.objective import Normalizers, Objective
+from litgrpo.algorithm.turns import Turns
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.micro_batches import (
     Limits,
@@ -213,7 +214,8 @@ class Learner:
             weights[rows] = self.objective.token_weights(
                 mask[rows], rollout.truncated[rows], self.max_completion_len, self.comm
             )
-        advantages = self.objective.token_advantages(rewards, mask, self.comm)
+        turns = None if rollout.turns is None else Turns.of(rollout, rewards)
+        advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
         check_centered(of_completions(advantages).view_as(rewards.total), self.objective)
         tokens = rollout.tokens
         return Experience(

@@ -11,8 +11,8 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-# surrogates and estimators are imported so that recipes can name their classes.
-from litgrpo.algorithm import estimators, surrogates  # noqa: F401
+# credit, surrogates and estimators are imported so that recipes can name their classes.
+from litgrpo.algorithm import credit, estimators, surrogates  # noqa: F401
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch

@@ -22,6 +22,7 @@ from litgrpo.data.rows import Table
 from litgrpo.data.sampler import Batch, BatchLoader, BatchOrder, Plan
 from litgrpo.data.sources import Row, SetsLike, weights_of
 from litgrpo.data.streaming import StreamedPrompts
+from litgrpo.modules.environment_given import given_sets
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here
@@ -65,7 +66,8 @@ class SourceData(LightningDataModule, Generic[Batch]):
         twice = sources["val"] is not None and table.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
         self.weights = weights_of(sources["train"])
-        self.sources, self.table, self.style, self.limit = sources, table, style, limit
+        self.sources = {name: given_sets(source) for name, source in sources.items()}
+        self.table, self.style, self.limit = table, style, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
         self.pad_to_multiple = pad_to_multiple
         self.sets: dict[str, Any] = {}

@@ -23,6 +23,7 @@ class Episode:
         failed: why its environment could not go on; "": it could.
         heard_cut: tokens that were left out of what it heard, by the limit.
         done: the environment said that it is over.
+        turn_calls: calls of tools in each turn that was answered.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -33,6 +34,7 @@ class Episode:
     failed: str = ""
     heard_cut: int = 0
     done: bool = False
+    turn_calls: list[int] = field(default_factory=list)
 
     @property
     def spoken(self) -> list[str]:
@@ -46,7 +48,7 @@ class Record:
 
     Args:
         failed: why its environment could not begin; "": it could.
-        messages, spans, calls, log, heard_cut: as of `Episode`.
+        messages, spans, calls, log, heard_cut, turn_calls: as of `Episode`.
         rewards: of each turn, NaN where it abstained.
         states: after each turn.
         used: tokens in the row.
@@ -61,6 +63,7 @@ class Record:
     calls: dict[str, tuple[int, int]] = field(default_factory=dict)
     log: dict[str, tuple[float, int]] = field(default_factory=dict)
     heard_cut: int = 0
+    turn_calls: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     states: list[Hashable] = field(default_factory=list)
     used: int = 0
@@ -82,6 +85,7 @@ class Record:
         """Count a turn."""
         self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
         self.states.append(heard.state)
+        self.turn_calls.append(sum(calls for calls, _ in heard.calls.values()))
         for name, (calls, failed) in heard.calls.items():
             before = self.calls.get(name, (0, 0))
             self.calls[name] = before[0] + calls, before[1] + failed

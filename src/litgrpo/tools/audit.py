@@ -17,6 +17,7 @@ from litgrpo.data.sources import read
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.audit.cases import Form, Problem
+from litgrpo.rewards.audit.episodes import EpisodeReport
 from litgrpo.rewards.audit.open_text import OpenReport, audit_open_text
 from litgrpo.rewards.audit.report import Line, Report
 from litgrpo.rewards.audit.run import audit_rewards
@@ -26,6 +27,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.sandbox import available, why_not
 from litgrpo.text.answers import extract_reasoning
 from litgrpo.text.tables import markdown_table
+from litgrpo.tools.audit_episodes import audit_environment, episode_lines
 
 FAILED = 1  # exit code
 SHOWN = 44  # characters of an example
@@ -56,7 +58,7 @@ def audit(
             --data.KEY VALUE override them, as for fit.
         gold: problems with gold answers, instead of the training data: a .jsonl file or any other
             source; the columns are named as in the recipe.
-        limit: problems to take, evenly spread; 0 takes all. Of open text at most 32.
+        limit: problems to take, evenly spread; 0 takes all. Of open text and episodes at most 32.
         success: the reward that says whether an answer is right (default: the recipe's
             evaluation.success, else its first reward).
         threshold: from which it does (default: the recipe's evaluation.threshold).
@@ -73,6 +75,10 @@ def audit(
     settings = recipe.get("model", {}).get("init_args", {})
     evaluation = {"success": None, "threshold": 1.0} | (settings.get("evaluation") or {})
     scorer = rewards_of(settings)
+    if settings.get("environment") is not None:
+        played = audit_environment(recipe, scorer, gold, limit)
+        tell(played, episode_lines(played), report)
+        return
     data, problems = problems_of(recipe, gold)
     if all(problem.answer is None for problem in problems):
         open_report = audit_open(scorer, settings, data, limit)
@@ -108,7 +114,7 @@ def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
     ]
 
 
-def tell(found: Report | OpenReport, lines: list[str], path: str | None) -> None:
+def tell(found: Report | OpenReport | EpisodeReport, lines: list[str], path: str | None) -> None:
     """Print a report and write it, if asked; exit code 1 where the rewards are unfit."""
     print("\n".join(lines))
     if path is not None:
@@ -177,9 +183,15 @@ def merged(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for recipe in recipes:
         for key, value in recipe.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged([result[key], value]) if both and key != "rewards" else value
+            joined = key != "rewards" and _joins(result.get(key), value)
+            result[key] = merged([result[key], value]) if joined else value
     return result
+
+
+def _joins(old: Any, new: Any) -> bool:
+    """Whether two nodes are merged: both have keys, and not of different classes."""
+    both = isinstance(old, dict) and isinstance(new, dict)
+    return both and new.get("class_path", old.get("class_path")) == old.get("class_path")
 
 
 def rewards_of(settings: Mapping[str, Any]) -> Scorer:

@@ -1,0 +1,50 @@
+import json
+
+import yaml
+
+from tests.cli.running import cli  # noqa: F401 (a fixture)
+
+GAME = {
+    "model": {
+        "class_path": "litgrpo.GRPO",
+        "init_args": {
+            "pretrained": "builtin:tiny-gemma2",
+            "environment": {"class_path": "litgrpo.environments.examples.NumberGame"},
+            "episode": {"max_turns": 2, "max_turn_tokens": 6, "between": "inline"},
+            "rewards": {"environment": {"weight": 1.0}},
+            "max_completion_len": 16,
+        },
+    },
+    "data": {
+        "class_path": "litgrpo.PromptData",
+        "init_args": {
+            "train": {"class_path": "litgrpo.data.Episodes", "init_args": {"size": 6}},
+        },
+    },
+}
+
+
+def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):  # noqa: F811
+    recipe, report = tmp_path / "game.yaml", tmp_path / "report.json"
+    recipe.write_text(yaml.safe_dump(GAME))
+    code, out, _ = cli("audit", "-c", str(recipe), "--limit", "2", "--report", str(report))
+    assert code in (0, 1), out  # by luck a policy guesses right
+    assert "playing 4 episodes of 2 rows" in out
+    assert "| says nothing " in out
+    found = json.loads(report.read_text())
+    assert found["rows"] == 2
+    assert not any(line["failed"] for line in found["lines"])
+    nothing = next(line for line in found["lines"] if line["policy"] == "says nothing")
+    assert (nothing["mean"], nothing["turns"]) == (0.0, 2.0)
+
+
+def test_without_rows_or_model_one_line_says_so(cli, tmp_path):  # noqa: F811
+    recipe = tmp_path / "game.yaml"
+    recipe.write_text(yaml.safe_dump({"model": GAME["model"]}))
+    code, _, err = cli("audit", "-c", str(recipe))
+    assert (code, err) == (2, "error: the recipe has no data; give rows: --gold rows.jsonl\n")
+    del GAME["model"]["init_args"]["pretrained"]
+    recipe.write_text(yaml.safe_dump(GAME))
+    code, _, err = cli("audit", "-c", str(recipe))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no model.pretrained" in err
