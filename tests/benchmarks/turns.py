@@ -1,6 +1,6 @@
 """Time training steps of episodes with a tool against a peer's, on the same work, alternating.
 
-    python -m tests.benchmarks.turns --size 30m --peer-python PATH/bin/python [--tool-s 0.05] [--json]
+    python -m tests.benchmarks.turns --size 30m --peer-python PATH/bin/python [--tool-s 0.05]
 
 Both sides are given the same model sizes, lengths of prompts, hazard, number of turns and tool,
 whose answer has the same length; a random model calls no tool, so every turn is taken for a call.
