@@ -240,6 +240,20 @@ def test_a_hardware_overlay_changes_what_it_says_and_nothing_else(name, program,
     assert {key for key in changed if not f"{key}.".startswith(named or "nothing")} <= said.keys()
 
 
+@pytest.mark.parametrize("name", ["xla_cpu.yaml", "tpu.yaml"])
+def test_the_overlays_of_static_shapes_refuse_episodes_in_one_sentence(
+    name, program, capsys, tmp_path
+):
+    words = ["-c", CONFIGS / "quickstart.yaml", "-c", CONFIGS / "hardware" / name]
+    words += ["--trainer.accelerator", "cpu"]
+    words += ["--model.environment", "litgrpo.environments.examples.NumberGame"]
+    words += ["--run_dir", tmp_path / "run"]
+    assert program("fit", *words, "--model.episode.between", "inline") == 2
+    said = capsys.readouterr().err
+    assert said.count("StaticEngine samples without turns") == 1
+    assert "engine: {class_path: LocalEngine}" in said
+
+
 def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of nested dicts under its dotted name."""
     if not isinstance(node, dict):

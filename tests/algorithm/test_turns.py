@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from litgrpo.algorithm.turns import Turns
@@ -116,3 +117,21 @@ def test_void_turns_neither_call_nor_end_the_episode():
         found = Turns.of(rollout([THREE[0]], [[0.0] * 3], episodes=[played]), table([0.0]))
         assert found.void.tolist() == [[void]], name
         assert found.answers == [answer], name
+
+
+def test_a_last_turn_that_earned_nothing_has_no_rounding_of_the_others():
+    # 0.3 * (0.1 + 0.7 + 0.2) is not 0.3 * 0.1 + 0.3 * 0.7 + 0.3 * 0.2.
+    earned = [[0.1, 0.7, 0.2, 0.0], [0.1, 0.2, 0.0, 0.0], [0.3, 0.7, 0.6, 0.0]]
+    sums = [sum(row) for row in earned]
+    found = Turns.of(
+        rollout([[0, 1, 2, 3]] * 3, earned),
+        table([0.3 * each for each in sums], counted=sums, weight=0.3),
+    )
+    assert found.rewards[..., 3].tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("state", [["a"], ("a", [1])])
+def test_a_state_that_cannot_be_compared_is_refused(state):
+    played = rollout([[0, 1]], [[0.0, 1.0]], states=[[state, None]])
+    with pytest.raises(ValueError, match=r"Heard\.state\) cannot be compared .*'list'.* a tuple"):
+        Turns.of(played, table([1.0], counted=[1.0]))

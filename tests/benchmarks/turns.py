@@ -1,6 +1,6 @@
 """Time training steps of episodes with a tool against a peer's, on the same work, alternating.
 
-    python -m tests.benchmarks.turns --size 30m --peer-python PATH/bin/python [--tool-s 0.05] [--json]
+    python -m tests.benchmarks.turns --size 30m --peer-python PATH/bin/python [--tool-s 0.05]
 
 Both sides are given the same model sizes, lengths of prompts, hazard, number of turns and tool,
 whose answer has the same length; a random model calls no tool, so every turn is taken for a call.
@@ -57,12 +57,12 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     """Train in this process; medians over the steps after the warm-up."""
     import torch
     from lightning import Callback, Trainer, seed_everything
-    from litgrpo.rollout.episode_settings import EpisodeSettings
     from torch.utils.data import DataLoader
 
     from litgrpo.algorithm.objective import Objective, PerToken
     from litgrpo.modules.grpo import GRPO
     from litgrpo.rewards.parts import Reward
+    from litgrpo.rollout.episode_settings import EpisodeSettings
 
     torch.set_num_threads(args.threads)
     seed_everything(0, verbose=False)

@@ -23,6 +23,7 @@ MODEL = "builtin:tiny-gemma2"
 # Of runs with an environment; see tests/modules/test_episodes_of.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/heard_frac"}
+OF_EPISODES |= {"val/<set>/turns", "val/<set>/called_frac"}
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
 
 pytestmark = pytest.mark.filterwarnings(

@@ -41,3 +41,11 @@ def test_an_earlier_file_is_replaced_and_the_path_is_free(tmp_path):
 def test_without_an_answer_the_whole_completion_is_shown():
     row = dict(prompt="q", completion="hm", reasoning="hm", answer=None)
     assert readable(row) == "prompt:    q\ncompletion: hm\n"
+
+
+def test_an_episode_is_shown_as_a_whole():
+    messages = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "<low>"}]
+    row = {"prompt": "q", "completion": "7", "reasoning": "", "answer": "7", "messages": messages}
+    shown = readable(row | {"turn_rewards": [0.5], "calls": {"guess": [1, 0]}, "failed": ""})
+    assert "policy 1   | 7   (reward 0.5)\nuser       | <low>\n" in shown
+    assert shown.endswith("guess 1 (0 failed)\n")

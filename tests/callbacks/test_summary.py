@@ -98,3 +98,6 @@ def test_samples_stand_under_each_other():
     before, after = [[dict(prompt="1+1=", completion=said)] for said in "32"]
     assert samples_page(before, after) == "prompt: 1+1=\nbefore: 3\nafter:  2"
     assert samples_page([], after) == "prompt: 1+1=\nafter:  2"
+    played = after[0] | {"messages": [{"role": "assistant", "content": "5"}], "turn_rewards": [1.0]}
+    page = samples_page(before, [played])
+    assert page.endswith("\n\nafter:\nprompt     | 1+1=\npolicy 1   | 5   (reward 1)"), page

@@ -30,6 +30,44 @@ def test_a_batch_of_rows_marks_what_is_to_predict():
     assert batch.loss_mask.sum(1).tolist() == [2, 3]
 
 
+SAID = [
+    {"role": "assistant", "content": "bc"},
+    {"role": "tool", "content": "dd"},
+    {"role": "assistant", "content": "e"},
+]
+
+
+def pairs_of(completion):
+    return tokenized_pairs(
+        read([{"prompt": "a", "completion": completion}]),
+        "train",
+        style=PairStyle(prompt_style(None, chat=False), Template("completion")),
+        limit=LengthLimit("max_len", 9, "drop"),
+        tokenizer=byte_tokenizer(),
+        pad_to_multiple=1,
+    )
+
+
+def test_what_was_heard_in_a_completion_is_read_and_not_learned():
+    batch = pairs_of(SAID)[[0]]
+    assert byte_tokenizer().batch_decode(batch.input_ids) == ["<bos>abcdde<eos>"]
+    assert batch.loss_mask.tolist() == [[False, False, True, True, False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        (SAID[:2], "the last message of the completion is of 'tool'"),
+        ([], "expected \\[{role: assistant"),
+        ([{"role": "assistant"}], "expected \\[{role: assistant"),
+        (["bc"], "expected \\[{role: assistant"),
+    ],
+)
+def test_a_completion_of_other_messages_is_refused(completion, said):
+    with pytest.raises(ValueError, match=said):
+        pairs_of(completion)
+
+
 def test_padding_is_counted():
     assert padding_frac(torch.tensor([4, 2, 3]), [[0, 1], [2]]) == pytest.approx(2 / 11)
 

@@ -165,6 +165,22 @@ def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
     assert answers(pool, {0: "long"})[0].said == "ababa ... (90 characters left out) ... babab"
 
 
+def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -> None:
+    pool = pool_of(Echo(), workers=2)
+    pool.begin(starts())
+    (launcher,) = pool.pool.launchers
+    ours = list(pool.pool.workers)
+    alone = pool.alone()
+    for _ in range(2):
+        assert alone.begin(starts(2)) == ["seed 0", "seed 0"]
+        assert texts(answers(alone, {0: "a", 1: "b"})) == {0: "1 a", 1: "1 b"}
+    assert len(pool.pool.workers) == 3
+    alone.close()
+    assert pool.pool.launchers == [launcher]
+    assert pool.pool.workers == ours
+    assert texts(answers(pool, {3: "on"})) == {3: "1 on"}
+
+
 def test_what_cannot_be_sent_is_refused(pool_of) -> None:
     with pytest.raises(ValueError, match=r"cannot be sent .*TypeError.*episode.workers: 0"):
         pool_of(Echo(folder=threading.Lock())).begin(starts())

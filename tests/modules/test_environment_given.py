@@ -54,3 +54,8 @@ def test_a_class_that_refuses_its_arguments_says_why(arguments, says):
 def test_a_class_that_is_nowhere_is_named():
     with pytest.raises(ValueError, match="has no 'Nothing'"):
         given_environment({"class_path": "litgrpo.environments.Nothing"})
+
+
+def test_an_overlay_without_the_class_is_refused_with_what_to_write():
+    with pytest.raises(ValueError, match="names the class again"):
+        given_environment({"init_args": {"call_cost": 0.1}})

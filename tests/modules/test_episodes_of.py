@@ -5,13 +5,14 @@ from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.interface import Heard
 from litgrpo.environments.worker_pool import EpisodeWorkers
-from litgrpo.modules.episodes_of import checked, pool_of
+from litgrpo.modules.episodes_of import checked, episodes_of, pool_of
 from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
-from tests.conftest import prompt_batch
+from tests.conftest import prompt_batch, tiny_policy
+from tests.learner.parts import rollouter_of
 from tests.modules.test_grpo import loader, module
 from tests.rollout.playing import Echo
 
@@ -54,6 +55,19 @@ def test_settings_that_contradict_are_refused(given, said):
 def test_an_environment_may_be_named_by_its_path():
     found = checked("tests.modules.test_episodes_of.Once", INLINE, LocalEngine(), {})
     assert isinstance(found, Once)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_reset_adds_counts_where_the_model_s_positions_end():
+    grpo = module(environment=Echo((2,), "?" * 20), episode=INLINE, max_completion_len=20)
+    grpo.policy = tiny_policy("gpt2", n_positions=40)
+    grpo.configure_model()
+    episodes = episodes_of(grpo, grpo.settings.environment, INLINE, grpo.policy)
+    batch = prompt_batch("a" * 10)
+    rollouter = rollouter_of(grpo.policy, episodes=episodes, max_completion_len=20)
+    said = r"A prompt has 31 tokens with what the environment adds .* 51 positions, but gpt2 has 40"
+    with pytest.raises(ValueError, match=said):
+        rollouter.generate(batch, "train")
 
 
 def test_environments_run_in_processes_unless_they_are_to_run_here():

@@ -96,6 +96,13 @@ def test_loss_is_that_of_transformers_over_the_completions_only(folder):
     assert metrics["sft/padding_frac"] == pytest.approx(3 / 16)
 
 
+def test_without_a_length_it_makes_three_passes_over_its_data(folder):
+    sft = SFT(folder, optimizer=LEARN_NOTHING)
+    batches = DataLoader([batch_of(SHORT), batch_of(LONG)], batch_size=None)
+    Trainer(**QUIET).fit(sft, batches)
+    assert (sft.iteration, sft.max_iterations) == (6, 6)
+
+
 def test_one_step_of_gradient_descent_is_that_of_transformers(folder):
     batch = batch_of(SHORT, LONG)
     sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)

@@ -55,7 +55,10 @@ class Turns:
         exist = torch.arange(shape[2], device=played.device) < played[..., None]
         rewards = torch.where(exist, _own(rollout, table).view(shape), 0.0)
         last = (played - 1).clamp(min=0)[..., None]
-        rewards = rewards.scatter_add(2, last, (table.total - rewards.sum(2))[..., None])
+        rest, size = table.total - rewards.sum(2), table.total.abs() + rewards.abs().sum(2)
+        # What is left of equal numbers is rounding, one for each turn.
+        rest = rest.where(rest.abs() > 4 * shape[2] * torch.finfo(rest.dtype).eps * size, 0.0)
+        rewards = rewards.scatter_add(2, last, rest[..., None])
         counts = played.flatten().tolist()
         pairs = list(zip(rollout.episodes, counts, strict=True))
         void = torch.tensor([_void(*pair) for pair in pairs]).view(shape[:2]).to(exist.device)
@@ -96,7 +99,17 @@ def _states(rollout: Rollout, exist: Tensor) -> Tensor:
 
     All episodes of a group begin in one state (number 0), which counts only where the environment
     tells of states at all.
+
+    Raises:
+        ValueError: a state cannot be compared.
     """
+    try:
+        hash(tuple(map(tuple, rollout.turn_states)))
+    except TypeError as error:
+        raise ValueError(
+            f"an environment's state (Heard.state) cannot be compared with others: {error}. Give a "
+            "text, a number or a tuple of them, or None."
+        ) from error
     found, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]
     for group in range(len(found)):
         after = rollout.turn_states[group * size : (group + 1) * size]

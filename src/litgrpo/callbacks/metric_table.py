@@ -96,6 +96,10 @@ METRICS: dict[str, str] = {
     "val/<set>/reward": "Mean total reward of the sampled completions. Interval: bootstrap over "
     "prompts (2,000 draws, seeded).",
     "val/<set>/<part>": "Mean of one reward function over the samples it judged.",
+    "val/<set>/turns": "Turns of an episode, mean over samples; `greedy_turns`: of the most likely "
+    "ones.",
+    "val/<set>/called_frac": "Share of sampled episodes in which a tool was called; "
+    "`greedy_called_frac`: of the most likely ones.",
     "val/<set>/ended_frac": "Share of samples that ended by themselves.",
     "val/<set>/len_mean": "Mean tokens of a sample.",
     "val/<set>/distinct_1": "Different tokens over all tokens in the samples of a prompt, mean "

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from litgrpo.callbacks import episodes
 from litgrpo.callbacks.run_folder import run_folder
 
 
@@ -51,7 +52,7 @@ class Predictions(Callback):
 
 
 def readable(row: dict[str, Any]) -> str:
-    """One prediction for the terminal.
+    """One prediction for the terminal; an episode as a whole, message by message.
 
     Example:
         >>> print(readable({"prompt": "1+1?", "completion": "2", "reasoning": "", "answer": "2"}))
@@ -59,6 +60,8 @@ def readable(row: dict[str, Any]) -> str:
         answer:    2
         <BLANKLINE>
     """
+    if "messages" in row:
+        return episodes.readable(row) + "\n"
     names = ("prompt", "reasoning", "answer") if row["answer"] else ("prompt", "completion")
     shown = {name: str(row[name]).strip() for name in names if row[name]}
     return "".join(f"{name + ':':<10} {text}\n" for name, text in shown.items())

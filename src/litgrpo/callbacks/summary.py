@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from litgrpo.callbacks import episodes
 from litgrpo.callbacks.evaluation_files import measured
 from litgrpo.callbacks.lightning_internals import validate_now
 from litgrpo.callbacks.metrics_csv import MetricsCSV
@@ -70,6 +71,7 @@ class Summary(Callback):
         missing = self.num_samples - len(self.samples)
         for b in range(min(missing, len(rollout.prompts))):
             values = {name: finite(part[b, :1])[0] for name, part in rewards.parts.items()}
+            episode = episodes.of_row(rollout, b * rollout.group_size)
             self.samples.append(
                 {
                     "prompt": rollout.prompts.prompts[b],
@@ -79,6 +81,7 @@ class Summary(Callback):
                     ),
                     "rewards": values,
                 }
+                | ({"reward": float(rewards.total[b, 0]), **episode} if episode else {})
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -321,7 +324,7 @@ def solved_lines(comparisons: dict[str, Comparison]) -> list[str]:
 
 
 def samples_page(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """The same prompts with their completions before (where known) and after.
+    """The same prompts with their completions before (where known) and after; episodes as a whole.
 
     Args:
         before: samples of an evaluation, or none.
@@ -329,6 +332,10 @@ def samples_page(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> s
     """
     blocks = []
     for n, sample in enumerate(after):
+        if "messages" in sample:
+            known = [("before", old) for old in before[n : n + 1]] + [("after", sample)]
+            blocks += [f"{when}:\n{episodes.readable(row)}" for when, row in known]
+            continue
         lines = [f"before: {old['completion'].strip()}" for old in before[n : n + 1]]
         prompt, now = sample["prompt"].strip(), sample["completion"].strip()
         blocks.append("\n".join([f"prompt: {prompt}", *lines, f"after:  {now}"]))

@@ -35,6 +35,24 @@ def _is_message(each: Any) -> bool:
     return isinstance(each, dict) and {"role", "content"} <= each.keys()
 
 
+def spoken_and_heard(row: Row, messages: list[Any]) -> list[Part]:
+    """A completion of several turns without chat format: its texts, one after the other.
+
+    Args:
+        row: named in messages of errors.
+        messages: those of the role `assistant` are learned, all others are read.
+
+    Raises:
+        ValueError: there is something else among them, or the last is not the assistant's.
+    """
+    texts = all(_is_message(each) and isinstance(each["content"], str) for each in messages)
+    said = f"{row.place}: completion is {messages!r:.60}; expected [{{role: assistant, content: "
+    require(texts and bool(messages), f"{said}text}}, ...]")
+    last = messages[-1]["role"]
+    require(last == "assistant", f"{row.place}: the last message of the completion is of {last!r}")
+    return [(each["content"], each["role"] == "assistant") for each in messages]
+
+
 def parts_of(
     row: Row,
     messages: list[dict[str, str]],

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
-from litgrpo.data.conversations import Turns, conversation_of, parts_of
+from litgrpo.data.conversations import Part, Turns, conversation_of, parts_of, spoken_and_heard
 from litgrpo.data.rendering import ChatStyle, LengthLimit, PromptStyle, Template, tokenize
 from litgrpo.data.sampler import padded_length
 from litgrpo.data.sources import Row
@@ -142,12 +142,23 @@ class PairStyle:
         style = self.prompt
         return conversation_of(row, style) if isinstance(style, ChatStyle) else None
 
+    def parts(self, row: Row) -> list[Part]:
+        """The texts behind a prompt, and whether each is learned.
+
+        A completion is one text, or a list of messages: those of the assistant are learned, what
+        it heard in between is only read.
+        """
+        said = row.values.get("completion")
+        if self.completion.source is not None or not isinstance(said, list):
+            return [(self.completion.text(row), True)]
+        return spoken_and_heard(row, said)
+
     def plain(self, rows: list[Row]) -> Iterator[str]:
         """What is read and learned as plain texts, for a tokenizer to be fitted to."""
         talks = [self.conversation(row) for row in rows]
         pairs = [row for row, talk in zip(rows, talks, strict=True) if talk is None]
         yield from self.prompt.plain(pairs)
-        yield from map(self.completion.text, pairs)
+        yield from (text for row in pairs for text, _ in self.parts(row))
         yield from (each["content"] for talk in talks for each in talk or [])
 
     def encode(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[TokenPart]]:
@@ -166,12 +177,17 @@ class PairStyle:
         if not rows:
             return []
         prompts = self.prompt.encode(self.prompt.texts(rows, tokenizer), tokenizer, rows)
-        # Apart from the prompt, because a generated completion begins behind a finished prompt too.
-        texts = [self.completion.text(row) for row in rows]
-        completions = tokenize(tokenizer, texts, add_special_tokens=False)
-        end = [tokenizer.eos_token_id]
-        ended = [ids if ids[-1:] == end else ids + end for ids in completions]
-        return [[(p, False), (c, True)] for p, c in zip(prompts, ended, strict=True)]
+        # Apart from the prompt, because a generated completion begins behind a finished prompt too;
+        # and turn by turn, because what is heard between two turns is encoded alone too.
+        parts = list(map(self.parts, rows))
+        flat = [text for row in parts for text, _ in row]
+        ids = iter(tokenize(tokenizer, flat, add_special_tokens=False))
+        encoded = [[(next(ids), learned) for _, learned in row] for row in parts]
+        for row in encoded:
+            last, learned = row[-1]
+            ended = last[-1:] == [tokenizer.eos_token_id]
+            row[-1] = (last + [tokenizer.eos_token_id] * (not ended), learned)
+        return [[(p, False), *row] for p, row in zip(prompts, encoded, strict=True)]
 
     def _encoded_talk(
         self, row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase

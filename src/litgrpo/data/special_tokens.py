@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from litgrpo.parallel.messages import rank_zero_info
 
@@ -20,8 +20,8 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The numbers of these tokens, without that of the unknown token, which a text may be."""
-    numbers = tokenizer.convert_tokens_to_ids(special_texts(tokenizer))
-    return {*numbers} - {tokenizer.unk_token_id}
+    numbers: Any = tokenizer.convert_tokens_to_ids(special_texts(tokenizer))
+    return set(numbers) - {tokenizer.unk_token_id}
 
 
 def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -93,6 +93,7 @@ class EpisodeWorkers(EpisodePool):
         max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
         late: what is heard by `on_timeout: reply`.
         journal: of tools that are no functions of what was said.
+        pool: another's, whose launcher has loaded the environment; it is left open.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class EpisodeWorkers(EpisodePool):
         max_failed_frac: float = 0.5,
         late: str | list[Message] = LATE,
         journal: Journal | None = None,
+        pool: WorkerPool | None = None,
     ) -> None:
         above("episode.timeout_s", timeout_s, 0)
         one_of("episode.on_timeout", on_timeout, ("fail", "reply"))
@@ -117,7 +119,8 @@ class EpisodeWorkers(EpisodePool):
         self.most_workers = workers or MOST_WORKERS
         self.journal = journal
         self.failures = Failures(max_failed_frac)
-        self.pool = WorkerPool(self.most_workers, HANDLER)
+        self.is_guest = pool is not None
+        self.pool = pool or WorkerPool(self.most_workers, HANDLER)
         self.batch = 0
         self.processes: list[Process] = []
         self.playing: list[Playing] = []
@@ -174,7 +177,10 @@ class EpisodeWorkers(EpisodePool):
         return ready
 
     def alone(self) -> EpisodePool | None:
-        """The same with one process, where no journal says that the environment is no function."""
+        """The same with one process, where no journal says that the environment is no function.
+
+        What the environment imports is loaded once for both.
+        """
         if self.journal is not None:
             return None
         environment, most = self.objects
@@ -184,11 +190,17 @@ class EpisodeWorkers(EpisodePool):
             workers=1,
             max_heard_chars=most,
             max_failed_frac=1.0,
+            pool=self.pool,
         )
 
     def close(self) -> None:
-        """End every episode and all processes; they start again when needed."""
-        self.pool.close()
+        """End every episode and its process; they start again when needed."""
+        if self.is_guest:
+            mine = [each.worker for each in self.processes if each.worker in self.pool.workers]
+            for worker in filter(None, mine):
+                self.pool.end(worker)
+        else:
+            self.pool.close()
         self.processes, self.playing, self.ready = [], [], {}
         if self.journal is not None:
             self.journal.close()

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from math import isnan
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchmetrics import Metric
 
 from litgrpo.arguments import one_of, require
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
+from litgrpo.evaluation.episodes import Played
 from litgrpo.evaluation.fluency import Fluency, StartFluency
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.parallel.comm import Comm, SingleProcess
@@ -30,6 +32,7 @@ StartLogprobs = Callable[[Rollout], Tensor]
 # Numbers of an evaluation beside those of its rewards.
 RESERVED = {"reward", "reward_low", "reward_high", "greedy", "greedy_low", "greedy_high"}
 RESERVED |= {"ended_frac", "len_mean", "distinct_1", "distinct_2", "start_perplexity", "start_kl"}
+RESERVED |= {"turns", "called_frac", "greedy_turns", "greedy_called_frac"}
 
 
 class Counts:
@@ -45,11 +48,12 @@ class Counts:
         self.sampled = SampledAccuracy(settings.samples, settings.pass_at)
         self.greedy = GreedyAccuracy()
         self.rewards = RewardMeans(parts)
+        self.played, self.greedy_played = Played(), Played("greedy_")
         self.fluency = Fluency()
         self.start = StartFluency()
         self.corpus = settings.corpus
         self.metrics: list[Metric] = [self.sampled, self.rewards]
-        self.metrics += [self.greedy] * settings.greedy
+        self.metrics += [self.greedy, self.greedy_played] * settings.greedy + [self.played]
         self.metrics += [] if self.corpus is None else [self.corpus]
         self.metrics += [self.fluency] * settings.fluency
         self.unscored: list[Rollout] = []  # not yet seen by the start of training
@@ -193,10 +197,12 @@ class Evaluator:
         right = self._successes(rewards)
         counts.sampled.update(prompts.index, right)
         counts.rewards.update(prompts.index, rewards)
+        counts.played.update(prompts.index, rollout)
         answered = Evaluated(rollout, rewards, right, name=name)
         if greedy is not None:
             judged = self.scorer.submit(greedy, iteration).result()
             likely_right = self._successes(judged)
+            counts.greedy_played.update(prompts.index, greedy)
             counts.greedy.update(prompts.index, likely_right.squeeze(1))
             answered = replace(
                 answered, greedy=greedy, greedy_rewards=judged, greedy_right=likely_right
@@ -258,7 +264,8 @@ class Evaluator:
         """Answer prompts.
 
         Returns:
-            One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns.
+            One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns; of
+            an episode also messages, turn_rewards, calls, failed.
         """
         asked = self.settings
         sampling = Sampling(temperature=asked.predict_temperature, top_p=asked.predict_top_p)
@@ -266,7 +273,7 @@ class Evaluator:
         return [
             {name: values[row] for name, values in prompts.columns.items()}
             | {
-                "prompt": prompts.prompts[row],
+                "prompt": rollout.prompts.prompts[row],  # with what an environment added
                 "completion": text,
                 "reasoning": extract_reasoning(text),
                 "answer": extract_answer(text),
@@ -281,5 +288,12 @@ def _episode(rollout: Rollout, row: int) -> dict[str, Any]:
     """What a file of predictions holds of an episode; nothing of a single turn."""
     if not rollout.episodes:
         return {}
+    assert rollout.turn_rewards is not None
     played = rollout.episodes[row]
-    return {"messages": played.messages, "failed": played.failed}
+    rewards = rollout.turn_rewards[row, : len(played.spoken)].tolist()
+    return {
+        "messages": played.messages,
+        "turn_rewards": [None if isnan(reward) else reward for reward in rewards],
+        "calls": {name: list(counts) for name, counts in played.calls.items()},
+        "failed": played.failed,
+    }

@@ -67,15 +67,31 @@ def check_lengths(policy: Policy, longest: dict[str, int], completion: int, key:
     Raises:
         ValueError: the model has no embeddings for the last positions.
     """
-    context = context_of(policy.bare_model)
     name = max(longest, key=lambda each: longest[each], default="")
-    if context is None or longest.get(name, 0) + completion <= context.positions:
+    said = f"The longest of the {name} data has {longest.get(name, 0)} tokens"
+    check_length(policy, longest.get(name, 0), completion, key, said)
+
+
+def check_length(policy: Policy, tokens: int, completion: int, key: str, said: str) -> None:
+    """The same for one row.
+
+    Args:
+        policy: reads it.
+        tokens: of its prompt.
+        completion: tokens of a completion at most; 0 where `tokens` counts them.
+        key: of the recipe that limits the length.
+        said: which row that is, and how long.
+
+    Raises:
+        ValueError: the model has no embeddings for the last positions.
+    """
+    context = context_of(policy.bare_model)
+    if context is None or tokens + completion <= context.positions:
         return
-    asked, most = longest[name] + completion, context.positions
+    asked, most = tokens + completion, context.positions
     and_completion = f" and model.max_completion_len is {completion}" if completion else ""
     said = (
-        f"The longest of the {name} data has {longest[name]} tokens{and_completion}: {asked} "
-        f"positions, but {policy.bare_model.config.model_type} "
+        f"{said}{and_completion}: {asked} positions, but {policy.bare_model.config.model_type} "
         f"{'has' if context.hard else 'was made for'} {most}."
     )
     room = most - completion

@@ -24,7 +24,16 @@ def given_environment(given: Any) -> Any:
     Raises:
         ValueError: there is no such class, or it refuses its arguments.
     """
-    return import_by_path(given)() if isinstance(given, str) else made(given, "environment")
+    if isinstance(given, str):
+        return import_by_path(given)()
+    keys = [*vars(given)] if isinstance(given, Namespace) else given
+    nameless = isinstance(keys, list | Mapping) and "class_path" not in keys
+    require(
+        not nameless,
+        f"environment is {given!r:.80}, without class_path. An overlay that changes its arguments "
+        "names the class again: environment: {class_path: ..., init_args: ...}.",
+    )
+    return made(given, "environment")
 
 
 def given_sets(given: Any) -> Any:

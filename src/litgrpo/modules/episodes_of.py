@@ -11,6 +11,7 @@ from litgrpo.data.rendering import prompt_style
 from litgrpo.environments.interface import Environment, EpisodePool, schemas_of
 from litgrpo.environments.journal import Journal
 from litgrpo.environments.worker_pool import episode_pool
+from litgrpo.models.limits import check_length
 from litgrpo.models.policy import Policy
 from litgrpo.modules.environment_given import given_environment
 from litgrpo.modules.source_data import SourceData
@@ -85,7 +86,17 @@ def episodes_of(
         return None
     tools = [str(each.get("function", each)["name"]) for each in schemas_of(environment)]
 
+    longest = [0]  # so far
+
     def opener(prompts: PromptBatch, row: int, added: Any) -> list[int]:
+        ids = opened(prompts, row, added)
+        if len(ids) > longest[0]:
+            longest[0], limit = len(ids), module.settings.max_completion_len
+            said = f"A prompt has {len(ids)} tokens with what the environment adds at its start"
+            check_length(policy, len(ids), limit, "max_prompt_len", said)
+        return ids
+
+    def opened(prompts: PromptBatch, row: int, added: Any) -> list[int]:
         data = module.trainer.datamodule if is_attached(module) else None
         if isinstance(data, SourceData):
             return data.opened(prompts, row, added, settings.split_special_tokens)

@@ -26,7 +26,9 @@ class PairData(SourceData[PairBatch]):
     Sources, columns, template and chat are those of PromptData. The loss counts the completion and
     its end token, never the prompt. Batches hold pairs of about equal length. With `chat` a row may
     hold `messages` instead, a list of `{role: ..., content: ...}`, or a completion that is such a
-    list: then the loss counts what the assistant says, and the mark that ends each turn.
+    list: then the loss counts what the assistant says, and the mark that ends each turn. Without
+    `chat` a completion may be such a list, too: its texts follow each other as they are, and what
+    is not of the role `assistant` is read and not learned.
 
     Args:
         train: source of the training pairs.

@@ -52,6 +52,8 @@ class SFT(LightningModule):
         seed: of the initial weights of `scratch`.
     """
 
+    max_generated_tokens: int | None = None  # `length_of` asks; nothing is generated here
+
     def __init__(
         self,
         pretrained: str | None = None,
