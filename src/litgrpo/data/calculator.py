@@ -1,11 +1,11 @@
 """Problems for a model with a calculator, demonstrated by a teacher who hardly ever uses it.
 
-40 % are sums of two digits, 60 % products of a three-digit and a two-digit number. The teacher
-calls the calculator, `<call>347*82</call>`, hears `<res>28454</res>` and says
-`<answer>28454</answer>`, in one of four or five problems, and not always well: 20 % of the calls
-have a wrong operand, 10 % are malformed, 20 % of the results are copied wrongly. Otherwise it
-guesses: a product within 25 % of the truth, a sum right in 60 % of cases. A model that imitates it
-knows how to call, but hardly does; reinforcement learning finds out that calling pays.
+40 % are sums of two digits, 60 % products of a three-digit and a two-digit number, those of five
+digits. The teacher calls the calculator, `<call>347*82</call>`, hears `<res>28454</res>` and says
+`<answer>28454</answer>`, in about one of five problems, and not always well: 20 % of the calls have
+a wrong operand, 10 % are malformed, 10 % of the results are copied wrongly. Otherwise it guesses: a
+product within 25 % of the truth, a sum right in 60 % of cases. A model that imitates it knows how
+to call, but hardly does; reinforcement learning finds out that calling pays.
 
 The sets are disjoint by construction: a product of two numbers belongs to one of them. There are
 only 100 sums, which all sets share.
@@ -23,12 +23,13 @@ from typing import Any
 Row = dict[str, Any]
 
 NUM_HELD_OUT = 500
-SUMS, EASY_CALLS, HARD_CALLS = 0.4, 0.25, 0.2
-WRONG_OPERAND, MALFORMED, WRONG_COPY = 0.2, 0.1, 0.2
+SUMS, EASY_CALLS, HARD_CALLS = 0.4, 0.22, 0.22
+WRONG_OPERAND, MALFORMED, WRONG_COPY = 0.2, 0.1, 0.1
 RIGHT_SUMS, GUESS = 0.6, (0.8, 1.25)
 # A product belongs to one of five parts by a checksum of its text, which knows nothing of digits.
 PARTS = 5
 HELD_OUT, TEACHER, TRAINING = (0,), (1, 2), (3, 4)
+DIGITS = 5  # of a product; a model this small learns to copy numbers of one length
 ERROR = "error"  # what the calculator answers where it cannot
 
 
@@ -174,5 +175,6 @@ def _product(rng: random.Random, parts: Sequence[int]) -> Problem:
     """A product that belongs to one of these parts."""
     while True:
         problem = Problem(rng.randrange(100, 1000), "*", rng.randrange(11, 100))
-        if zlib.crc32(problem.text.encode()) % PARTS in parts:
+        asked = zlib.crc32(problem.text.encode()) % PARTS in parts
+        if asked and len(problem.answer) == DIGITS:
             return problem
