@@ -124,7 +124,7 @@ def small_judges(rewards: dict, judge: str) -> dict:
     """The rewards with a small model in place of every judge that holds weights."""
     small = copy.deepcopy(rewards)
     for part in small.values():
-        if isinstance(part["function"], dict):
+        if isinstance(part.get("function"), dict):
             part["function"]["init_args"]["pretrained"] = judge
     return small
 

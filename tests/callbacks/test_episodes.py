@@ -4,7 +4,7 @@ import torch
 
 from litgrpo.callbacks import episodes
 from litgrpo.callbacks.completions import cells, markdown_table, sample_rows
-from litgrpo.types import Episode
+from litgrpo.rollout.record import Episode
 from tests.standin import prompts, rewards_of, rollout_of
 
 SAID = [

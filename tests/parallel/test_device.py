@@ -146,7 +146,7 @@ def words_of(path: Path) -> str:
     return " ".join(word for word in " ".join(kept).split() if "configs/hardware/" not in word)
 
 
-OLD_NAMES = SOURCE / "cli" / "old_names.py"
+OLD_NAMES = SOURCE / "modules" / "old_paths.py"
 FILES = [
     path
     for path in sorted(SOURCE.rglob("*.py"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
@@ -122,6 +122,10 @@ def keep_quiet() -> None:
 def tells_something(record: logging.LogRecord) -> bool:
     """Whether a line of Lightning's log is worth a look."""
     return not any(words in record.getMessage() for words in CHATTER)
+
+
+# Any object may be an environment, and a recipe names it by its class.
+set_parsing_settings(instantiate_subclass_spec_in_any=True)
 
 
 class PlainParser(ArgumentParser):

@@ -107,6 +107,17 @@ def supervised(size: int = 100_000, seed: int = 0) -> list[Row]:
     return [problem.row | {"completion": demonstrated(problem, rng)} for problem in problems]
 
 
+def demonstrations(size: int = NUM_HELD_OUT) -> list[Row]:
+    """Held-out products with the teacher's demonstrations.
+
+    Args:
+        size: number of rows.
+    """
+    rng = random.Random("held-out demonstrations")
+    problems = (_product(rng, HELD_OUT) for _ in range(size))
+    return [problem.row | {"completion": demonstrated(problem, rng)} for problem in problems]
+
+
 def demonstrated(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
     """What the teacher says, and hears, for a problem.
 
