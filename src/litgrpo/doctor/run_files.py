@@ -19,6 +19,12 @@ from litgrpo.doctor.names import TRL, VERL
 Samples = tuple[dict[str, Any], ...]
 METRICS, CONFIG, STATE = "metrics.csv", "config.yaml", "trainer_state.json"
 PAIR = re.compile(r"([A-Za-z][\w/@.-]*):(?:np\.\w+\()?(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?")
+# Foreign names with a name of the run's own in them, and ours.
+PATTERNS = (
+    (r"rewards/(.+)/mean", r"reward/\1"),
+    (r"rewards/(.+)/std", r"reward/\1_std"),
+    (r"val-core/(.+)/acc/mean@(\d+)", r"val/avg@\2"),
+)
 FILES_OF_SAMPLES = 3  # at the start and at the end
 
 
@@ -132,8 +138,6 @@ def renamed(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """A foreign row by our names; what has none keeps its own, so that nothing is mistaken."""
     found = {names.get(name, name): value for name, value in row.items()}
     for name, value in row.items():
-        of_part = re.fullmatch(r"rewards/(.+)/(mean|std)", name)
-        if of_part:
-            end = "_std" * (of_part[2] == "std")
-            found[f"reward/{of_part[1]}{end}"] = value
+        fits = [(re.fullmatch(pattern, name), ours) for pattern, ours in PATTERNS]
+        found |= {match.expand(ours): value for match, ours in fits if match}
     return found
