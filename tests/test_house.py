@@ -96,6 +96,11 @@ TESTED_ELSEWHERE = {
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
     "doctor/rule.py": "tests/doctor/test_diagnosis.py",
     "doctor/finding.py": "tests/doctor/test_diagnosis.py",
+    **dict.fromkeys(
+        [f"doctor/rules_{name}.py" for name in ("signal", "reward", "update", "text")],
+        "tests/doctor/test_rules.py",
+    ),
+    "doctor/trend.py": "tests/doctor/test_rules.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
 FILES_OF_ITERATION, LINES_OF_ITERATION = 20, 5_000

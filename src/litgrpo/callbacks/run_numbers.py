@@ -55,6 +55,8 @@ class RunNumbers(Callback):
         before, self.entries = self.entries, entries_of(module)
         assert before is not None
         assert self.entries is not None
+        if before.shape != self.entries.shape:  # something was frozen, or is trained from now on
+            return {}
         length = before.norm().clamp(min=torch.finfo(before.dtype).tiny)
         return {"optim/update_rel": ((self.entries - before).norm() / length).cpu()}
 

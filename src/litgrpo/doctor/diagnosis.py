@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from litgrpo.doctor.finding import LEVELS, Diagnosis, Finding
-from litgrpo.doctor.rule import Rule
-from litgrpo.doctor.rules_signal import RULES as SIGNAL
+from litgrpo.doctor.rule import EXPLAINS, RULES, Rule
 from litgrpo.doctor.run_files import Run, read
 
-RULES: tuple[Rule, ...] = SIGNAL
+LEAD = 5  # iterations that a symptom may show before its cause
 
 
 def diagnose(run_folder: str | Path) -> list[Finding]:
@@ -39,7 +38,7 @@ def examine(run: Run) -> Diagnosis:
     found: list[Finding] = []
     fine, unchecked = dict[str, str](), dict[str, str]()
     for rule in RULES:
-        missing = rule.missing(run.metrics)
+        missing = rule.missing(run.metrics, run.samples)
         finding = None if missing else rule.check(run.metrics, run.samples, run.config)
         if missing:
             unchecked[rule.name] = f"needs {', '.join(missing)}"
@@ -59,8 +58,8 @@ def in_order(found: Sequence[Finding]) -> list[Finding]:
     by_rule = {each.rule: each for each in found}
     cause_of: dict[str, str] = {}
     for rule in RULES:
-        explained = [name for name in rule.explains if name in by_rule and rule.name in by_rule]
-        for name in explained:
+        cause = by_rule.get(rule.name)
+        for name in symptoms(rule, cause, by_rule):
             cause_of.setdefault(name, root(rule.name, cause_of))
     causes = [each for each in found if cause_of.get(each.rule, each.rule) == each.rule]
     whole = [
@@ -75,6 +74,12 @@ def in_order(found: Sequence[Finding]) -> list[Finding]:
         for cause in causes
     ]
     return sorted(whole, key=lambda each: (-LEVELS.index(each.severity), each.since))
+
+
+def symptoms(rule: Rule, cause: Finding | None, found: dict[str, Finding]) -> list[str]:
+    """Findings that a rule explains, and that did not begin before its own."""
+    known = [name for name in EXPLAINS.get(rule.name, ()) if name in found and cause is not None]
+    return [name for name in known if cause and found[name].since >= cause.since - LEAD]
 
 
 def root(rule: str, cause_of: dict[str, str]) -> str:

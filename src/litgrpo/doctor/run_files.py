@@ -85,10 +85,14 @@ def found_in(folder: Path) -> Path:
 
 def of_ours(file: Path) -> Run:
     """A run of litgrpo."""
-    config = file.parent / CONFIG
-    values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    known = Config(values if isinstance(values, dict) else {}, str(config) if values else "")
+    known = config_of(file.parent / CONFIG)
     return Run(read_csv(file), samples_of(file.parent / "samples"), known)
+
+
+def config_of(file: Path) -> Config:
+    """The recipe in a file; an empty one where there is none."""
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return Config(values, str(file)) if isinstance(values, dict) else Config()
 
 
 def samples_of(folder: Path) -> Samples:
