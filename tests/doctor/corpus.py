@@ -29,8 +29,8 @@ from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from tests.doctor.kinds import FAULTS, HEALTHY, ITERATIONS, Hidden, Kind, correct
-from tests.doctor.tasks import DEV, UNSEEN, held_out, model_of, probe, rows
+from tests.doctor.kinds import CUT, FAULTS, HEALTHY, ITERATIONS, Hidden, Kind, correct
+from tests.doctor.tasks import DEV, UNSEEN, Truth, held_out, model_of, probe, rows
 
 # Neither a task nor a seed is in both halves.
 HALVES = {
@@ -149,10 +149,9 @@ def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
         error = f"{type(stopped).__name__}: {stopped}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config_of(given, kind)))
-    done = module.iteration >= ITERATIONS
     moved = beside.moved(module)
-    hidden = Hidden(beside.iterations, beside.truths, moved, non_finite.skipped, done)
-    label = labelled(kind, hidden) | {
+    hidden = Hidden(beside.iterations, beside.truths, moved, non_finite.skipped)
+    label = {
         "kind": kind.name,
         "task": task,
         "seed": seed,
@@ -162,17 +161,25 @@ def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
         "skipped": hidden.skipped,
         "accuracy": [round(each.accuracy, 3) for each in hidden.truths],
         "ended": [round(each.ended, 3) for each in hidden.truths],
-        "entropy": [round(each.entropy, 3) for each in hidden.truths],
     }
     (folder / "label.json").write_text(json.dumps(label))
-    return label
+    return label | labelled(kind, hidden)
+
+
+def hidden_of(label: dict[str, Any]) -> Hidden:
+    """What was measured beside a run, from its file."""
+    pairs = zip(label["accuracy"], label["ended"], strict=True)
+    truths = [Truth(accuracy, ended) for accuracy, ended in pairs]
+    iterations = [PROBED * n for n in range(len(truths))]
+    return Hidden(iterations, truths, label["moved"], label["skipped"])
 
 
 def labelled(kind: Kind, hidden: Hidden) -> dict[str, Any]:
     """Failed, healthy, or unclear: one that nothing was done to and that learned nothing."""
-    if not kind.expected:
-        return {"label": "unclear" if not hidden.learned else "healthy", "expected": []}
-    if not kind.truth(hidden):
+    suffers = bool(kind.expected) and kind.truth(hidden)
+    if not suffers and hidden.ends_less:  # whatever was meant
+        return {"label": "failed", "expected": list(CUT), "since": hidden.end_lost_at}
+    if not suffers:
         return {"label": "healthy" if hidden.learned else "unclear", "expected": []}
     since = kind.since if kind.since is not None else onset(kind, hidden)
     return {"label": "failed", "expected": list(kind.expected), "since": since}
@@ -227,9 +234,13 @@ def pack(half: str, folder: Path) -> None:
     """The labelled metrics of all runs in one file."""
     PACKED.mkdir(exist_ok=True)
     lines = []
-    for _, _, _, name in wanted(half):
+    for kind, _, _, name in wanted(half):
         run = folder / half / name
+        if not (run / "label.json").exists():
+            print("missing", name)
+            continue
         label = json.loads((run / "label.json").read_text())
+        label |= labelled(kind, hidden_of(label))
         rows = list(csv.DictReader(io.StringIO((run / "metrics.csv").read_text())))
         files = sorted((run / "samples").glob("*.jsonl"))
         chosen = [*files[:1], *files[1:][-1:]]

@@ -92,17 +92,6 @@ class Absent(Unfair):
         return [None if self.rng.random() < self.often else value for value in values]
 
 
-class Infinite(Unfair):
-    """Now and then a reward that is no number to learn from."""
-
-    def __init__(self):
-        super().__init__(0.02)
-
-    def __call__(self, prompts, completions, answer, **_):
-        values = correct(prompts, completions, answer)
-        return [1e308 if self.rng.random() < self.often else value for value in values]
-
-
 class Late(Unfair):
     """Right until an iteration, then 0."""
 
@@ -112,6 +101,14 @@ class Late(Unfair):
     def __call__(self, prompts, completions, answer, **_):
         self.left -= len(completions) > 1
         return [value * (self.left > 0) for value in correct(prompts, completions, answer)]
+
+
+@dataclass(frozen=True)
+class Breaking(Clipped):
+    """A loss that is no number where the first row is a good one."""
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) / (tokens.advantages[0, 0] <= 0)
 
 
 # --- engines ---
@@ -165,7 +162,7 @@ class AtIteration(Callback):
 
 
 def break_a_weight(module: Any) -> None:
-    next(iter(module.parameters())).data[7, 0] = float("inf")
+    module.policy.bare_model.model.layers[0].mlp.down_proj.weight.data[:] = float("nan")
 
 
 def raise_lr(module: Any) -> None:
@@ -191,14 +188,12 @@ class Hidden:
         truths: [K] what it could do.
         moved: length of the change of all weights over their own.
         skipped: optimizer steps that were not taken.
-        finished: whether the run came to its end.
     """
 
     iterations: list[int]
     truths: list[Truth]
     moved: float
     skipped: int
-    finished: bool = True
 
     @property
     def start(self) -> Truth:
@@ -213,6 +208,17 @@ class Hidden:
         """Whether at least a third of what was missing has been learned, or little was missing."""
         missing = 1 - self.start.accuracy
         return self.end.accuracy > self.start.accuracy + missing / 3 or self.end.accuracy > 0.95
+
+    @property
+    def ends_less(self) -> bool:
+        """Whether completions end less often than before, with room to end."""
+        return self.start.ended > 0.95 and self.end.ended < 0.9
+
+    @property
+    def end_lost_at(self) -> int:
+        """Iteration of the first measurement at which they do."""
+        low = [n for n, each in enumerate(self.truths) if each.ended < 0.9]
+        return max(1, self.iterations[low[0]]) if low else 1
 
     @property
     def fell(self) -> bool:
@@ -289,6 +295,7 @@ OFTEN = UpdateConfig(inner_epochs=6)
 COLLAPSE = ("collapsed", "diverged")
 MISMATCH = ("sampler_mismatch",)
 UNTRUE = ("reward_contradicts",)
+CUT = ("truncated", "no_end_token")
 
 FAULTS = (
     Kind("truncated", ("truncated",), lambda h: True, settings=fixed(max_completion_len=4)),
@@ -332,7 +339,7 @@ FAULTS = (
         "format_only",
         ("format_only", "dominating_part"),
         stuck,
-        settings=rewarded(correct=(correct, 0.01), format=(parentheses, 0.99)),
+        settings=rewarded(correct=(correct, 0.0), format=(parentheses, 1.0)),
     ),
     Kind("lr_high", COLLAPSE, fell_from_best, since=None, lr=3e-2),
     Kind("lr_very_high", COLLAPSE, fell_from_best, since=None, lr=2e-1),
@@ -387,10 +394,10 @@ FAULTS = (
         settings=lambda: {"engine": Stale()},
     ),
     Kind(
-        "infinite_reward",
+        "nan_loss",
         ("not_finite",),
         lambda h: h.skipped >= 3,
-        settings=rewarded(correct=(Infinite, 1.0)),
+        settings=lambda: {"objective": Objective(weighting=PerToken(), surrogate=Breaking())},
     ),
     Kind(
         "broken_weight",
@@ -410,7 +417,7 @@ FAULTS = (
         "noise_part",
         ("dominating_part",),
         stuck,
-        settings=rewarded(correct=(correct, 0.1), judge=(Noise, 3.0)),
+        settings=rewarded(correct=(correct, 0.1), judge=(Noise, 30.0)),
     ),
     Kind(
         "fighting_parts",
@@ -424,7 +431,7 @@ FAULTS = (
     Kind("absent", ("rewards_fail",), planted, settings=rewarded(correct=(Absent, 1.0))),
     Kind("late_zero", ("too_hard",), planted, since=LATE, settings=rewarded(correct=(Late, 1.0))),
     Kind("double_begin", ("double_begin",), planted, doubled=True),
-    Kind("four_prompts", ("memorised",), stuck, rows=4, batch=4, lr=3e-3),
+    Kind("two_prompts", ("memorised", *COLLAPSE), stuck, rows=2, batch=2, lr=1e-2),
     Kind(
         "cut_and_dead",
         ("truncated", "dead_part"),

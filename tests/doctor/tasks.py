@@ -136,16 +136,10 @@ class Truth:
     Args:
         accuracy: share of right answers at temperature 1, with or without parentheses.
         ended: share of completions with an end token.
-        length: mean tokens.
-        entropy: nats per token.
-        unique: different completions of a prompt over all.
     """
 
     accuracy: float
     ended: float
-    length: float
-    entropy: float
-    unique: float
 
 
 def bare(completion: str) -> str:
@@ -160,15 +154,11 @@ def probe(model, tokenizer, task: str, tokens: int = 12, samples: int = 2) -> Tr
     ids = torch.tensor([tokenizer(row["prompt"]).input_ids for row in given])
     ids = ids.repeat_interleave(samples, 0)
     generator = torch.Generator().manual_seed(1)
-    done, surprise, count = torch.zeros(len(ids), dtype=torch.bool), 0.0, 0
-    lengths = torch.zeros(len(ids))
+    done = torch.zeros(len(ids), dtype=torch.bool)
     for _ in range(tokens):
         logits: Tensor = model(input_ids=ids).logits[:, -1].float()
         logits = logits.nan_to_num(0.0, posinf=1e4, neginf=-1e4)
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        logprobs = logits.log_softmax(-1).gather(1, drawn)[:, 0]
-        surprise, count = surprise - float(logprobs[~done].sum()), count + int((~done).sum())
-        lengths += (~done).float()
         ids = torch.cat([ids, drawn.masked_fill(done[:, None], PAD)], 1)
         done |= drawn[:, 0] == EOS
         if done.all():
@@ -177,11 +167,4 @@ def probe(model, tokenizer, task: str, tokens: int = 12, samples: int = 2) -> Tr
         tokenizer.decode([t for t in row if t > EOS]) for row in ids[:, PROMPT_TOKENS:].tolist()
     ]
     right = [bare(text) == given[n // samples]["answer"] for n, text in enumerate(texts)]
-    groups = [texts[n : n + samples] for n in range(0, len(texts), samples)]
-    return Truth(
-        sum(right) / len(right),
-        float(done.float().mean()),
-        float(lengths.mean()),
-        surprise / max(1, count),
-        sum(len(set(group)) / samples for group in groups) / len(groups),
-    )
+    return Truth(sum(right) / len(right), float(done.float().mean()))

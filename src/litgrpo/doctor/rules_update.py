@@ -12,8 +12,9 @@ from litgrpo.doctor.rules_signal import Rows, first_of
 from litgrpo.doctor.trend import FIRST, both, lately, noise, start, trend
 
 SKIPPED = 3  # steps
-DROP, SIGMAS = 0.2, 4.0  # of the range of the rewards; of the noise
-STILL, PATIENCE = 1e-6, 30  # movement of the weights; iterations
+DROP, SIGMAS = 0.4, 4.0  # of what was reached; of the noise
+STILL, SLOW, PATIENCE = 1e-6, 3e-5, 30  # movement of the weights; iterations
+ROWS = 8.0  # root of the completions that a first reward is at least the mean of
 CLIPPED, CLIPPED_OFTEN = 0.2, 0.4
 GAP, GAP_WIDE = 0.05, 0.15  # nats
 GROWN, LARGE = 10.0, 0.5  # times a KL's own median; nats
@@ -50,15 +51,14 @@ def tenth(config: Config) -> str:
 def nothing_moves(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """The weights hardly move. Source: open-r1 #474, X-R1 #66."""
     moved = metrics["optim/update_rel"]
-    if len(moved.known) < PATIENCE or float(np.median(moved.known.values)) > STILL:
-        return None
-    if gained(metrics):
+    usual = float(np.median(moved.known.values))
+    if len(moved.known) < PATIENCE or usual > SLOW or gained(metrics):
         return None
     lr = config.get("model.optimizer.lr")
     return Finding(
         "nothing_moves",
         "The weights hardly move, and nothing is learned.",
-        "critical",
+        "critical" if usual <= STILL else "warning",
         int(moved.steps[0]),
         (both("optim/update_rel", moved), both("reward/mean", metrics["reward/mean"])),
         (),
@@ -73,13 +73,12 @@ def collapsed(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
     means = reward.means()
     if len(means) < EARLY:
         return None
-    best = np.maximum.accumulate(np.maximum(means.values, start(reward)))
-    span = float(np.max(metrics["reward/max"].values, initial=-np.inf)) - float(
-        np.min(metrics["reward/min"].values, initial=np.inf)
-    )
-    span = span if np.isfinite(span) else float(np.ptp(reward.values))
-    error = SIGMAS * noise(reward) * np.sqrt(2 / EARLY)
-    fallen = best - means.values > np.maximum(error, DROP * span)
+    # A policy may break in its first step, so the first reward of all counts as reached, too.
+    best = np.maximum.accumulate(np.maximum(means.values, reward.values[0]))
+    lowest = float(np.min(metrics["reward/min"].known.values, initial=np.min(reward.values)))
+    spread = metrics["reward/std"].first(1)
+    error = SIGMAS * max(noise(reward) * np.sqrt(2 / EARLY), float(np.sum(spread)) / ROWS)
+    fallen = best - means.values > np.maximum(error, DROP * (best - lowest))
     if not fallen[-1]:
         return None
     return Finding(
