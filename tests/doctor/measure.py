@@ -18,7 +18,7 @@ from litgrpo.doctor.metrics import of_rows
 from litgrpo.doctor.run_files import Run
 from tests.doctor.corpus import PACKED
 
-FAILED, HEALTHY = "failed", "healthy"
+FAILED, HEALTHY, CRITICAL = "failed", "healthy", "critical"
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class Verdict:
     Args:
         run: with its label.
         alarms: rules that found a warning or worse, and since when.
+        critical: whether one of them is critical.
     """
 
     run: dict[str, Any]
     alarms: dict[str, int | None]
+    critical: bool
 
     @property
     def label(self) -> str:
@@ -68,7 +70,14 @@ def run_of(line: dict[str, Any]) -> Run:
 def ours(line: dict[str, Any]) -> Verdict:
     """What the doctor says of a run."""
     found = [each for each in examine(run_of(line)).every if each.at_least("warning")]
-    return Verdict(line, {each.rule: each.since for each in found})
+    critical = any(each.severity == CRITICAL for each in found)
+    return Verdict(line, {each.rule: each.since for each in found}, critical)
+
+
+def verdict_of(line: dict[str, Any], said: list[list[Any]]) -> Verdict:
+    """What another tool says of a run: its detectors, first steps and severities."""
+    critical = any(severity == CRITICAL for *_, severity in said)
+    return Verdict(line, {name: step for name, step, _ in reversed(said)}, critical)
 
 
 def wilson(hits: int, of: int, z: float = 1.96) -> tuple[float, float]:
@@ -96,8 +105,10 @@ def summary(verdicts: list[Verdict], names_causes: bool) -> dict[str, str]:
     healthy = [each for each in verdicts if each.label == HEALTHY]
     found = {
         "any alarm in failed runs": share(sum(bool(v.alarms) for v in failed), len(failed)),
-        "the cause named": "its rules name no such causes",
+        "the cause named": "not asked",
         "false alarms in healthy runs": share(sum(bool(v.alarms) for v in healthy), len(healthy)),
+        "failed runs, critical only": share(sum(v.critical for v in failed), len(failed)),
+        "healthy runs, critical only": share(sum(v.critical for v in healthy), len(healthy)),
     }
     if names_causes:
         delays = [abs(v.delay) for v in failed if v.delay is not None]
@@ -149,7 +160,7 @@ def main() -> None:
     columns = {"litgrpo doctor": summary(mine, names_causes=True)}
     said = json.loads(given.verdicts.read_text()) if given.verdicts else {}
     for tool in ("rldoctor", "rlwatch") if said else ():
-        theirs = [Verdict(line, dict(said[line["name"]][tool])) for line in runs]
+        theirs = [verdict_of(line, said[line["name"]][tool]) for line in runs]
         columns[tool] = summary(theirs, names_causes=False)
     names = list(columns["litgrpo doctor"])
     lines = [

@@ -54,7 +54,11 @@ def rldoctor(run):
     config = {"num_generations": settings["group_size"]}
     config["max_completion_length"] = settings["max_completion_len"]
     found = diagnose(run_from_records(records(run), config=config)).findings
-    return [[each.detector, None] for each in found if each.severity >= Severity.WARNING]
+    return [
+        [each.detector, None, each.severity.name.lower()]
+        for each in found
+        if each.severity >= Severity.WARNING
+    ]
 
 
 def rlwatch(run):
@@ -76,7 +80,7 @@ def rlwatch(run):
             loss=row.get("loss"),
             grad_norm=row.get("grad_norm"),
         )
-        found += [[each.detector, each.step] for each in alerts]
+        found += [[each.detector, each.step, each.severity] for each in alerts]
     return found
 
 
