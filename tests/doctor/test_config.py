@@ -1,3 +1,5 @@
+import math
+
 from litgrpo.doctor.config import Config
 
 NESTED = {"model": {"init_args": {"update": {"inner_epochs": 2}, "kl": None}}}
@@ -10,6 +12,8 @@ def test_a_key_is_found_with_and_without_init_args():
     assert config.get("model.kl", 3) == 3
     assert config.get("model.update.nothing.there", "x") == "x"
     assert config.steps_per_iteration == 2
+    assert Config({"model": {}}).steps_per_iteration == 1
+    assert Config().steps_per_iteration == math.inf  # of a run that says nothing of it
 
 
 def test_a_command_starts_the_changed_run_in_a_folder_of_its_own():

@@ -27,6 +27,7 @@ def late(before, after):
 FLAT = {"reward/mean": flat(0.4), "reward/right_frac": flat(0.4)}
 BETTER = {"reward/mean": up(0.3, 0.9), "reward/right_frac": up(0.3, 0.9)}
 PAID = {"reward/mean": up(0.3, 0.9), "reward/right_frac": up(0.5, 0.1)}
+ONCE = {"model": {"update": {"inner_epochs": 1}}}
 STEPS = {"model": {"update": {"inner_epochs": 4}, "objective": {"ratio": "token"}}}
 ALL_WRONG = {"reward/all_wrong_frac": flat(0.9), "reward/equal_groups_frac": flat(0.9)}
 FORM = {
@@ -81,7 +82,7 @@ FOUND = [
 # What users ask about and what is no fault; see docs/doctor.md.
 NORMAL = [
     ("clip_saturated", {f"policy/clip_{side}_frac": flat(0) for side in ("low", "high")}, STEPS),
-    ("clip_saturated", {f"policy/clip_{side}_frac": flat(0.3) for side in ("low", "high")}, {}),
+    ("clip_saturated", {f"policy/clip_{side}_frac": flat(0.3) for side in ("low", "high")}, ONCE),
     (
         "entropy_collapse",
         BETTER | {"policy/entropy": up(0.5, 0.01), "completion/unique_frac": up(0.9, 0.1)},

@@ -46,6 +46,7 @@ def test_a_file_of_samples_that_a_kill_cut_short_is_read_as_far_as_it_goes(tmp_p
         ("trainer_state.json", "{", "is no JSON"),
         ("trainer_state.json", "{}", "no log_history"),
         ("run.log", "nothing", "holds no numbers"),
+        ("metrics.csv", "a,b\n1,2\n", "holds no numbers"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, text, message):
@@ -59,3 +60,11 @@ def test_a_folder_without_numbers_and_a_path_that_is_not_there_are_refused(tmp_p
         read(tmp_path)
     with pytest.raises(ValueError, match="there is no run folder"):
         read(tmp_path / "nowhere")
+
+
+def test_a_recipe_that_is_broken_is_said_in_one_line(tmp_path):
+    run = written(tmp_path, a=[1])
+    (run / "config.yaml").write_text("a: [b\n")
+    with pytest.raises(ValueError, match="is no YAML") as refused:
+        read(run)
+    assert "\n" not in str(refused.value)

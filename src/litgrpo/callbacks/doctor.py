@@ -38,12 +38,11 @@ class Doctor(Callback):
         self.numbers: dict[str, dict[int, float]] = defaultdict(dict)
         self.samples: list[dict[str, Any]] = []
         self.said: dict[str, int] = {}
-        self.config = Config()
+        self.config: Config | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Read the recipe, and the numbers that a resumed run has written."""
+        """Read the numbers that a resumed run has written."""
         folder = run_folder(trainer)
-        self.config = config_of(folder / CONFIG)
         if pl_module.iteration and (folder / "metrics.csv").is_file():
             self.remember(folder / "metrics.csv", pl_module.iteration)
 
@@ -82,6 +81,8 @@ class Doctor(Callback):
 
     def look(self, trainer: Trainer, iteration: int) -> None:
         """Say what is new."""
+        if self.config is None:  # by now the recipe of this start is in its folder
+            self.config = config_of(run_folder(trainer) / CONFIG)
         known = {
             name: Series(np.array([*values], dtype=float), np.array([*values.values()]))
             for name, values in self.numbers.items()

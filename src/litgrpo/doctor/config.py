@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,9 +44,10 @@ class Config:
 
     @property
     def steps_per_iteration(self) -> float:
-        """Optimizer steps of an iteration; 1 where that is not known."""
+        """Optimizer steps of an iteration; infinite where there is no recipe to ask."""
         epochs = self.number("model.update.inner_epochs", 1)
-        return epochs * self.number("model.update.num_mini_batches", 1)
+        steps = epochs * self.number("model.update.num_mini_batches", 1)
+        return steps if self.values else math.inf
 
     def command(self, key: str, value: str) -> str:
         """Starts the run anew with one key changed; "" where there is no key or no recipe."""

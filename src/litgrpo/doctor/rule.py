@@ -15,6 +15,8 @@ from litgrpo.doctor.finding import Finding
 from litgrpo.doctor.metrics import Metrics
 
 HELD_OUT, SAMPLES = "val/", "samples"  # any held-out accuracy; any samples
+PARTS, COSINE = "reward/<part>_std", "reward/cosine_"
+COSINES = f"{COSINE}<part>_<part>"
 AT_ONCE, AFTER_A_WHILE = 3, 20  # iterations
 Check = Callable[[Metrics, Sequence[dict[str, Any]], Config], Finding | None]
 
@@ -43,6 +45,7 @@ class Rule:
     def missing(self, metrics: Metrics, samples: Sequence[dict[str, Any]]) -> list[str]:
         """What it needs and was not logged."""
         known = {HELD_OUT: bool(metrics.success()), SAMPLES: bool(samples)}
+        known |= {PARTS: bool(metrics.parts()), COSINES: any(COSINE in n for n in metrics.series)}
         lacks = [name for name in self.needs if not known.get(name, name in metrics)]
         return lacks or [f"{self.patience} iterations"] * (metrics.iterations < self.patience)
 
@@ -75,7 +78,7 @@ RULES = (
         "The samples agree with the reward for right answers.",
         AT_ONCE,
     ),
-    Rule(reward.fighting_parts, (REWARD,), "No two rewards pull against each other."),
+    Rule(reward.fighting_parts, (COSINES,), "No two rewards pull against each other."),
     Rule(
         signal.too_hard,
         ("reward/all_wrong_frac", EQUAL, RIGHT),
@@ -96,7 +99,7 @@ RULES = (
     ),
     Rule(reward.hacked, (REWARD, RIGHT), "Right answers do not fall while the reward rises."),
     Rule(reward.format_only, (REWARD, RIGHT), "Form and answer are learned together."),
-    Rule(reward.dead_part, (REWARD,), "Every part of the reward tells completions apart."),
+    Rule(reward.dead_part, (PARTS,), "Every part of the reward tells completions apart."),
     Rule(
         update.clip_saturated,
         ("policy/clip_low_frac", "policy/clip_high_frac"),
@@ -137,20 +140,20 @@ RULES = (
     ),
 )
 
+PART_RULES = ("fighting_parts", "dominating_part", "format_only")
 NO_LEARNING = ("too_hard", "no_signal", "nothing_moves", "dead_part")
 ENTROPIES = ("entropy_explosion", "entropy_collapse")
 TEXTS = ("length_growth", "length_collapse", "loops", "truncated", "no_end_token")
-PARTS = ("fighting_parts", "dominating_part", "format_only")
 # {rule: rules whose findings are symptoms of its own}
 EXPLAINS: dict[str, tuple[str, ...]] = {
-    "not_finite": ("collapsed", *NO_LEARNING, *ENTROPIES, *TEXTS, *PARTS),
+    "not_finite": ("collapsed", *NO_LEARNING, *ENTROPIES, *TEXTS, *PART_RULES),
     "sampler_mismatch": ("collapsed", "clip_saturated", "hacked", *ENTROPIES),
     "double_begin": ("too_hard", "no_signal"),
     "no_end_token": ("truncated", "length_growth", "loops", *NO_LEARNING),
     "truncated": ("length_growth", *NO_LEARNING),
     "copies": ("too_easy", *NO_LEARNING),
     "rewards_fail": NO_LEARNING,
-    "reward_contradicts": ("hacked", "collapsed", *PARTS),
+    "reward_contradicts": ("hacked", "collapsed", *PART_RULES),
     "fighting_parts": ("dominating_part", *NO_LEARNING),
     "too_hard": ("no_signal", "dead_part", "nothing_moves"),
     "too_easy": ("no_signal", "dead_part", "nothing_moves"),
@@ -158,7 +161,7 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "dominating_part": ("hacked", "format_only", *TEXTS, *ENTROPIES),
     "hacked": ("format_only", "too_hard", *TEXTS, *ENTROPIES),
     "clip_saturated": ENTROPIES,
-    "collapsed": ("kl_blowup", "clip_saturated", *NO_LEARNING, *ENTROPIES, *TEXTS, *PARTS),
+    "collapsed": ("kl_blowup", "clip_saturated", *NO_LEARNING, *ENTROPIES, *TEXTS, *PART_RULES),
     "entropy_explosion": TEXTS,
     "loops": ("length_growth",),
 }

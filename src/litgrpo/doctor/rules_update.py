@@ -187,7 +187,8 @@ def clip_saturated(metrics: Metrics, samples: Rows, config: Config) -> Finding |
         (
             both("policy/clip_low_frac", low),
             both("policy/clip_high_frac", high),
-            f"optimizer steps of an iteration: {config.steps_per_iteration:.0f}",
+            f"optimizer steps of an iteration: {config.get('model.update.inner_epochs', '?')} x "
+            f"{config.get('model.update.num_mini_batches', '?')}",
         ),
         (),
         "model.update.inner_epochs",

@@ -90,8 +90,16 @@ def of_ours(file: Path) -> Run:
 
 
 def config_of(file: Path) -> Config:
-    """The recipe in a file; an empty one where there is none."""
-    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    """The recipe in a file; an empty one where there is none.
+
+    Raises:
+        ValueError: it is not YAML.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{file} is no YAML: {said}; repair it, or move it away") from error
     return Config(values, str(file)) if isinstance(values, dict) else Config()
 
 
