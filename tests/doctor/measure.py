@@ -16,6 +16,7 @@ from litgrpo.doctor.config import Config
 from litgrpo.doctor.diagnosis import examine
 from litgrpo.doctor.metrics import of_rows
 from litgrpo.doctor.run_files import Run
+from litgrpo.evaluation.intervals import wilson
 from tests.doctor.corpus import PACKED
 
 FAILED, HEALTHY, CRITICAL = "failed", "healthy", "critical"
@@ -80,19 +81,6 @@ def verdict_of(line: dict[str, Any], said: list[list[Any]]) -> Verdict:
     return Verdict(line, {name: step for name, step, _ in reversed(said)}, critical)
 
 
-def wilson(hits: int, of: int, z: float = 1.96) -> tuple[float, float]:
-    """Bounds of a share.
-
-    Source: Wilson, 1927.
-    """
-    if not of:
-        return 0.0, 1.0
-    share, square = hits / of, z * z / of
-    middle = (share + square / 2) / (1 + square)
-    half = z / (1 + square) * (share * (1 - share) / of + square / (4 * of)) ** 0.5
-    return middle - half, middle + half
-
-
 def share(hits: int, of: int) -> str:
     """A share with its bounds."""
     low, high = wilson(hits, of)
@@ -152,13 +140,18 @@ def main() -> None:
     parser.add_argument("--half", choices=("dev", "held_out"), required=True)
     parser.add_argument("--verdicts", type=Path, help="what peers.py printed")
     given = parser.parse_args()
-    runs = labelled(given.half)
+    report(given.half, given.verdicts)
+
+
+def report(half: str, said_by_others: Path | None = None) -> None:
+    """Print the tables of a half, and what was missed or false."""
+    runs = labelled(half)
     mine = [ours(line) for line in runs]
     counted = Counter(each.label for each in mine)
     print(", ".join(f"{count} {label}" for label, count in counted.items()), "\n")
     print(markdown(confusion(mine)), "\n")
     columns = {"litgrpo doctor": summary(mine, names_causes=True)}
-    said = json.loads(given.verdicts.read_text()) if given.verdicts else {}
+    said = json.loads(said_by_others.read_text()) if said_by_others else {}
     for tool in ("rldoctor", "rlwatch") if said else ():
         theirs = [verdict_of(line, said[line["name"]][tool]) for line in runs]
         columns[tool] = summary(theirs, names_causes=False)
