@@ -1,3 +1,5 @@
+import pytest
+
 from litgrpo.doctor.diagnosis import diagnose, examine, in_order
 from litgrpo.doctor.finding import Diagnosis, Finding
 from litgrpo.doctor.rule import EXPLAINS, RULES
@@ -14,7 +16,7 @@ def test_a_finding_names_the_key_the_command_the_samples_and_since_when(tmp_path
     (found,) = diagnose(run)
     assert (found.rule, found.severity) == ("truncated", "critical")
     assert 14 <= found.since <= 18
-    assert found.samples == ({"completion": "a [cut]", "truncated": True},)
+    assert [row["completion"] for row in found.samples] == ["a [cut]"]
     assert (found.key, found.value) == ("model.max_completion_len", "24")
     assert f"-c {run}/config.yaml" in found.command
     assert "--model.max_completion_len 24" in found.command
@@ -72,7 +74,7 @@ def test_the_graph_of_causes_names_rules_and_has_no_circle():
 
 def test_what_cannot_be_checked_is_said_with_what_is_missing(tmp_path):
     diagnosis = examine(read(written(tmp_path, completion__truncated_frac=[0.0] * 12)))
-    assert diagnosis.fine.keys() == {"truncated"}
+    assert diagnosis.fine.keys() == {"not_finite", "truncated"}
     assert diagnosis.unchecked["kl_blowup"] == "needs policy/kl"
     assert diagnosis.unchecked["reward_contradicts"] == "needs samples"
     assert {*diagnosis.fine, *diagnosis.unchecked} == {rule.name for rule in RULES}
@@ -81,3 +83,15 @@ def test_what_cannot_be_checked_is_said_with_what_is_missing(tmp_path):
 def test_after_few_iterations_nothing_is_said_of_trends(tmp_path):
     diagnosis = examine(read(written(tmp_path, reward__mean=[0.5] * 6)))
     assert diagnosis.unchecked["collapsed"] == "needs 20 iterations"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_run_of_which_no_number_is_finite_is_critical(tmp_path, value):
+    (found,) = diagnose(written(tmp_path, reward__mean=[value] * 5))
+    assert (found.rule, found.severity, found.since) == ("not_finite", "critical", 1)
+
+
+def test_samples_with_holes_are_no_trouble(tmp_path):
+    samples = [{}, {"rewards": None, "columns": None, "reward": None}, {"rewards": {"a": None}}]
+    run = written(tmp_path, None, samples, reward__failed_frac=[0.5] * 30, reward__mean=[1] * 30)
+    assert "rewards_fail" in [each.rule for each in diagnose(run)]

@@ -57,7 +57,7 @@ CUT, ENDS = "completion/truncated_frac", "completion/eos_frac"
 RULES = (
     Rule(
         update.not_finite,
-        (REWARD,),
+        (),
         "Every number was finite; every step was taken.",
         AT_ONCE,
     ),

@@ -118,7 +118,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
         if isinstance(row, dict):
-            yield row
+            yield row | {name: row.get(name) or {} for name in ("rewards", "columns")}
 
 
 def of_trl(file: Path) -> Run:
