@@ -110,6 +110,10 @@ def confusion(verdicts: list[Verdict]) -> list[list[str]]:
     kinds = defaultdict(list)
     for each in verdicts:
         kinds[each.run["label"]["kind"]].append(each)
+    quiet = {kind for kind, runs in kinds.items() if not any(each.alarms for each in runs)}
+    quiet -= {kind for kind in quiet if any(each.label == FAILED for each in kinds[kind])}
+    for kind in quiet:
+        kinds[f"{len(quiet)} ways of training of which nothing was said"] += kinds.pop(kind)
     lines = [["kind", "failed", "named", "healthy", "false alarms", "said"]]
     for kind, runs in kinds.items():
         failed = [each for each in runs if each.label == FAILED]

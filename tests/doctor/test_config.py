@@ -21,3 +21,9 @@ def test_a_command_starts_the_changed_run_in_a_folder_of_its_own():
     assert command.startswith("python cli.py fit -c runs/a/config.yaml --run_dir runs/a-changed")
     assert command.endswith("--model.group_size 8")
     assert Config().command("model.group_size", "8") == ""
+    assert Config({}, "a.yaml").command("model.optimizer.lr", "") == ""
+
+
+def test_where_a_reward_is_to_be_looked_at_the_command_does_that():
+    command = Config({}, "runs/my run/config.yaml").command("model.rewards.right.function", "")
+    assert command == "python cli.py audit -c 'runs/my run/config.yaml'"

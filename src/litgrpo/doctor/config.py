@@ -50,9 +50,15 @@ class Config:
         return steps if self.values else math.inf
 
     def command(self, key: str, value: str) -> str:
-        """Starts the run anew with one key changed; "" where there is no key or no recipe."""
-        if not key or not self.path:
+        """Starts the run anew with one key changed, or looks at its rewards.
+
+        "" where there is no recipe, or nothing to set.
+        """
+        rewards = key.startswith("model.rewards") and not value
+        if not self.path or not (value or rewards):
             return ""
+        if rewards:
+            return f"python cli.py audit -c {shlex.quote(self.path)}"
         folder = str(self.path).rpartition("/")[0] or "."
         words = ["-c", self.path, "--run_dir", f"{folder}-changed", f"--{key}", value]
         return f"python cli.py fit {shlex.join(words)}"
