@@ -30,11 +30,13 @@ class Verdict:
         run: with its label.
         alarms: rules that found a warning or worse, and since when.
         critical: whether one of them is critical.
+        first: the rule of the first finding.
     """
 
     run: dict[str, Any]
     alarms: dict[str, int | None]
     critical: bool
+    first: str = ""
 
     @property
     def label(self) -> str:
@@ -70,9 +72,11 @@ def run_of(line: dict[str, Any]) -> Run:
 
 def ours(line: dict[str, Any]) -> Verdict:
     """What the doctor says of a run."""
-    found = [each for each in examine(run_of(line)).every if each.at_least("warning")]
+    diagnosis = examine(run_of(line))
+    found = [each for each in diagnosis.every if each.at_least("warning")]
     critical = any(each.severity == CRITICAL for each in found)
-    return Verdict(line, {each.rule: each.since for each in found}, critical)
+    first = next((each.rule for each in diagnosis.findings), "")
+    return Verdict(line, {each.rule: each.since for each in found}, critical, first)
 
 
 def verdict_of(line: dict[str, Any], said: list[list[Any]]) -> Verdict:
@@ -101,6 +105,8 @@ def summary(verdicts: list[Verdict], names_causes: bool) -> dict[str, str]:
     if names_causes:
         delays = [abs(v.delay) for v in failed if v.delay is not None]
         found["the cause named"] = share(sum(v.named for v in failed), len(failed))
+        first = [v.first in v.run["label"]["expected"] for v in failed]
+        found["the cause is the first finding"] = share(sum(first), len(failed))
         found["since, median distance from the truth"] = f"{median(delays or [0]):.0f} iterations"
     return found
 

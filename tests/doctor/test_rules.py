@@ -97,6 +97,7 @@ NORMAL = [
     ("dominating_part", BETTER | FORM | {"reward/format_share": flat(0.97)}, {}),
     ("collapsed", {"reward/mean": np.where(np.arange(LENGTH) == 20, 0.1, 0.8)}, {}),
     ("collapsed", BETTER, {}),
+    ("collapsed", {"reward/mean": np.where(np.arange(LENGTH) < 20, 0.6, 0.6 - 1e-8)}, {}),
     ("hacked", BETTER, {}),
     ("nothing_moves", BETTER | {"optim/update_rel": flat(1e-9)}, {}),
     ("copies", {"completion/unique_frac": flat(0.13), "reward/equal_groups_frac": flat(1)}, {}),

@@ -12,6 +12,7 @@ from litgrpo.doctor.rules_signal import Rows, first_of
 from litgrpo.doctor.trend import FIRST, both, lately, noise, start, trend
 
 SKIPPED = 3  # steps
+ROUNDING = 1e-3  # of a reward
 DROP, SIGMAS = 0.4, 4.0  # of what was reached; of the noise
 STILL, SLOW, PATIENCE = 1e-6, 3e-5, 30  # movement of the weights; iterations
 ROWS = 8.0  # root of the completions that a first reward is at least the mean of
@@ -78,7 +79,8 @@ def collapsed(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
     lowest = float(np.min(metrics["reward/min"].known.values, initial=np.min(reward.values)))
     spread = metrics["reward/std"].first(1)
     error = SIGMAS * max(noise(reward) * np.sqrt(2 / EARLY), float(np.sum(spread)) / ROWS)
-    fallen = best - means.values > np.maximum(error, DROP * (best - lowest))
+    least = np.maximum(error, ROUNDING * np.abs(best))
+    fallen = best - means.values > np.maximum(least, DROP * (best - lowest))
     if not fallen[-1]:
         return None
     return Finding(
