@@ -134,7 +134,7 @@ def load_yaml(text: str, **kwargs: Any) -> Any:
     return text if text.strip() == "?" else yaml_loader(text, **kwargs)
 
 
-set_loader("yaml", load_yaml)
+set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
 class PlainParser(ArgumentParser):
