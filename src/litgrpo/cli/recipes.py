@@ -156,7 +156,8 @@ class EnvironmentKeys:
     place = re.compile(r"--model\.(?:init_args\.)?environment(?:\.(?:init_args\.)?(.+))?")
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.others, self.given, self.named = list(words), {}, False
+        self.others, self.named = list(words), False
+        self.given: dict[str, Any] = {}
         found, others = dict[str, Any](), list[str]()
         rest = iter(words)
         for word in rest:
