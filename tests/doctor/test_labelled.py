@@ -24,4 +24,4 @@ def test_neither_a_task_nor_a_seed_is_in_both_halves():
 def test_there_are_enough_kinds_and_runs():
     labels = [line["label"] for half in ("dev", "held_out") for line in labelled(half)]
     assert len({label["kind"] for label in labels if label["label"] == FAILED}) >= 25
-    assert len([label for label in labels if label["label"] == HEALTHY]) >= 60
+    assert len([label for label in labels if label["label"] == HEALTHY]) >= 75
