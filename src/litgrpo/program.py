@@ -41,7 +41,13 @@ COMMANDS = {
         "train by several algorithms and seeds; which gains are real?",
     ),
     "replay": ("litgrpo.tools.replay", "print an episode of a run, turn by turn"),
+    "report": (
+        "litgrpo.tools.report.command",
+        "write one HTML page that shows a run, or compares several",
+    ),
 }
+# {verb: function that reads its words}: a recipe is given to audit as to fit, report takes folders.
+READ_THEIR_WORDS = {"audit": "recipe_words", "report": "run_words"}
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
@@ -145,9 +151,11 @@ def run_trainer() -> None:
         show(text)
         return
     try:
-        LitGRPOCLI()
+        done = LitGRPOCLI()
     except SIGTERMException as stop:
         raise SystemExit(TERMINATED) from stop
+    if done.leaves_a_report:
+        import_module(COMMANDS["report"][0]).report_at_end(done.settings.run_dir)
 
 
 def run_function(verb: str, words: list[str], folder: Path) -> None:
@@ -157,9 +165,10 @@ def run_function(verb: str, words: list[str], folder: Path) -> None:
     from litgrpo.cli.trainer_cli import PlainParser
 
     words = [word for word in words if word != "--debug"]
-    if verb == "audit":  # a recipe is given to it as to fit
-        words = import_module(COMMANDS[verb][0]).recipe_words(words, folder)
-    function = vars(import_module(COMMANDS[verb][0]))[verb]
+    module = vars(import_module(COMMANDS[verb][0]))
+    if verb in READ_THEIR_WORDS:
+        words = module[READ_THEIR_WORDS[verb]](words, folder)
+    function = module[verb]
     program = f"{program_name()} {verb}"
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)
 
