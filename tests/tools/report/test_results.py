@@ -45,12 +45,19 @@ def test_sets_of_prompts_are_paired_apart():
 def test_a_run_that_goes_on_says_so(tmp_path):
     run = make_run(tmp_path / "short")
     (run / "summary.json").unlink()
-    assert "The run has not ended: 60 of 60 iterations." in verdict(read(run), [])
+    assert "It goes on or was stopped: 60 of 60 iterations, no summary." in verdict(read(run), [])
 
 
 def test_supervised_training_is_told_by_its_loss():
     run = RunFiles("sft", series={"val/loss": [(0, 2.0), (9, 1.5)]}, summary={"seed": 0})
-    assert verdict(run, []) == "Held-out loss (val/loss): 2.000 before, 1.500 after."
+    assert verdict(run, []).startswith("val/loss: 2.000 before, 1.500 after; ")
+
+
+def test_without_the_answers_the_logged_accuracy_is_told(tmp_path):
+    run = make_run(tmp_path / "bare")
+    for path in (run / "evaluation").iterdir():
+        path.unlink()
+    assert "val/avg@2: 0.250 [0.100, 0.400] before, 0.750" in verdict(read(run), [])
 
 
 def test_other_runs_are_paired_with_the_first(tmp_path):

@@ -201,7 +201,7 @@ def charts_together(runs: Sequence[RunFiles]) -> list[Chart]:
     return [
         Chart(name, definition(name), [line.name for line in lines], draw(lines, last))
         for name, lines in found.items()
-        if len(lines) > 1
+        if len(lines) > 1 and not is_zero(lines)
     ]
 
 

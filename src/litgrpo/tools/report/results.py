@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
@@ -14,6 +15,7 @@ from litgrpo.tools.report.run_files import Row, RunFiles, known_floats
 
 LEVEL = 0.05  # the customary one
 NEARLY_NEVER = 1e-4
+DECIDING = r"val/(.+/)?(avg@\d+|loss)"
 ACCURACY, REWARD, GREEDY = "avg@k", "reward", "greedy"
 IN_WORDS = {ACCURACY: "accuracy", GREEDY: "accuracy of the most likely completions"}
 OfPrompts = dict[str, list[float]]
@@ -178,7 +180,7 @@ def verdict(run: RunFiles, found: Sequence[Pair]) -> str:
         run: the run.
         found: its first evaluation against its last one.
     """
-    ended = "" if run.summary else f" The run has not ended: {progress(run)}."
+    ended = "" if run.summary else f" It goes on or was stopped: {progress(run)}, no summary."
     if not found:
         return _without_pairs(run) + ended
     first = found[0]
@@ -195,10 +197,10 @@ def verdict(run: RunFiles, found: Sequence[Pair]) -> str:
 
 
 def _without_pairs(run: RunFiles) -> str:
-    losses = [name for name in run.series if name.startswith("val/") and name.endswith("/loss")]
-    for name in losses:
-        (_, old), (_, new) = run.series[name][0], run.series[name][-1]
-        return f"Held-out loss ({name}): {digits(old)} before, {digits(new)} after."
+    for name in filter(re.compile(DECIDING).fullmatch, run.series):
+        old, new = _logged(run, name, 0), _logged(run, name, -1)
+        if len(run.series[name]) > 1:
+            return f"{name}: {old} before, {new} after; single prompts were not kept to pair them."
     told = {
         0: "Nothing is known about held-out prompts: the folder holds no evaluation.",
         1: "What changed is not known: the folder holds one evaluation of held-out prompts.",
