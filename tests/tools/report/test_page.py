@@ -115,7 +115,7 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
     sound(text)
     assert "&lt;b&gt;heard&lt;/b&gt;" in text
     assert "reward of the turn 0.25" in text
-    assert "calls of search: [2, 1]" in text
+    assert "2 calls, 1 failed, of search" in text
 
 
 def test_an_audit_is_shown(run):

@@ -58,7 +58,7 @@ def notes_of(row: Row) -> list[str]:
     """What is known of a completion besides its text."""
     right = {True: "right", False: "wrong"}
     parts = [f"{visible(n, 60)} {_shown(x)}" for n, x in (row.get("rewards") or {}).items()]
-    calls = [f"calls of {visible(n, 60)}: {x}" for n, x in (row.get("calls") or {}).items()]
+    calls = [f"{_called(x)} {visible(n, 60)}" for n, x in (row.get("calls") or {}).items()]
     of_parts = f" ({', '.join(parts)})" if parts else ""
     known = {
         "right": right.get(row.get("right")),  # type: ignore[arg-type]
@@ -69,6 +69,12 @@ def notes_of(row: Row) -> list[str]:
         "failed": f"failed: {visible(row['failed'], 200)}" if row.get("failed") else None,
     }
     return [text for text in known.values() if text]
+
+
+def _called(counts: Any) -> str:
+    """How often a tool was called, and how often that failed."""
+    many, failed = [*known_floats(counts if isinstance(counts, list) else []), 0.0, 0.0][:2]
+    return f"{many:.0f} calls" + (f", {failed:.0f} failed," if failed else "") + " of"
 
 
 def _shown(value: Any) -> str:
