@@ -1,4 +1,4 @@
-"""The picture of a report that the README shows: `python -m tests.tools.report.picture HTML PNG`."""
+"""The picture of a report: `python -m tests.tools.report.picture PAGE.html PICTURE.png`."""
 
 import shutil
 import sys
