@@ -1,6 +1,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,13 @@ def sound(text: str) -> Tags:
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path / "mine")
+
+
+def test_the_committed_example_is_such_a_page():
+    text = (Path(__file__).parents[3] / "docs" / "quickstart_report.html").read_text()
+    sound(text)
+    assert "Held-out accuracy rose: 0.406 before, 0.969 after" in text
+    assert len(text) < GOAL
 
 
 def test_a_page_shows_the_run(run):

@@ -1,5 +1,5 @@
 from litgrpo.tools.report.run_files import RunFiles
-from litgrpo.tools.report.settings import environment, repeat, stated
+from litgrpo.tools.report.settings import Setting, environment, repeat, stated
 
 CONFIG = {
     "run_dir": "runs/mine",
@@ -21,6 +21,13 @@ def test_what_differs_from_the_recipe_comes_first(tmp_path):
         ("data.init_args.batch_size", "", "16", True),
         ("model.init_args.max_completion_len", "40", "40", False),
     ]
+
+
+def test_a_class_named_by_its_last_word_is_the_same():
+    key, used = "objective.class_path", "litgrpo.algorithm.objective.PerToken"
+    assert not Setting(key, "PerToken", used).differs
+    assert Setting(key, "Token", used).differs
+    assert Setting("name", "PerToken", used).differs
 
 
 def test_a_recipe_that_is_gone_makes_no_guess():
