@@ -218,7 +218,7 @@ def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
 def test_every_part_can_be_switched_off(cli):  # noqa: F811
     off = "--completions.every_n_iterations 0 --export.final false --trainer.logger false "
     off += "--evaluation_files.enabled false --trainer.enable_checkpointing false "
-    off += "--trainer.enable_progress_bar false --report false"
+    off += "--trainer.enable_progress_bar false --html false"
     code, _, _ = cli("fit", "-c", "recipe.yaml", *off.split())
     assert code == 0
     written = sorted(path.name for path in Path("runs/recipe").iterdir())

@@ -278,7 +278,7 @@ class LitGRPOCLI(LightningCLI):
     @property
     def leaves_a_report(self) -> bool:
         """Whether this process shall write the page of the run that has just ended."""
-        return self._writes_a_run() and self.settings.report and self.trainer.is_global_zero
+        return self._writes_a_run() and self.settings.html and self.trainer.is_global_zero
 
     def _starts_anew(self) -> bool:
         settings = self.settings
