@@ -28,10 +28,11 @@ def test_folders_are_words_of_the_command_line(tmp_path, cli):  # noqa: F811
     ("runs", "output", "said"),
     [
         ([], None, "give 1 to 8 run folders; got 0"),
-        (["a", "a"], None, "a is given twice"),
+        (["a", "./a"], None, "a is given twice"),
         (["none"], None, "there is no run folder none"),
         (["."], "nowhere/x.html", "there is no folder nowhere"),
         (["."], ".", "is a folder"),
+        (["."], "/proc/page.html", "/proc/page.html cannot be written .*--output"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(runs, output, said, tmp_path, monkeypatch):

@@ -31,8 +31,9 @@ def report(runs: list[str], output: str | None = None) -> None:
             report-of-several.html.
     """
     require(0 < len(runs) <= MOST_RUNS, f"give 1 to {MOST_RUNS} run folders; got {len(runs)}")
-    twice = sorted({run for run in runs if runs.count(run) > 1})
-    require(not twice, f"{', '.join(twice)} is given twice; give each run folder once")
+    places = [Path(run).resolve() for run in runs]
+    twice = [run for run, place in zip(runs, places, strict=True) if places.count(place) > 1][:1]
+    require(not twice, f"{''.join(twice)} is given twice; give each run folder once")
     path = write(runs, output)
     print(f"written to {path} ({path.stat().st_size / 1000:,.0f} kB)")
 
@@ -86,7 +87,11 @@ def write(runs: list[str], output: str | None = None) -> Path:
     require(not path.is_dir(), f"{path} is a folder; --output names the file to write")
     unfinished = path.with_name(f".{path.name}.tmp")
     text = page(read_runs, [diagnosis_of(Path(run)) for run in runs])
-    unfinished.write_text(text, encoding="utf-8")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = f"{path} cannot be written ({error.strerror}): name another file with --output"
+        raise ValueError(why) from error
     return unfinished.replace(path)
 
 
