@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from litgrpo.callbacks.metric_table import definition
-from litgrpo.callbacks.report import BOUNDS
+from litgrpo.callbacks.number_texts import BOUNDS
 from litgrpo.tools.report.curves import Line
 from litgrpo.tools.report.run_files import Series
 

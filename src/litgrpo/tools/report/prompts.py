@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.callbacks.report import digits
+from litgrpo.callbacks.number_texts import digits
 from litgrpo.tools.report.results import known_floats
 from litgrpo.tools.report.run_files import Row, RunFiles
 from litgrpo.tools.report.texts import Said, dialogue, visible

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 
-from litgrpo.callbacks.report import BOUNDS, digits, signed
+from litgrpo.callbacks.number_texts import BOUNDS, digits, signed
 from litgrpo.evaluation.intervals import paired_difference
 from litgrpo.evaluation.paired import Comparison, compared
 from litgrpo.tools.report.run_files import Row, RunFiles, known_floats
