@@ -268,7 +268,9 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, program, gsm8k):
-    accelerator = read(f"hardware/{name}")["trainer"]["accelerator"]
+    accelerator = read(f"hardware/{name}").get("trainer", {}).get("accelerator")
+    if accelerator is None:
+        pytest.skip("tests/vllm trains with a server")
     if isinstance(accelerator, dict):
         pytest.skip("tests/xla trains with it, in processes of their own")
     if not AcceleratorRegistry[accelerator]["accelerator"].is_available():
