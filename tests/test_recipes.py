@@ -260,7 +260,7 @@ def test_the_overlays_of_static_shapes_refuse_episodes_in_one_sentence(
 def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of nested dicts under its dotted name."""
     if not isinstance(node, dict):
-        yield place, node
+        yield place, tuple(node) if isinstance(node, list) else node
         return
     for name, value in node.items():
         yield from leaves(value, f"{place}.{name}")

@@ -1,11 +1,13 @@
 """The routes of a vLLM server in plain Python, behind which our own local engine samples.
 
-`python -m tests.rollout.engines.vllm_stand_in FOLDER PORT` starts one as a process.
+`python -m tests.rollout.engines.vllm_stand_in FOLDER PORT [--keeps] [--dies_after ROWS]` starts one
+as a process.
 """
 
+import argparse
 import json
+import os
 import socket
-import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,11 +31,12 @@ class StandIn(ThreadingHTTPServer):
         faults: {path: statuses to answer with, one request each, before it works}.
         keeps: it says yes to new weights, and keeps those that it has: the label too.
         raw: log-probabilities before temperature, as vLLM's default.
+        dies_after: rows, with which the process ends.
     """
 
     daemon_threads = True
 
-    def __init__(self, folder, port=0, *, faults=None, keeps=False, raw=False):
+    def __init__(self, folder, port=0, *, faults=None, keeps=False, raw=False, dies_after=None):
         super().__init__(("127.0.0.1", port), Handler)
         self.folder, self.policy = str(folder), load_policy(str(folder)).eval()
         self.lock, self.running = threading.RLock(), threading.Event()
@@ -41,7 +44,7 @@ class StandIn(ThreadingHTTPServer):
         self.version, self.seen, self.asked = "default", [], []
         self.faults, self.keeps, self.raw = faults or {}, keeps, raw
         self.alter = None  # what becomes of an answer
-        self.connections = []
+        self.connections, self.dies_after = [], dies_after
 
     @property
     def url(self):
@@ -108,6 +111,8 @@ class StandIn(ThreadingHTTPServer):
         self.running.wait()
         with self.lock:
             self.asked.append(body)
+            if len(self.asked) == self.dies_after:
+                os._exit(9)
             return 200, self.sampled(body)
 
     def sampled(self, body):
@@ -178,6 +183,12 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with StandIn(sys.argv[1], int(sys.argv[2])) as server:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("port", type=int)
+    parser.add_argument("--keeps", action="store_true")
+    parser.add_argument("--dies_after", type=int)
+    asked = vars(parser.parse_args())
+    with StandIn(asked.pop("folder"), asked.pop("port"), **asked) as server:
         print(server.url, flush=True)
         server.thread.join()

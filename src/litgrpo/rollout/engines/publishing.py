@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,30 +83,33 @@ class FolderSender(Sender):
     """
 
     def __init__(self, settings: Folder) -> None:
-        self.settings, self.root, self.place = settings, Path(settings.path or "."), ""
+        self.settings, self.place = settings, ""
+        self.written: list[Path] = []
 
-    def _made(self) -> Path:
+    @cached_property
+    def root(self) -> Path:
         """Where versions go; a temporary folder goes with this object."""
-        if self.settings.path is None and not self.place:
-            self.root = Path(tempfile.mkdtemp(prefix="litgrpo-weights-"))
-            self.root.chmod(0o755)
-            weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
-        self.root.mkdir(parents=True, exist_ok=True)
-        return self.root.resolve()
+        if self.settings.path is None:
+            temporary = Path(tempfile.mkdtemp(prefix="litgrpo-weights-"))
+            temporary.chmod(0o755)
+            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+            return temporary
+        Path(self.settings.path).mkdir(parents=True, exist_ok=True)
+        return Path(self.settings.path).resolve()
 
     def prepare(self, policy: Policy, version: str) -> None:
         """See `Sender.prepare`."""
         state = gathered(policy)
         if rank() != 0:
             return
-        before, folder = self.place, self._made() / version
+        folder = self.root / version
         if state is None:
             export(policy, folder, self.settings.dtype)
         else:
             policy.model.save_pretrained(folder, state_dict=state)
-        self.place = str(folder)
-        if before:
+        for before in self.written:
             shutil.rmtree(before, ignore_errors=True)
+        self.written, self.place = [folder], str(folder)
 
     def send(self, server: Server) -> None:
         """See `Sender.send`."""
@@ -186,9 +190,8 @@ class NativeSender(Sender):
         """See `Sender.send`."""
         if rank() != 0:
             raise Away(f"{server.url} (it waits for the weights of the first process)")
-        if server.version == "default":  # it began anew, without its group
-            self.trainers.pop(server.url, None)
-        if server.url not in self.trainers:
+        # One that began anew is without its group.
+        if server.url not in self.trainers or server.version == "default":
             self.trainers[server.url] = self._joined(server)
         self.trainers[server.url].source.state = self.state
         self.trainers[server.url].send_weights()
@@ -229,8 +232,7 @@ def source_of(state: dict[str, Tensor]) -> Any:
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             """Each on the device that sends."""
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            return ((name, tensor.to(device)) for name, tensor in self.state.items())
+            return ((name, tensor.cuda()) for name, tensor in self.state.items())
 
     return OnHost()
 

@@ -152,6 +152,18 @@ class SpokenRow:
         self.turns += [turn] * len(ids)
 
 
+class NoStops:
+    """No text ends a row; see `StopStrings`."""
+
+    def length(self, ids: list[int]) -> int:
+        """All of them."""
+        return len(ids)
+
+    def completed(self, ids: list[int]) -> bool:
+        """Nothing is."""
+        return False
+
+
 class SpokenRows:
     """The rows of a rollout while they are sampled.
 
@@ -198,13 +210,11 @@ class SpokenRows:
 
     def spoke(self, row: int, answer: Answer) -> None:
         """A turn of a row has come; who listens hears it."""
-        here, stops = self.rows[row], self.requests.stops
-        said = len(answer.ids) if stops is None else stops.length(answer.ids)
+        here, stops = self.rows[row], self.requests.stops or NoStops()
+        said = stops.length(answer.ids)
         ids = answer.ids[:said]
         here.add(ids, answer.logprobs[:said], here.turn)
-        here.cut = ids[-1] not in self.requests.end_ids
-        if stops is not None:
-            here.cut &= not stops.completed(ids)
+        here.cut = ids[-1] not in self.requests.end_ids and not stops.completed(ids)
         if self.requests.listener is not None:
             self.requests.listener.ended(row, ids, cut=here.cut)
             self.waiting.add(row)
@@ -236,7 +246,6 @@ class SpokenRows:
         turns = filled("turns", -1, torch.int16)
         lengths = torch.tensor([len(each.ids) for each in self.rows], device=device)
         mask = torch.arange(longest, device=device) < lengths[:, None]
-        speaks = requests.listener is not None
         return Rollout(
             prompts=requests.prompts,
             group_size=requests.group_size,
@@ -244,6 +253,6 @@ class SpokenRows:
             completion_mask=mask,
             sampler_logprobs=filled("logprobs", 0.0, torch.float32),
             truncated=torch.tensor([each.cut for each in self.rows], device=device),
-            loss_mask=turns >= 0 if speaks else mask,
-            turns=turns if speaks else None,
+            loss_mask=turns >= 0,
+            turns=None if requests.listener is None else turns,
         )

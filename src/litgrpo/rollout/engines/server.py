@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -277,7 +278,7 @@ class Waits:
 
     def __init__(self, limit_s: float, stop: threading.Event) -> None:
         self.limit_s, self.stop = limit_s, stop
-        self.began: float | None = None
+        self.began = math.inf
 
     def again(self, who: str) -> None:
         """Wait a little.
@@ -286,7 +287,7 @@ class Waits:
             ServersAway: it was too long.
         """
         now = time.monotonic()
-        self.began = now if self.began is None else self.began
+        self.began = min(now, self.began)
         if now - self.began >= self.limit_s or self.stop.wait(PAUSE_S):
             raise ServersAway(
                 f"No vLLM server answers: {who} away for {now - self.began:.0f} s "
