@@ -19,7 +19,7 @@ CPU = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT / "src"),  # the logits processor
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",  # the logits processor
 }
 FLAGS = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 64 --enable-scale-out"
 UNIFORMS = "--logprobs-mode raw_logprobs --logits-processors"

@@ -1,5 +1,9 @@
 """What `ServerEngine` promises, by a real vLLM server on a CPU."""
 
+import json
+import os
+import subprocess
+
 import pytest
 import torch
 
@@ -19,7 +23,7 @@ from tests.modules.test_grpo import loader, train
 from tests.rollout.engines.test_turns import NAMED
 from tests.rollout.engines.test_turns import assert_same as assert_same_turns
 from tests.rollout.playing import Echo, episodes_of
-from tests.vllm.serving import PROCESSED, PYTHON, UNIFORMS, served
+from tests.vllm.serving import CPU, PROCESSED, PYTHON, ROOT, UNIFORMS, served
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="LITGRPO_VLLM_PYTHON names no Python with vLLM"),
@@ -155,8 +159,6 @@ def test_seeds_repeat_a_rollout_whose_log_probabilities_are_the_policys(folder, 
 
 def test_what_native_transfer_takes_from_vllm_is_there():
     """NCCL itself needs GPUs."""
-    import subprocess
-
     code = """
 import inspect
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -168,3 +170,14 @@ assert {"client", "source"} <= {*inspect.signature(Engine.trainer_init).paramete
 Engine.send_weights; ParamMeta("a", None, (1,)); WeightSource.metadata
 """
     subprocess.run([PYTHON, "-c", code], check=True, timeout=300)
+
+
+def test_a_vllm_in_the_same_process_follows_the_weights():
+    command = [PYTHON, "-m", "tests.vllm.colocated"]
+    done = subprocess.run(
+        command, env=os.environ | CPU, cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["repeated"]
+    assert max(found["first"], found["after"]) < 1e-4
+    assert found["before"] > 0.1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from litgrpo.arguments import require
-from litgrpo.rollout.engines.served import ServedEngine
+from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.rollouter import Rollouter
@@ -96,7 +96,7 @@ class AheadRollouter(Rollouter):
         named = Named(self.seed, "train", following, 0)
         requests = self.requests(prompts, named, None, None)
         future: Future[Rollout] = Future()
-        if isinstance(self.engine, ServedEngine):  # it reads no weight of the policy
+        if isinstance(self.engine, ServerEngine):  # it reads no weight of the policy
             threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-ahead")
             future = threads.submit(super()._within_memory, requests, named)
             threads.shutdown(wait=False)
