@@ -86,7 +86,9 @@ class AheadRollouter(Rollouter):
         )
         self._version = pending.version
         rollout, device = pending.future.result(), requests.prompts.prompt_ids.device
-        tensors = {name: each.to(device) for name, each in tensors_of(rollout).items()}
+        tensors: dict[str, Any] = {
+            name: each.to(device) for name, each in tensors_of(rollout).items()
+        }
         return replace(rollout, prompts=requests.prompts, **tensors)
 
     def _begin(self, iteration: int) -> None:

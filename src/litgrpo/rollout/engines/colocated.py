@@ -66,7 +66,10 @@ class ColocatedEngine(ServedEngine):
                 f"ColocatedEngine needs vLLM in this environment ({error}): pip install vllm, or "
                 "take litgrpo.rollout.engines.server.ServerEngine."
             ) from error
-        given = {"gpu_memory_utilization": self.memory, "max_model_len": self.max_model_len}
+        given: dict[str, Any] = {
+            "gpu_memory_utilization": self.memory,
+            "max_model_len": self.max_model_len,
+        }
         given |= {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": self.sleep}
         return LLM(self.sender.place, **given | self.options)
 
