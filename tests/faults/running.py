@@ -149,12 +149,15 @@ def weights_of(run: Run) -> str:
 
 
 def state_of(run: Run) -> dict[str, str]:
-    """Digests of what the last checkpoint holds of the training, from its manifest."""
+    """Digests of what the last checkpoint holds of the training, from its manifest.
+
+    Supervised training counts no iterations of its own.
+    """
     checkpoint = torch.load(run.checkpoints / "last.ckpt", weights_only=True)
     parts = checkpoint["manifest"]["parts"]
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state")
     scores = checkpoint["callbacks"]["IterationCheckpoint"]["scores"]
-    return {name: parts[name] for name in kept} | {"scores": str(scores)}
+    return {name: parts[name] for name in kept if name in parts} | {"scores": str(scores)}
 
 
 def metrics_of(run: Run) -> list[dict[str, str]]:
