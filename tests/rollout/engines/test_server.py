@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import distributed
 
 from litgrpo.arguments import require
 from litgrpo.models.loading import LoRA, as_policy, export, load_policy
+from litgrpo.parallel.together import several
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.publishing import Folder, Native
 from litgrpo.rollout.engines.server import ServerEngine
@@ -317,3 +319,33 @@ def test_native_weights_need_a_gpu():
         _ = ServerEngine(["http://127.0.0.1:1"], Native()).fleet
     with pytest.raises(ValueError, match="backend is 'mpi'"):
         Native("mpi")
+
+
+def one_of_two(rank, url, file, folder):
+    """Publishes together with another process, and asks for a prompt of its own."""
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    policy = ragged(tiny_policy("qwen2"))
+    with torch.no_grad():  # what the first process has is what counts
+        policy.model.lm_head.weight.mul_(1 + rank)
+    engine = ServerEngine([url], numbers="uniforms", timeout_s=20.0)
+    engine.sync_weights(policy, 3)
+    prompts = prompt_batch(TEXTS[rank])
+    asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    found = (several(), engine.fleet.version, engine.fleet.sender.place, engine.generate(asked))
+    torch.save((*found[:3], found[3].token_lists()), f"{folder}/{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_of_two_processes_the_first_publishes_and_each_asks_for_its_own(server, tmp_path):
+    given = (server.url, str(tmp_path / "meet"), str(tmp_path))
+    torch.multiprocessing.spawn(one_of_two, given, nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert found[0][:3] == found[1][:3] == (True, server.version, found[0][2])
+    assert server.seen.count("/collective_rpc") == 1
+    policy = ragged(tiny_policy("qwen2"))
+    for rank in range(2):
+        prompts = prompt_batch(TEXTS[rank])
+        asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+        assert found[rank][3] == LocalEngine().generate(asked).token_lists()
