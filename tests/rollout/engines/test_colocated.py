@@ -21,7 +21,7 @@ class LLM:
 
     def __init__(self, model, **given):
         self.given, self.did = given, []
-        self.behind = SimpleNamespace(policy=load_policy(model).eval(), version="", raw=False)
+        self.behind = SimpleNamespace(policy=load_policy(model).eval(), version="", mode="")
         self.behind.alter = None
 
     def generate(self, prompts, params, *, use_tqdm):

@@ -87,6 +87,7 @@ def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
 
 def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server):
     policy = ragged(tiny_policy("qwen2"))
+    server.mode = "processed_logprobs"
     engine, asked = engine_of(server, numbers="seeds"), requests_for(policy, Sampling(0.7))
     assert not engine.exact
     one, two = (synced(engine, policy, n).generate(asked) for n in range(2))
@@ -107,7 +108,8 @@ def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_p
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     (last,) = (tmp_path / "versions").iterdir()
     assert last.name == engine.fleet.version == server.version
-    order = [path for path in server.seen if path not in ("/weight_info", GENERATE)]
+    asides = ("/server_info", "/weight_info", GENERATE)
+    order = [path for path in server.seen if path not in asides]
     one = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
     assert order == one * 2
 
@@ -298,6 +300,7 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine(server):
 
 
 def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(server, caplog):
+    server.mode = "processed_logprobs"
     grpo = module(engine=engine_of(server, numbers="seeds"))
     assert grpo.coefficients.objective.sampler_correction is not None
     assert "ServerEngine does not sample with the policy's own" in caplog.text
@@ -306,11 +309,14 @@ def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(
     assert grpo.trainer.callback_metrics["policy/sampler_mismatch"] < 1e-4
 
 
-def test_log_probabilities_before_temperature_are_refused_at_the_start(folder):
-    with StandIn(folder, raw=True) as server:
-        engine = engine_of(server, numbers="seeds")
-        with pytest.raises(ValueError, match="1 cached decoding equals the full forward"):
-            trained(engine, sampling=Sampling(temperature=0.05))
+@pytest.mark.parametrize(
+    ("numbers", "mode", "other"),
+    [("seeds", "raw_logprobs", "processed"), ("uniforms", "processed_logprobs", "raw")],
+)
+def test_log_probabilities_of_another_distribution_are_refused(server, numbers, mode, other):
+    server.mode = mode
+    with pytest.raises(ServerFailure, match=f"--logprobs-mode {mode}: start it with {other}"):
+        synced(engine_of(server, numbers=numbers), tiny_policy("qwen2"))
 
 
 def test_native_weights_need_a_gpu():

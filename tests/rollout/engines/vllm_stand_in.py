@@ -30,19 +30,21 @@ class StandIn(ThreadingHTTPServer):
         port: 0 takes a free one.
         faults: {path: statuses to answer with, one request each, before it works}.
         keeps: it says yes to new weights, and keeps those that it has: the label too.
-        raw: log-probabilities before temperature, as vLLM's default.
+        mode: `--logprobs-mode`, by which log-probabilities are before temperature or after it.
         dies_after: rows, with which the process ends.
     """
 
     daemon_threads = True
 
-    def __init__(self, folder, port=0, *, faults=None, keeps=False, raw=False, dies_after=None):
+    def __init__(
+        self, folder, port=0, *, faults=None, keeps=False, mode="raw_logprobs", dies_after=None
+    ):
         super().__init__(("127.0.0.1", port), Handler)
         self.folder, self.policy = str(folder), load_policy(str(folder)).eval()
         self.lock, self.running = threading.RLock(), threading.Event()
         self.running.set()
         self.version, self.seen, self.asked = "default", [], []
-        self.faults, self.keeps, self.raw = faults or {}, keeps, raw
+        self.faults, self.keeps, self.mode = faults or {}, keeps, mode
         self.alter = None  # what becomes of an answer
         self.connections, self.dies_after = [], dies_after
 
@@ -107,6 +109,10 @@ class StandIn(ThreadingHTTPServer):
     def weight_info(self, body, query):
         return 200, {"weight_version": self.version}
 
+    def info(self, body, query):
+        assert query == {"config_format": ["json"]}
+        return 200, {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+
     def generate(self, body, query):
         self.running.wait()
         with self.lock:
@@ -132,7 +138,7 @@ class StandIn(ThreadingHTTPServer):
         self.policy.eos_ids = eos
         ids = rollout.token_lists()[0]
         logprobs = rollout.sampler_logprobs[0]
-        if self.raw:
+        if self.mode == "raw_logprobs":
             logprobs = self.policy.logprobs(rollout.tokens).logprobs[0]
         pairs = zip(ids, logprobs.tolist(), strict=True)
         content = [{"token_id": token, "logprob": value} for token, value in pairs]
@@ -152,6 +158,7 @@ ROUTES = {
     "/collective_rpc": StandIn.reload,
     "/reset_prefix_cache": StandIn.forgotten,
     "/update_weight_version": StandIn.label,
+    "/server_info": StandIn.info,
     "/weight_info": StandIn.weight_info,
     "/inference/v1/generate": StandIn.generate,
 }

@@ -32,6 +32,8 @@ from litgrpo.rollout.engines.vllm_server import (
 from litgrpo.rollout.interface import Requests
 
 PAUSE_S = 0.5  # between two attempts where all servers are away
+# {numbers: vLLM's `--logprobs-mode`}; a server that draws with our numbers leaves one token.
+MODES = {"seeds": "processed_logprobs", "uniforms": "raw_logprobs"}
 AWAY_S = 5.0  # for which a server that is away is not asked while others are there
 
 
@@ -88,7 +90,8 @@ class ServerEngine(ServedEngine):
         """The servers."""
         urls = [checked_url(url, self.allow_public) for url in self.urls]
         servers = [Server(url, self.timeout_s, self.allow_public) for url in urls]
-        return Fleet(servers, self.weights.sender(), self.wait_s, self.retries)
+        mode = MODES[self.numbers]
+        return Fleet(servers, self.weights.sender(), mode, self.wait_s, self.retries)
 
     def sync_weights(self, policy: Policy, version: int) -> None:
         """Publish the weights; see `RolloutEngine.sync_weights`.
@@ -150,12 +153,16 @@ class Fleet:
     Args:
         servers: one or more.
         sender: has the weights.
+        mode: of their log-probabilities.
         wait_s: for one of them to come back.
         retries: publishes to a server that has other weights, for one row.
     """
 
-    def __init__(self, servers: list[Server], sender: Sender, wait_s: float, retries: int) -> None:
-        self.servers, self.sender = servers, sender
+    def __init__(
+        self, servers: list[Server], sender: Sender, mode: str, wait_s: float, retries: int
+    ) -> None:
+        self.servers, self.sender, self.mode = servers, sender, mode
+        self.unchecked = {server.url for server in servers}
         self.wait_s, self.retries = wait_s, retries
         self.version = ""
         self.away: dict[str, float] = {}  # until when nobody asks
@@ -213,6 +220,9 @@ class Fleet:
             Away: it cannot now.
         """
         with self.locks[server.url]:
+            for url in self.unchecked & {server.url}:
+                server.check_logprobs(self.mode)
+                self.unchecked.discard(url)
             if server.version != self.version:
                 with server.exchanging(self.version):
                     self.sender.send(server)

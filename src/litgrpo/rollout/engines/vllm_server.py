@@ -151,6 +151,20 @@ class Server:
         """Of its weights."""
         return str(self.call("GET", "/weight_info")["weight_version"])
 
+    def check_logprobs(self, mode: str) -> None:
+        """Refuse log-probabilities of another distribution than the one that was drawn from.
+
+        Args:
+            mode: that the server has to be started with.
+
+        Raises:
+            ServerFailure: it was started with another.
+        """
+        config = self.call("GET", "/server_info", config_format="json")["vllm_config"]
+        found = config["model_config"]["logprobs_mode"]
+        if found != mode:
+            raise ServerFailure(f"{self.url} has --logprobs-mode {found}: start it with {mode}.")
+
     @contextmanager
     def exchanging(self, version: str) -> Iterator[None]:
         """Give it new weights within: it finishes what it samples, and forgets what it cached."""
