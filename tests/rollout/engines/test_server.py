@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import distributed
 
 from litgrpo.arguments import require
 from litgrpo.models.loading import LoRA, as_policy, export, load_policy
-from litgrpo.parallel.together import several
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.publishing import Folder, Native
 from litgrpo.rollout.engines.server import ServerEngine
@@ -24,6 +22,7 @@ from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged
 from tests.rollout.engines.test_turns import TEXTS as EPISODES
 from tests.rollout.engines.test_turns import assert_same as assert_same_turns
 from tests.rollout.engines.test_turns import ending, played, requests_of
+from tests.rollout.engines.two_processes import one_of_two
 from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.rollout.playing import Echo
 
@@ -325,22 +324,6 @@ def test_native_weights_need_a_gpu():
         _ = ServerEngine(["http://127.0.0.1:1"], Native()).fleet
     with pytest.raises(ValueError, match="backend is 'mpi'"):
         Native("mpi")
-
-
-def one_of_two(rank, url, file, folder):
-    """Publishes together with another process, and asks for a prompt of its own."""
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    policy = ragged(tiny_policy("qwen2"))
-    with torch.no_grad():  # what the first process has is what counts
-        policy.model.lm_head.weight.mul_(1 + rank)
-    engine = ServerEngine([url], numbers="uniforms", timeout_s=20.0)
-    engine.sync_weights(policy, 3)
-    prompts = prompt_batch(TEXTS[rank])
-    asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
-    found = (several(), engine.fleet.version, engine.fleet.sender.place, engine.generate(asked))
-    torch.save((*found[:3], found[3].token_lists()), f"{folder}/{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(120)
