@@ -51,8 +51,15 @@ READ_THEIR_WORDS = {"audit": "recipe_words", "report": "run_words"}
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
+GO_ON_LATER = 75  # EX_TEMPFAIL: what was needed is away, and nothing is lost
 # Errors by their names, because to import Lightning takes seconds.
-STOPS = ("MisconfigurationException", "RewardFailure", "EnvironmentFailure")
+STOPS = {
+    "MisconfigurationException": WRONG_INPUT,
+    "RewardFailure": WRONG_INPUT,
+    "EnvironmentFailure": WRONG_INPUT,
+    "ServerFailure": WRONG_INPUT,
+    "ServersAway": GO_ON_LATER,
+}
 
 
 HELP = """\
@@ -84,7 +91,8 @@ def main() -> int:
     """Run the verb on the command line.
 
     Returns:
-        The exit code: 0; 2 for a mistake in the input; 130 or 143 when asked to stop.
+        The exit code: 0; 2 for a mistake in the input; 75 where servers are away; 130 or 143 when
+        asked to stop.
     """
     outlive_readers()
     words = sys.argv[1:]
@@ -112,7 +120,7 @@ def main() -> int:
         cause = users_mistake(error)
         if "--debug" in words or not cause:
             raise
-        return print_error(cause)
+        return print_error(cause, STOPS.get(type(error).__name__, WRONG_INPUT))
     return 0
 
 
@@ -196,10 +204,10 @@ def users_mistake(error: BaseException) -> str:
     return "" if ours else refused(error)
 
 
-def print_error(message: str) -> int:
+def print_error(message: str, code: int = WRONG_INPUT) -> int:
     """Print one line and return the exit code."""
     print(f"error: {message}", file=sys.stderr)
-    return WRONG_INPUT
+    return code
 
 
 def asks_for_help(words: list[str]) -> bool:
