@@ -31,7 +31,7 @@ LAYER = {
     **dict.fromkeys(("algorithm", "models", "data", "environments"), 2),
     **dict.fromkeys(("rollout", "rewards"), 3),
     **dict.fromkeys(("learner", "evaluation"), 4),
-    "checks": 5,
+    **dict.fromkeys(("checks", "doctor"), 5),
     "callbacks": 6,
     **dict.fromkeys(("modules", "checkpointing"), 7),
     "cli": 8,
@@ -99,6 +99,13 @@ TESTED_ELSEWHERE = {
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
+    "doctor/rule.py": "tests/doctor/test_diagnosis.py",
+    "doctor/finding.py": "tests/doctor/test_diagnosis.py",
+    **dict.fromkeys(
+        [f"doctor/rules_{name}.py" for name in ("signal", "reward", "update", "text")],
+        "tests/doctor/test_rules.py",
+    ),
+    "doctor/trend.py": "tests/doctor/test_rules.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
 FILES_OF_ITERATION, LINES_OF_ITERATION = 20, 5_000

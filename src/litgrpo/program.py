@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from importlib import import_module
@@ -40,6 +41,7 @@ COMMANDS = {
         "litgrpo.tools.compare",
         "train by several algorithms and seeds; which gains are real?",
     ),
+    "doctor": ("litgrpo.tools.doctor", "what is wrong with a run, since when, what to change"),
     "replay": ("litgrpo.tools.replay", "print an episode of a run, turn by turn"),
     "report": (
         "litgrpo.tools.report.command",
@@ -172,7 +174,7 @@ def run_function(verb: str, words: list[str], folder: Path) -> None:
 
     from litgrpo.cli.trainer_cli import PlainParser
 
-    words = [word for word in words if word != "--debug"]
+    words = [re.sub("^--fail-on", "--fail_on", word) for word in words if word != "--debug"]
     module = vars(import_module(COMMANDS[verb][0]))
     if verb in READ_THEIR_WORDS:
         words = module[READ_THEIR_WORDS[verb]](words, folder)

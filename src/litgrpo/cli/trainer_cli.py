@@ -29,6 +29,7 @@ import litgrpo.modules.prompt_data
 import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.doctor import Doctor
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
@@ -71,6 +72,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "export": Export,
     "predictions": Predictions,
     "non_finite": NonFinite,
+    "doctor": Doctor,
     "watchdog": Watchdog,
     "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
