@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "parallel/xla/",
     ),
     "torch_xla": ("parallel/",),
+    "vllm": ("rollout/engines/",),
     "multiprocessing": ("processes/", "parallel/xla/"),
     # Trainings of their own; what a reward's author gave to be run.
     "subprocess": (
@@ -77,6 +78,10 @@ TESTED_ELSEWHERE = {
     "modules/optimizers.py": "tests/modules/test_trainer.py",
     "learner/skipped_steps.py": "tests/learner/test_learner.py",
     "rollout/filters.py": "tests/rollout/test_sampling.py",
+    "rollout/engines/served.py": "tests/rollout/engines/test_server.py",
+    "rollout/engines/vllm_server.py": "tests/rollout/engines/test_server.py",
+    "rollout/engines/publishing.py": "tests/rollout/engines/test_server.py",
+    "rollout/engines/vllm_uniforms.py": "tests/vllm/test_vllm.py",  # runs in vLLM only
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     # They run in sandboxes only.
     "sandbox/examinee.py": "tests/rewards/test_code.py",

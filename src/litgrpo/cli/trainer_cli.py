@@ -286,6 +286,11 @@ class LitGRPOCLI(LightningCLI):
     def _writes_a_run(self) -> bool:
         return self.config.subcommand == "fit" and not self.settings.trainer.fast_dev_run
 
+    @property
+    def leaves_a_report(self) -> bool:
+        """Whether this process shall write the page of the run that has just ended."""
+        return self._writes_a_run() and self.settings.html and self.trainer.is_global_zero
+
     def _starts_anew(self) -> bool:
         settings = self.settings
         from_here = settings.ckpt_path is not None and (

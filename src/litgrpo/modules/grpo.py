@@ -158,7 +158,7 @@ class GRPO(LightningModule):
             max_resamples=max_resamples,
             seed=seed,
         )
-        self.coefficients = coefficients_of(controllers, corrected(objective, engine))
+        self.coefficients = coefficients_of(controllers, corrected(objective, engine, update))
         check_overrides(type(self))
         parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
         self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
