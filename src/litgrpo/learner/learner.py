@@ -27,6 +27,7 @@ from litgrpo.learner.skipped_steps import OfRow, not_finite
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
+from litgrpo.parallel.agreement import largest, on_all
 from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
@@ -374,18 +375,18 @@ class Learner:
     def _within_memory(self, attempt: Callable[[int | None], Result], tokens: TokenRows) -> Result:
         """The result of an attempt, repeated with half the rows at once while memory is short.
 
-        The gradient stays the same, up to rounding. Processes cannot repeat a step alone: the
-        others wait in the middle of theirs.
+        The gradient stays the same, up to rounding. Processes repeat together, unless they wait
+        for each other within a pass: where weights are divided.
         """
-        if self.comm.world_size > 1:
+        if self.comm.world_size > 1 and type(self.micro_batching) is not Ragged:
             return attempt(self.max_rows)
 
         def lower(rows: int) -> None:
             self.max_rows = rows
 
         return with_halving(
-            attempt,
-            rows=lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits))),
+            on_all(attempt, self.comm),
+            rows=largest(lambda: self.micro_batching.buckets(tokens, self.limits), self.comm),
             limit=self.max_rows,
             on_halved=lower,
             what="learning",
