@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.faults import damage, episodes
+from tests.faults import damage, episodes, processes
 from tests.faults.running import (
     EVERY,
     ITERATIONS,
@@ -345,5 +345,8 @@ CASES: dict[str, Callable[[Bench], Found]] = {
     "F18": episodes.f18,
     "F19": episodes.f19,
     "F20": episodes.f20,
+    "F21": processes.f21,
+    "F22": processes.f22,
+    "F23": processes.f23,
     "variants": variants,
 }
