@@ -154,15 +154,18 @@ def weights_of(run: Run) -> str:
 
 
 def state_of(run: Run) -> dict[str, str]:
-    """Digests of what the last checkpoint holds of the training, from its manifest."""
+    """Digests of what the last checkpoint holds of the training, from its manifest.
+
+    Supervised training counts no iterations of its own.
+    """
     last = run.checkpoints / "last.ckpt"
     checkpoint = torch.load(last / "rest.pt" if last.is_dir() else last, weights_only=True)
     manifest = checkpoint["manifest"]
     shards = {name: sha for name, sha in manifest.get("files", {}).items() if name[0] != "."}
-    parts = manifest["parts"]
-    kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state")
+    parts = manifest["parts"] | shards
+    kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state", *shards)
     scores = checkpoint["callbacks"]["IterationCheckpoint"]["scores"]
-    return {name: parts[name] for name in kept} | {"scores": str(scores)} | shards
+    return {name: parts[name] for name in kept if name in parts} | {"scores": str(scores)}
 
 
 def metrics_of(run: Run) -> list[dict[str, str]]:
