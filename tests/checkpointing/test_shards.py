@@ -30,9 +30,10 @@ def weights(folder, name):
 
 
 def distance(folder, name):
-    """Of a run's weights from those of the unbroken run, relative, of the worst weight."""
+    """Norm of the difference of all weights from those of the unbroken run, over their norm."""
     mine, whole = weights(folder, name), weights(folder, "whole")
-    return max(float((mine[n] - w).norm() / w.norm()) for n, w in whole.items())
+    off = sum(float((mine[n] - w).double().square().sum()) for n, w in whole.items())
+    return (off / sum(float(w.double().square().sum()) for w in whole.values())) ** 0.5
 
 
 def test_a_folder_holds_what_each_process_wrote_and_nothing_unfinished(folder):
@@ -49,14 +50,14 @@ def test_two_processes_go_on_bit_for_bit_and_one_up_to_rounding(folder):
     assert all(torch.equal(again[name], each) for name, each in whole.items())
     run_by(1, training.train, folder, "one", SECOND)
     print(f"\nresumed on one process: {distance(folder, 'one'):.1e}")
-    assert distance(folder, "one") < 1e-6
+    assert distance(folder, "one") < 1e-7
 
 
 def test_two_processes_go_on_from_a_file_of_one(folder):
     run_by(1, training.train, folder, "alone")
     run_by(2, training.train, folder, "two", "alone/checkpoints/iteration=000002.ckpt")
     print(f"\none process, then two: {distance(folder, 'two'):.1e}")
-    assert distance(folder, "two") < 1e-6
+    assert distance(folder, "two") < 1e-5  # its first two iterations rounded otherwise, too
 
 
 def damaged(folder, tmp_path, change):

@@ -10,8 +10,8 @@ from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.shard_files import full_weights
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
-from litgrpo.parallel.agreement import ShortElsewhere, check_others, largest, on_all
-from litgrpo.parallel.comm import SingleProcess
+from litgrpo.parallel.agreement import ShortElsewhere, check_others, on_all
+from litgrpo.parallel.memory import is_out_of_memory
 from tests.gloo import run_by
 from tests.parallel.fsdp.training import TEXTS, grpo, save_models, trainer
 
@@ -28,21 +28,35 @@ class Other:
         return value.clamp(min=float(self.short))
 
 
-def test_one_process_asks_nobody():
-    attempt = lambda limit: limit  # noqa: E731
-    assert on_all(attempt, SingleProcess()) is attempt
-    check_others(SingleProcess(), short=True)
-    assert largest(lambda: [torch.arange(3), torch.arange(5)], SingleProcess())() == 5
-
-
 def test_what_is_short_elsewhere_is_short_here():
     check_others(Other(short=False))
     check_others(Other(short=True), short=True)  # it raises its own error
     with pytest.raises(ShortElsewhere):
         check_others(Other(short=True))
-    with pytest.raises(ShortElsewhere):
-        on_all(lambda _: "done", Other(short=True))(None)
-    assert on_all(lambda _: "done", Other(short=False))(None) == "done"
+
+
+def test_an_attempt_is_repeated_until_no_process_is_short():
+    other, limits = Other(short=True), []
+
+    def attempt(limit):
+        limits.append(limit)
+        other.short = len(limits) < 3
+        return "done"
+
+    assert on_all(attempt, other, repeats=True)(4) == "done"
+    assert limits == [4, 4, 4]
+
+
+def short(limit):
+    raise torch.OutOfMemoryError("a test")
+
+
+def test_own_shortness_is_raised_and_where_nothing_repeats_it_says_what_to_do():
+    with pytest.raises(torch.OutOfMemoryError):
+        on_all(short, Other(short=False), repeats=True)(4)
+    with pytest.raises(RuntimeError, match=r"lower update\.micro_batch_size") as found:
+        on_all(short, Other(short=False), repeats=False)(4)
+    assert not is_out_of_memory(found.value)
 
 
 class ShortOnOne(GRPO):
@@ -67,7 +81,7 @@ def halve(processes, folder):
     module = grpo(folder, module=ShortOnOne, update=update)
     runner = trainer(processes, strategy="ddp" if processes > 1 else "auto")
     runner.fit(module, PromptData(TEXTS[:4], batch_size=4))
-    assert module.learner.max_rows == (2 if processes > 1 else None)
+    assert module.learner.max_rows == (2 if module.global_rank == 1 else None)
     weights = {name: each.detach() for name, each in full_weights(module.policy.model)}
     torch.save(weights, folder / f"halved {processes} {module.global_rank}.pt")
 

@@ -172,6 +172,11 @@ def positions_of(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A checkpoint that holds what its manifest says, without the manifest; see `opened`."""
+    return {name: part for name, part in opened(path, needs).items() if name != MANIFEST}
+
+
+def opened(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
     """A checkpoint that holds what its manifest says, with the manifest.
 
     Args:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from litgrpo.checkpointing.manifest import (
     Damaged,
     check_finite,
     manifest_of,
-    read,
+    opened,
     rebuilt,
 )
 
@@ -188,7 +189,7 @@ def read_any(
         Damaged: it does not, on all processes; the message names the part or the file.
     """
     folder = path.is_dir()
-    checkpoint = read(path / REST if folder else path, needs)
+    checkpoint = opened(path / REST if folder else path, needs)
     manifest = checkpoint.pop(MANIFEST)
     if folder:
         _together(lambda: _verify_files(path, manifest[FILES]))
@@ -213,8 +214,10 @@ def _filled(
     """The checkpoint with this process's shards in place of shapes."""
     room = {name: shards_for(each) for name, each in tensors_of(checkpoint) if each.is_meta}
     try:
-        alone = not dist.is_initialized()
-        dcp.load(room, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
+            reader = dcp.FileSystemReader(folder)
+            dcp.load(room, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         said = str(_reason(error)).partition("\n")[0]
         raise Damaged(f"{folder} cannot be read: it is no whole checkpoint ({said:.90})") from error
@@ -236,7 +239,7 @@ def _filled(
 def sha256_of(file: Path) -> str:
     """Of a file, a part at a time."""
     content = hashlib.sha256()
-    with file.open("rb") as opened:
-        while part := opened.read(CHUNK):
+    with file.open("rb") as stream:
+        while part := stream.read(CHUNK):
             content.update(part)
     return content.hexdigest()

@@ -27,7 +27,7 @@ from litgrpo.learner.skipped_steps import OfRow, not_finite
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.parallel.agreement import largest, on_all
+from litgrpo.parallel.agreement import on_all
 from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
@@ -375,18 +375,17 @@ class Learner:
     def _within_memory(self, attempt: Callable[[int | None], Result], tokens: TokenRows) -> Result:
         """The result of an attempt, repeated with half the rows at once while memory is short.
 
-        The gradient stays the same, up to rounding. Processes repeat together, unless they wait
-        for each other within a pass: where weights are divided.
+        The gradient stays the same, up to rounding. Processes repeat together.
         """
-        if self.comm.world_size > 1 and type(self.micro_batching) is not Ragged:
-            return attempt(self.max_rows)
+        if self.comm.world_size > 1:
+            attempt = on_all(attempt, self.comm, repeats=type(self.micro_batching) is Ragged)
 
         def lower(rows: int) -> None:
             self.max_rows = rows
 
         return with_halving(
-            on_all(attempt, self.comm),
-            rows=largest(lambda: self.micro_batching.buckets(tokens, self.limits), self.comm),
+            attempt,
+            rows=lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits))),
             limit=self.max_rows,
             on_halved=lower,
             what="learning",

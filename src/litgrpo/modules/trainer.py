@@ -74,6 +74,7 @@ class TrainerStepper:
     def __init__(self, module: LightningModule) -> None:
         self.module = module
         self.optimizer: Any = module.optimizers()
+        self.agrees = module.trainer.world_size > 1 and not backend(module.device).static_shapes
 
     @property
     def lr(self) -> float:
@@ -86,7 +87,7 @@ class TrainerStepper:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a loss; processes average theirs after the last one."""
-        if last and not backend(self.module.device).static_shapes:
+        if last and self.agrees:
             check_others(TrainerComm(self.module))  # before they wait for each other
         with self.optimizer.toggle_model(sync_grad=last):
             self.module.manual_backward(loss)

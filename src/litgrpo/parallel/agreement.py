@@ -6,12 +6,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from litgrpo.parallel.comm import Comm
-from litgrpo.parallel.memory import is_out_of_memory
+from litgrpo.parallel.memory import free_memory, is_out_of_memory
 
 Result = TypeVar("Result")
+
+
+ALONE = (
+    "Out of memory in learning, on one of several processes that wait for each other within a pass "
+    "and cannot repeat it: lower update.micro_batch_size or update.micro_batch_tokens, or set "
+    "model.precision.gradient_checkpointing."
+)
 
 
 class ShortElsewhere(MemoryError):
@@ -28,37 +34,39 @@ def check_others(comm: Comm, *, short: bool = False) -> None:
     Raises:
         ShortElsewhere: on another.
     """
-    if comm.world_size > 1 and bool(comm.max(torch.tensor(float(short)))) and not short:
+    if bool(comm.max(torch.tensor(float(short)))) and not short:
         raise ShortElsewhere
 
 
-def on_all(attempt: Callable[[int | None], Result], comm: Comm) -> Callable[[int | None], Result]:
-    """The attempt, which fails on all processes where memory is short on one.
+def on_all(
+    attempt: Callable[[int | None], Result], comm: Comm, *, repeats: bool
+) -> Callable[[int | None], Result]:
+    """The attempt, begun anew on all processes where memory is short on one.
+
+    That one raises its error, and is called again with a lower limit; the others keep theirs.
 
     Args:
         attempt: asks for no collective operation after the first pass that needs much memory,
             unless `check_others` comes before it.
         comm: of the processes.
+        repeats: whether that is so; else the error says what to do, and nothing is repeated.
     """
 
     def together(limit: int | None) -> Result:
-        try:
-            result = attempt(limit)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error) and not isinstance(error, ShortElsewhere):
+        while True:
+            try:
+                result = attempt(limit)
+                check_others(comm)
+            except ShortElsewhere:
+                free_memory()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not repeats:
+                    raise RuntimeError(ALONE) from error
                 check_others(comm, short=True)
-            raise
-        check_others(comm)
-        return result
+                raise
+            else:
+                return result
 
-    return attempt if comm.world_size == 1 else together
-
-
-def largest(buckets: Callable[[], list[Tensor]], comm: Comm) -> Callable[[], int]:
-    """Asks for the most rows that any process had at once, so that all halve the same.
-
-    Args:
-        buckets: [rows] of this process, each of which it had at once.
-        comm: of the processes.
-    """
-    return lambda: int(comm.max(torch.tensor(float(max(map(len, buckets()))))))
+    return together
