@@ -79,6 +79,11 @@ def flip(name):
     return change
 
 
+def cut(checkpoint):
+    content = (checkpoint / "rest.pt").read_bytes()
+    (checkpoint / "rest.pt").write_bytes(content[: len(content) // 2])
+
+
 def foreign(checkpoint):
     other = checkpoint.parent / "iteration=000002.ckpt"
     shutil.copy(other / "__0_0.distcp", checkpoint / "__0_0.distcp")
@@ -87,7 +92,7 @@ def foreign(checkpoint):
 KINDS = {
     "flipped": (flip("__1_0.distcp"), "__1_0.distcp is damaged"),
     "metadata": (flip(".metadata"), ".metadata is damaged"),
-    "rest": (flip("rest.pt"), "is damaged|cannot be read"),
+    "rest": (cut, "rest.pt cannot be read"),
     "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "foreign": (foreign, "__0_0.distcp is damaged"),
     "no rest": (lambda path: (path / "rest.pt").unlink(), "No such file|rest.pt"),
