@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.faults import damage, episodes, processes
+from tests.faults import damage, episodes, processes, servers
 from tests.faults.running import (
     EVERY,
     ITERATIONS,
@@ -348,5 +348,8 @@ CASES: dict[str, Callable[[Bench], Found]] = {
     "F21": processes.f21,
     "F22": processes.f22,
     "F23": processes.f23,
+    "F24": servers.f24,
+    "F25": servers.f25,
+    "F26": servers.f26,
     "variants": variants,
 }

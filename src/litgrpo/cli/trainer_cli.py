@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
@@ -29,6 +29,7 @@ import litgrpo.modules.prompt_data
 import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.doctor import Doctor
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
@@ -71,6 +72,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "export": Export,
     "predictions": Predictions,
     "non_finite": NonFinite,
+    "doctor": Doctor,
     "watchdog": Watchdog,
     "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
@@ -126,6 +128,15 @@ def tells_something(record: logging.LogRecord) -> bool:
 
 # Any object may be an environment, and a recipe names it by its class.
 set_parsing_settings(instantiate_subclass_spec_in_any=True)
+yaml_loader = get_loader("yaml")
+
+
+def load_yaml(text: str, **kwargs: Any) -> Any:
+    """What the parser's own loader reads, but a lone `?` is a text and no mapping of nothing."""
+    return text if text.strip() == "?" else yaml_loader(text, **kwargs)
+
+
+set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
 class PlainParser(ArgumentParser):
@@ -274,6 +285,11 @@ class LitGRPOCLI(LightningCLI):
 
     def _writes_a_run(self) -> bool:
         return self.config.subcommand == "fit" and not self.settings.trainer.fast_dev_run
+
+    @property
+    def leaves_a_report(self) -> bool:
+        """Whether this process shall write the page of the run that has just ended."""
+        return self._writes_a_run() and self.settings.html and self.trainer.is_global_zero
 
     def _starts_anew(self) -> bool:
         settings = self.settings

@@ -41,7 +41,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 # credit, surrogates and estimators are imported so that recipes can name their classes.
 from litgrpo.algorithm import credit, estimators, surrogates  # noqa: F401
+from litgrpo.algorithm.credit import TurnAdvantages, WithoutVoid
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.trainer_options import refuse_compiled
+from litgrpo.data.sampler import BatchLoader
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.even_batches import Even
 from litgrpo.learner.learner import Coefficients, Learner
@@ -36,12 +38,14 @@ from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rollout.ahead import AheadRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.gathered import GatheredRollouter
 from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.types import PromptBatch
 
 EXACT_DTYPES = ("float32", "float64")
 
@@ -117,13 +121,20 @@ def join(
         module: whose parts policy and reference are; its trainer, if it has one, tells device and
             precision.
     """
+    check_ahead(settings)
     device, precision = place_of(module, policy)
     static_shapes = backend(device).static_shapes
     use_static_shapes(module, device)
     clock, comm = Clock(device), TrainerComm(module)
-    divided = is_divided(policy)
+    divided, stale = is_divided(policy), settings.update.staleness
+    require(
+        not (divided and stale),
+        f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
+        "divides the weights. Set it to 0, or take trainer.strategy ddp.",
+    )
     ragged = Even(policy, comm) if divided else Ragged()
-    rollouter = (GatheredRollouter if divided else Rollouter)(
+    kind_of = {(True, False): GatheredRollouter, (False, True): AheadRollouter}
+    rollouter = kind_of.get((divided, bool(stale)), Rollouter)(
         policy,
         *settings.sizes,
         engine=settings.engine,
@@ -132,6 +143,8 @@ def join(
         seed=settings.seed,
         clock=clock,
     )
+    if isinstance(rollouter, AheadRollouter) and is_attached(module):
+        rollouter.source = partial(prompts_ahead, module, backend(device).data_device)
     learner = Learner(
         policy,
         coefficients,
@@ -149,7 +162,9 @@ def join(
     dynamic_sampling = AllGroups()
     if settings.max_resamples:
         resampling = (settings.max_resamples, backend(device).data_device, comm, static_shapes)
-        dynamic_sampling = DynamicSampling(rollouter, scorer, *resampling)
+        kind = type(coefficients.objective.advantages)
+        by_turn = issubclass(kind, TurnAdvantages) and not issubclass(kind, WithoutVoid)
+        dynamic_sampling = DynamicSampling(rollouter, scorer, *resampling, by_turn=by_turn)
     before = vars(module)
     if "learner" in before:  # limits where memory was short outlive the trainer
         learner.max_rows = before["learner"].max_rows
@@ -205,8 +220,41 @@ def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
     return {"soft_overlong": Reward(soft_overlong, kwargs=limits)}
 
 
-def corrected(objective: Objective, engine: RolloutEngine) -> Objective:
-    """The objective with a correction for the sampler, where the engine is not exact."""
+def prompts_ahead(module: Any, device: torch.device) -> PromptBatch:
+    """The prompts of the next iteration.
+
+    Raises:
+        ValueError: the training data do not tell them, or processes share them.
+    """
+    loader = module.trainer.train_dataloader
+    require(
+        isinstance(loader, BatchLoader) and module.trainer.world_size == 1,
+        "update.staleness is 1, which needs litgrpo.PromptData and one process. Set it to 0.",
+    )
+    return loader.ahead().to(device)
+
+
+def check_ahead(settings: Settings) -> None:
+    """Refuse what would have to be known before it has been learned.
+
+    Raises:
+        ValueError: prompts are resampled, or environments answer.
+    """
+    require(
+        not (settings.update.staleness and (settings.max_resamples or settings.environment)),
+        "update.staleness is 1, but max_resamples asks for prompts, or an environment for answers, "
+        "by what an iteration finds. Set staleness to 0, or leave these out.",
+    )
+
+
+def corrected(objective: Objective, engine: RolloutEngine, update: UpdateConfig) -> Objective:
+    """The objective with a correction for the sampler, where it is not the policy."""
+    if update.staleness and objective.sampler_correction is None:
+        rank_zero_info(
+            "update.staleness is 1, so rollouts are of earlier weights: "
+            "objective.sampler_correction is on, and log-probabilities are computed anew."
+        )
+        return replace(objective, sampler_correction=SamplerCorrection())
     if engine.exact or objective.sampler_correction is not None:
         return objective
     rank_zero_info(
@@ -226,7 +274,7 @@ def same_digits(settings: Settings, trainer_precision: str) -> bool:
     precision = settings.precision
     full = trainer_precision == "32-true" and precision.compute is None
     full = full and precision.dtype in EXACT_DTYPES
-    alone = settings.environment is None
+    alone = settings.environment is None and not settings.update.staleness
     return full and alone and settings.engine.exact and not settings.sampling.greedy
 
 

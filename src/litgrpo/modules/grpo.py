@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
-from litgrpo.callbacks.nothing_learned import NothingLearned
+from litgrpo.callbacks.run_numbers import watching
 from litgrpo.environments.interface import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
@@ -158,7 +158,7 @@ class GRPO(LightningModule):
             max_resamples=max_resamples,
             seed=seed,
         )
-        self.coefficients = coefficients_of(controllers, corrected(objective, engine))
+        self.coefficients = coefficients_of(controllers, corrected(objective, engine, update))
         check_overrides(type(self))
         parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
         self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
@@ -211,7 +211,7 @@ class GRPO(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """The checks at the start of a fit, and a word where nothing is learned."""
-        return [*[InvariantChecks()] * self.check_invariants, NothingLearned()]
+        return [*[InvariantChecks()] * self.check_invariants, *watching()]
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""
