@@ -126,15 +126,7 @@ def join(
     static_shapes = backend(device).static_shapes
     use_static_shapes(module, device)
     clock, comm = Clock(device), TrainerComm(module)
-    divided, stale = is_divided(policy), settings.update.staleness
-    require(
-        not (divided and stale),
-        f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
-        "divides the weights. Set it to 0, or take trainer.strategy ddp.",
-    )
-    ragged = Even(policy, comm) if divided else Ragged()
-    kind_of = {(True, False): GatheredRollouter, (False, True): AheadRollouter}
-    rollouter = kind_of.get((divided, bool(stale)), Rollouter)(
+    rollouter = rollouter_class(policy, settings)(
         policy,
         *settings.sizes,
         engine=settings.engine,
@@ -157,7 +149,7 @@ def join(
         comm=comm,
         clock=clock,
         # The device decides how the learner batches, whichever engine samples.
-        micro_batching=Static(backend(device)) if static_shapes else ragged,
+        micro_batching=Static(backend(device)) if static_shapes else ragged(policy, comm),
     )
     dynamic_sampling = AllGroups()
     if settings.max_resamples:
@@ -170,6 +162,27 @@ def join(
         learner.max_rows = before["learner"].max_rows
         rollouter.max_rows = before["rollouter"].max_rows
     return clock, rollouter, learner, dynamic_sampling
+
+
+def rollouter_class(policy: Policy, settings: Settings) -> type[Rollouter]:
+    """What samples: it gathers divided weights, or works ahead.
+
+    Raises:
+        ValueError: both.
+    """
+    divided, stale = is_divided(policy), settings.update.staleness
+    require(
+        not (divided and stale),
+        f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
+        "divides the weights. Set it to 0, or take trainer.strategy ddp.",
+    )
+    kinds = {(True, False): GatheredRollouter, (False, True): AheadRollouter}
+    return kinds.get((divided, bool(stale)), Rollouter)
+
+
+def ragged(policy: Policy, comm: TrainerComm) -> Ragged:
+    """Micro-batches that follow their content; as many on every process if weights are divided."""
+    return Even(policy, comm) if is_divided(policy) else Ragged()
 
 
 def check_sizes(
