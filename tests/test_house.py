@@ -43,7 +43,7 @@ LAYER = {
 MAY_IMPORT = {
     "lightning": (
         *("modules/", "callbacks/", "checkpointing/", "cli/", "tools/", "program.py"),
-        "parallel/xla/",
+        *("parallel/xla/", "parallel/fsdp/"),
     ),
     "torch_xla": ("parallel/",),
     "vllm": ("rollout/engines/",),
@@ -73,6 +73,8 @@ TESTED_ELSEWHERE = {
     "data/files.py": "tests/data/test_sources.py",
     "algorithm/estimators.py": "tests/algorithm/test_advantages.py",
     "algorithm/weighting.py": "tests/algorithm/test_objective.py",
+    "models/sharded.py": "tests/parallel/fsdp/test_strategy.py",
+    "rollout/gathered.py": "tests/parallel/fsdp/test_strategy.py",
     "parallel/machine.py": "tests/parallel/test_device.py",
     "parallel/memory.py": "tests/parallel/test_device.py",
     "modules/optimizers.py": "tests/modules/test_trainer.py",

@@ -2,10 +2,17 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from litgrpo.callbacks.trainer_options import check_trainer_options, name_of, refuse_sharding
+from litgrpo.callbacks.trainer_options import (
+    check_trainer_options,
+    cluster_plugins,
+    name_of,
+    refuse_sharding,
+)
 from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
 
 SOUND = {
     "strategy": "auto",
@@ -25,10 +32,16 @@ BY_LIGHTNING = SimpleNamespace(automatic_optimization=True)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"strategy": "fsdp"}, r"trainer.strategy is fsdp. It cuts .* Take trainer.strategy ddp"),
+        (
+            {"strategy": "fsdp"},
+            r"strategy is fsdp. FSDP1, tensor .*take .*FSDP2Strategy",
+        ),
         ({"strategy": "deepspeed_stage_3_offload"}, "trainer.strategy is deepspeed_stage_3_off"),
-        ({"strategy": {"class_path": "a.ModelParallelStrategy"}}, "is ModelParallelStrategy. It"),
-        ({"strategy": "FSDPStrategy"}, "trainer.strategy is FSDPStrategy. It cuts"),
+        (
+            {"strategy": {"class_path": "a.ModelParallelStrategy"}},
+            "is ModelParallelStrategy. FSDP1",
+        ),
+        ({"strategy": "FSDPStrategy"}, "trainer.strategy is FSDPStrategy. FSDP1"),
         ({"strategy": "dpp"}, r"trainer.strategy is 'dpp' \(did you mean 'ddp'\?\)"),
         ({"strategy": "ddp_spawn"}, "trainer.strategy is ddp_spawn, .* Take trainer.strategy ddp"),
         ({"accumulate_grad_batches": 2}, "data.batch_size, .* model.update.micro_batch_tokens"),
@@ -55,6 +68,9 @@ def test_what_goes_with_them_passes():
     check_trainer_options(SOUND | {"devices": -1, "accelerator": "cuda"}, BY_HAND)
     xla = {"class_path": "litgrpo.parallel.xla.strategy.XLASPMDStrategy"}
     check_trainer_options(SOUND | {"strategy": xla}, BY_HAND)
+    ours = {"class_path": "litgrpo.parallel.fsdp.strategy.FSDP2Strategy"}
+    check_trainer_options(SOUND | {"strategy": ours}, BY_HAND)
+    refuse_sharding(FSDP2Strategy())
 
 
 def test_supervised_training_accumulates_and_clips_by_a_key_of_its_own():
@@ -65,7 +81,19 @@ def test_supervised_training_accumulates_and_clips_by_a_key_of_its_own():
 
 def test_in_python_a_run_that_could_not_be_saved_is_refused_before_it_trains():
     trainer = SimpleNamespace(strategy=ModelParallelStrategy())
-    with pytest.raises(ValueError, match=r"ModelParallelStrategy\. It cuts"):
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy\. FSDP1"):
         IterationCheckpoint().setup(trainer, None, "fit")
     assert name_of(DDPStrategy()) == "DDPStrategy"
     refuse_sharding(DDPStrategy())
+
+
+def test_under_slurm_lightning_does_not_requeue(monkeypatch):
+    assert cluster_plugins(None) == []
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    (slurm,) = cluster_plugins(None)
+    assert isinstance(slurm, SLURMEnvironment)
+    assert not slurm.auto_requeue
+    own = LightningEnvironment()
+    assert cluster_plugins(own) == [own]

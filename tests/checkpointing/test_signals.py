@@ -28,7 +28,8 @@ def old_handlers():
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+    ("signum", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
 )
 def test_what_can_be_dropped_stops_at_once_and_the_rest_at_the_next_check(signum, code):
     request = StopRequest()
@@ -46,7 +47,11 @@ def test_what_can_be_dropped_stops_at_once_and_the_rest_at_the_next_check(signum
 
 @pytest.mark.parametrize(
     ("signum", "said"),
-    [(signal.SIGTERM, "once more ends at once"), (signal.SIGHUP, "SIGTERM ends at once")],
+    [
+        (signal.SIGTERM, "once more ends at once"),
+        (signal.SIGHUP, "SIGTERM ends at once"),
+        (signal.SIGUSR1, "SIGTERM ends at once"),  # SLURM sends it to srun and to its tasks
+    ],
 )
 def test_what_is_said_of_a_second_signal_is_what_it_does(signum, said, capfd, monkeypatch):
     request, ended = StopRequest(), []

@@ -143,7 +143,7 @@ PROBES = [
         before=trained,
         after=untouched,
     ),
-    Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "trainer.strategy ddp"), after=no_events),
+    Probe("strategy fsdp", f"{STRATEGY} fsdp", ("fsdp", "FSDP2Strategy"), after=no_events),
     Probe(
         "strategy that cannot be saved",
         STRATEGY + " '{class_path: lightning.pytorch.strategies.ModelParallelStrategy}'",

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.run_folder import TRAINING_STATE, NotSaved, run_folder, writes_files
+from litgrpo.parallel.fsdp.units import is_divided
 
 NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -35,7 +36,7 @@ class Export(Callback):
             NotSaved: the disk refuses.
         """
         folder = run_folder(trainer) / "final_model"
-        if not (self.final and writes_files(trainer)):
+        if not (self.final and takes_part(trainer, pl_module)):
             return
         try:
             _write_policy(pl_module, folder)
@@ -88,8 +89,9 @@ class CheckpointFolders(Checkpoint):
             return
         unfinished = folder.with_name(f".{folder.name}.tmp")
         trainer.save_checkpoint(unfinished / TRAINING_STATE)
-        if trainer.is_global_zero:
+        if takes_part(trainer, pl_module):
             _write_policy(pl_module, unfinished)
+        if trainer.is_global_zero:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier process, if it is there
             unfinished.rename(folder)
             self._tidy(folder.parent)
@@ -101,6 +103,11 @@ class CheckpointFolders(Checkpoint):
         by_age = sorted(saved, key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for folder in set(saved) - set(by_age[: self.keep_last]):  # [:None] is all of them
             shutil.rmtree(folder)
+
+
+def takes_part(trainer: Any, pl_module: Any) -> bool:
+    """Whether this process writes, or has a share of what is written."""
+    return writes_files(trainer) or (is_divided(pl_module.policy) and not trainer.fast_dev_run)
 
 
 def _write_policy(pl_module: Any, folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.checks.invariants import Conditions, measured, refuse
 from litgrpo.parallel.device import backend
+from litgrpo.parallel.fsdp.units import gathered
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.types import PromptBatch
 
@@ -44,7 +45,7 @@ class InvariantChecks(Callback):
             if not isinstance(prompts, PromptBatch):
                 return  # training complains about it
             prompts = prompts.to(module.device)
-            with trainer.precision_plugin.train_step_context():
+            with gathered(module), trainer.precision_plugin.train_step_context():
                 findings = measured(module.rollouter, module.learner, prompts, conditions)
         rank_zero_info(f"Invariants, checked in {time.perf_counter() - started:.1f} s:")
         for finding in sorted(findings, key=lambda finding: finding.name):

@@ -23,6 +23,7 @@ COMMAND = "# Started by: "
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
+REST = "rest.pt"  # in a checkpoint that is a folder: weights were divided over processes
 LAST, BEST = "last.ckpt", "best.ckpt"
 NAME = re.compile(r"iteration=(\d+)\.ckpt")
 # What shows that a run got somewhere; one that failed before its first iteration leaves none.
@@ -148,7 +149,7 @@ def checkpoint_file(given: str, folder: Path | None = None, advice: str = ADVICE
         f"{path} is a model, not a checkpoint: give it as --model.pretrained {path}, and leave "
         "--ckpt_path out.",
     )
-    if path.is_dir():
+    if path.is_dir() and not (path / REST).exists():
         of_run = checkpoints_of(path)
         path = of_run / LAST if of_run.is_dir() else path / TRAINING_STATE
     if not path.exists():

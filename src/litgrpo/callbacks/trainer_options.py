@@ -12,16 +12,18 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 
 from litgrpo.arguments import did_you_mean, require
 
 # Parts of the names of strategies that cut weights over processes.
 SHARDING = ("fsdp", "modelparallel", "deepspeed")
+OURS = "FSDP2Strategy"
 INSTEAD_OF_SHARDING = (
-    "It cuts the weights over processes, and a checkpoint of such a run could not be written yet. "
-    "Take trainer.strategy ddp, and where memory is short model.lora, "
-    "model.precision.gradient_checkpointing or a smaller model.update.micro_batch_tokens."
+    "FSDP1, tensor parallelism and DeepSpeed are not supported: to divide the weights over "
+    "processes take trainer.strategy {class_path: litgrpo.parallel.fsdp.strategy.FSDP2Strategy} "
+    "(configs/hardware/fsdp2.yaml)."
 )
 INSTEAD_OF_CALLBACKS: dict[type, str] = {
     StochasticWeightAveraging: "its mean of weights is none that sampled; leave it out, and let "
@@ -50,17 +52,32 @@ def name_of(strategy: Any) -> str:
 
 
 def refuse_sharding(strategy: Any) -> None:
-    """Refuse a strategy whose state no checkpoint holds, before anything is trained.
+    """Refuse a strategy that cuts weights in a way that nothing here knows, before training.
 
     Args:
         strategy: Lightning's, by name or as an object.
 
     Raises:
-        ValueError: it cuts weights over processes.
+        ValueError: it is one of them.
     """
     name = name_of(strategy)
     shards = any(part in name.lower().replace("_", "") for part in SHARDING)
-    require(not shards, f"trainer.strategy is {name}. {INSTEAD_OF_SHARDING}")
+    require(not shards or name == OURS, f"trainer.strategy is {name}. {INSTEAD_OF_SHARDING}")
+
+
+def cluster_plugins(given: Any) -> list[Any]:
+    """Lightning's plugins; under SLURM its own answer to SIGUSR1 is off.
+
+    It would save in the middle of an iteration and requeue the job, while the training goes on.
+    Ours saves between two iterations and ends; the batch script requeues (docs/scale.md).
+
+    Args:
+        given: `trainer.plugins`.
+    """
+    plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
+    chosen = any(isinstance(each, ClusterEnvironment) for each in plugins)
+    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+    return plugins if chosen else plugins + slurm
 
 
 def refuse_compiled(module: Any) -> None:

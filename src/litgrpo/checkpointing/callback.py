@@ -30,9 +30,11 @@ from litgrpo.checkpointing.disk_use import checkpoint_bytes, say_disk_use
 from litgrpo.checkpointing.io import CheckedIO, point
 from litgrpo.checkpointing.manifest import TO_GO_ON, positions_of
 from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_state
+from litgrpo.checkpointing.shards import remove
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.sampler import BatchLoader
 from litgrpo.models.loading import check_weights
+from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
 
 SIGN = {"max": 1.0, "min": -1.0}
 # What a checkpoint of `save: weights` does not hold.
@@ -134,6 +136,8 @@ class IterationCheckpoint(Checkpoint):
         """
         refuse_sharding(trainer.strategy)
         self.io = CheckedIO(trainer.strategy.checkpoint_io)
+        if isinstance(trainer.strategy, FSDP2Strategy):
+            self.io.shards_for = trainer.strategy.shards_for
         trainer.strategy.checkpoint_io = self.io
         if stage == "fit":
             require(
@@ -155,7 +159,7 @@ class IterationCheckpoint(Checkpoint):
         self.boundary = None
         if writes_files(trainer):
             for path in folder_of(trainer).glob(".*.tmp"):
-                path.unlink()
+                remove(path)
             size = checkpoint_bytes(trainer, pl_module, weights_only=self.parts == "weights")
             say_disk_use(folder_of(trainer), size, self.keep_last + self.keep_best + 1)
 
@@ -325,7 +329,7 @@ def tidied(folder: Path, best: list[int], keep_last: int) -> bool:
     for n in best[:1]:
         point(folder / BEST, saved[n])
     for n in set(saved) - set(list(saved)[:keep_last]) - set(best):
-        saved[n].unlink()
+        remove(saved[n])
     return bool(best)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from litgrpo.arguments import require
 
@@ -25,13 +27,24 @@ def checkpoint_bytes(trainer: Any, pl_module: Any, *, weights_only: bool) -> int
     checkpoint: dict[str, Any] = {"state_dict": pl_module.state_dict()}
     pl_module.on_save_checkpoint(checkpoint)
     # Tied weights are in a file once.
-    once = {weight.data_ptr(): weight.nbytes for weight in checkpoint["state_dict"].values()}
+    once = {id_of(weight): weight.nbytes for weight in checkpoint["state_dict"].values()}
     moments = 0
     for optimizer in [] if weights_only else trainer.optimizers:
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         kept = MOMENTS.get(type(optimizer).__name__, 2)
         moments += kept * sum(weight.nbytes for weight in trained)
     return sum(once.values()) + moments
+
+
+def id_of(weight: Tensor) -> int:
+    """Equal for names of one weight; the shard of a divided one has an address, it has none."""
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).data_ptr()
+
+
+def bytes_of(checkpoint: Path) -> int:
+    """Size of a checkpoint, file or folder."""
+    files = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
+    return sum(file.stat().st_size for file in files)
 
 
 def say_disk_use(folder: Path, size: int, kept: int) -> None:
@@ -47,7 +60,7 @@ def say_disk_use(folder: Path, size: int, kept: int) -> None:
     """
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    taken = sum(path.stat().st_size for path in folder.glob("iteration=*.ckpt"))
+    taken = sum(map(bytes_of, folder.glob("iteration=*.ckpt")))
     said = f"a checkpoint takes about {readable(size)}, up to {kept} are there at once"
     require(
         free >= size,

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from litgrpo.callbacks.lightning_internals import WrappingCheckpointIO
 from litgrpo.callbacks.run_folder import by_age
@@ -20,8 +21,8 @@ from litgrpo.checkpointing.manifest import (
     Damaged,
     manifest_of,
     on_host,
-    read,
 )
+from litgrpo.checkpointing.shards import read_any, sync_folder, whole_room, write_folder
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
@@ -68,15 +69,6 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new name survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _nothing_else(_: Any) -> None:
@@ -99,6 +91,7 @@ class CheckedIO(WrappingCheckpointIO):
         leaves_out: parts that are not written.
         falls_back: whether an older file is read where the given one is damaged.
         needs: parts that a file must have.
+        shards_for: room for this process's share of a tensor; for all of it if none is divided.
         fits: raises a ValueError for the checkpoint of another run.
         loaded_from: the file that was read.
         written: what finished saves took, for whoever logs it; taken out when logged.
@@ -110,6 +103,7 @@ class CheckedIO(WrappingCheckpointIO):
         self.falls_back = False
         self.needs: tuple[str, ...] = ()
         self.fits: Callable[[dict[str, Any]], None] = _nothing_else
+        self.shards_for: Callable[[Tensor], Tensor] = whole_room
         self.loaded_from: Path | None = None
         self.written: list[Written] = []
         self._executor = _one_thread()
@@ -129,6 +123,9 @@ class CheckedIO(WrappingCheckpointIO):
         Raises:
             OSError: an earlier save failed and the disk still refuses.
         """
+        if self.shards_for is not whole_room:
+            self.save_shards(checkpoint, path, storage_options)
+            return
         started = time.perf_counter()
         self.wait()
         kept = {name: part for name, part in checkpoint.items() if name not in self.leaves_out}
@@ -151,6 +148,33 @@ class CheckedIO(WrappingCheckpointIO):
         size = path.stat().st_size / 2**20
         then(path)
         self.written.append(Written(size, waited, time.perf_counter() - started))
+
+    def save_shards(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a folder of shards, while the training waits; every process must take part.
+
+        A disk that refuses is told by `wait`, on all processes.
+
+        Args:
+            checkpoint: as for `save_checkpoint`, with tensors that are divided over processes.
+            path: the final name.
+            storage_options: what the first process does when the folder is complete.
+        """
+        self.wait()
+        started, done = time.perf_counter(), Future[None]()
+        self._writing = [done]
+        kept = {name: part for name, part in checkpoint.items() if name not in self.leaves_out}
+        try:
+            size = write_folder(kept, Path(path), storage_options or _nothing_else)
+        except OSError as error:
+            done.set_exception(error)
+        else:
+            taken = time.perf_counter() - started
+            self.written += [Written(each / 2**20, taken, taken) for each in size]
+            done.set_result(None)
+        if storage_options is None:
+            self.wait()
 
     def wait(self) -> None:
         """Until nothing is being written; raises what went wrong in the meantime."""
@@ -178,8 +202,7 @@ class CheckedIO(WrappingCheckpointIO):
         problems = []
         for candidate in self._candidates(Path(path)):
             try:
-                checkpoint = read(candidate, self.needs)
-                self.fits(checkpoint)
+                checkpoint = read_any(candidate, self.needs, self.fits, self.shards_for)
             except ValueError as problem:
                 said = str(problem)
                 said = said if str(candidate) in said else f"{candidate}: {said}"

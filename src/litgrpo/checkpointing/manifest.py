@@ -59,6 +59,8 @@ def _feed(value: Any, content: Any) -> None:
 @_feed.register
 def _(value: Tensor, content: Any) -> None:
     content.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
+    if value.is_meta:  # its values are in files of shards, which have digests of their own
+        return
     flat = value.detach().cpu().contiguous().reshape(-1)
     content.update(flat.view(torch.uint8).numpy())
 
@@ -132,11 +134,12 @@ def on_host(value: Any) -> Any:
     return rebuilt(value, copied)
 
 
-def manifest_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def manifest_of(checkpoint: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Digests of all parts, shapes of the weights, versions, the data's identity; its own digest.
 
     Args:
         checkpoint: everything else that the file will hold.
+        more: what else the manifest says.
     """
     weights = checkpoint["state_dict"]
     manifest = {
@@ -145,6 +148,7 @@ def manifest_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "versions": versions(),
         "config": digest(_config(checkpoint)),
         "data": data_of(checkpoint),
+        **more,
     }
     return {**manifest, OWN: digest(manifest)}
 
@@ -168,7 +172,12 @@ def positions_of(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A checkpoint that holds what its manifest says, without the manifest.
+    """A checkpoint that holds what its manifest says, without the manifest; see `opened`."""
+    return {name: part for name, part in opened(path, needs).items() if name != MANIFEST}
+
+
+def opened(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A checkpoint that holds what its manifest says, with the manifest.
 
     Args:
         path: the file.
@@ -189,7 +198,7 @@ def read(path: Path, needs: tuple[str, ...] = ()) -> dict[str, Any]:
         raise Damaged(
             f"{path} cannot be read: it is cut off, damaged or no checkpoint ({said:.90})"
         ) from error
-    return {name: part for name, part in checkpoint.items() if name != MANIFEST}
+    return dict(checkpoint)
 
 
 def verify(checkpoint: Mapping[str, Any], path: Path, needs: tuple[str, ...]) -> None:
@@ -209,8 +218,18 @@ def verify(checkpoint: Mapping[str, Any], path: Path, needs: tuple[str, ...]) ->
     for name, part in checkpoint.items():
         sound = name == MANIFEST or digest(part) == parts.get(name)
         _check(sound, f"{path}: {name} is damaged (its sha256 is not the manifest's)")
-    for name, weight in checkpoint.get("state_dict", {}).items():
-        bad, size = int((~weight.isfinite()).sum()), weight.numel()
+    check_finite(checkpoint.get("state_dict", {}), path)
+
+
+def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Look for weights that are not numbers.
+
+    Raises:
+        Damaged: with the name of the first.
+    """
+    for name, weight in weights.items():
+        bad = 0 if weight.is_meta else int((~weight.isfinite()).sum())
+        size = weight.numel()
         _check(not bad, f"{path}: {name} has {bad} of {size} values that are NaN or inf")
 
 

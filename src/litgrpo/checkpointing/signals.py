@@ -1,4 +1,7 @@
-"""What SIGTERM, SIGINT and SIGHUP do: an iteration is dropped or finished, never half done."""
+"""What SIGTERM, SIGINT, SIGHUP and SIGUSR1 do: an iteration is dropped or finished, not half done.
+
+SIGUSR1 is what SLURM sends before a job's time is up (`--signal=USR1@90`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# They come twice: of a terminal that closes from the shell and the kernel, of SLURM from srun too.
+TWICE = (signal.SIGHUP, signal.SIGUSR1)
 EXIT = 128  # a process that a signal ended has 128 + its number as exit code, as in a shell
 
 
@@ -33,7 +38,7 @@ class StopRequest:
         self.signum = 0
         self.droppable = False
         self.alone = True
-        self.hangup: Any = signal.SIG_DFL  # what SIGHUP did before
+        self.before: dict[int, Any] = {}  # what signals did that Lightning does not know
 
     def listen(self, trainer: Any) -> None:
         """Take the signals over; a SIGHUP that is ignored, as under `nohup`, stays so.
@@ -47,25 +52,27 @@ class StopRequest:
             before = signal.getsignal(signum)
             if (signum, before) == (signal.SIGHUP, signal.SIG_IGN) or before == self._received:
                 continue
-            self.hangup = before if signum == signal.SIGHUP else self.hangup
+            self.before[signum] = before
             signal.signal(signum, self._received)
 
     def let_go(self) -> None:
-        """Give SIGHUP back, which Lightning does not know."""
-        ours = signal.getsignal(signal.SIGHUP) == self._received
-        if ours and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGHUP, self.hangup)
+        """Give back SIGHUP and SIGUSR1, which Lightning does not know."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in TWICE:
+            if signal.getsignal(signum) == self._received:
+                signal.signal(signum, self.before.get(signum, signal.SIG_DFL))
 
     def _received(self, signum: int, _: Any) -> None:
-        if self.signum and signum == signal.SIGHUP:
-            return  # a closed terminal sends it twice: the shell does, and the kernel
+        if self.signum and signum in TWICE:
+            return
         if self.signum:
             os._exit(EXIT + signum)
         self.signum = signum
         if signum == signal.SIGHUP:
             leave_terminal()
         name = signal.Signals(signum).name
-        at_once = "SIGTERM" if signum == signal.SIGHUP else "once more"
+        at_once = "SIGTERM" if signum in TWICE else "once more"
         with suppress(OSError):  # nobody reads any more
             os.write(2, f"{name}: saving and stopping; {at_once} ends at once\n".encode())
         if self.droppable and self.alone:

@@ -14,6 +14,7 @@ from torch import nn
 from litgrpo.checks.episode_checks import small_episodes
 from litgrpo.learner.learner import Learner
 from litgrpo.models.policy import Policy
+from litgrpo.parallel.fsdp.units import sharing_copy
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
@@ -44,7 +45,7 @@ class DryRun:
     def of(rollouter: Rollouter, learner: Learner) -> DryRun:
         """The same run in small."""
         # A copy, so that other tokens can end a completion; the weights are shared.
-        policy = copy(learner.policy)
+        policy = sharing_copy(learner.policy)
         sizes: dict[str, Any] = {
             "policy": policy,
             "group_size": min(learner.group_size, GROUP),

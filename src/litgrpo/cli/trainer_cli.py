@@ -50,13 +50,13 @@ from litgrpo.callbacks.run_folder import (
 from litgrpo.callbacks.run_lock import held
 from litgrpo.callbacks.summary import Summary
 from litgrpo.callbacks.time_budget import TimeBudget
-from litgrpo.callbacks.trainer_options import check_trainer_options
+from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
 from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.logger_state import LoggerState, never_failing
-from litgrpo.checkpointing.manifest import read
 from litgrpo.checkpointing.recipe_settings import RecipeSettings
 from litgrpo.checkpointing.rng_state import RngState
+from litgrpo.checkpointing.shards import read_any
 from litgrpo.cli.errors import explain
 from litgrpo.cli.key_help import asked, explained, roots_of
 from litgrpo.cli.old_names import current_recipe
@@ -274,7 +274,7 @@ class LitGRPOCLI(LightningCLI):
         """Mark the run folder, now that the recipe is known to be sound."""
         if self.subcommand != "fit" and self.settings.ckpt_path and isinstance(self.model, SFT):
             # Before the data are read with it; a fit builds the same one from the same data.
-            self.model.take_tokenizer(read(Path(self.settings.ckpt_path)))
+            self.model.take_tokenizer(read_any(Path(self.settings.ckpt_path)))
         if self._starts_anew():
             rank_zero_only(mark)(Path(self.settings.run_dir), self.config_text)
 
@@ -337,6 +337,7 @@ class LitGRPOCLI(LightningCLI):
         # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
         chosen["logger"] = self._loggers(chosen["logger"])
+        chosen["plugins"] = cluster_plugins(chosen["plugins"])
         return self._instantiate_trainer(chosen, [])
 
     def _loggers(self, given: Any) -> list[Logger] | bool:
@@ -376,7 +377,7 @@ def load_module(path: Path) -> Any:
     Args:
         path: a checkpoint written by `cli.py fit`.
     """
-    checkpoint = read(path)
+    checkpoint = read_any(path)
     node = current_recipe(saved_config(checkpoint))["model"]
     module = instantiate_module(
         LightningModule, {"_class_path": node["class_path"], **node["init_args"]}

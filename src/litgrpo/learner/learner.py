@@ -27,6 +27,7 @@ from litgrpo.learner.skipped_steps import OfRow, not_finite
 from litgrpo.learner.stepper import Stepper
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
+from litgrpo.parallel.agreement import on_all
 from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.parallel.device import Clock, timed, with_halving
 from litgrpo.rollout.sampling import Sampling
@@ -367,11 +368,10 @@ class Learner:
     def _within_memory(self, attempt: Callable[[int | None], Result], tokens: TokenRows) -> Result:
         """The result of an attempt, repeated with half the rows at once while memory is short.
 
-        The gradient stays the same, up to rounding. Processes cannot repeat a step alone: the
-        others wait in the middle of theirs.
+        The gradient stays the same, up to rounding. Processes repeat together.
         """
         if self.comm.world_size > 1:
-            return attempt(self.max_rows)
+            attempt = on_all(attempt, self.comm, repeats=type(self.micro_batching) is Ragged)
 
         def lower(rows: int) -> None:
             self.max_rows = rows

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from litgrpo.parallel.fsdp.units import gathered
 from litgrpo.types import Experience, TokenLogprobs
 
 # Number [1] of a row -> the row alone, what the policy thinks of it, and its share of the loss.
@@ -21,6 +22,11 @@ def not_finite(experience: Experience, of_row: OfRow, policy: nn.Module) -> dict
         of_row: the loss of one of them.
         policy: has the gradients.
     """
+    with gathered(policy):  # processes have unequal numbers of rows
+        return _not_finite(experience, of_row, policy)
+
+
+def _not_finite(experience: Experience, of_row: OfRow, policy: nn.Module) -> dict[int, str]:
     trained = [p for p in policy.parameters() if p.requires_grad]
     found = {}
     for row in (experience.weights != 0).any(1).nonzero():

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from litgrpo.arguments import require
 from litgrpo.parallel.device import to_host
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.parallel.messages import rank, rank_zero_info
+from litgrpo.tensors import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,8 +180,15 @@ def save_adapter(adapted: Any, folder: str | Path) -> None:
         adapted: a model of PEFT.
         folder: where to write `adapter_config.json` and `adapter_model.safetensors`.
     """
-    # Some quantized layers have texts among their tensors.
-    state = {name: value for name, value in adapted.state_dict().items() if torch.is_tensor(value)}
+    trained = {name for name, each in adapted.named_parameters() if each.requires_grad}
+    # Some quantized layers have texts among their tensors. Of divided ones these are put together.
+    state = {
+        name: whole(value) if name in trained else value
+        for name, value in adapted.state_dict().items()
+        if torch.is_tensor(value) and (name in trained or not isinstance(value, DTensor))
+    }
+    if rank():
+        return
     on_host = dict(zip(state, to_host(list(state.values())), strict=True))
     adapted.save_pretrained(
         folder, selected_adapters=[TRAINED], save_embedding_layers=False, state_dict=on_host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,8 @@ from litgrpo.models.quantized import (
 )
 from litgrpo.models.reference import AdapterAtStart, AdapterOff, FrozenModel, Reference
 from litgrpo.models.seq2seq import Seq2SeqPolicy
+from litgrpo.models.shard_files import adapters_in_memory, exported, write_model
+from litgrpo.models.sharded import Divide, left_whole
 from litgrpo.models.weights import (
     check_vocabulary,
     language_part,
@@ -43,6 +45,8 @@ from litgrpo.models.weights import (
     other_files,
 )
 from litgrpo.parallel.device import backend, to_host
+from litgrpo.parallel.fsdp.units import is_divided
+from litgrpo.parallel.messages import rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -172,6 +176,7 @@ def load_policy(
     precision: Precision | None = None,
     lora: LoRA | None = None,
     frozen: bool = False,
+    divide: Divide = left_whole,
 ) -> Policy:
     """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
 
@@ -181,6 +186,7 @@ def load_policy(
         precision: dtype, checkpointing and dropout.
         lora: train adapters instead of the weights.
         frozen: it will not be trained.
+        divide: divides the policy over processes before its weights are read.
 
     Raises:
         ValueError: nothing can be loaded from there.
@@ -193,6 +199,7 @@ def load_policy(
         f"precision.quantize is {precision.quantize}, but weights in four bits cannot be trained "
         "themselves. Give --model.lora.rank 16, or leave it out.",
     )
+    divide.check(precision.quantize, lora)
     folder = resolve(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
@@ -204,13 +211,20 @@ def load_policy(
     try:
         dtype = getattr(torch, precision.dtype)
         how = loading_settings(precision.quantize, dtype)
-        model = load_weights(folder, config, dtype, whole=config is whole, **how)
+        simple = config is whole and not how
+        empty = divide.empty_model(folder, config, dtype) if simple else None
+        model = empty or load_weights(folder, config, dtype, whole=config is whole, **how)
     except OSError as error:
         raise ValueError(_not_loadable("model", pretrained, error)) from error
     check_vocabulary(model, tokenizer, pretrained)
-    return as_policy(
-        model, tokenizer, precision=precision, lora=lora, original_dropout=original_dropout
-    )
+    described: Any = {"lora": lora, "original_dropout": original_dropout}
+    with adapters_in_memory() if empty is not None else nullcontext():
+        policy = as_policy(model, tokenizer, precision=precision, **described)
+    policy.requires_grad_(not frozen) if frozen else policy
+    divide(policy)
+    if empty is not None:
+        divide.read(policy, folder)
+    return policy
 
 
 def as_policy(
@@ -243,6 +257,7 @@ def load_reference(
     pretrained: str,
     precision: Precision,
     lora: LoRA | None = None,
+    divide: Divide = left_whole,
 ) -> Reference:
     """The model that the KL term refers to.
 
@@ -252,6 +267,7 @@ def load_reference(
         pretrained: where the policy was loaded from; a resumed run finds its start there.
         precision: as the policy's.
         lora: the policy's adapters.
+        divide: divides a model of its own over processes.
 
     Raises:
         ValueError: its vocabulary differs from the policy's.
@@ -262,9 +278,8 @@ def load_reference(
             if lora is None or not lora.start
             else AdapterAtStart(policy, lora.start)
         )
-    reference = load_policy(
-        path or pretrained, tokenizer=policy.tokenizer, precision=precision, frozen=True
-    )
+    how: Any = {"precision": precision, "frozen": True, "divide": divide}
+    reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, **how)
     sizes = [each.bare_model.config.vocab_size for each in (reference, policy)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -350,18 +365,15 @@ def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> No
     Raises:
         OSError: the disk refuses.
     """
+    if is_divided(policy):
+        export_shards(policy, Path(folder), dtype)
+        return
     model: Any = policy.model
     if policy.has_adapter:
         model = merged_into_dequantized(model) if is_quantized(model) else merged(model)
     if dtype is not None:
         model = copy.deepcopy(model).to(getattr(torch, dtype))
-    config = copy.deepcopy(model.config)
-    for name, value in policy.original_dropout.items():
-        setattr(config, name, value)
-    if config.is_encoder_decoder:
-        # Transformers 5 calls T5's head tied in any case; older versions believe it.
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        config.tie_word_embeddings = tied
+    config = _exported_config(policy, model)
     original, model.config = model.config, config
     try:
         with _no_progress_bars():
@@ -374,6 +386,37 @@ def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> No
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
     _open_to_whom_the_rest_is(Path(folder))
+
+
+def _exported_config(policy: Policy, model: Any) -> Any:
+    """The model's config, with what was changed at load put back."""
+    config = copy.deepcopy(model.config)
+    for name, value in policy.original_dropout.items():
+        setattr(config, name, value)
+    if config.is_encoder_decoder:
+        # Transformers 5 calls T5's head tied in any case; older versions believe it.
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        config.tie_word_embeddings = tied
+    return config
+
+
+def export_shards(policy: Policy, folder: Path, dtype: Dtype | None = None) -> None:
+    """Write a divided policy as `export` does, without putting it together anywhere.
+
+    Every process must take part.
+    """
+    write_model(exported(policy.model, dtype and getattr(torch, dtype)), folder)
+    if rank():
+        return
+    config = _exported_config(policy, policy.bare_model)
+    config.dtype = dtype or config.dtype
+    config.architectures = [type(policy.bare_model).__name__]
+    config.save_pretrained(folder)
+    if policy.bare_model.generation_config is not None:
+        policy.bare_model.generation_config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    _name_tokenizer_class(folder)
+    _open_to_whom_the_rest_is(folder)
 
 
 def _open_to_whom_the_rest_is(folder: Path) -> None:
@@ -394,6 +437,8 @@ def export_adapter(policy: Policy, folder: str | Path) -> None:
         "There is no adapter to export: this run trains the weights themselves (no model.lora).",
     )
     save_adapter(policy.model, folder)
+    if rank():
+        return
     policy.tokenizer.save_pretrained(folder)
     _name_tokenizer_class(Path(folder))
 

@@ -21,15 +21,19 @@ from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.data.sampler import BatchLoader
 from litgrpo.learner.config import UpdateConfig
+from litgrpo.learner.even_batches import Even
 from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
 from litgrpo.learner.static_batches import Static
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import Reference
+from litgrpo.models.reference import FrozenModel, Reference
+from litgrpo.models.sharded import Divide, Divided, left_whole
 from litgrpo.modules.episodes_of import episodes_of
 from litgrpo.modules.trainer import TrainerComm, is_attached
 from litgrpo.parallel.device import Clock, backend
+from litgrpo.parallel.fsdp.strategy import strategy_of
+from litgrpo.parallel.fsdp.units import is_divided
 from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong
 from litgrpo.rewards.parts import Reward
@@ -37,6 +41,7 @@ from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.ahead import AheadRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.gathered import GatheredRollouter
 from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.rollout.sampling import Sampling
@@ -77,12 +82,24 @@ def loaded(module: Any) -> tuple[Policy, Reference | None]:
     """The policy of a GRPO and, where its objective has a KL term, its reference, loaded once."""
     pretrained, precision, lora = module.pretrained, module.settings.precision, module.lora
     policy, reference = module.policy, module.reference
+    divide = divide_of(module)
     if policy is None:
         tokenizer = module.fit_tokenizer()
-        policy = load_policy(pretrained, tokenizer=tokenizer, precision=precision, lora=lora)
+        how: Any = {"precision": precision, "lora": lora, "divide": divide}
+        policy = load_policy(pretrained, tokenizer=tokenizer, **how)
+    divide(policy)
     if module.coefficients.objective.needs_reference and reference is None:
-        reference = load_reference(policy, module.reference_path, pretrained, precision, lora)
+        path = module.reference_path
+        reference = load_reference(policy, path, pretrained, precision, lora, divide=divide)
+    if isinstance(reference, FrozenModel):
+        divide(reference.policy)
     return policy, reference
+
+
+def divide_of(module: LightningModule) -> Divide:
+    """What divides a policy over the processes of a module's trainer, once; or leaves it whole."""
+    strategy = strategy_of(module)
+    return left_whole if strategy is None else Divided(strategy)
 
 
 def join(
@@ -109,7 +126,7 @@ def join(
     static_shapes = backend(device).static_shapes
     use_static_shapes(module, device)
     clock, comm = Clock(device), TrainerComm(module)
-    rollouter = (AheadRollouter if settings.update.staleness else Rollouter)(
+    rollouter = rollouter_class(policy, settings)(
         policy,
         *settings.sizes,
         engine=settings.engine,
@@ -132,7 +149,7 @@ def join(
         comm=comm,
         clock=clock,
         # The device decides how the learner batches, whichever engine samples.
-        micro_batching=Static(backend(device)) if static_shapes else Ragged(),
+        micro_batching=Static(backend(device)) if static_shapes else ragged(policy, comm),
     )
     dynamic_sampling = AllGroups()
     if settings.max_resamples:
@@ -145,6 +162,27 @@ def join(
         learner.max_rows = before["learner"].max_rows
         rollouter.max_rows = before["rollouter"].max_rows
     return clock, rollouter, learner, dynamic_sampling
+
+
+def rollouter_class(policy: Policy, settings: Settings) -> type[Rollouter]:
+    """What samples: it gathers divided weights, or works ahead.
+
+    Raises:
+        ValueError: both.
+    """
+    divided, stale = is_divided(policy), settings.update.staleness
+    require(
+        not (divided and stale),
+        f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
+        "divides the weights. Set it to 0, or take trainer.strategy ddp.",
+    )
+    kinds = {(True, False): GatheredRollouter, (False, True): AheadRollouter}
+    return kinds.get((divided, bool(stale)), Rollouter)
+
+
+def ragged(policy: Policy, comm: TrainerComm) -> Ragged:
+    """Micro-batches that follow their content; as many on every process if weights are divided."""
+    return Even(policy, comm) if is_divided(policy) else Ragged()
 
 
 def check_sizes(

@@ -18,13 +18,14 @@ from litgrpo.models.at_hand import as_folder
 from litgrpo.models.loading import LoRA, Precision
 from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
 from litgrpo.modules import arguments_kept, kernel_choice
+from litgrpo.modules.assembly import divide_of
 from litgrpo.modules.context import check_data
 from litgrpo.modules.defaults import SFT_RATES, settled
 from litgrpo.modules.optimizers import optimizer_and_schedule
 from litgrpo.modules.source_data import set_names
 from litgrpo.modules.trainer import is_attached
 from litgrpo.parallel.device import backend
-from litgrpo.tensors import head_chunk, token_logprobs
+from litgrpo.tensors import head_chunk, token_logprobs, whole
 from litgrpo.types import StepReport
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class SFT(LightningModule):
         """
         if self.policy is None:
             self.policy = made_policy(self)
+        divide_of(self)(self.policy)
         if is_attached(self):
             check_data(self, self.policy, 0, "max_len")
             kernel_choice.use_everywhere(self, self.policy)
@@ -223,7 +225,7 @@ class SFT(LightningModule):
         """Clip here: gradients are unscaled and reduced over processes by now."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        grad_norm = whole(torch.nn.utils.clip_grad_norm_(trained, limit))
         self.log("optim/grad_norm", grad_norm)
         # All processes see the same gradient, so they skip the same steps.
         skipped = None if bool(grad_norm.isfinite()) else dict[int, str]()
@@ -295,6 +297,7 @@ def made_policy(module: SFT) -> Policy:
 
     if module.scratch is None:
         settings: Any = {"precision": module.precision, "lora": module.lora}
+        settings["divide"] = divide_of(module)
         policy = load_policy(str(module.pretrained), tokenizer=module.tokenizer, **settings)
     elif module.tokenizer is None:
         raise ValueError(

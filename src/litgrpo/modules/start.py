@@ -11,7 +11,9 @@ from torch import Tensor
 from litgrpo.evaluation.evaluator import StartLogprobs
 from litgrpo.models.loading import load_reference
 from litgrpo.models.reference import AdapterOff, Reference
+from litgrpo.modules.assembly import divide_of
 from litgrpo.parallel.device import backend
+from litgrpo.parallel.fsdp.units import gathered
 from litgrpo.parallel.memory import free_memory, is_out_of_memory
 from litgrpo.parallel.messages import rank_zero_warn
 from litgrpo.types import Rollout
@@ -72,8 +74,10 @@ def complete(module: Any) -> dict[str, float]:
     failure = ""
     try:
         policy, precision = module.policy, module.settings.precision
-        start = load_reference(policy, None, module.pretrained, precision).to(device)
-        evaluator.score(partial(asked, module, start))
+        divide = divide_of(module)
+        start = load_reference(policy, None, module.pretrained, precision, divide=divide).to(device)
+        with gathered(start, policy):  # processes have unequal numbers of batches
+            evaluator.score(partial(asked, module, start))
         del start
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         failure = "memory is short" if is_out_of_memory(error) else str(error).splitlines()[0]

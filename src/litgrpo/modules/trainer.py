@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Parameter
 
-Result = TypeVar("Result")
+from litgrpo.learner.stepper import Result
+from litgrpo.parallel.agreement import check_others
+from litgrpo.parallel.device import backend
 
 
 class TrainerComm:
@@ -40,15 +42,13 @@ class TrainerComm:
         if self.world_size == 1:
             return value
         there = value.to(self.module.device)  # backends reduce what is on their device
-        reduced = self.module.trainer.strategy.reduce(there, reduce_op=operation)
-        return reduced.to(value.device)
+        return self.module.trainer.strategy.reduce(there, reduce_op=operation).to(value.device)
 
     def gather(self, values: Tensor) -> Tensor:
         """A flat tensor of every process, one after another, each filled up with NaN."""
         if self.world_size == 1:
             return values
-        number = torch.tensor(float(len(values)), device=values.device)
-        missing = int(self.max(number)) - len(values)
+        missing = int(self.max(torch.tensor(float(len(values))))) - len(values)
         padded = torch.nn.functional.pad(values, (0, missing), value=torch.nan)
         return self.module.trainer.strategy.all_gather(padded).flatten()
 
@@ -61,8 +61,7 @@ def is_attached(module: LightningModule) -> bool:
 def passes_over_data(module: LightningModule) -> float:
     """How often the training prompts have been seen, the batch at hand included."""
     trainer = module.trainer
-    batches, batch = trainer.num_training_batches, trainer.fit_loop.batch_idx + 1
-    return trainer.current_epoch + batch / batches
+    return trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
 
 
 class TrainerStepper:
@@ -75,6 +74,7 @@ class TrainerStepper:
     def __init__(self, module: LightningModule) -> None:
         self.module = module
         self.optimizer: Any = module.optimizers()
+        self.agrees = module.trainer.world_size > 1 and not backend(module.device).static_shapes
 
     @property
     def lr(self) -> float:
@@ -87,15 +87,16 @@ class TrainerStepper:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a loss; processes average theirs after the last one."""
+        if last and self.agrees:
+            check_others(TrainerComm(self.module))  # before they wait for each other
         with self.optimizer.toggle_model(sync_grad=last):
             self.module.manual_backward(loss)
 
     def step(self, finish: Callable[[list[Parameter]], Result]) -> Result:
         """Take an optimizer step and one of the schedule; see `Stepper.step`.
 
-        Gradients are unscaled and reduced over processes inside of Lightning's `step`, just before
-        its hook `on_before_optimizer_step`: nowhere else can they be clipped. The hook belongs to a
-        callback that lives for this step, so that nothing is handed over through the module.
+        Gradients are unscaled and reduced inside of Lightning's `step`, just before its hook
+        `on_before_optimizer_step`: they are clipped there, by a callback that lives for this step.
         """
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         results: list[Result] = []
@@ -110,8 +111,7 @@ class TrainerStepper:
         scheduler: Any = self.module.lr_schedulers()
         if scheduler is not None:
             scheduler.step()
-        (result,) = results
-        return result
+        return results[0]
 
 
 class _BeforeStep(Callback):

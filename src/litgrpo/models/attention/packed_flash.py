@@ -150,8 +150,10 @@ def _attend_backward(
 @cache
 def _kernel_works() -> bool:
     """Whether the kernel is in this torch, and knows query heads that share a key head."""
-    # Asked for the first time anywhere: under autocast, without gradients.
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+    # Asked for the first time anywhere: under autocast, without gradients, in a checkpointed layer,
+    # which would count the tensors saved here and miss them when it is recomputed.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), own:
         return _kernel_agrees()
 
 

@@ -1,0 +1,149 @@
+"""Checkpoints that are folders: written by two processes, read by any number, damaged."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from litgrpo.checkpointing.io import CheckedIO
+from litgrpo.checkpointing.manifest import Damaged
+from litgrpo.checkpointing.shards import read_any, remove, sha256_of, tensors_of
+from tests.gloo import run_by
+from tests.parallel.fsdp import training
+
+pytestmark = pytest.mark.timeout(240)
+SECOND = "whole/checkpoints/iteration=000002.ckpt"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models, and a run of two processes with two checkpoints."""
+    folder = tmp_path_factory.mktemp("shards")
+    training.save_models(folder)
+    run_by(2, training.train, folder, "whole")
+    return folder
+
+
+def weights(folder, name):
+    return torch.load(folder / f"{name}.pt")
+
+
+def distance(folder, name):
+    """Norm of the difference of all weights from those of the unbroken run, over their norm."""
+    mine, whole = weights(folder, name), weights(folder, "whole")
+    off = sum(float((mine[n] - w).double().square().sum()) for n, w in whole.items())
+    return (off / sum(float(w.double().square().sum()) for w in whole.values())) ** 0.5
+
+
+def test_a_folder_holds_what_each_process_wrote_and_nothing_unfinished(folder):
+    checkpoints = folder / "whole/checkpoints"
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["iteration=000002.ckpt", "iteration=000004.ckpt", "last.ckpt"]
+    files = {path.name for path in (folder / SECOND).iterdir()}
+    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"}
+
+
+def test_two_processes_go_on_bit_for_bit_and_one_up_to_rounding(folder):
+    run_by(2, training.train, folder, "again", SECOND)
+    whole, again = weights(folder, "whole"), weights(folder, "again")
+    assert all(torch.equal(again[name], each) for name, each in whole.items())
+    run_by(1, training.train, folder, "one", SECOND)
+    print(f"\nresumed on one process: {distance(folder, 'one'):.1e}")
+    assert distance(folder, "one") < 1e-7
+
+
+def test_two_processes_go_on_from_a_file_of_one(folder):
+    run_by(1, training.train, folder, "alone")
+    run_by(2, training.train, folder, "two", "alone/checkpoints/iteration=000002.ckpt")
+    print(f"\none process, then two: {distance(folder, 'two'):.1e}")
+    assert distance(folder, "two") < 1e-5  # its first two iterations rounded otherwise, too
+
+
+def damaged(folder, tmp_path, change):
+    """The run's checkpoints, of which the newest was changed."""
+    copied = tmp_path / "checkpoints"
+    shutil.copytree(folder / "whole/checkpoints", copied, symlinks=True)
+    newest = copied / "iteration=000004.ckpt"
+    newest.touch()
+    change(newest)
+    return newest
+
+
+def flip(name):
+    def change(checkpoint):
+        content = bytearray((checkpoint / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (checkpoint / name).write_bytes(content)
+
+    return change
+
+
+def cut(checkpoint):
+    content = (checkpoint / "rest.pt").read_bytes()
+    (checkpoint / "rest.pt").write_bytes(content[: len(content) // 2])
+
+
+def foreign(checkpoint):
+    other = checkpoint.parent / "iteration=000002.ckpt"
+    shutil.copy(other / "__0_0.distcp", checkpoint / "__0_0.distcp")
+
+
+KINDS = {
+    "flipped": (flip("__1_0.distcp"), "__1_0.distcp is damaged"),
+    "metadata": (flip(".metadata"), ".metadata is damaged"),
+    "rest": (cut, "rest.pt cannot be read"),
+    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "foreign": (foreign, "__0_0.distcp is damaged"),
+    "no rest": (lambda path: (path / "rest.pt").unlink(), "No such file|rest.pt"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_folder_is_named_and_passed_over(kind, folder, tmp_path):
+    change, message = KINDS[kind]
+    newest = damaged(folder, tmp_path, change)
+    with pytest.raises((Damaged, FileNotFoundError), match=message):
+        read_any(newest)
+    reader = CheckedIO(None)
+    reader.falls_back = True
+    if kind != "no rest":
+        with pytest.warns(UserWarning, match="not resumed from"):
+            found = reader.load_checkpoint(newest)
+        assert found["iteration"] == 2
+        assert reader.loaded_from.name == "iteration=000002.ckpt"
+
+
+def test_weights_that_are_no_numbers_are_found(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.load",
+        lambda room, **_: [each.fill_(torch.nan) for each in room.values()],
+    )
+    with pytest.raises(Damaged, match="values that are NaN"):
+        read_any(folder / SECOND)
+
+
+def test_a_run_of_another_model_is_refused_before_shards_are_read(folder, monkeypatch):
+    def fits(checkpoint):
+        assert all(each.is_meta for each in checkpoint["state_dict"].values())
+        raise ValueError("of another model")
+
+    with pytest.raises(ValueError, match="of another model"):
+        read_any(folder / SECOND, fits=fits)
+
+
+def test_removal_leaves_no_half_folder(tmp_path):
+    (tmp_path / "a.ckpt").mkdir()
+    (tmp_path / "a.ckpt/file").touch()
+    (tmp_path / "b.ckpt").touch()
+    remove(tmp_path / "a.ckpt")
+    remove(tmp_path / "b.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_are_named_by_where_they_stand(tmp_path):
+    value = {"a": [torch.zeros(1), {"b": torch.ones(2)}], "c": 3}
+    assert [name for name, _ in tensors_of(value)] == ["a.0", "a.1.b"]
+    file = Path(tmp_path / "x")
+    file.write_bytes(b"abc")
+    assert sha256_of(file).startswith("ba7816bf")
