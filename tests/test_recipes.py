@@ -18,6 +18,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
+from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import export as write
 from litgrpo.models.loading import load_policy
 from litgrpo.program import main
@@ -281,6 +282,12 @@ def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, pr
     overlay.write_text(yaml.safe_dump(small(read(recipe), {"judge": ""}, gsm8k)))
     words = ["-c", CONFIGS / recipe, "-c", CONFIGS / "hardware" / name, "-c", overlay]
     assert program("fit", *words, "--run_dir", tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_recipe_asks_of_evaluations_goes_together(name):
+    # The small runs above lay other numbers of samples over it.
+    Evaluation(**read(name)["model"]["init_args"].get("evaluation", {}))
 
 
 @pytest.mark.parametrize("name", RECIPES)
