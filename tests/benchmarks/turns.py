@@ -164,7 +164,8 @@ def compared(args: argparse.Namespace) -> Measures:
 def shown(result: Measures) -> str:
     """The result in lines."""
     lines = [
-        f"{result['size']}: {result['prompts']} x {result['group']} rows, {result['turns']} turns, "
+        f"{result['size']}: {result['prompts']} x {result['group']} rows, prompts of "
+        f"{result['prompt_len']} tokens, {result['turns']} turns, hazard {result['hazard']}, "
         f"{result['heard']} tokens heard, tool {1000 * result['tool_s']:.0f} ms, "
         f"{result['threads']} threads, {result['repeats']} repeats"
     ]

@@ -14,6 +14,7 @@ from litgrpo.checks.invariants import (
     SEEN,
     Conditions,
     bridge_errors,
+    episode_errors,
     measured,
     refuse,
 )
@@ -23,6 +24,7 @@ from litgrpo.rollout.bridge_proof import CASES, proved
 from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
+from tests.algorithms import PUBLISHED
 from tests.conftest import prompt_batch, tiny_policy
 from tests.environments import faulty
 from tests.learner.parts import learner_of, rollouter_of
@@ -60,6 +62,26 @@ def test_everything_holds_with_turns(architecture, settings):
     assert SEEN in found
     if architecture != "t5":
         assert found[LEARNED].error < 1e-5
+
+
+def test_episodes_that_are_all_the_same_are_learned_as_their_turns():
+    """What is learned from copies cancels; the rounding that is left is no error."""
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    with torch.no_grad():
+        policy.bare_model.lm_head.weight.mul_(300)
+    learner = replace(learner_of(policy), max_completion_len=11, reuse_sampler_logprobs=False)
+    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=11)
+    dry = dry_run.DryRun.of(rollouter, learner)
+    rollout = dry.sample(PROMPTS)
+    same = rollout.completion_ids.view(3, -1, rollout.completion_ids.shape[1])
+    assert (same == same[:, :1]).all()
+    assert episode_errors(dry, rollout)[LEARNED] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bnpo", "dapo", "gspo", "gigpo", "gtpo", "rebn"])
+def test_published_algorithms_learn_episodes_as_turns(name):
+    found = findings_of(objective=PUBLISHED[name])
+    assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
 
 
 class LosesTheLineBreak(Template):

@@ -1,9 +1,12 @@
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from litgrpo.cli.old_names import current_words
 from litgrpo.cli.recipes import (
+    EnvironmentKeys,
     Sources,
     brought,
     recipe_file,
@@ -128,3 +131,68 @@ def test_predict_needs_no_recipe(cli):  # noqa: F811
     code, out, err = cli("predict", *words, *quick)
     assert code == 0, err
     assert "What is 3+4?" in out
+
+
+TOOLS = "litgrpo.environments.Tools"
+PLAYS = (
+    "model: {class_path: GRPO, init_args: {environment: "
+    f"{{class_path: {TOOLS}, init_args: %s}}}}}}"
+)
+
+
+def environment_of(words, folder):
+    """What the last recipe of these words names."""
+    changed = current_words(words, folder, lambda path: None)
+    return changed, yaml.safe_load(Path(changed[1]).read_text())["model"]["init_args"][
+        "environment"
+    ]
+
+
+def test_keys_of_the_environment_go_into_the_recipe(tmp_path):
+    recipe, copies = tmp_path / "r.yaml", tmp_path / "copies"
+    copies.mkdir()
+    recipe.write_text(PLAYS % "{max_calls: 3, call_cost: 0.5, calls: {class_path: Tags}}")
+    keys = ["--model.environment.init_args.max_calls=4", "--model.environment.error_text", "?"]
+    keys += ["--model.environment.init_args.calls.call=calc", "--model.group_size", "2"]
+    words, environment = environment_of(["-c", str(recipe), *keys], copies)
+    assert words[2:] == ["--model.group_size", "2"]
+    assert Path(words[1]).name == "r.yaml"  # the run is named after it
+    calls = {"class_path": "Tags", "init_args": {"call": "calc"}}
+    settings = {"max_calls": 4, "call_cost": 0.5, "calls": calls, "error_text": "?"}
+    assert environment == {"class_path": TOOLS, "init_args": settings}
+
+
+def test_keys_of_an_environment_that_the_command_line_names_go_with_it():
+    words = [f"--model.environment={TOOLS}", "--model.environment.functions=[a.b]", "--x", "1"]
+    *others, named = EnvironmentKeys(words).words()
+    assert others == ["--x", "1"]
+    settings = json.loads(named.removeprefix("--model.environment="))
+    assert settings == {"class_path": TOOLS, "init_args": {"functions": ["a.b"]}}
+    for untouched in (words[:1], ["--model.environment.help"], ["--model.group_size", "2"]):
+        assert EnvironmentKeys(untouched).words() == untouched
+
+
+def test_keys_of_an_environment_that_nothing_names_are_refused(cli):  # noqa: F811
+    code, _, err = cli("fit", "-c", "grpo.yaml", "--model.environment.init_args.call_cost=1")
+    assert code == 2
+    assert err.startswith("error: model.environment.init_args.call_cost belongs to an environment")
+    Path("tools.yaml").write_text(PLAYS % "{calls: tags}")
+    code, _, err = cli("fit", "-c", "tools.yaml", "--model.environment.init_args.calls.call=x")
+    assert (code, err) == (
+        2,
+        "error: model.environment.init_args.calls.call: calls is 'tags', which has no keys.\n",
+    )
+
+
+def test_a_lone_question_mark_is_a_text(cli):  # noqa: F811
+    import litgrpo.cli.trainer_cli  # noqa: F401 (sets how the parser reads YAML)
+
+    Path("tools.yaml").write_text(PLAYS % '{error_text: "?", functions: []}')
+    code, out, err = cli(
+        *("fit", "-c", "grpo.yaml", "-c", "tools.yaml", "--model.episode.tool_role", "?"),
+        "--print_config",
+    )
+    assert (code, err) == (0, "")
+    settings = yaml.safe_load(out)["model"]["init_args"]
+    assert settings["environment"]["init_args"]["error_text"] == "?"
+    assert settings["episode"]["tool_role"] == "?"

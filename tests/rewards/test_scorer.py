@@ -18,6 +18,7 @@ from litgrpo.rewards import (
     Scorer,
 )
 from litgrpo.rewards.library.math import correctness
+from litgrpo.rewards.parts import named_rewards
 
 PROMPTS = ["p", "p", "q", "q"]
 TEXTS = ["a", "bb", "ccc", "dddd"]
@@ -436,3 +437,12 @@ def test_state_of_judges_with_a_budget_is_kept_by_part(tmp_path):
     scorer = Scorer({"j": judge})
     scorer.load_state_dict(state)
     assert judge.counts["calls"] == 3
+
+
+def test_one_bare_function_is_a_reward_under_its_own_name():
+    def right(prompts, completions):
+        return [1.0] * len(prompts)
+
+    assert named_rewards(right) == {"right": Reward(right)}
+    with pytest.raises(ValueError, match=r"rewards is 5; give \{name: function\}, a list of func"):
+        named_rewards(5)

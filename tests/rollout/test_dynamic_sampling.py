@@ -6,12 +6,23 @@ import pytest
 import torch
 from lightning import Callback
 
+from litgrpo.algorithm.credit import GTPO, MTGRPO
+from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithm.turns import Turns
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.parallel.comm import SingleProcess
 from litgrpo.parallel.device import Clock
-from litgrpo.rollout.dynamic_sampling import DynamicSampling, informative, with_groups
+from litgrpo.rollout.dynamic_sampling import (
+    DynamicSampling,
+    informative,
+    informative_turns,
+    with_groups,
+)
 from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
+from tests.algorithm.test_turns import rollout as turns_rollout
+from tests.algorithm.test_turns import table as turns_table
+from tests.algorithms import PUBLISHED
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import rollouter_of
 from tests.modules.test_grpo import GROUP, loader, module, train
@@ -47,6 +58,42 @@ def test_a_group_is_informative_if_its_rewards_differ_by_more_than_rounding():
     assert informative(rewards).tolist() == [False, True, False, False]
     rewards.valid[1, 0] = False  # one answer is left, with nothing to compare it with
     assert not informative(rewards).any()
+
+
+def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
+    """1 + 0 and 0 + 1 are equal totals, of other turns."""
+    for earned, differ in ([[1.0, 0.0], [0.0, 1.0]], True), ([[1.0, 0.0], [1.0, 0.0]], False):
+        played = turns_rollout([[0, 1], [0, 1]], earned)
+        rewards = turns_table([1.0, 1.0], counted=[1.0, 1.0])
+        assert not informative(rewards).any()
+        assert informative_turns(rewards, played).tolist() == [differ]
+        for credit in (MTGRPO(), GTPO()):
+            turns = Turns.of(played, rewards)
+            found = Objective(credit).token_advantages(rewards, played.loss_mask, turns=turns)
+            assert bool(found.any()) or not differ
+        for by_turn in (True, False):
+            sampling = DynamicSampling(None, None, 1, torch.device("cpu"), by_turn=by_turn)
+            sampling.prompt_source = NoMore()
+            if by_turn and differ:
+                stats = sampling.resampled(played, rewards, 0)[2]
+                assert stats["dynamic/resamples"] == 0
+            else:
+                with pytest.raises(LookupError):
+                    sampling.resampled(played, rewards, 0)
+
+
+class NoMore:
+    """Has no other prompts."""
+
+    def more(self, count):
+        raise LookupError
+
+
+@pytest.mark.parametrize(("name", "by_turn"), [("gigpo", True), ("simpletir", False)])
+def test_per_turn_credit_is_known_to_dynamic_sampling(name, by_turn):
+    grpo = module(objective=PUBLISHED[name], max_resamples=1)
+    grpo.configure_model()
+    assert grpo.dynamic_sampling.by_turn is by_turn
 
 
 def test_groups_take_each_others_place_whatever_their_padding():

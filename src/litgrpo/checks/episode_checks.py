@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from litgrpo.algorithm.objective import PerToken
+from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.data.prompts import pad_left
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.interface import Heard, Start
 from litgrpo.environments.repeatable import deviations
-from litgrpo.learner.learner import Learner
+from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.models.attention.packing import pack_left
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.bridge import Inline
@@ -126,19 +128,37 @@ def turns_error(
     What an episode's tokens weigh is what they weigh where the policy's words follow each other and
     nothing was heard; each turn is then a row of its own after all that came before it.
 
+    Where a policy says the same in every episode of a group, what is learned from them cancels and
+    rounding is left. The norm is therefore that without signs, where it is larger. The mean of a
+    micro-batch is taken over all rows, because turns are more rows than episodes.
+
     Args:
         learner: of the run, in small.
         rollout: N episodes.
         rewards: [B, G] theirs.
         gradient_of: the gradient of a learner and an experience.
     """
+    learner = with_one_mean(learner)
     known = learner.old_and_reference_logprobs(rollout)
     whole = learner.experience(rollout, rewards, known)
     alone = as_turns(learner, rollout, rewards, known)
     found, expected = gradient_of(learner, whole), gradient_of(learner, alone)
     off = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
-    size = sum(float(b.square().sum()) for b in expected)
+    unsigned = gradient_of(learner, replace(alone, advantages=alone.advantages.abs()))
+    size = max(sum(float(b.square().sum()) for b in each) for each in (expected, unsigned))
     return math.sqrt(off / size) if off else 0.0
+
+
+def with_one_mean(learner: Learner) -> Learner:
+    """The same learner; the mean of each micro-batch is that of all rows, which one of all equals.
+
+    Args:
+        learner: of the run, in small.
+    """
+    if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):
+        return learner
+    objective = replace(learner.objective, weighting=PerToken())
+    return replace(learner, coefficients=Coefficients(objective))
 
 
 def as_turns(

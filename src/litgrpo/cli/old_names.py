@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from litgrpo.cli.recipes import Sources, recipe_file, refuse_repeated_keys
+from litgrpo.cli.recipes import EnvironmentKeys, Sources, recipe_file, refuse_repeated_keys
 from litgrpo.modules.old_paths import current_path, longest_row
 
 KEYS = {
@@ -136,13 +136,13 @@ def current_words(
         folder: for copies of recipes in which something was replaced.
         convert: makes a recipe of a file in another format, or None of a recipe.
     """
-    names, sources = OldNames(), Sources(words)
+    names, sources, environment = OldNames(), Sources(words), EnvironmentKeys(words)
 
     def read(word: str) -> str:
         path = recipe_file(word)
         old = path.read_text(encoding="utf-8")
         refuse_repeated_keys(old, word)
-        new = sources.text(names.text(convert(path) or old))
+        new = environment.content(sources.text(names.text(convert(path) or old)))
         if new == old:
             return str(path)
         # A run is named after its recipe, so that the copy keeps the name.
@@ -151,7 +151,8 @@ def current_words(
         copy.write_text(new, encoding="utf-8")
         return str(copy)
 
-    words = sources.words(names.words(words, read))
+    environment.others = sources.words(names.words(environment.others, read))
+    words = environment.words()
     names.warn()
     return words
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from litgrpo.arguments import did_you_mean
+from litgrpo.arguments import did_you_mean, require
 
 FOLDER = Path(__file__).parents[1] / "configs"
 CLONES_FOLDER = "configs/"  # where the same recipes are in a clone
@@ -139,6 +141,97 @@ class Sources:
             else:
                 result.append(word)
         return result
+
+
+class EnvironmentKeys:
+    """Writes `--model.environment.init_args.KEY VALUE` into what names the environment.
+
+    Any object may be one, so the parser knows no keys of it: it would take its arguments as a
+    whole. `init_args` may be left out, as everywhere on the command line.
+
+    Args:
+        words: the command line.
+    """
+
+    place = re.compile(r"--model\.(?:init_args\.)?environment(?:\.(?:init_args\.)?(.+))?")
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.others, self.named = list(words), False
+        self.given: dict[str, Any] = {}
+        found, others = dict[str, Any](), list[str]()
+        rest = iter(words)
+        for word in rest:
+            option, equals, value = word.partition("=")
+            key = self.place.fullmatch(option)
+            if key is None or option.endswith(".help"):
+                others.append(word)
+            else:
+                found[key[1] or "class_path"] = plain(value if equals else next(rest, ""))
+        if found.keys() - {"class_path"}:
+            self.others, self.given = others, found
+
+    def content(self, text: str) -> str:
+        """A recipe with these keys; one that names no environment stays as it is."""
+        recipe = yaml.safe_load(text) if self.given else None
+        model = recipe.get("model") if isinstance(recipe, dict) else None
+        settings = model.get("init_args") if isinstance(model, dict) else None
+        named = settings.get("environment") if isinstance(settings, dict) else None
+        if settings is None or not named or "class_path" in self.given:
+            return text
+        self.named, settings["environment"] = True, self.changed(named, self.given)
+        return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+
+    def words(self) -> list[str]:
+        """The other words; and the environment, where the command line names it.
+
+        Raises:
+            ValueError: nothing names the environment that the keys belong to.
+        """
+        given, keys = dict(self.given), ", ".join(self.given.keys() - {"class_path"})
+        named = given.pop("class_path", None)
+        require(
+            not given or self.named or bool(named),
+            f"model.environment.init_args.{keys} belongs to an environment, but no recipe names "
+            "one: add --model.environment CLASS_PATH.",
+        )
+        if not named:
+            return self.others
+        return [*self.others, f"--model.environment={json.dumps(self.changed(named, given))}"]
+
+    def changed(self, named: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """{class_path, init_args} with these keys.
+
+        Raises:
+            ValueError: a key is within a value that has no keys.
+        """
+        made = dict(named) if isinstance(named, dict) else {"class_path": named}
+        made["init_args"] = dict(made.get("init_args") or {})
+        for key, value in given.items():
+            *path, last = [part for part in key.split(".") if part != "init_args"]
+            node = made["init_args"]
+            for part in path:
+                inner = node.setdefault(part, {})
+                require(
+                    isinstance(inner, dict),
+                    f"model.environment.init_args.{key}: {part} is {inner!r}, which has no keys.",
+                )
+                node = inner.setdefault("init_args", {}) if "class_path" in inner else inner
+            node[last] = value
+        return made
+
+
+def plain(word: str) -> Any:
+    """A word of the command line as YAML reads it; one that is none, such as `?`, is a text.
+
+    Example:
+        >>> plain("0.5"), plain("?"), plain("a: b"), plain("[x, 1]")
+        (0.5, '?', 'a: b', ['x', 1])
+    """
+    try:
+        value = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+    return value if word[:1] in "[{" or not isinstance(value, dict | list) else word
 
 
 def mapping(path: str) -> str:

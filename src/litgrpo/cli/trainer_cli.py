@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
@@ -126,6 +126,15 @@ def tells_something(record: logging.LogRecord) -> bool:
 
 # Any object may be an environment, and a recipe names it by its class.
 set_parsing_settings(instantiate_subclass_spec_in_any=True)
+yaml_loader = get_loader("yaml")
+
+
+def load_yaml(text: str, **kwargs: Any) -> Any:
+    """What the parser's own loader reads, but a lone `?` is a text and no mapping of nothing."""
+    return text if text.strip() == "?" else yaml_loader(text, **kwargs)
+
+
+set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
 class PlainParser(ArgumentParser):

@@ -115,8 +115,9 @@ def loaded(kind: type[Module], checkpoint_path: str | Path, **arguments: Any) ->
     missing = [p.name for p in plain_ones if p.default is p.empty and p.name not in arguments]
     require(
         not missing,
-        f"{checkpoint_path} cannot hold {', '.join(missing)} of {kind.__name__} (a lambda, an "
-        "object of your own, or the file is older): give it to load_from_checkpoint, too.",
+        f"{checkpoint_path} cannot hold {', '.join(missing)} of {kind.__name__} (a function of "
+        "a script or a lambda, an object of your own, or the file is older): give it to "
+        "load_from_checkpoint, too.",
     )
     module: Any = kind(**arguments)
     if "tokenizer" in checkpoint:

@@ -54,13 +54,18 @@ class Reward:
         return self.gate is not None or self.normalize != "none"
 
 
-def named_rewards(parts: Mapping[str, Any] | Sequence[Callable[..., Any]]) -> dict[str, Reward]:
-    """Rewards by name: a bare function counts 1, and those in a list are named after themselves.
+def named_rewards(parts: Any) -> dict[str, Reward]:
+    """Rewards by name: a bare function counts 1, alone or in a list it is named after itself.
 
     Example:
-        >>> named_rewards([len])["len"].weight
-        1.0
+        >>> named_rewards([len])["len"].weight, list(named_rewards(len))
+        (1.0, ['len'])
     """
+    parts = [parts] if callable(parts) else parts
+    require(
+        isinstance(parts, Mapping | list | tuple),
+        f"rewards is {parts!r:.80}; give {{name: function}}, a list of functions, or one function",
+    )
     if isinstance(parts, Sequence):
         names = [_name_of(each) for each in parts]
         require(

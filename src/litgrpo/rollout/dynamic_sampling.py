@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from litgrpo.algorithm.advantages import Groups
+from litgrpo.algorithm.turns import Turns
 from litgrpo.arguments import require
 from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
@@ -41,6 +42,20 @@ def informative(rewards: RewardTable) -> Tensor:
     return (distance.nan_to_num(0.0) != 0).any(1)
 
 
+def informative_turns(rewards: RewardTable, rollout: Rollout) -> Tensor:
+    """[B] True where episodes of a group differ in what a turn of theirs earned.
+
+    So per-turn credit tells turns from each other whose episodes earned the same in total.
+
+    Args:
+        rewards: [B, G] of the episodes.
+        rollout: the N episodes.
+    """
+    turns = Turns.of(rollout, rewards)
+    by_turn = [replace(rewards, total=earned) for earned in turns.rewards.unbind(2)]
+    return torch.stack([informative(rewards), *map(informative, by_turn)]).any(0)
+
+
 @dataclass
 class DynamicSampling(AllGroups):
     """Samples other prompts in place of those whose completions were all equally good.
@@ -57,6 +72,7 @@ class DynamicSampling(AllGroups):
         comm: of the processes, which resample together.
         static_shapes: take B prompts each time, where another number would have to be compiled.
         prompt_source: gives further prompts.
+        by_turn: credit is per turn, so groups of equal totals teach where turns differ.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -68,6 +84,7 @@ class DynamicSampling(AllGroups):
     comm: Comm = field(default_factory=SingleProcess)
     static_shapes: bool = False
     prompt_source: PromptSource | None = None
+    by_turn: bool = False
 
     def connect(self, loader: Any) -> None:
         """Take further prompts from the training data.
@@ -109,7 +126,7 @@ class DynamicSampling(AllGroups):
     ) -> tuple[Rollout, RewardTable, Stats]:
         """Rollout and rewards with uninformative groups replaced, and how it went."""
         assert self.prompt_source is not None
-        useful = informative(rewards)
+        useful = self._informative(rewards, rollout)
         num_prompts = asked = len(useful)
         found = first = int(useful.sum())
         resamples = 0
@@ -120,7 +137,7 @@ class DynamicSampling(AllGroups):
             count = self._most(min(num_prompts, needed))
             prompts = self.prompt_source.more(count).to(self.device)
             fresh, fresh_rewards = self._sample(prompts, iteration, resamples)
-            donors = informative(fresh_rewards).nonzero().squeeze(1)
+            donors = self._informative(fresh_rewards, fresh).nonzero().squeeze(1)
             asked, found = asked + count, found + len(donors)
             slots = (~useful).nonzero().squeeze(1)[: len(donors)]
             donors = donors[: len(slots)]
@@ -135,6 +152,11 @@ class DynamicSampling(AllGroups):
         }
         stats = {name: torch.tensor(float(number)) for name, number in numbers.items()}
         return rollout, rewards, stats
+
+    def _informative(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
+        """[B] True for groups that teach something."""
+        episodes = self.by_turn and rollout.turns is not None
+        return informative_turns(rewards, rollout) if episodes else informative(rewards)
 
     def _sample(
         self, prompts: PromptBatch, iteration: int, attempt: int
