@@ -31,7 +31,7 @@ LAYER = {
     **dict.fromkeys(("algorithm", "models", "data", "environments"), 2),
     **dict.fromkeys(("rollout", "rewards"), 3),
     **dict.fromkeys(("learner", "evaluation"), 4),
-    "checks": 5,
+    **dict.fromkeys(("checks", "doctor"), 5),
     "callbacks": 6,
     **dict.fromkeys(("modules", "checkpointing"), 7),
     "cli": 8,
@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "parallel/xla/",
     ),
     "torch_xla": ("parallel/",),
+    "vllm": ("rollout/engines/",),
     "multiprocessing": ("processes/", "parallel/xla/"),
     # Trainings of their own; what a reward's author gave to be run.
     "subprocess": (
@@ -77,6 +78,10 @@ TESTED_ELSEWHERE = {
     "modules/optimizers.py": "tests/modules/test_trainer.py",
     "learner/skipped_steps.py": "tests/learner/test_learner.py",
     "rollout/filters.py": "tests/rollout/test_sampling.py",
+    "rollout/engines/served.py": "tests/rollout/engines/test_server.py",
+    "rollout/engines/vllm_server.py": "tests/rollout/engines/test_server.py",
+    "rollout/engines/publishing.py": "tests/rollout/engines/test_server.py",
+    "rollout/engines/vllm_uniforms.py": "tests/vllm/test_vllm.py",  # runs in vLLM only
     "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
     # They run in sandboxes only.
     "sandbox/examinee.py": "tests/rewards/test_code.py",
@@ -94,6 +99,13 @@ TESTED_ELSEWHERE = {
     "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
     "rewards/parts.py": "tests/rewards/test_scorer.py",
     "rewards/shaping.py": "tests/rewards/test_scorer.py",
+    "doctor/rule.py": "tests/doctor/test_diagnosis.py",
+    "doctor/finding.py": "tests/doctor/test_diagnosis.py",
+    **dict.fromkeys(
+        [f"doctor/rules_{name}.py" for name in ("signal", "reward", "update", "text")],
+        "tests/doctor/test_rules.py",
+    ),
+    "doctor/trend.py": "tests/doctor/test_rules.py",
 }
 LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
 FILES_OF_ITERATION, LINES_OF_ITERATION = 20, 5_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from importlib import import_module
@@ -40,13 +41,27 @@ COMMANDS = {
         "litgrpo.tools.compare",
         "train by several algorithms and seeds; which gains are real?",
     ),
+    "doctor": ("litgrpo.tools.doctor", "what is wrong with a run, since when, what to change"),
     "replay": ("litgrpo.tools.replay", "print an episode of a run, turn by turn"),
+    "report": (
+        "litgrpo.tools.report.command",
+        "write one HTML page that shows a run, or compares several",
+    ),
 }
+# {verb: function that reads its words}: a recipe is given to audit as to fit, report takes folders.
+READ_THEIR_WORDS = {"audit": "recipe_words", "report": "run_words"}
 INTERRUPTED = 130  # 128 + SIGINT
 TERMINATED = 143  # 128 + SIGTERM, what schedulers expect of a process that was asked to stop
 WRONG_INPUT = 2
+GO_ON_LATER = 75  # EX_TEMPFAIL: what was needed is away, and nothing is lost
 # Errors by their names, because to import Lightning takes seconds.
-STOPS = ("MisconfigurationException", "RewardFailure", "EnvironmentFailure")
+STOPS = {
+    "MisconfigurationException": WRONG_INPUT,
+    "RewardFailure": WRONG_INPUT,
+    "EnvironmentFailure": WRONG_INPUT,
+    "ServerFailure": WRONG_INPUT,
+    "ServersAway": GO_ON_LATER,
+}
 
 
 HELP = """\
@@ -78,7 +93,8 @@ def main() -> int:
     """Run the verb on the command line.
 
     Returns:
-        The exit code: 0; 2 for a mistake in the input; 130 or 143 when asked to stop.
+        The exit code: 0; 2 for a mistake in the input; 75 where servers are away; 130 or 143 when
+        asked to stop.
     """
     outlive_readers()
     words = sys.argv[1:]
@@ -106,7 +122,7 @@ def main() -> int:
         cause = users_mistake(error)
         if "--debug" in words or not cause:
             raise
-        return print_error(cause)
+        return print_error(cause, STOPS.get(type(error).__name__, WRONG_INPUT))
     return 0
 
 
@@ -145,9 +161,11 @@ def run_trainer() -> None:
         show(text)
         return
     try:
-        LitGRPOCLI()
+        done = LitGRPOCLI()
     except SIGTERMException as stop:
         raise SystemExit(TERMINATED) from stop
+    if done.leaves_a_report:
+        import_module(COMMANDS["report"][0]).report_at_end(done.settings.run_dir)
 
 
 def run_function(verb: str, words: list[str], folder: Path) -> None:
@@ -156,10 +174,11 @@ def run_function(verb: str, words: list[str], folder: Path) -> None:
 
     from litgrpo.cli.trainer_cli import PlainParser
 
-    words = [word for word in words if word != "--debug"]
-    if verb == "audit":  # a recipe is given to it as to fit
-        words = import_module(COMMANDS[verb][0]).recipe_words(words, folder)
-    function = vars(import_module(COMMANDS[verb][0]))[verb]
+    words = [re.sub("^--fail-on", "--fail_on", word) for word in words if word != "--debug"]
+    module = vars(import_module(COMMANDS[verb][0]))
+    if verb in READ_THEIR_WORDS:
+        words = module[READ_THEIR_WORDS[verb]](words, folder)
+    function = module[verb]
     program = f"{program_name()} {verb}"
     auto_cli(function, args=words, prog=program, parser_class=PlainParser)
 
@@ -187,10 +206,10 @@ def users_mistake(error: BaseException) -> str:
     return "" if ours else refused(error)
 
 
-def print_error(message: str) -> int:
+def print_error(message: str, code: int = WRONG_INPUT) -> int:
     """Print one line and return the exit code."""
     print(f"error: {message}", file=sys.stderr)
-    return WRONG_INPUT
+    return code
 
 
 def asks_for_help(words: list[str]) -> bool:

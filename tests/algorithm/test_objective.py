@@ -12,6 +12,7 @@ from litgrpo.algorithm.estimators import TopShare
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.kl import absolute, k1, k2
 from litgrpo.algorithm.objective import (
+    RATIO_MAX,
     Clipped,
     Objective,
     PerSequence,
@@ -215,7 +216,8 @@ def test_stats_are_sums_and_counts_of_tokens():
     mask, s = experience.completion_mask, now - experience.old_logprobs
 
     assert {value.shape for value in stats.values()} == {(2,)}
-    assert {value[1].item() for value in stats.values()} == {18.0}
+    assert stats[RATIO_MAX][1] == 1  # a largest number, not a sum
+    assert {value[1].item() for name, value in stats.items() if name != RATIO_MAX} == {18.0}
     high = (s > math.log(1.1)) & (experience.advantages > 0) & mask
     low = (s < math.log(0.9)) & (experience.advantages < 0) & mask
     assert stats["policy/clip_high_frac"][0] == high.sum() > 0

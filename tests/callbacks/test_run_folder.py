@@ -66,3 +66,21 @@ def test_a_checkpoint_is_found_by_word_file_or_folder(tmp_path):
     assert checkpoint_file(str(last)) == last
     with pytest.raises(FileNotFoundError, match=r"There is no checkpoint .*best\.ckpt: leave "):
         checkpoint_file("best", tmp_path)
+
+
+def test_the_command_line_that_started_a_run_is_noted(tmp_path, monkeypatch):
+    words = ["fit", "-c", "my recipe.yaml", "--data.prompts", "two\nlines"]
+    monkeypatch.setattr("sys.argv", ["cli.py", *words])
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python", "cli.py", *words])
+    write_config(tmp_path, "model: null\n")
+    lines = (tmp_path / "config.yaml").read_text().splitlines()
+    assert lines[1] == (
+        "# Started by: python cli.py fit -c 'my recipe.yaml' --data.prompts 'two lines'"
+    )
+    assert lines[2] == "model: null"
+
+
+def test_without_a_command_line_nothing_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    write_config(tmp_path, "model: null\n")
+    assert (tmp_path / "config.yaml").read_text().splitlines()[1:] == ["model: null"]

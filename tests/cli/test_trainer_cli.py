@@ -50,7 +50,8 @@ def test_a_run_writes_everything_to_the_folder_named_after_its_recipe(cli):  # n
     folder = Path("runs/recipe")
     written = {path.name.partition(".tfevents")[0] for path in folder.iterdir()}
     expected = {"checkpoints", "config.yaml", "events.out", "final_model", "metrics.csv", "samples"}
-    assert written == expected | {"hparams.yaml", "summary.json", "evaluation"}
+    assert written == expected | {"hparams.yaml", "summary.json", "evaluation", "report.html"}
+    assert "runs/recipe/report.html in a browser" in out
     assert scores("runs/recipe") == (0.0, 0.1)
     steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()]
     assert steps == ["step", "0", "1", "2", "3", "4", "4"]
@@ -217,7 +218,7 @@ def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
 def test_every_part_can_be_switched_off(cli):  # noqa: F811
     off = "--completions.every_n_iterations 0 --export.final false --trainer.logger false "
     off += "--evaluation_files.enabled false --trainer.enable_checkpointing false "
-    off += "--trainer.enable_progress_bar false"
+    off += "--trainer.enable_progress_bar false --html false"
     code, _, _ = cli("fit", "-c", "recipe.yaml", *off.split())
     assert code == 0
     written = sorted(path.name for path in Path("runs/recipe").iterdir())

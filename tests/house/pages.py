@@ -21,6 +21,7 @@ from litgrpo.modules.old_paths import PATHS
 from litgrpo.modules.sft import SFT
 from litgrpo.program import COMMANDS, LIGHTNING_VERBS
 from litgrpo.tools.plan.command import PlanCLI
+from litgrpo.tools.report.command import run_words
 
 ROOT = Path(__file__).parents[2]
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -194,6 +195,7 @@ def _parse(verb: str, words: list[str]) -> None:
     else:
         recipes = {"-c": "--recipes+", "--config": "--recipes+"} if verb == "audit" else {}
         function = vars(import_module(COMMANDS[verb][0]))[verb]
+        words = run_words(words, ROOT) if verb == "report" else words
         auto_parser(function).parse_args([recipes.get(word, word) for word in words])
 
 

@@ -16,6 +16,7 @@ from litgrpo.tensors import bounded_exp, row_mean
 from litgrpo.types import Experience, LossOutput, RewardTable, TokenLogprobs
 
 ALONE = SingleProcess()
+RATIO_MAX = "policy/ratio_max"
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,11 @@ class Objective:
         loss = (self.weighting.within(experience.weights, active) * token_loss).sum()
         loss = loss - self.entropy_coef * bonus / normalizers.num_tokens
         sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
-        return LossOutput(loss, {name: torch.stack([x, active.sum()]) for name, x in sums.items()})
+        pairs = {name: torch.stack([x, active.sum()]) for name, x in sums.items()}
+        largest = tokens.ratio.detach().max()
+        return LossOutput(
+            loss, pairs | {RATIO_MAX: torch.stack([largest, torch.ones_like(largest)])}
+        )
 
     def _tokens(self, new: TokenLogprobs, experience: Experience) -> Tokens:
         """What the surrogate sees; padding is cut off first, so that not even NaN in it matters."""

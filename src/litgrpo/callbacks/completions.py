@@ -14,7 +14,7 @@ from torch import Tensor
 from litgrpo.arguments import at_least
 from litgrpo.callbacks import episodes
 from litgrpo.callbacks.metrics_csv import loggers_of
-from litgrpo.callbacks.report import finite, markdown, marked
+from litgrpo.callbacks.number_texts import finite, markdown, marked
 from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.types import RewardTable, Rollout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from litgrpo.callbacks.report import finite
+from litgrpo.callbacks.number_texts import finite
 from litgrpo.types import Rollout
 
 SPOKEN = "assistant"

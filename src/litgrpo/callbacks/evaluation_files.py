@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 from litgrpo.callbacks import episodes
 from litgrpo.callbacks.completions import write_jsonl
-from litgrpo.callbacks.report import finite, marked
+from litgrpo.callbacks.number_texts import finite, marked
 from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.types import RewardTable, Rollout
 

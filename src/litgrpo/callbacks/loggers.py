@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from litgrpo.callbacks.metric_table import definition
 
 # The argument that names a run, of loggers that make a name up where none is given.
-NAMED_BY = {"WandbLogger": "name", "CometLogger": "name", "MLFlowLogger": "run_name"}
+NAMED_BY = {"WandbLogger": "name", "CometLogger": "name", "Trackio": "name"}
+NAMED_BY |= {"MLFlowLogger": "run_name"}
 # What one wants to see first; a chart has lines for all names that fit one of its expressions.
 OVERVIEW = {
     "reward": [r"reward/mean"],

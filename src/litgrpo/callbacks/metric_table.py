@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
+from litgrpo.doctor.names import READINGS, Reading
+
 # {name: definition}. <part> is the name of a reward, <k> a number, <set> the name of a set of
 # validation prompts, which is left out where there is only one. `test/` is as `val/`.
 METRICS: dict[str, str] = {
@@ -17,6 +19,10 @@ METRICS: dict[str, str] = {
     "reward/equal_groups_frac": "Share of groups whose rewards are all equal: these teach nothing.",
     "reward/failed_frac": "Share of completions without a reward: a function failed or all "
     "abstained.",
+    "reward/right_frac": "Share of right completions: the reward `evaluation.success` is at least "
+    "`evaluation.threshold`.",
+    "reward/all_right_frac": "Share of groups in which all completions are right.",
+    "reward/all_wrong_frac": "Share of groups in which none is.",
     "reward/<part>": "Mean of one reward function, unweighted, over the completions it judged.",
     "reward/<part>_std": "Its standard deviation (n - 1) over the batch.",
     "reward/<part>_share": "Share of it in what moves the total within groups; shares add up to 1, "
@@ -31,6 +37,13 @@ METRICS: dict[str, str] = {
     "where none did.",
     "completion/terminated_len_min": "Fewest tokens of those.",
     "completion/terminated_len_max": "Most tokens of those.",
+    "completion/right_len_mean": "Mean tokens of right completions; 0 where there are none.",
+    "completion/wrong_len_mean": "Mean tokens of wrong completions; 0 where there are none.",
+    "completion/eos_frac": "Share of completions with an end token.",
+    "completion/unique_frac": "Different completions of a group over all of it, mean over groups.",
+    "completion/loop_frac": "Share of completions in which four tokens in a row stand four times.",
+    "prompt/begin_tokens": "Begin tokens of a prompt, mean; 2 where template and tokenizer both "
+    "add one.",
     "prompt/len_mean": "Mean tokens of the batch's prompts.",
     "prompt/len_min": "Tokens of the shortest.",
     "prompt/len_max": "Tokens of the longest.",
@@ -54,6 +67,8 @@ METRICS: dict[str, str] = {
     "policy/entropy_coef": "Coefficient of the entropy bonus in this iteration; with a target.",
     "policy/log_ratio": "Mean log p_now - log p_before over the tokens learned from (nats); 0 in "
     "the first optimizer step.",
+    "policy/ratio_max": "Largest importance ratio of the update, mean over processes; 1 in the "
+    "first optimizer step.",
     "policy/clip_low_frac": "Share of tokens whose ratio is below the clip range while their "
     "advantage is negative.",
     "policy/clip_high_frac": "Share of tokens whose ratio is above the clip range while their "
@@ -71,6 +86,10 @@ METRICS: dict[str, str] = {
     "policy/advantage_std": "Standard deviation (n) of the advantages of completions.",
     "optim/lr": "Learning rate of the first parameter group, mean over optimizer steps.",
     "optim/grad_norm": "Norm of the whole gradient before it is clipped.",
+    "optim/clipped_frac": "Share of optimizer steps whose gradient was scaled down to "
+    "`update.max_grad_norm`.",
+    "optim/update_rel": "Length of the iteration's change of the trained weights over their own, "
+    "on 1,024 entries of each tensor; not on devices that compile every shape.",
     "optim/skipped_steps": "Optimizer steps skipped so far for a number that was not finite.",
     "dynamic/resamples": "How often other prompts were asked in place of equal groups.",
     "dynamic/prompts_asked": "Prompts sampled in this iteration, replaced ones included.",
@@ -85,6 +104,8 @@ METRICS: dict[str, str] = {
     "perf/generated_tokens": "Tokens sampled for training so far, by all processes.",
     "perf/peak_memory_gib": "Most memory of the device in use so far; on a CPU, of the process.",
     "data/epoch": "How often the training prompts have been seen.",
+    "data/prompts_seen": "Prompts sampled for training so far: iterations times the prompts of a "
+    "batch.",
     "checkpoint/size_mib": "Size of the checkpoint that was written.",
     "checkpoint/wait_s": "Seconds that training waited for it.",
     "checkpoint/write_s": "Seconds of writing it, beside the training.",
@@ -156,5 +177,13 @@ def definition(name: str) -> str:
 
 def page() -> str:
     """The table as the Markdown of docs/metrics.md."""
-    rows = [f"| `{name}` | {text} |" for name, text in METRICS.items()]
-    return "\n".join(["| name | what it is |", "|---|---|", *rows])
+    head = ["name", "what it is", "unit", "healthy", "TRL", "verl"]
+    rows = [[f"`{name}`", text, *cells_of(READINGS[name])] for name, text in METRICS.items()]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells_of(reading: Reading) -> list[str]:
+    """Unit, healthy range and the names of other trainers, as cells of a table."""
+    names = [f"`{name}`" if name else "" for name in (reading.trl, reading.verl)]
+    return [reading.unit, reading.healthy, *names]

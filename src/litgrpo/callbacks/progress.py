@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from tqdm import tqdm
 
-from litgrpo.callbacks.report import digits, entries, plain_names
+from litgrpo.callbacks.number_texts import digits, entries, plain_names
 
 # What the bar calls a logged number, in order of interest; only what the module logs is shown.
 NAMES = {

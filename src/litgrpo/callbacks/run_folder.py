@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,8 @@ from litgrpo.arguments import require
 
 CONFIG = "config.yaml"
 HEADER = "# The whole configuration of this run, written by litgrpo.\n"
+COMMAND = "# Started by: "
+REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
 LAST, BEST = "last.ckpt", "best.ckpt"
@@ -34,6 +38,7 @@ WRITTEN = (
     "hparams.yaml",
     "metrics.csv",
     "non_finite",
+    REPORT,
     "samples",
     "summary.json",
 )
@@ -100,7 +105,17 @@ def mark(folder: Path, config: str) -> None:
 def write_config(folder: Path, config: str) -> None:
     """Write the configuration of a run to its folder; it marks the folder as ours."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(HEADER + config, encoding="utf-8")
+    (folder / CONFIG).write_text(HEADER + started_by() + config, encoding="utf-8")
+
+
+def started_by() -> str:
+    """A line of comment with the command line of a fit as it was typed; nothing without one."""
+    typed = sys.orig_argv
+    if "fit" not in typed or sys.argv[1:2] != ["fit"]:
+        return ""
+    words = shlex.join(typed[typed.index("fit") :]).replace("\n", " ")
+    program = "python cli.py" if sys.argv[0].endswith(".py") else "litgrpo"
+    return f"{COMMAND}{program} {words}\n"
 
 
 def written(folder: Path) -> list[Path]:

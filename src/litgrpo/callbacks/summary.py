@@ -17,7 +17,15 @@ from litgrpo.callbacks import episodes
 from litgrpo.callbacks.evaluation_files import measured
 from litgrpo.callbacks.lightning_internals import validate_now
 from litgrpo.callbacks.metrics_csv import MetricsCSV
-from litgrpo.callbacks.report import BOUNDS, aligned, entries, finite, marked, plain_names, signed
+from litgrpo.callbacks.number_texts import (
+    BOUNDS,
+    aligned,
+    entries,
+    finite,
+    marked,
+    plain_names,
+    signed,
+)
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.evaluation.paired import Comparison, compared
 

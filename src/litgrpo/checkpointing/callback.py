@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.callbacks.lightning_internals import validate_now, validation_is_due
-from litgrpo.callbacks.report import plain_names
+from litgrpo.callbacks.number_texts import plain_names
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,

@@ -19,4 +19,5 @@ RUN_KEYS: dict[str, tuple[Any, Any, str]] = {
     ),
     "tensorboard": (bool, True, "Log to TensorBoard."),
     "csv": (bool, True, "Log to metrics.csv."),
+    "html": (bool, True, "Write report.html to run_dir when the run has ended."),
 }

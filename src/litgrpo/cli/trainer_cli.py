@@ -29,6 +29,7 @@ import litgrpo.modules.prompt_data
 import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.doctor import Doctor
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
@@ -71,6 +72,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "export": Export,
     "predictions": Predictions,
     "non_finite": NonFinite,
+    "doctor": Doctor,
     "watchdog": Watchdog,
     "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
@@ -283,6 +285,11 @@ class LitGRPOCLI(LightningCLI):
 
     def _writes_a_run(self) -> bool:
         return self.config.subcommand == "fit" and not self.settings.trainer.fast_dev_run
+
+    @property
+    def leaves_a_report(self) -> bool:
+        """Whether this process shall write the page of the run that has just ended."""
+        return self._writes_a_run() and self.settings.html and self.trainer.is_global_zero
 
     def _starts_anew(self) -> bool:
         settings = self.settings

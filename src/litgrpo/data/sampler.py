@@ -207,6 +207,14 @@ class BatchLoader(Generic[Batch]):
             self._position = (epoch, number)
             yield batch
 
+    def ahead(self) -> Batch:
+        """The batch after the one that was handed out last, which stays to come."""
+        epoch, done = self._position
+        if done == len(self):
+            epoch, done = epoch + 1, 0
+        rows = self.sampler.plan(epoch)[done]
+        return self.dataset[share(rows, self.sampler.rank, self.sampler.world_size)]
+
     def more(self, count: int) -> Batch:
         """Rows out of turn, for dynamic sampling: the batches to come stay the same.
 

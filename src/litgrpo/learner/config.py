@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from litgrpo.arguments import at_least
+from litgrpo.arguments import at_least, one_of
 
 # More tokens at once are not faster, unless the model is so small that calling it costs more than
 # its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
@@ -28,6 +28,9 @@ class UpdateConfig:
             completions share counts once, otherwise padding counts too. "auto": 2,048, or with
             a small model as many as keep about 512 MiB. None sets no limit.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        staleness: 1 samples the next rollout while this one is learned from, with the weights
+            before: an engine that samples elsewhere, such as a server, then costs no time of its
+            own. 0 waits for each rollout.
     """
 
     inner_epochs: int = 1
@@ -35,6 +38,7 @@ class UpdateConfig:
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = "auto"
     max_grad_norm: float | None = 1.0
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -42,6 +46,7 @@ class UpdateConfig:
             at_least(f"update.{name}", getattr(self, name), 1)
         at_least("update.micro_batch_tokens", self.max_tokens, 1)
         at_least("update.max_grad_norm", self.max_grad_norm, 0)
+        one_of("update.staleness", self.staleness, (0, 1))
 
     @cached_property
     def max_tokens(self) -> int | None:

@@ -69,14 +69,7 @@ class Coefficients:
     def follow(
         self, stats: Stats, iteration: int, policy: Policy, reference: Reference | None
     ) -> None:
-        """Called after each iteration.
-
-        Args:
-            stats: averages of the iteration.
-            iteration: number of finished iterations.
-            policy: has learned.
-            reference: for the KL term.
-        """
+        """Called after each iteration, with its averages and how many are finished."""
 
     def stats(self) -> Stats:
         """The coefficients of this iteration, to log."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from litgrpo.algorithm.advantages import Normalized
 from litgrpo.algorithm.estimators import DecoupledNormalized
-from litgrpo.algorithm.objective import Normalizers, Objective
+from litgrpo.algorithm.objective import RATIO_MAX, Normalizers, Objective
 from litgrpo.models.attention.packing import family_buckets
 from litgrpo.parallel.comm import Comm
 from litgrpo.tensors import length_buckets
@@ -46,9 +46,11 @@ class Totals:
         self.sums: Stats = {}
 
     def add(self, stats: Stats) -> None:
-        """Count {name: [2] sum and count}."""
-        for name, sum_and_count in stats.items():
-            self.sums[name] = self.sums.get(name, 0.0) + sum_and_count.detach().double()
+        """Count {name: [2] sum and count}; of a largest ratio keep the largest."""
+        for name, pair in stats.items():
+            known, new = self.sums.get(name), pair.detach().double()
+            join = torch.maximum if name == RATIO_MAX else torch.add
+            self.sums[name] = new if known is None else join(known, new)
 
     def add_value(self, name: str, value: Tensor) -> None:
         """Count one number."""

@@ -19,6 +19,7 @@ from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.trainer_options import refuse_compiled
+from litgrpo.data.sampler import BatchLoader
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
@@ -33,11 +34,13 @@ from litgrpo.parallel.messages import rank_zero_info
 from litgrpo.rewards.library.format import soft_overlong
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rollout.ahead import AheadRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.types import PromptBatch
 
 EXACT_DTYPES = ("float32", "float64")
 
@@ -101,11 +104,12 @@ def join(
         module: whose parts policy and reference are; its trainer, if it has one, tells device and
             precision.
     """
+    check_ahead(settings)
     device, precision = place_of(module, policy)
     static_shapes = backend(device).static_shapes
     use_static_shapes(module, device)
     clock, comm = Clock(device), TrainerComm(module)
-    rollouter = Rollouter(
+    rollouter = (AheadRollouter if settings.update.staleness else Rollouter)(
         policy,
         *settings.sizes,
         engine=settings.engine,
@@ -114,6 +118,8 @@ def join(
         seed=settings.seed,
         clock=clock,
     )
+    if isinstance(rollouter, AheadRollouter) and is_attached(module):
+        rollouter.source = partial(prompts_ahead, module, backend(device).data_device)
     learner = Learner(
         policy,
         coefficients,
@@ -189,8 +195,41 @@ def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
     return {"soft_overlong": Reward(soft_overlong, kwargs=limits)}
 
 
-def corrected(objective: Objective, engine: RolloutEngine) -> Objective:
-    """The objective with a correction for the sampler, where the engine is not exact."""
+def prompts_ahead(module: Any, device: torch.device) -> PromptBatch:
+    """The prompts of the next iteration.
+
+    Raises:
+        ValueError: the training data do not tell them, or processes share them.
+    """
+    loader = module.trainer.train_dataloader
+    require(
+        isinstance(loader, BatchLoader) and module.trainer.world_size == 1,
+        "update.staleness is 1, which needs litgrpo.PromptData and one process. Set it to 0.",
+    )
+    return loader.ahead().to(device)
+
+
+def check_ahead(settings: Settings) -> None:
+    """Refuse what would have to be known before it has been learned.
+
+    Raises:
+        ValueError: prompts are resampled, or environments answer.
+    """
+    require(
+        not (settings.update.staleness and (settings.max_resamples or settings.environment)),
+        "update.staleness is 1, but max_resamples asks for prompts, or an environment for answers, "
+        "by what an iteration finds. Set staleness to 0, or leave these out.",
+    )
+
+
+def corrected(objective: Objective, engine: RolloutEngine, update: UpdateConfig) -> Objective:
+    """The objective with a correction for the sampler, where it is not the policy."""
+    if update.staleness and objective.sampler_correction is None:
+        rank_zero_info(
+            "update.staleness is 1, so rollouts are of earlier weights: "
+            "objective.sampler_correction is on, and log-probabilities are computed anew."
+        )
+        return replace(objective, sampler_correction=SamplerCorrection())
     if engine.exact or objective.sampler_correction is not None:
         return objective
     rank_zero_info(
@@ -210,7 +249,7 @@ def same_digits(settings: Settings, trainer_precision: str) -> bool:
     precision = settings.precision
     full = trainer_precision == "32-true" and precision.compute is None
     full = full and precision.dtype in EXACT_DTYPES
-    alone = settings.environment is None
+    alone = settings.environment is None and not settings.update.staleness
     return full and alone and settings.engine.exact and not settings.sampling.greedy
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
-from litgrpo.callbacks.nothing_learned import NothingLearned
+from litgrpo.callbacks.run_numbers import watching
 from litgrpo.environments.interface import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
@@ -67,9 +67,8 @@ class GRPO(LightningModule):
     and learn from how each compares with its group.
 
     Args:
-        pretrained: the model to train: a hub id, a folder, a GGUF file, `builtin:<name>` or
-            `package:<name>/<file>`. In Python also a `PreTrainedModel`, or `(model, tokenizer)`,
-            of which a copy is trained.
+        pretrained: the model to train: hub id, folder, GGUF file, `builtin:<name>`; in Python also
+            a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
         objective: what is maximized: advantages, surrogate, weighting and KL term.
         group_size: completions of each prompt, G.
@@ -159,7 +158,7 @@ class GRPO(LightningModule):
             max_resamples=max_resamples,
             seed=seed,
         )
-        self.coefficients = coefficients_of(controllers, corrected(objective, engine))
+        self.coefficients = coefficients_of(controllers, corrected(objective, engine, update))
         check_overrides(type(self))
         parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
         self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
@@ -212,7 +211,7 @@ class GRPO(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """The checks at the start of a fit, and a word where nothing is learned."""
-        return [*[InvariantChecks()] * self.check_invariants, NothingLearned()]
+        return [*[InvariantChecks()] * self.check_invariants, *watching()]
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from litgrpo.learner.learner import Learner
 from litgrpo.models.loading import check_weights
 from litgrpo.modules import kernel_choice
+from litgrpo.rollout.ahead import AheadRollouter
 from litgrpo.rollout.rollouter import Rollouter
 
 
@@ -26,6 +27,8 @@ def save(
     weights = checkpoint["state_dict"]
     # Limits on rows at once decide how sums are rounded.
     lowered = {"micro_batch_size": learner.max_rows, "max_rows": rollouter.max_rows}
+    if isinstance(rollouter, AheadRollouter):
+        checkpoint["ahead"] = rollouter.state_dict(checkpoint["iteration"])
     checkpoint |= {
         "state_dict": {name: weights[name] for name in weights if name in kept},
         "coefficients": learner.coefficients.state_dict(),
@@ -47,3 +50,5 @@ def load(
     learner.max_rows = checkpoint["lowered"].get("micro_batch_size")
     rollouter.max_rows = checkpoint["lowered"].get("max_rows")
     rollouter.forget_weights()
+    if isinstance(rollouter, AheadRollouter):
+        rollouter.load_state_dict(checkpoint.get("ahead"))

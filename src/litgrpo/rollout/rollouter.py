@@ -92,33 +92,33 @@ class Rollouter:
                 f"The data module gave a {type(prompts).__name__}, but completions are sampled for "
                 "prompts alone. Use litgrpo.PromptData."
             )
-        group_size = self.group_size if group_size is None else group_size
-        counted = iteration if purpose == "train" else 0
-        uniforms = draw_uniforms(
-            self.seed,
-            purpose,
-            counted,
-            prompts.index,
-            group_size,
-            self.max_completion_len,
-            attempt=attempt,
-        )
-        sampling = (sampling or self.sampling).ending_as(self.sampling)
-        stops, policy = self.stop_strings, self.policy
-        requests = Requests(policy, prompts, group_size, uniforms, sampling, stops=stops)
+        policy, stops = self.policy, self.stop_strings
+        named = Named(self.seed, purpose, iteration if purpose == "train" else 0, attempt)
+        requests = self.requests(prompts, named, group_size, sampling)
         policy.eval()
         if iteration != self._synced:
             self.engine.sync_weights(self.policy, iteration)
             self._synced = iteration
         with self.policy.arithmetic():
-            rollout = self._within_memory(requests, Named(self.seed, purpose, counted, attempt))
+            rollout = self._within_memory(requests, named)
         if purpose == "train":
             self._sampled_tokens += int(rollout.lengths.sum())
         decode = partial(policy.tokenizer.batch_decode, skip_special_tokens=True)
         texts = rollout.completions or decode(rollout.token_lists())
         if stops is not None:
-            texts = stops.cut_all(texts, rollout, sampling.include_stop_str_in_output)
+            texts = stops.cut_all(texts, rollout, self.sampling.include_stop_str_in_output)
         return replace(rollout, completions=texts, policy_version=iteration)
+
+    def requests(
+        self, prompts: PromptBatch, named: Named, group_size: int | None, sampling: Sampling | None
+    ) -> Requests:
+        """What the engine is asked for the rollout of a name; see `generate`."""
+        group_size = self.group_size if group_size is None else group_size
+        sizes = group_size, self.max_completion_len
+        uniforms = draw_uniforms(*named[:3], prompts.index, *sizes, attempt=named.attempt)
+        sampling = (sampling or self.sampling).ending_as(self.sampling)
+        stops = self.stop_strings
+        return Requests(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
 
     def episode_stats(self, rollout: Rollout) -> Stats:
         """What to log of a rollout's episodes."""
@@ -157,14 +157,11 @@ class Rollouter:
                 return self.episodes.play(self.engine, asked, named)
             return engine.generate(asked)
 
-        def lower(rows: int) -> None:
-            self.max_rows = rows
-
         return with_halving(
             attempt,
             rows=lambda: at_once,
             limit=self.max_rows,
-            on_halved=lower,
+            on_halved=partial(setattr, self, "max_rows"),
             what="the rollout",
             setting="engine.max_rows",
             unchanged="the completions",

@@ -1,4 +1,4 @@
-from litgrpo.callbacks.report import aligned, entries, finite, markdown
+from litgrpo.callbacks.number_texts import aligned, entries, finite, markdown
 from tests.standin import prompts, rewards_of, rollout_of
 
 

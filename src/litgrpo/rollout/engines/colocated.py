@@ -1,0 +1,136 @@
+"""VLLM inside of the trainer's process, on its own device.
+
+Built against vLLM 0.32. Run on a CPU; on a GPU, with `sleep`, it was not run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from litgrpo.arguments import at_least, require
+from litgrpo.models.policy import Policy
+from litgrpo.parallel.together import several
+from litgrpo.rollout.engines.publishing import Folder, FolderSender
+from litgrpo.rollout.engines.served import Answer, Ask, Channel, ServedEngine
+from litgrpo.rollout.interface import Requests
+
+
+@dataclass(frozen=True)
+class ColocatedEngine(ServedEngine):
+    """Samples with a vLLM of its own, beside the policy in the same process.
+
+    Needs `pip install vllm` in the trainer's environment. One process; prompts and completions
+    together are at most `max_model_len` tokens.
+
+    Args:
+        memory: share of the device's memory that vLLM may take (`gpu_memory_utilization`).
+        max_model_len: tokens of a row at most; None: as the model.
+        sleep: give the memory back while the policy learns; GPUs only.
+        options: further arguments of vLLM's `LLM`.
+    """
+
+    memory: float = 0.4
+    max_model_len: int | None = None
+    sleep: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(0 < self.memory < 1, f"engine.memory is {self.memory}; it must be between 0 and 1.")
+        at_least("engine.max_model_len", self.max_model_len, 1)
+
+    @cached_property
+    def sender(self) -> FolderSender:
+        """Writes the weights where vLLM reads them."""
+        return FolderSender(Folder())
+
+    @cached_property
+    def llm(self) -> Any:
+        """The sampler, started with the weights that were published first.
+
+        Raises:
+            ValueError: it is not installed, or several processes train.
+        """
+        require(not several(), "ColocatedEngine is for one process. Take a server for several.")
+        # One process: it would start another for itself, which could not see the trainer's device.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ValueError(
+                f"ColocatedEngine needs vLLM in this environment ({error}): pip install vllm, or "
+                "take litgrpo.rollout.engines.server.ServerEngine."
+            ) from error
+        given: dict[str, Any] = {
+            "gpu_memory_utilization": self.memory,
+            "max_model_len": self.max_model_len,
+        }
+        given |= {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": self.sleep}
+        return LLM(self.sender.place, **given | self.options)
+
+    def sync_weights(self, policy: Policy, version: int) -> None:
+        """Let vLLM read the policy's weights; see `RolloutEngine.sync_weights`."""
+        self.sender.prepare(policy, str(version))
+        if "llm" not in vars(self):
+            return  # it starts with them
+        with self.awake() as llm:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": self.sender.place})
+            llm.reset_prefix_cache()
+
+    @contextmanager
+    def awake(self) -> Iterator[Any]:
+        """The sampler with its memory; without it afterwards."""
+        llm = self.llm
+        if self.sleep:
+            llm.wake_up()
+        try:
+            yield llm
+        finally:
+            if self.sleep:
+                llm.sleep(level=1)
+
+    @contextmanager
+    def channel(self, requests: Requests) -> Iterator[Channel]:
+        """See `ServedEngine.channel`."""
+        with self.awake() as llm:
+            yield Batches(llm)
+
+
+class Batches(Channel):
+    """Samples what was asked since the last look, all at once.
+
+    Args:
+        llm: vLLM.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.asked: list[Ask] = []
+
+    def put(self, asks: Sequence[Ask]) -> None:
+        """See `Channel.put`."""
+        self.asked += asks
+
+    def take(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+        """See `Channel.take`."""
+        from vllm import SamplingParams
+
+        asked, self.asked = self.asked, []
+        prompts = [{"prompt_token_ids": ask.ids} for ask in asked]
+        params = [SamplingParams(**ask.params) for ask in asked]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [(ask.row, answered(output)) for ask, output in zip(asked, outputs, strict=True)]
+
+
+def answered(output: Any) -> Answer:
+    """What vLLM sampled for a row."""
+    (choice,) = output.outputs
+    ids = list(choice.token_ids)
+    return Answer(
+        ids, [found[token].logprob for token, found in zip(ids, choice.logprobs, strict=True)]
+    )

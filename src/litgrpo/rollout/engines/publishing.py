@@ -1,0 +1,243 @@
+"""How weights get from the trainer to servers: by a folder, or from device to device."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from litgrpo.arguments import one_of, require
+from litgrpo.models.adapters import merged
+from litgrpo.models.loading import export
+from litgrpo.models.policy import Policy
+from litgrpo.parallel.messages import rank
+from litgrpo.rollout.engines.vllm_server import Away, Server
+from litgrpo.tensors import whole
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Sender(ABC):
+    """Holds the weights that servers have to have, until there are newer ones.
+
+    `place`: what the senders of other processes need to know of them.
+    """
+
+    place: Any = None
+
+    @abstractmethod
+    def prepare(self, policy: Policy, version: str) -> None:
+        """Put the weights together; every process takes part, and the first keeps them."""
+
+    @abstractmethod
+    def send(self, server: Server) -> None:
+        """Let a server that does not sample take them.
+
+        Raises:
+            Away: it cannot now.
+        """
+
+
+class Weights(ABC):
+    """A way for weights, as a recipe names it."""
+
+    @abstractmethod
+    def sender(self) -> Sender:
+        """What sends them, for one run."""
+
+
+@dataclass(frozen=True)
+class Folder(Weights):
+    """Weights by a folder that trainer and servers see under the same path.
+
+    Args:
+        path: where versions are written, each in a folder of its own that lives until the next is
+            taken; None: a temporary folder, for servers on the same machine.
+        dtype: of the weights in the files; None: as they are trained. Servers convert to their own.
+    """
+
+    path: str | None = None
+    dtype: Dtype | None = None
+
+    def sender(self) -> Sender:
+        """Writes and names folders."""
+        return FolderSender(self)
+
+
+class FolderSender(Sender):
+    """Writes a folder in Hugging Face's format, which servers read in place of their model's.
+
+    Args:
+        settings: where, and as what.
+    """
+
+    def __init__(self, settings: Folder) -> None:
+        self.settings, self.place = settings, ""
+        self.written: list[Path] = []
+
+    @cached_property
+    def root(self) -> Path:
+        """Where versions go; a temporary folder goes with this object."""
+        if self.settings.path is None:
+            temporary = Path(tempfile.mkdtemp(prefix="litgrpo-weights-"))
+            temporary.chmod(0o755)
+            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+            return temporary
+        Path(self.settings.path).mkdir(parents=True, exist_ok=True)
+        return Path(self.settings.path).resolve()
+
+    def prepare(self, policy: Policy, version: str) -> None:
+        """See `Sender.prepare`."""
+        state = gathered(policy)
+        if rank() != 0:
+            return
+        folder = self.root / version
+        if state is None:
+            export(policy, folder, self.settings.dtype)
+        else:
+            policy.model.save_pretrained(folder, state_dict=state)
+        for before in self.written:
+            shutil.rmtree(before, ignore_errors=True)
+        self.written, self.place = [folder], str(folder)
+
+    def send(self, server: Server) -> None:
+        """See `Sender.send`."""
+        kwargs = {"weights_path": self.place}
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+
+
+def gathered(policy: Policy) -> dict[str, Tensor] | None:
+    """{name: whole tensor} where processes hold shards, on the host of the first; else None.
+
+    Raises:
+        ValueError: adapters are sharded.
+    """
+    state = policy.model.state_dict()
+    if not any(isinstance(each, DTensor) for each in state.values()):
+        return None
+    require(
+        not policy.has_adapter,
+        "Adapters of a sharded model are not published to servers. Train with DDP, or all weights.",
+    )
+    found = {}
+    for name, shard in state.items():
+        tensor = whole(shard)
+        if rank() == 0:
+            found[name] = tensor.detach().cpu()
+    return found
+
+
+@dataclass(frozen=True)
+class Native(Weights):
+    """Weights by vLLM's own transfer, from GPU to GPU; needs vLLM in the trainer's environment.
+
+    Servers need `--weight-transfer-config '{"backend": "nccl"}'`. Built against vLLM 0.32, whose
+    classes do the transfer; NCCL was not run.
+
+    Args:
+        backend: `nccl`.
+        address: of this machine, as servers see it; None: by its name.
+    """
+
+    backend: str = "nccl"
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the backend."""
+        one_of("engine.weights.backend", self.backend, ["nccl"])
+
+    def sender(self) -> Sender:
+        """Sends by NCCL."""
+        return NativeSender(self)
+
+
+class NativeSender(Sender):
+    """One transfer group for each server, in which the trainer's first process is rank 0.
+
+    Args:
+        settings: who is reached how.
+    """
+
+    def __init__(self, settings: Native) -> None:
+        require(
+            torch.cuda.is_available(),
+            "engine.weights is Native, which sends by NCCL from a GPU, but there is none. Take "
+            "litgrpo.rollout.engines.publishing.Folder.",
+        )
+        self.settings, self.trainers = settings, dict[str, Any]()
+        self.state: dict[str, Tensor] = {}
+
+    def prepare(self, policy: Policy, version: str) -> None:
+        """See `Sender.prepare`."""
+        state = gathered(policy)
+        if state is None and rank() == 0:
+            model = merged(policy.model) if policy.has_adapter else policy.model
+            state = {name: each.detach().cpu() for name, each in model.state_dict().items()}
+        self.state = once(state or {}, policy)
+
+    def send(self, server: Server) -> None:
+        """See `Sender.send`."""
+        if rank() != 0:
+            raise Away(f"{server.url} (it waits for the weights of the first process)")
+        # One that began anew is without its group.
+        if server.url not in self.trainers or server.version == "default":
+            self.trainers[server.url] = self._joined(server)
+        self.trainers[server.url].source.state = self.state
+        self.trainers[server.url].send_weights()
+
+    def _joined(self, server: Server) -> Any:
+        """The sender to a server, by vLLM, which holds no weights yet."""
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerInitInfo,
+            NCCLTrainerWeightTransferEngine,
+        )
+
+        workers = server.call("GET", "/get_world_size")["world_size"]
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        address = self.settings.address or socket.gethostbyname(socket.gethostname())
+        info = NCCLTrainerInitInfo(address, port, workers + 1, rank=0)
+        client = HTTPVLLMWeightSyncClient(server.url, server.timeout_s)
+        return NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=client, source=source_of(self.state)
+        )
+
+
+def source_of(state: dict[str, Tensor]) -> Any:
+    """For vLLM a view of {name: tensor on the host}: described first, then sent one by one."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class OnHost(WeightSource):
+        """`state` may be replaced between two transfers."""
+
+        def __init__(self) -> None:
+            self.state = state
+
+        def metadata(self) -> list[Any]:
+            """Names, types and shapes."""
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.state.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            """Each on the device that sends."""
+            return ((name, tensor.cuda()) for name, tensor in self.state.items())
+
+    return OnHost()
+
+
+def once(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
+    """Without the head where it is the embedding, which a server ties itself."""
+    tied = policy.bare_model.config.tie_word_embeddings
+    return {name: each for name, each in state.items() if not (tied and name == "lm_head.weight")}

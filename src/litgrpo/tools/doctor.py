@@ -1,0 +1,25 @@
+"""The verb `doctor`: what is wrong with a run, since when, and what to change."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from litgrpo.doctor.diagnosis import examine
+from litgrpo.doctor.run_files import read
+from litgrpo.doctor.telling import page
+
+
+def doctor(run: str, fail_on: Literal["info", "warning", "critical"] = "critical") -> None:
+    """Look at a run: what is wrong, what is fine, what could not be checked.
+
+    The exit code is 0 if nothing is as severe as `fail_on`, 1 if something is, 2 if the run cannot
+    be read.
+
+    Args:
+        run: a run folder; or TRL's trainer_state.json, a console log of verl, a metrics.csv.
+        fail_on: exit with 1 where a finding is at least so severe.
+    """
+    diagnosis = examine(read(run))
+    print(page(diagnosis))
+    if any(each.at_least(fail_on) for each in diagnosis.every):
+        raise SystemExit(1)

@@ -1,0 +1,100 @@
+"""The faults of servers and of rollouts that are sampled ahead, each a function of the bench."""
+
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from litgrpo.models.loading import resolve
+from tests.faults.running import RECIPE, Run, differences, merged
+from tests.vllm.serving import free_port
+
+ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.server.ServerEngine"
+MODEL = "builtin:tiny-gemma2"
+
+
+def recipe(port: int, **update: Any) -> dict[str, Any]:
+    """The recipe of the faults with a server."""
+    given = {"urls": [f"http://127.0.0.1:{port}"], "numbers": "uniforms", "wait_s": 120.0}
+    keys = {"engine": {"class_path": ENGINE, "init_args": given}, "update": update}
+    return merged(RECIPE, {"model": {"init_args": keys}})
+
+
+def started(port: int, *words: str) -> subprocess.Popen[str]:
+    """A server, when it answers."""
+    module = "tests.rollout.engines.vllm_stand_in"
+    command = [sys.executable, "-m", module, resolve(MODEL), str(port), *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    return process
+
+
+@contextmanager
+def server(port: int, *words: str):
+    """A server that is ended, whichever it is by then."""
+    running = [started(port, *words)]
+    try:
+        yield running
+    finally:
+        running[-1].kill()
+        running[-1].wait()
+
+
+def whole(bench: Any, port: int, **update: Any) -> Run:
+    """The run with a server to which nothing happens."""
+    run: Run = bench.whole(f"served-{len(update)}", recipe(port, **update))
+    return run
+
+
+def f24(bench: Any) -> dict[str, str]:
+    """the server is killed in the middle of an iteration and started again: the same"""
+    port = free_port()
+    with server(port):
+        expected = whole(bench, port)
+    run = Run(bench.folder / "F24", recipe(port))
+    with server(port, "--dies_after", "77") as running:
+
+        def again() -> None:
+            """Start it when it has died."""
+            assert running[-1].wait() == 9
+            running.append(started(port))
+
+        watching = threading.Thread(target=again)
+        watching.start()
+        code = run.go()
+        watching.join()
+    wrong = "" if code == 0 else f"exit code {code}: {run.said[-500:]}"
+    for said in ("is away", "had weights of version default; published again"):
+        wrong = wrong or ("" if said in run.said else f"not said: {said}")
+    return {"killed": wrong or ", ".join(differences(run, expected))}
+
+
+def f25(bench: Any) -> dict[str, str]:
+    """the server says that it took the weights, and did not: refused, nothing is learned"""
+    port, run = free_port(), None
+    with server(port, "--keeps"):
+        run = Run(bench.folder / "F25", recipe(port))
+        code = run.go()
+    good = code == 2 and "answers with weights of version default, but 0-" in run.said
+    return {"stale": "" if good else f"exit code {code}: {run.said[-500:]}"}
+
+
+def f26(bench: Any) -> dict[str, str]:
+    """killed with a rollout that was sampled ahead, then the same command again: the same"""
+    from tests.faults.cases import stopped_and_resumed
+
+    port, found = free_port(), {}
+    with server(port):
+        expected = whole(bench, port, staleness=1)
+        for name, point in {
+            "SIGKILL in learning": {"at": "backward", "count": 4},
+            "SIGKILL while it samples": {"at": "start", "count": 5},
+            "SIGTERM": {"at": "backward", "count": 4, "signum": int(signal.SIGTERM)},
+        }.items():
+            run = Run(bench.folder / name.replace(" ", "-"), recipe(port, staleness=1))
+            found[name] = stopped_and_resumed(run, expected, **point)
+    return found

@@ -1,0 +1,340 @@
+"""Rollouts by servers: the same tokens, no other weights, and what is survived or refused."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from litgrpo.arguments import require
+from litgrpo.models.loading import LoRA, as_policy, export, load_policy
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.publishing import Folder, Native
+from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.engines.stopped import Stopped
+from litgrpo.rollout.engines.vllm_server import Away, Server, ServerFailure, ServersAway
+from litgrpo.rollout.interface import Requests
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.stop_strings import StopStrings
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.modules.test_grpo import loader, module, train
+from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.rollout.engines.test_turns import TEXTS as EPISODES
+from tests.rollout.engines.test_turns import assert_same as assert_same_turns
+from tests.rollout.engines.test_turns import ending, played, requests_of
+from tests.rollout.engines.two_processes import one_of_two
+from tests.rollout.engines.vllm_stand_in import StandIn
+from tests.rollout.playing import Echo
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that is not the policy."""
+    path = tmp_path_factory.mktemp("served")
+    export(as_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), path)
+    return path
+
+
+@pytest.fixture
+def server(folder):
+    with StandIn(folder) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("litgrpo.rollout.engines.server.PAUSE_S", 0.02)
+    monkeypatch.setattr("litgrpo.rollout.engines.server.AWAY_S", 0.2)
+
+
+def engine_of(*servers, **settings):
+    given = {"numbers": "uniforms", "timeout_s": 20.0, "wait_s": 5.0} | settings
+    return ServerEngine([each.url for each in servers], **given)
+
+
+def requests_for(policy, sampling=None, **settings):
+    prompts = prompt_batch(*TEXTS)
+    asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling or Sampling())
+    return replace(asked, **settings)
+
+
+def synced(engine, policy, number=0):
+    engine.sync_weights(policy, number)
+    return engine
+
+
+def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
+    policy = ragged(tiny_policy("qwen2"))
+    found = synced(engine_of(server), policy).generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+    assert len(set(found.lengths.tolist())) > 1
+    assert {len(each["token_ids"]) for each in server.asked} == {len(t) + 1 for t in TEXTS}
+
+
+def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
+    policy = ragged(tiny_policy("qwen2"))
+    with StandIn(folder) as other:
+        found = synced(engine_of(server, other), policy).generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+    # Rows of one prompt go to one server, where they share its prefix.
+    asked = [{len(each["token_ids"]) for each in one.asked} for one in (server, other)]
+    assert sorted(map(len, asked)) == [2, 2]
+    assert not asked[0] & asked[1]
+
+
+def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server):
+    policy = ragged(tiny_policy("qwen2"))
+    server.mode = "processed_logprobs"
+    engine, asked = engine_of(server, numbers="seeds"), requests_for(policy, Sampling(0.7))
+    assert not engine.exact
+    one, two = (synced(engine, policy, n).generate(asked) for n in range(2))
+    assert_same(one, two)
+    other = engine.generate(replace(asked, uniforms=asked.uniforms.flip(0)))
+    assert other.token_lists() != one.token_lists()
+    gap = policy.logprobs(one.tokens, temperature=0.7).logprobs - one.sampler_logprobs
+    assert gap.abs().masked_fill(~one.loss_mask, 0).max() < 1e-5
+
+
+def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_path):
+    policy = ragged(tiny_policy("qwen2"))
+    engine = engine_of(server, weights=Folder(str(tmp_path / "versions")))
+    synced(engine, policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(1.5)
+    found = synced(engine, policy, 1).generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+    (last,) = (tmp_path / "versions").iterdir()
+    assert last.name == engine.fleet.version == server.version
+    asides = ("/server_info", "/weight_info", GENERATE)
+    order = [path for path in server.seen if path not in asides]
+    one = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    assert order == one * 2
+
+
+def test_adapters_are_merged_before_they_are_published(server):
+    pytest.importorskip("peft")
+    policy = ragged(as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=2)).eval())
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            weight.add_(0.3 * ("lora_B" in name))
+    found = synced(engine_of(server), policy).generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+
+
+def test_a_server_that_was_started_anew_gets_the_weights_again_and_is_asked_again(server, folder):
+    policy = ragged(tiny_policy("qwen2"))
+    engine = synced(engine_of(server), policy)
+    server.policy, server.version = load_policy(str(folder)).eval(), "default"
+    found = engine.generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+    assert server.seen.count("/collective_rpc") == 2
+
+
+def test_a_server_that_keeps_its_weights_is_refused_by_their_version(folder):
+    policy = tiny_policy("qwen2")
+    with StandIn(folder, keeps=True) as server:
+        engine = synced(engine_of(server), policy)
+        with pytest.raises(ServerFailure, match="with weights of version default, but 0-"):
+            engine.generate(requests_for(policy))
+
+
+def test_what_breaks_off_is_asked_again(server):
+    policy = ragged(tiny_policy("qwen2"))
+    server.faults = {GENERATE: [500, 503], "/collective_rpc": [503]}
+    found = synced(engine_of(server), policy).generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+
+
+def test_one_of_two_servers_dies_is_named_and_its_rows_go_to_the_other(server, folder, caplog):
+    policy = ragged(tiny_policy("qwen2"))
+    with StandIn(folder) as other:
+        engine = synced(engine_of(server, other), policy)
+    found = engine.generate(requests_for(policy))
+    assert_same(found, LocalEngine().generate(requests_for(policy)))
+    assert f"vLLM server is away: {other.url}" in caplog.text
+    synced(engine, policy, 1)  # a publish does without it, too
+    assert server.version == engine.fleet.version
+
+
+def test_where_no_server_answers_the_run_stops_after_a_while_with_their_addresses(folder):
+    policy = tiny_policy("qwen2")
+    with StandIn(folder) as server:
+        engine = synced(engine_of(server, wait_s=0.3), policy)
+    for ask in (lambda: engine.generate(requests_for(policy)), lambda: synced(engine, policy, 1)):
+        with pytest.raises(ServersAway, match=server.url):
+            ask()
+
+
+def test_a_server_that_comes_back_is_waited_for(folder):
+    policy = ragged(tiny_policy("qwen2"))
+    with StandIn(folder) as server:
+        engine = synced(engine_of(server), policy)
+        port = server.server_port
+    found = []
+    asking = threading.Thread(target=lambda: found.append(engine.generate(requests_for(policy))))
+    asking.start()
+    with StandIn(folder, port) as again:
+        asking.join()
+        assert again.seen.count("/collective_rpc") == 1
+    assert_same(found[0], LocalEngine().generate(requests_for(policy)))
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(400, "refuses .status 400.: .*broken"), (404, "VLLM_SERVER_DEV_MODE=1")]
+)
+def test_a_refusal_is_not_repeated(server, status, said):
+    policy = tiny_policy("qwen2")
+    server.faults = {"/collective_rpc": [status]}
+    with pytest.raises(ServerFailure, match=said):
+        synced(engine_of(server), policy)
+    assert server.seen[-1] == "/resume"  # it goes on for others
+
+
+def cut_short(found):
+    found["choices"][0]["token_ids"].pop()
+    found["choices"][0]["logprobs"]["content"].pop()
+    return found | {"choices": [found["choices"][0] | {"finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (lambda found: found | {"usage": {"prompt_tokens": 99}}, "answers another prompt"),
+        (cut_short, "--max-model-len"),
+    ],
+)
+def test_an_answer_to_something_else_is_refused(server, alter, said):
+    policy = tiny_policy("qwen2")
+    policy.eos_ids = ()
+    engine = synced(engine_of(server), policy)
+    server.alter = alter
+    with pytest.raises(ServerFailure, match=said):
+        engine.generate(requests_for(policy))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"urls": []}, "urls is empty"),
+        ({"urls": ["localhost:8000"]}, "no address such as"),
+        ({"urls": ["http://8.8.8.8:8000"]}, "a public address"),
+        ({"numbers": "dice"}, "engine.numbers is 'dice'"),
+        ({"at_once": 0}, "engine.at_once is 0"),
+        ({"wait_s": -1}, "engine.wait_s is -1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        ServerEngine(**({"urls": ["http://10.0.0.1:8000"]} | settings))
+
+
+def test_a_public_address_needs_its_flag_and_a_name_is_looked_up(monkeypatch):
+    assert ServerEngine(["http://8.8.8.8:8000"], allow_public=True).fleet.servers
+    where = [(0, 0, 0, "", ("8.8.4.4", 80))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: where)
+    with pytest.raises(ValueError, match="a public address"):
+        Server("http://somewhere.example:80").post("/pause")
+    monkeypatch.undo()
+    with pytest.raises(Away, match="nowhere"):
+        Server("http://nowhere.invalid:80").post("/pause")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "numbers", "said"),
+    [
+        (Sampling(top_k=5), "seeds", "sampling has top_k 5"),
+        (Sampling(temperature=0.7), "uniforms", "temperature is 0.7, but"),
+    ],
+)
+def test_sampling_that_a_server_cannot_tell_of_is_refused(server, sampling, numbers, said):
+    policy = tiny_policy("qwen2")
+    with pytest.raises(ValueError, match=said):
+        engine_of(server, numbers=numbers).generate(requests_for(policy, sampling))
+
+
+def test_encoder_decoders_are_refused(server):
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        engine_of(server).generate(requests_for(tiny_policy("t5")))
+
+
+def test_stop_strings_end_completions_where_they_do_elsewhere(server):
+    policy = tiny_policy("qwen2")
+    stops = StopStrings(("e", "7"), policy.tokenizer, policy.vocab_size)
+    asked = requests_for(policy, stops=stops)
+    engine = synced(engine_of(server), policy)
+    found = Stopped(engine, stops).generate(asked)
+    assert_same(found, Stopped(LocalEngine(), stops).generate(asked))
+    assert server.asked[0]["sampling_params"]["stop"] == ["e", "7"]
+
+
+def test_turns_are_those_of_the_local_engine_and_begin_with_what_was_said(server):
+    policy = ending(tiny_policy("qwen2"))
+    asked = requests_of(policy)
+    found = played(synced(engine_of(server), policy), asked, Echo())
+    assert_same_turns(found, played(LocalEngine(), asked, Echo()))
+    lengths = {len(each["token_ids"]) for each in server.asked}
+    assert len(lengths) > len(EPISODES)
+    row = [*found.prompts.prompt_ids[0][found.prompts.prompt_mask[0]].tolist()]
+    last = max(
+        (each["token_ids"] for each in server.asked if each["token_ids"][: len(row)] == row),
+        key=len,
+    )
+    said = found.completion_ids[:3].tolist()
+    assert any(last[len(row) :] == ids[: len(last) - len(row)] for ids in said)
+
+
+def trained(engine, **settings):
+    grpo = module(max_iterations=4, engine=engine, **settings)
+    train(grpo, loader(prompt_batch("a", "hello there")))
+    return grpo.policy.state_dict()
+
+
+def test_four_iterations_end_in_the_weights_of_the_local_engine(server):
+    found, expected = trained(engine_of(server)), trained(LocalEngine())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # The invariants are measured on weights that are published, too.
+    assert server.seen.count("/collective_rpc") == 5
+
+
+def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(server, caplog):
+    server.mode = "processed_logprobs"
+    grpo = module(engine=engine_of(server, numbers="seeds"))
+    assert grpo.coefficients.objective.sampler_correction is not None
+    assert "ServerEngine does not sample with the policy's own" in caplog.text
+    train(grpo, loader(prompt_batch("a", "hello there")))
+    assert not grpo.learner.reuse_sampler_logprobs
+    assert grpo.trainer.callback_metrics["policy/sampler_mismatch"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "mode", "other"),
+    [("seeds", "raw_logprobs", "processed"), ("uniforms", "processed_logprobs", "raw")],
+)
+def test_log_probabilities_of_another_distribution_are_refused(server, numbers, mode, other):
+    server.mode = mode
+    with pytest.raises(ServerFailure, match=f"--logprobs-mode {mode}: start it with {other}"):
+        synced(engine_of(server, numbers=numbers), tiny_policy("qwen2"))
+
+
+def test_native_weights_need_a_gpu():
+    require(not torch.cuda.is_available(), "this test is of a machine without one")
+    with pytest.raises(ValueError, match="sends by NCCL from a GPU"):
+        _ = ServerEngine(["http://127.0.0.1:1"], Native()).fleet
+    with pytest.raises(ValueError, match="backend is 'mpi'"):
+        Native("mpi")
+
+
+@pytest.mark.timeout(120)
+def test_of_two_processes_the_first_publishes_and_each_asks_for_its_own(server, tmp_path):
+    given = (server.url, str(tmp_path / "meet"), str(tmp_path))
+    torch.multiprocessing.spawn(one_of_two, given, nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert found[0][:3] == found[1][:3] == (True, server.version, found[0][2])
+    assert server.seen.count("/collective_rpc") == 1
+    policy = ragged(tiny_policy("qwen2"))
+    for rank in range(2):
+        prompts = prompt_batch(TEXTS[rank])
+        asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+        assert found[rank][3] == LocalEngine().generate(asked).token_lists()

@@ -1,0 +1,27 @@
+"""What one of two processes does with a server; a file of its own, which imports little."""
+
+import torch
+from torch import distributed
+
+from litgrpo.parallel.together import several
+from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.interface import Requests
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.engines.test_engines import GROUP, TEXTS, ragged, uniforms_for
+
+
+def one_of_two(rank, url, file, folder):
+    """Publishes together with another process, and asks for a prompt of its own."""
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    policy = ragged(tiny_policy("qwen2"))
+    with torch.no_grad():  # what the first process has is what counts
+        policy.model.lm_head.weight.mul_(1 + rank)
+    engine = ServerEngine([url], numbers="uniforms", timeout_s=20.0)
+    engine.sync_weights(policy, 3)
+    prompts = prompt_batch(TEXTS[rank])
+    asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    found = (several(), engine.fleet.version, engine.fleet.sender.place, engine.generate(asked))
+    torch.save((*found[:3], found[3].token_lists()), f"{folder}/{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()

@@ -1,0 +1,167 @@
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from litgrpo.tools.report.page import page
+from litgrpo.tools.report.run_files import read
+from tests.tools.report.run_folders import HOSTILE, Diagnosed, Found, make_run
+
+VOID = {"meta", "path", "circle"}
+LIMIT, GOAL = 2_000_000, 500_000
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes; those that are open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.open, self.wrong = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open += [tag] * (tag not in VOID)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if self.open[-1:] != [tag]:
+            self.wrong.append(tag)
+        self.open = self.open[:-1]
+
+
+def sound(text: str) -> Tags:
+    """The tags of a page: closed, none that acts or loads, every id once."""
+    found = Tags(text)
+    assert not found.wrong
+    assert not found.open
+    names = {tag for tag, _ in found.tags}
+    assert not names & {"script", "img", "iframe", "link", "object", "form", "audio", "base"}
+    given = {name for _, attributes in found.tags for name in attributes}
+    assert not {name for name in given if name.startswith("on") or name in ("src", "style")}
+    links = [values["href"] for tag, values in found.tags if "href" in values]
+    assert all(link.startswith("#run-") for link in links)
+    ids = [values["id"] for _, values in found.tags if "id" in values]
+    assert len(ids) == len({*ids})
+    return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "mine")
+
+
+def test_the_committed_example_is_such_a_page():
+    text = (Path(__file__).parents[3] / "docs" / "quickstart_report.html").read_text()
+    sound(text)
+    assert "Held-out accuracy rose: 0.406 before, 0.969 after" in text
+    assert len(text) < GOAL
+
+
+def test_a_page_shows_the_run(run):
+    text = page([read(run)])
+    sound(text)
+    for said in (
+        "Held-out accuracy rose",
+        "The same held-out prompts over time",
+        "Hardest prompts",
+        "The rewards were not audited",
+        "model.init_args.group_size",
+        "python cli.py fit -c runs/mine/config.yaml --run_dir runs/mine-again",
+        "Always 0: log ratio.",
+    ):
+        assert said in text
+    assert "Diagnosis" not in text
+    assert len(text) < GOAL
+
+
+def test_the_same_folder_gives_the_same_bytes(run):
+    assert page([read(run)], [Diagnosed()]) == page([read(run)], [Diagnosed()])
+
+
+def test_findings_are_cards_with_their_sample_and_marks_in_the_curves(run):
+    sample = {"prompt": "1+1?", "completion": HOSTILE["script"], "reward": 0.5}
+    text = page([read(run)], [Diagnosed(findings=(Found(samples=(sample,)),))])
+    sound(text)
+    assert "Every group earns the same." in text
+    assert "Since iteration 7." in text
+    assert "A completion that shows it" in text
+    assert text.count('class="mark"') == text.count('class="chart"')
+    assert "Completions end." in text
+    assert "needs a number" in text
+    assert "Nothing was found wrong" in page([read(run)], [Diagnosed(findings=())])
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_completions_cannot_act(text, tmp_path):
+    run = make_run(tmp_path / "hostile", texts=[text])
+    written = page([read(run)], [Diagnosed(findings=(Found(what=text, evidence=(text,)),))])
+    sound(written)
+    assert len(written.encode()) < GOAL
+
+
+def test_names_of_a_recipe_cannot_act_either(run):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("runs/mine", f"'{HOSTILE['script']}'"))
+    name = HOSTILE["svg"].replace(",", "")
+    (run / "metrics.csv").write_text(f"step,reward/{name},reward/{name}_std\n1,1,1\n2,0.5,1\n")
+    sound(page([read(run)]))
+
+
+def test_an_episode_is_shown_turn_by_turn(tmp_path):
+    told = [
+        {"role": "assistant", "content": "call it"},
+        {"role": "tool", "content": "<b>heard</b>"},
+        {"role": "assistant", "content": "6"},
+    ]
+    more = {"messages": told, "turn_rewards": [0.25, None], "calls": {"search": [2, 1]}}
+    text = page([read(make_run(tmp_path / "turns", **more))])
+    sound(text)
+    assert "&lt;b&gt;heard&lt;/b&gt;" in text
+    assert "reward of the turn 0.25" in text
+    assert "2 calls, 1 failed, of search" in text
+
+
+def test_an_audit_is_shown(run):
+    found = {"passed": False, "faults": ["<b>gamed</b>"], "remarks": ["slow"]}
+    (run / "audit.json").write_text(json.dumps(found))
+    text = page([read(run)])
+    assert "found faults" in text
+    assert "fault: &lt;b&gt;gamed&lt;/b&gt;" in text
+
+
+@pytest.mark.parametrize("kept", ["metrics.csv", "config.yaml", "evaluation", ""])
+def test_whatever_is_left_of_a_run_makes_a_page(kept, run):
+    for path in run.iterdir():
+        if path.name not in (kept, "evaluation"):
+            path.unlink()
+    for path in (run / "evaluation").iterdir():
+        if kept != "evaluation":
+            path.unlink()
+    sound(page([read(run)], [None]))
+
+
+def test_ten_thousand_iterations_stay_small(tmp_path):
+    text = page([read(make_run(tmp_path / "long", iterations=10_000))])
+    sound(text)
+    assert len(text) < GOAL
+    assert "99" in re.findall(r"optim/grad_norm.*", text)[-1]  # the spike is in the last table
+
+
+def test_several_runs_are_paired_with_the_first(tmp_path):
+    runs = [read(make_run(tmp_path / name, right=n)) for name, n in (("a", 15), ("b", 4))]
+    text = page(runs)
+    sound(text)
+    assert "b against a" in text
+    assert "0 gained, 11 lost" in text
+    assert "Curves together" in text
+    assert len(text) < LIMIT
+
+
+def test_eight_runs_keep_to_the_limit(tmp_path):
+    runs = [read(make_run(tmp_path / f"r{n}", iterations=2_000)) for n in range(8)]
+    assert len(page(runs).encode()) < LIMIT

@@ -1,0 +1,32 @@
+import pytest
+
+from litgrpo.tools.report.texts import dialogue, marked_difference, visible
+from tests.tools.report.run_folders import HOSTILE
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_every_text_can_be_written_and_seen(text):
+    shown = visible(text)
+    shown.encode()
+    assert len(shown) < 13_000
+    assert not {*shown} & {*"\u202e\u2066\u200f\x00\x07\x1b\x7f\ud800"}
+
+
+@pytest.mark.parametrize(
+    ("now", "earlier"), [("", "a"), ("aa", "a"), ("a", "aa"), ("abc", "xyz"), ("ab", "ab")]
+)
+def test_the_three_parts_are_the_text(now, earlier):
+    assert "".join(marked_difference(now, earlier)) == now
+
+
+def test_an_episode_is_shown_turn_by_turn():
+    told = [
+        {"role": "assistant", "content": "<call>2*3</call>"},
+        {"role": "tool", "name": "calculator", "content": "6"},
+        {"role": "assistant", "content": "6"},
+    ]
+    row = {"completion": "", "messages": told, "turn_rewards": [0.0, 1.0]}
+    said = dialogue(row, {"completion": "", "messages": told[:2], "turn_rewards": [0.0]})
+    assert [each.who for each in said] == ["policy", "tool calculator", "policy"]
+    assert [each.reward for each in said] == ["0", "", "1"]
+    assert [each.new for each in said] == ["", "", "6"]

@@ -1,0 +1,48 @@
+"""`ColocatedEngine` in an environment that has vLLM: `python -m tests.vllm.colocated`.
+
+Prints what was found; pytest of the trainer's environment reads it.
+"""
+
+import json
+
+import torch
+
+from litgrpo.data.prompts import pad_left
+from litgrpo.models.loading import load_policy
+from litgrpo.rollout.engines.colocated import ColocatedEngine
+from litgrpo.rollout.interface import Requests
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.types import PromptBatch
+
+TEXTS, GROUP, LENGTH, TEMPERATURE = ("12+5=", "What is 7+88?"), 4, 24, 0.7
+
+
+def main():
+    policy = load_policy("builtin:tiny-gemma2").eval()
+    prompts = pad_left([policy.tokenizer(text).input_ids for text in TEXTS], policy.pad_id)
+    batch = PromptBatch(*prompts, list(TEXTS), {}, torch.arange(len(TEXTS)))
+    numbers = draw_uniforms(0, "train", 0, batch.index, GROUP, LENGTH)
+    requests = Requests(policy, batch, GROUP, numbers, Sampling(temperature=TEMPERATURE))
+
+    def gap(rollout):
+        with torch.no_grad():
+            found = policy.logprobs(rollout.tokens, temperature=TEMPERATURE).logprobs
+        off = (found - rollout.sampler_logprobs).abs().masked_fill(~rollout.loss_mask, 0)
+        return float(off.max())
+
+    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16}
+    engine = ColocatedEngine(max_model_len=128, sleep=False, options=options)
+    engine.sync_weights(policy, 0)
+    one, two = (engine.generate(requests) for _ in range(2))
+    found = {"first": gap(one), "repeated": one.token_lists() == two.token_lists()}
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    found["before"] = gap(engine.generate(requests))
+    engine.sync_weights(policy, 1)
+    found["after"] = gap(engine.generate(requests))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
