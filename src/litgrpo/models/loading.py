@@ -24,6 +24,7 @@ from litgrpo.models.adapters import (
     with_adapters,
 )
 from litgrpo.models.attention.decode_shared_prefix import same_attention_again
+from litgrpo.models.gguf import PACKAGE, SUFFIX, from_gguf, packaged
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.library import decoder_only
 from litgrpo.models.policy import Policy
@@ -91,10 +92,10 @@ class Precision:
 
 
 def resolve(pretrained: str) -> str:
-    """The folder of an embedded model; any other name or folder as it is.
+    """The folder of an embedded model, a GGUF file or a package; any other name as it is.
 
     Raises:
-        ValueError: an unknown embedded model, or a path that does not exist.
+        ValueError: an unknown embedded model, a path that does not exist, an unreadable file.
     """
     if pretrained.startswith(BUILTIN):
         folder = ASSETS / pretrained.removeprefix(BUILTIN)
@@ -103,12 +104,15 @@ def resolve(pretrained: str) -> str:
             raise ValueError(f"There is no embedded model {pretrained!r}; there is {known}.")
         return str(folder)
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
-    folder = Path(pretrained).expanduser()
+    is_packaged = pretrained.startswith(PACKAGE)
+    folder = packaged(pretrained) if is_packaged else Path(pretrained).expanduser()
+    if folder.is_file() and folder.suffix == SUFFIX:
+        return str(from_gguf(folder))
     require(
         not folder.is_file(),
-        f"pretrained: {pretrained!r} is a file. Give the folder that holds config.json, the "
-        "weights as safetensors and the tokenizer, as save_pretrained writes it; a GGUF file is "
-        "converted by transformers' from_pretrained(folder, gguf_file=...) and save_pretrained.",
+        f"pretrained: {pretrained!r} is a file, and no GGUF file by its name. Give a .gguf file, "
+        "or the folder that holds config.json, the weights as safetensors and the tokenizer, as "
+        "save_pretrained writes it.",
     )
     refuse_adapter_folder(folder)
     if looks_like_path and not (folder / "config.json").is_file():
@@ -181,7 +185,7 @@ def load_policy(
     """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
 
     Args:
-        pretrained: hub id, folder, or `builtin:<name>`.
+        pretrained: hub id, folder, GGUF file, `builtin:<name>` or `package:<name>/<path>`.
         tokenizer: the tokenizer, if it is loaded already.
         precision: dtype, checkpointing and dropout.
         lora: train adapters instead of the weights.

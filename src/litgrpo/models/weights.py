@@ -87,7 +87,7 @@ def load_weights(
     from safetensors import SafetensorError
 
     try:
-        with _quiet():
+        with quiet():
             model, report = model_class(config).from_pretrained(
                 folder,
                 config=config,
@@ -125,7 +125,7 @@ def _named(names: Any) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers from drawing bars and tables over ours, which say the same in a line."""
     from transformers.utils import logging
 
@@ -174,6 +174,6 @@ def other_files(folder: str) -> str:
     if not found:
         return ""
     return (
-        f" {found[0]} is in GGUF format, which is not read here: convert it once with "
-        f"transformers' from_pretrained(folder, gguf_file={found[0]!r}) and save_pretrained."
+        f" {found[0]} is in GGUF format, which is read when the file itself is given: pretrained: "
+        f"{str(Path(folder) / found[0])!r}."
     )

@@ -67,8 +67,8 @@ class GRPO(LightningModule):
     and learn from how each compares with its group.
 
     Args:
-        pretrained: the model to train: a hub id, a folder, or `builtin:<name>`. In Python also a
-            `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
+        pretrained: the model to train: hub id, folder, GGUF file, `builtin:<name>`; in Python also
+            a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
         objective: what is maximized: advantages, surrogate, weighting and KL term.
         group_size: completions of each prompt, G.

@@ -39,8 +39,8 @@ class SFT(LightningModule):
     """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
 
     Args:
-        pretrained: hub id, folder or `builtin:<name>` to start from; or give `scratch`. In Python
-            also a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
+        pretrained: hub id, folder, GGUF file, `builtin:<name>`; or give `scratch`. In Python also
+            a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         scratch: a new model and tokenizer instead of `pretrained`.
         optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
         lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is

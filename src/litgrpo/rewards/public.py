@@ -24,6 +24,7 @@ FUNCTIONS = {
     "library.reasoning": ("steps", "connectives", "arithmetic", "relevance", "coherence"),
     "library.quality": ("explanation_quality", "quality"),
     "library.safety": ("safety",),
+    "library.sentiment": ("cheerful",),
     "library.diversity": ("distinct", "group_diversity"),
     "code": ("unit_tests",),
     "library.reasoning_gym": ("reasoning_gym",),

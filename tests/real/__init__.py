@@ -1,0 +1,1 @@
+"""Tests on real pretrained weights: `.ci/real`; skipped where they are not installed."""
