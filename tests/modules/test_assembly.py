@@ -106,9 +106,11 @@ def test_a_share_of_completions_that_are_too_long_is_punished():
 
 def test_an_engine_that_is_not_exact_is_corrected_unless_the_user_said_how():
     low, own = LocalEngine(dtype="bfloat16"), SamplerCorrection(high=2.0)
-    assert corrected(Objective(), LocalEngine()) == Objective()
-    assert corrected(Objective(), low).sampler_correction == SamplerCorrection()
-    assert corrected(Objective(sampler_correction=own), low).sampler_correction is own
+    now, ahead = UpdateConfig(), UpdateConfig(staleness=1)
+    assert corrected(Objective(), LocalEngine(), now) == Objective()
+    assert corrected(Objective(), low, now).sampler_correction == SamplerCorrection()
+    assert corrected(Objective(), LocalEngine(), ahead).sampler_correction == SamplerCorrection()
+    assert corrected(Objective(sampler_correction=own), low, ahead).sampler_correction is own
 
 
 def test_only_precisions_that_leave_prompts_alone_are_taken():
