@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import compress, pairwise
 from operator import not_
 from pathlib import Path
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.run_folder import REPORT
+from litgrpo.doctor import run_files
+from litgrpo.doctor.diagnosis import examine
 from litgrpo.tools.report.page import Diagnosis, page
 from litgrpo.tools.report.run_files import METRICS, read
 
@@ -96,13 +96,10 @@ def write(runs: list[str], output: str | None = None) -> Path:
 
 
 def diagnosis_of(folder: Path) -> Diagnosis | None:
-    """What the doctor says of a run; None where it is not installed or has no numbers to read."""
-    if find_spec("litgrpo.doctor") is None or not (folder / METRICS).is_file():
+    """What the doctor says of a run; None where there are no numbers to read."""
+    if not (folder / METRICS).is_file():
         return None
-    examine = import_module("litgrpo.doctor.diagnosis").examine
-    run_files = import_module("litgrpo.doctor.run_files")
     try:
-        found: Diagnosis = examine(run_files.read(folder))
+        return examine(run_files.read(folder))
     except ValueError:  # no numbers in the file
         return None
-    return found
