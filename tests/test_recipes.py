@@ -277,6 +277,8 @@ def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, pr
     accelerator = read(f"hardware/{name}").get("trainer", {}).get("accelerator")
     if accelerator is None:
         pytest.skip("tests/vllm trains with a server")
+    if accelerator == "auto":
+        pytest.skip("tests/parallel trains with it, in processes of their own")
     if isinstance(accelerator, dict):
         pytest.skip("tests/xla trains with it, in processes of their own")
     if not AcceleratorRegistry[accelerator]["accelerator"].is_available():

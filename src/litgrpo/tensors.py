@@ -232,3 +232,8 @@ def compacted(active: Tensor, number: int) -> Tensor:
     kept = torch.arange(number, device=active.device)
     kept[~active[:number]] = active[number:].nonzero().squeeze(1) + number
     return kept
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be divided among processes."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.faults import damage, episodes, servers
+from tests.faults import damage, episodes, processes, servers
 from tests.faults.running import (
     EVERY,
     ITERATIONS,
@@ -345,6 +345,9 @@ CASES: dict[str, Callable[[Bench], Found]] = {
     "F18": episodes.f18,
     "F19": episodes.f19,
     "F20": episodes.f20,
+    "F21": processes.f21,
+    "F22": processes.f22,
+    "F23": processes.f23,
     "F24": servers.f24,
     "F25": servers.f25,
     "F26": servers.f26,

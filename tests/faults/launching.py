@@ -25,10 +25,15 @@ ENVIRONMENT = {
 Preparation = Callable[[], None] | None
 
 
-def in_a_new_process(words: list[str], timeout_s: float, prepare: Preparation) -> tuple[int, str]:
-    """Exit code and output of `python cli.py` with these words."""
+def in_a_new_process(
+    words: list[str],
+    timeout_s: float,
+    prepare: Preparation,
+    program: tuple[str, ...] = ("cli.py",),
+) -> tuple[int, str]:
+    """Exit code and output of `python cli.py`, or of what starts it, with these words."""
     done = subprocess.run(
-        [sys.executable, "cli.py", *words],
+        [sys.executable, *program, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

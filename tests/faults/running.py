@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,14 @@ class Run:
         recipe: over the quickstart.
         base: the recipe below.
         new_process: start Python anew instead of forking; several devices need it.
+        program: what is started, such as torchrun with `cli.py`; a new process.
     """
 
     folder: Path
     recipe: dict[str, Any]
     base: str = "configs/quickstart.yaml"
     new_process: bool = False
+    program: tuple[str, ...] = ()
     said: str = ""
     seconds: float = 0.0
 
@@ -121,6 +124,8 @@ class Run:
         path.write_text(yaml.safe_dump(self.recipe))
         command = ["fit", "-c", self.base, "-c", str(path), "--run_dir", str(self.run), *words]
         launch = in_a_new_process if self.new_process else in_a_fork
+        if self.program:
+            launch = partial(in_a_new_process, program=self.program)
         code, self.said = launch(command, timeout_s, prepare)
         self.seconds = time.monotonic() - started
         return code if code >= 0 else 128 - code
@@ -153,9 +158,12 @@ def state_of(run: Run) -> dict[str, str]:
 
     Supervised training counts no iterations of its own.
     """
-    checkpoint = torch.load(run.checkpoints / "last.ckpt", weights_only=True)
-    parts = checkpoint["manifest"]["parts"]
-    kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state")
+    last = run.checkpoints / "last.ckpt"
+    checkpoint = torch.load(last / "rest.pt" if last.is_dir() else last, weights_only=True)
+    manifest = checkpoint["manifest"]
+    shards = {name: sha for name, sha in manifest.get("files", {}).items() if name[0] != "."}
+    parts = manifest["parts"] | shards
+    kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "random_state", *shards)
     scores = checkpoint["callbacks"]["IterationCheckpoint"]["scores"]
     return {name: parts[name] for name in kept if name in parts} | {"scores": str(scores)}
 

@@ -341,9 +341,9 @@ def test_memory_too_short_for_one_row_says_what_to_do():
         gradient_of(learner, experience)
 
 
-def test_one_of_several_processes_cannot_repeat_its_step():
+def test_several_processes_repeat_their_step_together():
     learner, experience = judged("qwen2", Tight())
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.warns(UserWarning, match="out of memory in learning"):
         gradient_of(replace(learner, comm=Twins()), experience)
 
 

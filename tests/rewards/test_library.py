@@ -70,6 +70,7 @@ def call(name: str, prompts: list[str], completions: list[str]) -> list[float | 
         "completion_ids": [list(text.encode()) for text in completions],
         "completion_lengths": [len(text) for text in completions],
         "group_size": 2,
+        "truncated": [False] * len(completions),
     }
     asked = {key: known[key] for key in inspect.signature(function).parameters if key in known}
     return function(prompts, completions, **asked, **KWARGS.get(function.__name__, {}))
@@ -77,13 +78,15 @@ def call(name: str, prompts: list[str], completions: list[str]) -> list[float | 
 
 def test_names_are_unique_so_that_each_can_be_public_without_its_module() -> None:
     names = [name.rpartition(".")[2] for name in FUNCTIONS]
-    assert len(set(names)) == len(names) == 25
+    assert len(set(names)) == len(names) == 26
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nothing_that_a_policy_writes_makes_a_reward_slow_or_endless(name: str) -> None:
     if name.endswith("math_verify"):
         pytest.skip("math-verify can hang; the reward runner ends it")
+    if name.endswith("cheerful"):
+        pytest.importorskip("vaderSentiment", reason="vaderSentiment is not installed")
     for kind in NASTY:
         for form in ("{}", "<reasoning>{0}</reasoning><answer>{0}</answer>"):
             short, long = (form.format(nasty(kind, length)) for length in (SHORT, LONG))
@@ -114,6 +117,8 @@ def test_a_reward_function_is_documented_and_changes_nothing(name: str) -> None:
     assert "Returns:\n    N rewards" in doc
     if name.endswith("math_verify"):
         pytest.importorskip("math_verify", reason="math-verify is not installed")
+    if name.endswith("cheerful"):
+        pytest.importorskip("vaderSentiment", reason="vaderSentiment is not installed")
     texts = ["<reasoning>40 + 32 = 72. So it is 72.</reasoning><answer>72</answer>", ""]
     given = list(texts)
     first = call(name, ["How much is 40 + 32?"] * 2, given)

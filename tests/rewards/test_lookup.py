@@ -63,7 +63,7 @@ def test_a_module_that_is_nowhere_says_where_was_looked_and_guesses_nothing(besi
     [
         ("import nothing_of_that_name", r"\(No module named 'nothing_of_that_name', .*line 1\)"),
         ("\nx = {}['a']", r"\(KeyError: 'a', .*line 2\)"),
-        ("import sys; sys.exit(3)", r"\(SystemExit: 3, .*line 1\)"),
+        ("raise SystemExit(3)", r"\(SystemExit: 3, .*line 1\)"),
         ("def f(:", "SyntaxError: invalid syntax"),
     ],
 )

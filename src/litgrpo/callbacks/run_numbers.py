@@ -11,6 +11,7 @@ from torch import Tensor
 from litgrpo.callbacks.nothing_learned import NothingLearned
 from litgrpo.learner.learner import averages
 from litgrpo.parallel.device import backend, to_host
+from litgrpo.tensors import local
 from litgrpo.types import RewardTable, Rollout, Stats, StepReport, mean_and_extremes
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4
@@ -25,7 +26,8 @@ def watching() -> list[Callback]:
 class RunNumbers(Callback):
     """Logs what an iteration says besides its averages; see docs/metrics.md.
 
-    The movement of the weights is that of 1,024 evenly spread entries of each tensor.
+    The movement of the weights is that of 1,024 evenly spread entries of each tensor; where
+    weights are divided among processes, the mean of theirs.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,8 @@ def entries_of(module: LightningModule) -> Tensor | None:
     """Some entries of each tensor that is trained; None on devices that compile every shape."""
     if backend(module.device).static_shapes:
         return None
-    trained = [each.detach().flatten() for each in module.parameters() if each.requires_grad]
+    weights = [each for each in module.parameters() if each.requires_grad]
+    trained = [local(each.detach()).flatten() for each in weights]
     spread = [each[:: max(1, len(each) // ENTRIES)].float() for each in trained]
     return torch.cat(spread) if spread else None
 

@@ -70,17 +70,17 @@ class LoggerState(Callback):
     def __init__(self, folder: str | Path) -> None:
         """Look which event files are there; TensorBoard opens a new one for every process."""
         self.earlier = sorted(Path(folder).glob(EVENTS))
-        self.pending: dict[str, Any] = {}
+        self.seen = False  # an iteration that the loggers do not have yet
         self.stood: dict[str, Any] | None = None
         self.began = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Note what Lightning logs when all callbacks have seen the iteration."""
-        self.pending = numbers_to_log(trainer)
+        """Lightning logs it when all callbacks have seen it, and may have added numbers."""
+        self.seen = True
 
     def _logged(self, *_: Any, **__: Any) -> None:
         """By now Lightning has handed them to the loggers."""
-        self.pending = {}
+        self.seen = False
 
     on_train_batch_start = on_validation_start = on_train_end = _logged
 
@@ -89,7 +89,8 @@ class LoggerState(Callback):
     ) -> None:
         """Measure the files, after everything is in them."""
         rows, sizes = 0, {}
-        pending = {name: float(value) for name, value in self.pending.items()}
+        waiting = numbers_to_log(trainer) if self.seen else {}
+        pending = {name: float(value) for name, value in waiting.items()}
         if writes_files(trainer):
             for board in loggers_of(trainer, TensorBoardLogger):
                 with tolerated("logger TensorBoardLogger"):

@@ -18,7 +18,7 @@ COLUMN = 24
 MODEL_KEYS = [
     *("pretrained", "rewards", "objective", "group_size", "max_completion_len", "sampling"),
     *("engine", "update", "evaluation", "optimizer", "lr_scheduler", "max_iterations"),
-    *("max_generated_tokens", "lora", "precision", "reference"),
+    *("max_generated_tokens", "lora", "precision"),
 ]
 DATA_KEYS = [
     *("train", "val", "test", "prompts", "columns", "template", "chat", "batch_size"),

@@ -27,7 +27,7 @@ def cheerful(
         truncated: N; whether the length limit cut a completion off.
 
     Returns:
-        N scores in [0, 1].
+        N rewards in [0, 1].
 
     Source: Hutto and Gilbert 2014, VADER, ICWSM; the package vaderSentiment.
     """

@@ -1,0 +1,138 @@
+"""Faults of runs of several processes, with whole and with divided weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from tests.faults.launching import ENVIRONMENT, ROOT
+from tests.faults.running import EVERY, ITERATIONS, RECIPE, Run, calls, differences, merged
+
+if TYPE_CHECKING:
+    from tests.faults.cases import Bench, Found
+
+FSDP2 = {"class_path": "litgrpo.parallel.fsdp.strategy.FSDP2Strategy"}
+STRATEGIES: dict[str, Any] = {"DDP": "ddp", "FSDP2": FSDP2}
+TORCHRUN = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("--max-restarts", "2", "cli.py"),
+)
+SIGKILL, SIGUSR1, REQUEUE = 9, 10, 138
+
+
+def of_two(strategy: Any) -> dict[str, Any]:
+    """The small recipe on two processes."""
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
+    return merged(RECIPE, {"trainer": trainer, "data": {"init_args": {"num_workers": 0}}})
+
+
+def f21(bench: Bench) -> Found:
+    """a worker killed under torchrun with --max-restarts: ends as the undisturbed run"""
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        recipe = of_two(strategy)
+        whole = bench.whole(f"two-{name}", recipe, program=TORCHRUN)
+        run = Run(bench.folder / f"f21-{name}", recipe, program=TORCHRUN)
+        kill = calls("Kill", at="start", count=5, marker=str(run.marker), signum=SIGKILL, rank=1)
+        run.recipe = merged(recipe, kill)
+        code = run.go("--auto_resume", "true")
+        wrong = "" if run.marker.exists() else "was not hit "
+        wrong += f"exit code {code}: {run.said[-800:]}" if code else ""
+        found[name] = wrong or ", ".join(differences(run, whole))
+    return found
+
+
+def under_slurm(run: Run, rank: int, port: int) -> subprocess.Popen[str]:
+    """One of two tasks of a SLURM job on this machine, as srun would start it."""
+    variables = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    variables |= {"JOB_ID": 17, "JOB_NAME": "litgrpo", "NODELIST": "localhost", "NNODES": 1}
+    slurm = {f"SLURM_{name}": str(value) for name, value in variables.items()}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ["fit", "-c", run.base, "-c", str(run.folder / "recipe.yaml")]
+    words += ["--run_dir", str(run.run), "--auto_resume", "true"]
+    return subprocess.Popen(
+        [sys.executable, "cli.py", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | slurm | here,
+    )
+
+
+def job(run: Run, recipe: dict[str, Any]) -> list[int]:
+    """Both tasks to their end; their exit codes."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tasks = [under_slurm(run, rank, port) for rank in (0, 1)]
+    run.said = "".join(task.communicate(timeout=200)[0] for task in tasks)
+    return [task.returncode for task in tasks]
+
+
+def f22(bench: Bench) -> Found:
+    """SIGUSR1 under SLURM: saved between iterations, exit code 138; requeued: the same"""
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        recipe = of_two(strategy)
+        whole = bench.whole(f"two-{name}", recipe, program=TORCHRUN)
+        run = Run(bench.folder / f"f22-{name}", recipe)
+        # Before an optimizer step, so that the iteration is dropped.
+        signalled = calls("Kill", at="backward", count=4, marker=str(run.marker), signum=SIGUSR1)
+        codes = job(run, merged(recipe, signalled))
+        if codes[0] != REQUEUE or list(run.run.rglob("hpc_ckpt*")):
+            found[name] = f"exit codes {codes}: {run.said[-800:]}"
+            continue
+        codes = job(run, recipe)
+        wrong = f"exit codes {codes}: {run.said[-800:]}" if any(codes) else ""
+        found[name] = wrong or ", ".join(differences(run, whole))
+    return found
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "damaged": (lambda newest: flipped(newest / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "missing": (lambda newest: (newest / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "foreign": (
+        lambda newest: shutil.copy(
+            newest.parent / f"iteration={ITERATIONS - EVERY:06d}.ckpt/__0_0.distcp", newest
+        ),
+        "__0_0.distcp is damaged",
+    ),
+}
+
+
+def f23(bench: Bench) -> Found:
+    """a damaged, missing or foreign shard: named before the first step; the one before is taken"""
+    found = {}
+    recipe = of_two(FSDP2)
+    whole = bench.whole("two-FSDP2", recipe, program=TORCHRUN)
+    for name, (change, said) in DAMAGE.items():
+        run = bench.copied(f"f23-{name}", whole)
+        run.new_process = True
+        change(run.checkpoints / f"iteration={ITERATIONS:06d}.ckpt")
+        code = run.go("--ckpt_path", "last")
+        if code == 0 or said not in run.said:
+            found[name] = f"exit code {code}, not {said!r}: {run.said[-500:]}"
+            continue
+        shutil.rmtree(run.run / "final_model")
+        code = run.resume()
+        if code or run.resumed_after() != ITERATIONS - EVERY:
+            found[name] = f"fell back to {run.resumed_after()}, code {code}: {run.said[-500:]}"
+            continue
+        found[name] = ", ".join(differences(run, whole))
+    return found
