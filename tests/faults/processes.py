@@ -35,18 +35,15 @@ def of_two(strategy: Any) -> dict[str, Any]:
 
 def f21(bench: Bench) -> Found:
     """a worker killed under torchrun with --max-restarts: ends as the undisturbed run"""
-    found = {}
-    for name, strategy in STRATEGIES.items():
-        recipe = of_two(strategy)
-        whole = bench.whole(f"two-{name}", recipe, program=TORCHRUN)
-        run = Run(bench.folder / f"f21-{name}", recipe, program=TORCHRUN)
-        kill = calls("Kill", at="start", count=5, marker=str(run.marker), signum=SIGKILL, rank=1)
-        run.recipe = merged(recipe, kill)
-        code = run.go("--auto_resume", "true")
-        wrong = "" if run.marker.exists() else "was not hit "
-        wrong += f"exit code {code}: {run.said[-800:]}" if code else ""
-        found[name] = wrong or ", ".join(differences(run, whole))
-    return found
+    recipe = of_two("ddp")
+    whole = bench.whole("two-DDP", recipe, program=TORCHRUN)
+    run = Run(bench.folder / "f21", recipe, program=TORCHRUN)
+    kill = calls("Kill", at="start", count=5, marker=str(run.marker), signum=SIGKILL, rank=1)
+    run.recipe = merged(recipe, kill)
+    code = run.go("--auto_resume", "true")
+    wrong = "" if run.marker.exists() else "was not hit "
+    wrong += f"exit code {code}: {run.said[-800:]}" if code else ""
+    return {"DDP": wrong or ", ".join(differences(run, whole))}
 
 
 def under_slurm(run: Run, rank: int, port: int) -> subprocess.Popen[str]:
