@@ -147,11 +147,11 @@ PROBES = [
     Probe(
         "strategy that cannot be saved",
         STRATEGY + " '{class_path: lightning.pytorch.strategies.ModelParallelStrategy}'",
-        ("ModelParallelStrategy", "trainer.strategy ddp"),
+        ("ModelParallelStrategy", "FSDP2Strategy"),
         after=no_events,
     ),
-    Probe("strategy by class name", f"{STRATEGY} FSDPStrategy", ("trainer.strategy ddp",)),
-    Probe("strategy deepspeed", f"{STRATEGY} deepspeed_stage_2", ("trainer.strategy ddp",)),
+    Probe("strategy by class name", f"{STRATEGY} FSDPStrategy", ("FSDP2Strategy",)),
+    Probe("strategy deepspeed", f"{STRATEGY} deepspeed_stage_2", ("FSDP2Strategy",)),
     Probe("strategy ddp_spawn", f"{STRATEGY} ddp_spawn", ("trainer.strategy ddp",)),
     Probe("strategy misspelt", f"{STRATEGY} dpp", ("did you mean 'ddp'",)),
     Probe(
