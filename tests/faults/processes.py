@@ -25,6 +25,13 @@ TORCHRUN = (
     *("--max-restarts", "2", "cli.py"),
 )
 SIGKILL, SIGUSR1, REQUEUE = 9, 10, 138
+SECOND = {"at": "start", "count": 5, "rank": 1}
+KILLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "DDP": ("DDP", SECOND),
+    "FSDP2": ("FSDP2", SECOND),
+    # Half a folder has been written then.
+    "FSDP2, the first, saving": ("FSDP2", {"at": "checkpoint", "count": 1, "rank": 0}),
+}
 
 
 def of_two(strategy: Any) -> dict[str, Any]:
@@ -35,15 +42,18 @@ def of_two(strategy: Any) -> dict[str, Any]:
 
 def f21(bench: Bench) -> Found:
     """a worker killed under torchrun with --max-restarts: ends as the undisturbed run"""
-    recipe = of_two("ddp")
-    whole = bench.whole("two-DDP", recipe, program=TORCHRUN)
-    run = Run(bench.folder / "f21", recipe, program=TORCHRUN)
-    kill = calls("Kill", at="start", count=5, marker=str(run.marker), signum=SIGKILL, rank=1)
-    run.recipe = merged(recipe, kill)
-    code = run.go("--auto_resume", "true")
-    wrong = "" if run.marker.exists() else "was not hit "
-    wrong += f"exit code {code}: {run.said[-800:]}" if code else ""
-    return {"DDP": wrong or ", ".join(differences(run, whole))}
+    found = {}
+    for point, (name, where) in KILLED.items():
+        recipe = of_two(STRATEGIES[name])
+        whole = bench.whole(f"two-{name}", recipe, program=TORCHRUN)
+        run = Run(bench.folder / f"f21-{point}", recipe, program=TORCHRUN)
+        kill = calls("Kill", **where, marker=str(run.marker), signum=SIGKILL)
+        run.recipe = merged(recipe, kill)
+        code = run.go("--auto_resume", "true")
+        wrong = "" if run.marker.exists() else "was not hit "
+        wrong += f"exit code {code}: {run.said[-800:]}" if code else ""
+        found[point] = wrong or ", ".join(differences(run, whole))
+    return found
 
 
 def under_slurm(run: Run, rank: int, port: int) -> subprocess.Popen[str]:

@@ -63,6 +63,7 @@ from litgrpo.cli.old_names import current_recipe
 from litgrpo.cli.run_keys import RUN_KEYS
 from litgrpo.modules.sft import SFT
 from litgrpo.parallel.machine import check_machine
+from litgrpo.parallel.restarts import meet_anew
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
@@ -259,6 +260,7 @@ class LitGRPOCLI(LightningCLI):
         group = settings.model.init_args.get("group_size")
         rows = prompts * group if self.subcommand == "fit" and prompts and group else None
         check_machine(settings.trainer, rows)
+        meet_anew()
         for key in ("model", "data"):
             self._hand_seed_to(self.settings[key])
         folder = Path(self.settings.run_dir)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import empty as empty_shards
 
 from litgrpo.arguments import at_least, require
 from litgrpo.parallel.fsdp.units import divide, gathered
+from litgrpo.parallel.restarts import meet_anew
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -59,6 +60,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             ValueError: the processes cannot be divided into so many replicas.
         """
         self._data_parallel_size = self.num_nodes * self.num_processes
+        meet_anew()
         super().setup_environment()
         each, rest = divmod(self.world_size, self.replicas)
         require(
