@@ -276,7 +276,7 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, program, gsm8k):
     accelerator = read(f"hardware/{name}").get("trainer", {}).get("accelerator")
     if accelerator is None:
-        pytest.skip("tests/vllm trains with a server")
+        pytest.skip("tests/vllm and tests/rollout/engines train with what samples elsewhere")
     if accelerator == "auto":
         pytest.skip("tests/parallel trains with it, in processes of their own")
     if isinstance(accelerator, dict):

@@ -36,11 +36,17 @@ ROOT = Path(__file__).parents[2]
 Measures = dict[str, Any]
 
 
-def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
-    """Train in this process; medians over the steps after the warm-up."""
+def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measures:
+    """Train in this process; medians over the steps after the warm-up.
+
+    Args:
+        work: of a step.
+        steps: that count.
+        warmup: before them.
+        settings: of GRPO, such as `engine`.
+    """
     import torch
     from lightning import Callback, Trainer, seed_everything
-    from torch.utils.data import DataLoader
 
     from litgrpo.algorithm.objective import Objective, PerToken
     from litgrpo.modules.grpo import GRPO
@@ -85,6 +91,7 @@ def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
         objective=Objective(weighting=PerToken()),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
         max_iterations=warmup + steps,
+        **settings,
     )
     grpo.policy = work.policy()
     trainer = Trainer(
@@ -97,7 +104,7 @@ def steps_of_ours(work: Work, steps: int, warmup: int) -> Measures:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(grpo, DataLoader(work.batches(warmup + steps), batch_size=None))
+    trainer.fit(grpo, work.loader(warmup + steps))
     kept = watch.steps[warmup:]
     measures: Measures = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
     measures["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

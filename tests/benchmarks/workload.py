@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from litgrpo.data.sampler import BatchLoader, BatchOrder
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.loading import Precision, as_policy
 from litgrpo.types import PromptBatch
@@ -127,6 +129,27 @@ class Work:
             index = torch.arange(len(ids)) + step * len(ids)
             batches.append(PromptBatch(ids, torch.ones_like(ids).bool(), texts, {}, index))
         return batches
+
+    def loader(self, steps: int) -> BatchLoader[PromptBatch]:
+        """The same, so that the next batch is known ahead."""
+        numbers = [[step] for step in range(steps)]
+        return BatchLoader(Batches(self.batches(steps)), BatchOrder(lambda _: numbers))
+
+
+class Batches(Dataset[PromptBatch]):
+    """Batches by their number.
+
+    Args:
+        batches: all of them.
+    """
+
+    def __init__(self, batches: list[PromptBatch]) -> None:
+        self.batches = batches
+
+    def __getitem__(self, numbers: list[int]) -> PromptBatch:
+        """The only one that is asked for."""
+        (number,) = numbers
+        return self.batches[number]
 
 
 def even_words(prompts: list[str], completions: list[str]) -> list[float]:

@@ -12,7 +12,7 @@ from litgrpo.models.loading import export
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.parts import Reward
-from litgrpo.rollout.ahead import AheadRollouter
+from litgrpo.rollout.ahead import AheadRollouter, of_prompts, restored, stacked, tensors_of
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.server import ServerEngine
 from tests.conftest import tiny_policy
@@ -118,6 +118,36 @@ def test_a_run_goes_on_with_the_rollout_that_was_pending(tmp_path):
     resumed = run(ckpt=tmp_path / "two.ckpt")
     assert_same_weights(resumed, whole)
     assert resumed.versions == [1, 2, 3]
+
+
+def rollout_of(index, lengths):
+    """Rows of these lengths, whose tokens are the number of their prompt."""
+    group = len(lengths) // len(index)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = mask * torch.tensor(index).repeat_interleave(group)[:, None]
+    tensors = {"completion_ids": ids, "completion_mask": mask, "sampler_logprobs": -1.0 * mask}
+    return tensors | {"truncated": torch.tensor(lengths) == max(lengths)}
+
+
+def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompts():
+    parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
+    state = {"iteration": 2, "version": 1, "group": 2, "index": torch.tensor([4, 7, 9, 2])}
+    pending = restored(state | {"rollout": stacked(parts)})
+    kept = pending.future.result()
+    assert kept.completion_ids.tolist()[1:6] == [
+        [4, 4, 0],
+        [7, 7, 0],
+        [7, 0, 0],
+        [9, 9, 9],
+        [9, 0, 0],
+    ]
+    for index, part in zip(([4, 7], [9, 2]), parts, strict=True):  # as it was
+        found = tensors_of(of_prompts(kept, pending.index, torch.tensor(index)))
+        assert found.keys() == part.keys()
+        assert all(torch.equal(found[name], part[name]) for name in part)
+    mixed = of_prompts(kept, pending.index, torch.tensor([2, 7]))  # of three processes, say
+    assert mixed.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
+    assert mixed.truncated.tolist() == [False, False, True, False]
 
 
 def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys():

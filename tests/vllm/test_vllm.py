@@ -19,10 +19,12 @@ from litgrpo.rollout.engines.vllm_server import ServerFailure
 from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
+from tests.gloo import run_by
 from tests.modules.test_grpo import loader, train
 from tests.rollout.engines.test_turns import NAMED
 from tests.rollout.engines.test_turns import assert_same as assert_same_turns
 from tests.rollout.playing import Echo, episodes_of
+from tests.vllm import divided
 from tests.vllm.serving import CPU, PROCESSED, PYTHON, ROOT, UNIFORMS, served
 
 pytestmark = [
@@ -93,6 +95,21 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine_bit_for_bit(unif
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     start = load_policy(MODEL).state_dict()
     assert not all(torch.equal(found[name], start[name]) for name in expected)
+
+
+def test_two_processes_with_divided_weights_learn_what_one_does_without_a_server(
+    uniforms, tmp_path
+):
+    for processes in (1, 2):
+        run_by(processes, divided.learn, uniforms, tmp_path)
+    one, two = (torch.load(tmp_path / f"{processes}.pt") for processes in (1, 2))
+    start = load_policy(MODEL).state_dict()
+    off, moved = (
+        sum(float((one[n] - other[f"{before}{n}"]).square().sum()) for n in one) ** 0.5
+        for other, before in ((two, ""), (start, "model."))
+    )
+    print(f"\noff {off / moved:.1e} of how far the weights moved")
+    assert off < 1e-4 * moved
 
 
 def test_new_weights_are_followed(uniforms):

@@ -40,6 +40,7 @@ from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.ahead import AheadRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
+from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.gathered import GatheredRollouter
 from litgrpo.rollout.interface import RolloutEngine
@@ -168,16 +169,15 @@ def rollouter_class(policy: Policy, settings: Settings) -> type[Rollouter]:
     """What samples: it gathers divided weights, or works ahead.
 
     Raises:
-        ValueError: both.
+        ValueError: both, where the engine samples with the policy's own weights.
     """
     divided, stale = is_divided(policy), settings.update.staleness
     require(
-        not (divided and stale),
+        not (divided and stale and not isinstance(settings.engine, ServerEngine)),
         f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
-        "divides the weights. Set it to 0, or take trainer.strategy ddp.",
+        "divides the weights. Set it to 0, take trainer.strategy ddp, or a ServerEngine.",
     )
-    kinds = {(True, False): GatheredRollouter, (False, True): AheadRollouter}
-    return kinds.get((divided, bool(stale)), Rollouter)
+    return AheadRollouter if stale else GatheredRollouter if divided else Rollouter
 
 
 def ragged(policy: Policy, comm: TrainerComm) -> Ragged:
@@ -237,12 +237,12 @@ def prompts_ahead(module: Any, device: torch.device) -> PromptBatch:
     """The prompts of the next iteration.
 
     Raises:
-        ValueError: the training data do not tell them, or processes share them.
+        ValueError: the training data do not tell them.
     """
     loader = module.trainer.train_dataloader
     require(
-        isinstance(loader, BatchLoader) and module.trainer.world_size == 1,
-        "update.staleness is 1, which needs litgrpo.PromptData and one process. Set it to 0.",
+        isinstance(loader, BatchLoader),
+        "update.staleness is 1, which needs litgrpo.PromptData. Set it to 0.",
     )
     return loader.ahead().to(device)
 

@@ -1,4 +1,4 @@
-"""What one of several processes does for all."""
+"""What one of several processes does for all, and what all say."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def from_first(value: Value) -> Value:
     box = [value]
     distributed.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def from_all(value: Value) -> list[Value]:
+    """The value of each process; every process must take part.
+
+    Args:
+        value: of this process; one that can be pickled.
+    """
+    if not several():
+        return [value]
+    values: list[Value] = [value] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values

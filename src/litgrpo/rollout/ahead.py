@@ -6,7 +6,7 @@ staleness is exactly 1, never "at most", so that a run is the same however fast 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from litgrpo.arguments import require
+from litgrpo.parallel.together import from_all
+from litgrpo.rollout.engines.processes import ProcessEngine
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.interface import Requests
@@ -21,6 +23,8 @@ from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose
 from litgrpo.types import PromptBatch, Rollout
 
+# They read no weight of the policy while they sample.
+ELSEWHERE = (ServerEngine, ProcessEngine)
 TENSORS = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated", "candidate_ids")
 
 
@@ -31,7 +35,7 @@ class Pending:
     Args:
         iteration: that learns from it.
         version: finished iterations of the weights that sample it.
-        index: [B] of its prompts.
+        index: [B] of its prompts; out of a checkpoint those of all processes.
         future: of it, texts not yet decoded.
     """
 
@@ -78,14 +82,16 @@ class AheadRollouter(Rollouter):
         if self._pending is None or self.source is None or named.purpose != "train":
             return super()._within_memory(requests, named)
         pending, self._pending, self._taken = self._pending, None, self._pending
+        wanted = requests.prompts.index.cpu()
         require(
-            pending.iteration == named.iteration
-            and torch.equal(pending.index, requests.prompts.index.cpu()),
+            pending.iteration == named.iteration and bool(torch.isin(wanted, pending.index).all()),
             f"The rollout that was sampled ahead is of iteration {pending.iteration} and other "
             f"prompts than those of iteration {named.iteration}: the data have changed.",
         )
         self._version = pending.version
         rollout, device = pending.future.result(), requests.prompts.prompt_ids.device
+        if not torch.equal(pending.index, wanted):
+            rollout = of_prompts(rollout, pending.index, wanted)
         tensors: dict[str, Any] = {
             name: each.to(device) for name, each in tensors_of(rollout).items()
         }
@@ -98,7 +104,7 @@ class AheadRollouter(Rollouter):
         named = Named(self.seed, "train", following, 0)
         requests = self.requests(prompts, named, None, None)
         future: Future[Rollout] = Future()
-        if isinstance(self.engine, ServerEngine):  # it reads no weight of the policy
+        if isinstance(self.engine, ELSEWHERE):
             threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-ahead")
             future = threads.submit(super()._within_memory, requests, named)
             threads.shutdown(wait=False)
@@ -120,6 +126,8 @@ class AheadRollouter(Rollouter):
     def state_dict(self, iteration: int) -> dict[str, Any] | None:
         """What is sampled for an iteration as plain values and tensors on the host, if anything.
 
+        Every process takes part, and gets the prompts of all.
+
         Args:
             iteration: that goes on; also the one at hand, which may be dropped by a signal.
         """
@@ -130,8 +138,10 @@ class AheadRollouter(Rollouter):
             return None
         rollout = pending.future.result()
         tensors = {name: each.cpu() for name, each in tensors_of(rollout).items()}
+        indices, parts = zip(*from_all((pending.index, tensors)), strict=True)
         numbers = {"iteration": pending.iteration, "version": pending.version}
-        return {**numbers, "index": pending.index, "group": rollout.group_size, "rollout": tensors}
+        numbers |= {"group": rollout.group_size}
+        return {**numbers, "index": torch.cat(indices), "rollout": stacked(parts)}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on with a rollout that was saved; None: without one."""
@@ -141,6 +151,42 @@ class AheadRollouter(Rollouter):
 def tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
     """{name: tensor} of what was sampled."""
     return {name: vars(rollout)[name] for name in TENSORS if vars(rollout)[name] is not None}
+
+
+def stacked(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The rows of several rollouts below each other, short ones filled up on the right."""
+    found = {}
+    for name, first in parts[0].items():
+        sizes = zip(*[part[name].shape for part in parts], strict=True)
+        number, *widest = [sum(size) if dim == 0 else max(size) for dim, size in enumerate(sizes)]
+        rows = found[name] = first.new_zeros(number, *widest)
+        begin = 0
+        for part in [part[name] for part in parts]:
+            end = begin + len(part)
+            rows[(slice(begin, end), *[slice(size) for size in part.shape[1:]])] = part
+            begin = end
+    return found
+
+
+def of_prompts(rollout: Rollout, known: torch.Tensor, wanted: torch.Tensor) -> Rollout:
+    """The rows of some prompts, without columns that none of them uses.
+
+    Args:
+        rollout: of all prompts.
+        known: [B] their numbers in the data.
+        wanted: [b] numbers of some of them.
+    """
+    group = rollout.group_size
+    places = torch.stack([(known == each).nonzero()[0, 0] for each in wanted])
+    rows = (places[:, None] * group + torch.arange(group)).flatten()
+    tensors = {name: each[rows] for name, each in tensors_of(rollout).items()}
+    used = max(1, int(tensors["completion_mask"].sum(1).max()))
+    cut: dict[str, Any] = {
+        name: each if each.dim() == 1 else each[:, :used] for name, each in tensors.items()
+    }
+    empty = torch.zeros(len(wanted), 1, dtype=torch.long)
+    prompts = PromptBatch(empty, empty.bool(), [""] * len(wanted), {}, wanted)
+    return Rollout(prompts, group, **cut)
 
 
 def restored(state: dict[str, Any]) -> Pending:

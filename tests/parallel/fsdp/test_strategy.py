@@ -11,6 +11,7 @@ from tests.algorithms import PUBLISHED
 from tests.gloo import run_by
 from tests.parallel.fsdp import training
 from tests.parallel.fsdp.training import VARIANTS
+from tests.rollout.engines.vllm_stand_in import StandIn
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -47,14 +48,17 @@ def test_gradients_of_all_algorithms_are_those_of_one_process(folder):
         print(kind, *(f"{name} {error:.1e}" for name, error in found.items()))
 
 
-SHORT = ("plain", "uneven", "lora")
+SHORT = ("plain", "uneven", "lora", "served lora")
 REST = tuple(name for name in (*VARIANTS, "sft") if name not in SHORT)
 
 
 @pytest.mark.parametrize("names", [SHORT, pytest.param(REST, marks=pytest.mark.slow)])
 def test_a_training_ends_where_one_process_does(folder, names):
-    for processes in (1, 2):
-        run_by(processes, training.learn, folder, 1, names)
+    run_by(1, training.learn, folder, 1, names)
+    with StandIn(folder / "gemma2") as server:
+        run_by(2, training.learn, folder, 1, names, server.url)
+    # For the invariants, and after 0, 1 and 2 iterations; adapters are merged on the way.
+    assert server.seen.count("/collective_rpc") == 4
     print("\n1 against 2 processes: distance of the weights over how far they moved")
     for name in names:
         one, two = (torch.load(folder / f"{name} {n}.pt") for n in (1, 2))

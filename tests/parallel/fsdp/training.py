@@ -22,6 +22,7 @@ from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.tensors import whole
 from tests.algorithms import PUBLISHED
@@ -101,15 +102,23 @@ VARIANTS = {
     "resampled": {"max_resamples": 3},
     "bf16": {"precision": Precision(compute="bfloat16"), "check_invariants": True},
     "t5": {"kind": "t5"},
+    "served": {"check_invariants": True},
+    "served lora": {"kind": "qwen2", "lora": LoRA(rank=4), "check_invariants": True},
     "turns": {"environment": Echo((2, 40)), "episode": INLINE, "max_completion_len": 70},
 }
 
 
-def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft")):
-    """These variants, or a supervised training; leaves whole weights and what was reported."""
+def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft"), url=None):
+    """These variants, or a supervised training; leaves whole weights and what was reported.
+
+    A server at the address, if any, samples for those that are named after it.
+    """
+    asked = {"engine": ServerEngine([url], numbers="uniforms", timeout_s=20.0)} if url else {}
     for name in names:
-        data = PromptData(TEXTS[:4], batch_size=4)
-        module = grpo(folder, **VARIANTS.get(name, {}))
+        # A validation publishes, too, while the whole weights are there; processes share it unevenly.
+        val = TEXTS[4:7] if "served" in name else None
+        data = PromptData(TEXTS[:4], val=val, batch_size=4)
+        module = grpo(folder, **VARIANTS.get(name, {}), **asked if "served" in name else {})
         if name == "sft":
             data = PairData(PAIRS, val=PAIRS[:3], batch_size=4)
             optimizer = partial(torch.optim.SGD, lr=0.5)

@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from litgrpo.arguments import one_of, require
 from litgrpo.models.adapters import merged
-from litgrpo.models.loading import export
+from litgrpo.models.loading import export, export_shards
 from litgrpo.models.policy import Policy
+from litgrpo.models.shard_files import full_weights
+from litgrpo.parallel.fsdp.units import is_divided
 from litgrpo.parallel.messages import rank
+from litgrpo.parallel.together import from_all, from_first
 from litgrpo.rollout.engines.vllm_server import Away, Server
-from litgrpo.tensors import whole
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -98,18 +100,37 @@ class FolderSender(Sender):
         return Path(self.settings.path).resolve()
 
     def prepare(self, policy: Policy, version: str) -> None:
-        """See `Sender.prepare`."""
-        state = gathered(policy)
-        if rank() != 0:
+        """See `Sender.prepare`.
+
+        Divided weights are written by all processes, each its part; no process has them whole.
+
+        Raises:
+            ValueError: a process that should write its part does not see the folder.
+        """
+        if shared_out(policy):
+            folder = self._seen_by_all(version)
+            export_shards(policy, folder, self.settings.dtype)
+        elif rank() != 0:
             return
-        folder = self.root / version
-        if state is None:
-            export(policy, folder, self.settings.dtype)
         else:
-            policy.model.save_pretrained(folder, state_dict=state)
+            folder = self.root / version
+            export(policy, folder, self.settings.dtype)
         for before in self.written:
             shutil.rmtree(before, ignore_errors=True)
-        self.written, self.place = [folder], str(folder)
+        self.written, self.place = [folder] * (rank() == 0), str(folder)
+
+    def _seen_by_all(self, version: str) -> Path:
+        """The folder of a version, which the first process makes."""
+        mine = None if rank() else self.root / version
+        if mine is not None:
+            mine.mkdir(parents=True)
+        folder: Any = from_first(mine)
+        require(
+            all(from_all(folder.is_dir())),
+            f"engine.weights writes {folder}, which not all processes see: give engine.weights.path"
+            " a folder that all machines share.",
+        )
+        return Path(folder)
 
     def send(self, server: Server) -> None:
         """See `Sender.send`."""
@@ -117,25 +138,21 @@ class FolderSender(Sender):
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
 
+def shared_out(policy: Policy) -> bool:
+    """Whether processes have parts of the policy, or of the one that it is a copy of."""
+    parameters = policy.parameters()
+    return is_divided(policy) or any(isinstance(each, DTensor) for each in parameters)
+
+
 def gathered(policy: Policy) -> dict[str, Tensor] | None:
     """{name: whole tensor} where processes hold shards, on the host of the first; else None.
 
-    Raises:
-        ValueError: adapters are sharded.
+    The others have one whole tensor at a time. Adapters are merged.
     """
-    state = policy.model.state_dict()
-    if not any(isinstance(each, DTensor) for each in state.values()):
+    if not shared_out(policy):
         return None
-    require(
-        not policy.has_adapter,
-        "Adapters of a sharded model are not published to servers. Train with DDP, or all weights.",
-    )
-    found = {}
-    for name, shard in state.items():
-        tensor = whole(shard)
-        if rank() == 0:
-            found[name] = tensor.detach().cpu()
-    return found
+    first = rank() == 0
+    return {n: each.detach().cpu() for n, each in full_weights(policy.model) if first}
 
 
 @dataclass(frozen=True)

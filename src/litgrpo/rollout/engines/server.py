@@ -181,7 +181,7 @@ class Fleet:
             ServerFailure: no server takes them.
         """
         # No other publish has this name, in this run or another one.
-        version = f"{number}-{uuid.uuid4().hex[:12]}"
+        version = from_first(f"{number}-{uuid.uuid4().hex[:12]}")
         failure: ServerFailure | None = None
         self.sender.prepare(policy, version)
         self.version = version
@@ -190,7 +190,7 @@ class Fleet:
                 self._send_to_all()
             except ServerFailure as error:
                 failure = error
-        self.version, self.sender.place, failure = from_first((version, self.sender.place, failure))
+        self.sender.place, failure = from_first((self.sender.place, failure))
         if failure is not None:
             raise failure
 
