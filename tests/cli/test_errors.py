@@ -97,6 +97,7 @@ def test_a_function_is_given_by_its_import_path(cli):  # noqa: F811
         (("fit", "-c", "grpo.yaml", "--learning_rate", "1"), "it is 'model.optimizer.lr'"),
         (("compare", "quickstart", "--data.batch_size", "8"), "'fit' takes it; hand it on by"),
         (("audit", "-c", "quickstart", "--trainer.devices", "2"), "write it into a recipe"),
+        (("export", "--run_dir", "x"), "here: checkpoint, folder, dtype, force, adapter"),
     ],
 )
 def test_a_key_of_another_verb_or_trainer_is_sent_there(cli, words, said):  # noqa: F811
