@@ -65,8 +65,8 @@ def test_a_missing_or_broken_recipe_is_one_line(cli):  # noqa: F811
 def test_a_mistake_in_a_recipe_is_told_the_same_way(cli):  # noqa: F811
     Path("more.yaml").write_text("model: {init_args: {rewards: {correct: {weigth: 2}}}}\n")
     _, _, err = cli("fit", "-c", "grpo.yaml", "-c", "more.yaml")
-    expected = "there is no key 'model.rewards.weigth' (of Reward): did you mean "
-    assert err == f"error: {expected}'model.rewards.weight'?\n"
+    expected = "there is no key 'model.rewards.correct.weigth' (of Reward): did you mean "
+    assert err == f"error: {expected}'model.rewards.correct.weight'?\n"
 
 
 def test_without_a_recipe_the_message_asks_for_one(cli):  # noqa: F811

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from litgrpo.arguments import import_by_path
+from litgrpo.cli.entry_names import with_entry
 
 KEY = re.compile(r"""Parser key ["'](.+?)["']:\s*(.*)""")
 CALLABLE = re.compile(
@@ -100,7 +101,7 @@ def explain(message: str, keys: Sequence[str] = ()) -> str:
     trail = _Trail(keys)
     for line in message.splitlines():
         if sentence := trail.read(line.strip().removeprefix("- ")):
-            return sentence
+            return with_entry(sentence, message)
     return " ".join(message.split())
 
 
