@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "subprocess": (
         "sandbox/bubblewrap.py",
         "tools/compare.py",
+        "tools/plan/measuring.py",
         "processes/",
         "sandbox/",
         "rewards/library/verify.py",

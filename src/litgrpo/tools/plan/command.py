@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from litgrpo.cli.trainer_cli import READING, LitGRPOCLI, keep_quiet
+from litgrpo.cli.trainer_cli import OF_ONE_CALL, READING, LitGRPOCLI, keep_quiet
 from litgrpo.tools.plan import telling
 from litgrpo.tools.plan.fitting import proposal
+from litgrpo.tools.plan.measuring import measured
 from litgrpo.tools.plan.on_devices import Plan, plan_of
+from litgrpo.tools.plan.schedule import schedule_of
 
 DOES_NOT_FIT = 1  # exit code
 CHIP = "Kind of device, a name of the table (default: v5e; or that of trainer.accelerator)."
@@ -21,6 +25,9 @@ CHIPS = "Number of devices that learn (default: the trainer's; 8, or 1)."
 DEVICES = "Your .yaml of devices, prices and sessions, over the one in the package."
 READ = "Take lengths of rows and of the run from the recipe's data (default: for a cpu)."
 CONFIG = "A config.json or its folder, for a model that is not on this machine."
+MEASURE = (
+    "Run a few iterations here, in a folder that is thrown away, and tell the whole run's time."
+)
 # {name: (type, default, help)}
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "chip": (str | None, None, CHIP),
@@ -33,6 +40,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "model_config": (str | None, None, CONFIG),
     "report": (str | None, None, "Write the numbers to this .json, too."),
     "fit": (bool, False, "Find the smallest change with which it fits."),
+    "measure": (bool, False, MEASURE),
 }
 
 
@@ -59,6 +67,13 @@ class PlanCLI(LightningCLI):
         """Parse our words, not the program's."""
         self.config = parser.parse_args(self.words)
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The settings of `fit`, as plain values."""
+        text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
+        unwanted = OF_ONE_CALL | OPTIONS.keys()
+        return {name: each for name, each in yaml.safe_load(text).items() if name not in unwanted}
+
     def _set_seed(self) -> None:
         """Nothing is random here."""
 
@@ -70,14 +85,20 @@ def switched_on(words: Sequence[str]) -> list[str]:
     """Switches without their value are on."""
     following = [*words[1:], "--"]
     pairs = zip(words, following, strict=True)
-    return [f"{w}=true" if w == "--fit" and after.startswith("-") else w for w, after in pairs]
+    switches = [f"--{name}" for name, (kind, *_) in OPTIONS.items() if kind is bool]
+    return [f"{w}=true" if w in switches and after.startswith("-") else w for w, after in pairs]
 
 
 def plan() -> None:
     """Print what a recipe needs; exit code 1 if that does not fit."""
     keep_quiet()
     words = sys.argv[2:]
-    found = plan_of(settings := PlanCLI(words).config)
+    asked = PlanCLI(words)
+    settings = asked.config
+    if settings.measure:
+        tell_measured(asked)
+        return
+    found = plan_of(settings)
     print("\n".join(telling.as_text(found)))
     if settings.report is not None:
         content = json.dumps(telling.as_dict(found), indent=1)
@@ -87,6 +108,18 @@ def plan() -> None:
         fits = fits or tell_proposal(found, words)
     if not fits:
         raise SystemExit(DOES_NOT_FIT)
+
+
+def tell_measured(asked: PlanCLI) -> None:
+    """Print what a few iterations took, and what the whole run takes after them."""
+    settings = asked.config
+    schedule = schedule_of(settings, samples="objective" in settings.model.init_args)
+    found = measured(asked.recipe)
+    print("\n".join(telling.measured_text(found, schedule)))
+    if settings.report is not None:
+        content = {kind: asdict(each) | {"run": each.run(schedule)} for kind, each in found.items()}
+        text = json.dumps(content | {"iterations": schedule.iterations}, indent=1)
+        Path(settings.report).write_text(text + "\n", encoding="utf-8")
 
 
 def tell_proposal(found: Plan, words: Sequence[str]) -> bool:

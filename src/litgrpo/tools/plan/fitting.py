@@ -15,6 +15,7 @@ from litgrpo.tools.plan.training import Training
 # Left for the runtime, for what a compiler keeps besides, and for holes.
 SPARE_FRAC = 0.1
 SIZES = (1, 4, 8, 16, 32, 64)
+AT_ONCE = (None, 64, 16, 4)  # rows that are decoded at once; others queue
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 DIVIDES = {
     "tpu": ("litgrpo.parallel.xla.strategy.XLASPMDStrategy", Chips()),
@@ -103,12 +104,16 @@ def _of_recipe(both: Sequence[Training], number: int) -> Iterator[tuple[Change, 
         number: devices.
     """
     again = (False, True)[: 1 + (not both[0].checkpointing)]
-    switches = (range(len(both)), again, (None, *smaller(both[0], number)))
-    for adapters, checkpointing, rows in sorted(product(*switches), key=_cost):
+    queues = AT_ONCE if both[0].may_queue else (None,)
+    switches = (range(len(both)), queues, again, (None, *smaller(both[0], number)))
+    for adapters, at_once, checkpointing, rows in sorted(product(*switches), key=_cost):
         change: Change = []
         other = both[adapters]
         if adapters:
             change += ["--model.lora.rank", str(LoRA().rank)]
+        if at_once:
+            change += ["--model.engine.init_args.max_rows", str(at_once)]
+            other = other.changed(work=replace(other.work, max_rows=at_once))
         if checkpointing:
             change += ["--model.precision.gradient_checkpointing", "true"]
             other = other.changed(checkpointing=True)
@@ -119,6 +124,7 @@ def _of_recipe(both: Sequence[Training], number: int) -> Iterator[tuple[Change, 
             yield change, other
 
 
-def _cost(switches: tuple[int, bool, int | None]) -> tuple[int, int, int]:
-    adapters, again, rows = switches
-    return adapters, again + (rows is not None), -(rows or 0)
+def _cost(switches: tuple[int, int | None, bool, int | None]) -> tuple[int, int, int, int]:
+    adapters, at_once, again, rows = switches
+    number = again + (rows is not None) + (at_once is not None)
+    return adapters, number, -(at_once or 0), -(rows or 0)

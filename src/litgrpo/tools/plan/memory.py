@@ -7,6 +7,7 @@ pass are counted exactly, for any architecture, in seconds. What a compiler make
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from litgrpo.tensors import head_chunk
-from litgrpo.tools.plan.division import Division, size
+from litgrpo.tools.plan.division import Division, bytes_of, size
 
 Phase = Literal["always", "rollout", "learning"]
 # Tensors [N, V] that filtered sampling holds at once: logits, sorted ones, places, sums, noise.
@@ -57,9 +58,11 @@ class Work:
         micro_rows: rows that go through the model at once in learning.
         length: tokens of each of them.
         cache_bytes: of one number of the cache.
+        max_rows: rows that a device decodes at once; None: all.
         step_rows: rows that share an optimizer step; 0: no fewer than those of a micro-batch.
         sharing: rows that share their prompt in a micro-batch.
-        sampled: by the devices that learn, or by others.
+        sampled: by the devices that learn, by others, or by vLLM beside the trainer, which sleeps
+            while the trainer learns.
     """
 
     rollouts: tuple[tuple[int, int], ...]
@@ -68,9 +71,10 @@ class Work:
     micro_rows: int
     length: int
     cache_bytes: int = FLOAT32_BYTES
+    max_rows: int | None = None
     step_rows: int = 0
     sharing: int = 1
-    sampled: Literal["here", "elsewhere"] = "here"
+    sampled: Literal["here", "elsewhere", "colocated"] = "here"
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,13 @@ class Blueprint:
         config: the library's configuration of it.
         dtype: of the weights, and of what is computed with them.
         adapt: puts adapters around it, or leaves it as it is.
+        flash: attention keeps no scores [rows, heads, length, length], as fused kernels do.
     """
 
     config: Any
     dtype: torch.dtype = torch.float32
     adapt: Callable[[Any], Any] | None = None
+    flash: bool = False
     _kept: dict[tuple[int, int], Kept] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -172,7 +178,8 @@ class Blueprint:
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in counted:
+            scores = self.flash and tensor.shape[1:][-2:] == (length, length)
+            if storage._cdata not in counted and not scores:
                 counted.add(storage._cdata)
                 sizes[place[-1]] += storage.nbytes()
                 alive.append(tensor)
@@ -285,13 +292,12 @@ def cache_share(blueprint: Blueprint, work: Work, chips: Division) -> tuple[int,
         chips: to divide over.
     """
     token = blueprint.cache_numbers * work.cache_bytes
-    parts = [
-        (
-            chips.rows(prompts) * work.prompt_len * token,
-            2 * chips.rows(prompts * group) * work.completion_len * token,
-        )
-        for prompts, group in work.rollouts
-    ]
+    parts = []
+    for prompts, group in work.rollouts:
+        rows = chips.rows(prompts * group)
+        at_once = min(rows, work.max_rows or rows)
+        read = -(-chips.rows(prompts) * at_once // rows)
+        parts.append((read * work.prompt_len * token, 2 * at_once * work.completion_len * token))
     return max(parts, key=sum, default=(0, 0))
 
 
@@ -328,6 +334,10 @@ def account(
         largest = max(weight.numel() * size(weight) for weight in at_work.weights)
         items = [item for item in items if item.phase != "rollout"]
         items.append(Item("publishing", largest, "rollout", "one weight whole at a time"))
+    if work.sampled == "colocated":
+        items = [item for item in items if item.phase != "rollout"]
+        served = bytes_of(at_work.weights)
+        items.append(Item("vLLM", served, "rollout", "its weights; the rest of the room is cache"))
     return [item for item in items if item.size]
 
 
@@ -356,7 +366,7 @@ def _rollout(
         return
     prompts, completions = cache_share(blueprint, work, chips)
     number, group = max(work.rollouts, key=prod)
-    rows = number * group
+    rows = min(number * group, work.max_rows or sys.maxsize)
     shape = (chips.rows(rows), blueprint.config.vocab_size)
     for name, each, how in (
         (

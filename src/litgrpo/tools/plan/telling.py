@@ -12,8 +12,11 @@ from torch.optim import AdamW, Optimizer
 from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.tools.plan.devices import Session, Span
 from litgrpo.tools.plan.fitting import SIZES, Room, remedies
+from litgrpo.tools.plan.layouts import layout_of
+from litgrpo.tools.plan.measuring import ITERATIONS, Measured
 from litgrpo.tools.plan.memory import peak
 from litgrpo.tools.plan.on_devices import Plan
+from litgrpo.tools.plan.schedule import Schedule
 from litgrpo.tools.plan.seconds import Phase, total
 
 HOUR_S = 3600.0
@@ -46,6 +49,9 @@ def as_text(plan: Plan) -> Iterator[str]:
     if not plan.room.fits(plan.items):
         yield ""
         yield from advice(plan)
+    if plan.number + plan.samplers > 1 and training.work.rollouts:
+        yield ""
+        yield from layout_text(plan)
     yield ""
     yield from time_and_money(plan)
 
@@ -104,6 +110,30 @@ def advice(plan: Plan) -> Iterator[str]:
         None,
     )
     yield f"  or {found_size or 'another kind of chip'}"
+
+
+def layout_text(plan: Plan) -> Iterator[str]:
+    """Learners and samplers: rows at once, publishing, hosts and disk."""
+    found = layout_of(plan, plan.training.publisher)
+    where = {"elsewhere": f"{plan.samplers} sample", "colocated": "vLLM beside them samples"}
+    sampling = where.get(plan.training.work.sampled, "sample themselves")
+    yield f"Layout: {plan.number} learn, {sampling}"
+    rows = [
+        ("learning, each device", f"{gigabytes(found.learning)} GB"),
+        ("rollout, each device that learns", f"{gigabytes(found.rollout)} GB"),
+        ("sampling, each device that samples, without rows", f"{gigabytes(found.sampler)} GB"),
+        ("tokens whose keys and values have room there", f"{found.tokens:,}"),
+        ("rows of full length at once there", f"{found.rows:,} of {found.wanted:,}"),
+        ("a host's memory while the model is read", f"{gigabytes(found.host_load)} GB"),
+        ("a host's memory while a checkpoint is written", f"{gigabytes(found.host_save)} GB"),
+        ("disk for a checkpoint", f"{gigabytes(found.disk)} GB"),
+    ]
+    if found.published:
+        how = f"{gigabytes(found.published)} GB in {duration(found.publishing)}"
+        rows.append((f"publishing by {plan.training.publisher}, each iteration", how))
+    yield from table(("what", "how much"), rows)
+    if not found.samples:
+        yield "DOES NOT FIT: no row has room where it is sampled"
 
 
 # --- time and money ---
@@ -174,6 +204,32 @@ def session_line(plan: Plan, session: Session) -> str:
         over = f"does not fit by {-spare.high:.1f} h, or more"
         return f"{name}: {over}; --auto_resume true goes on in the next"
     return f"{name}: between {spare.high:.1f} h to spare and {-spare.low:.1f} h too long"
+
+
+def measured_text(found: dict[str, Measured], schedule: Schedule) -> Iterator[str]:
+    """What a few iterations took, and what the whole run takes after them."""
+    end = " (the recipe sets no end: --iterations says how many)" * schedule.open_end
+    yield f"Measured here: {ITERATIONS} iterations; the first warms up, the last ends the run"
+    yield ""
+    names = ("iteration", "evaluation", "save", "whole")
+    counts = (schedule.iterations, schedule.evaluations, schedule.saves, "")
+    yield from table(
+        ("what", "times", *(f"{kind} s" for kind in found)),
+        [
+            (name, str(count), *(digits(vars(each)[name]) for each in found.values()))
+            for name, count in zip(names, counts, strict=True)
+        ],
+    )
+    yield ""
+    yield f"The whole run of {schedule.iterations:,} iterations{end}:"
+    for kind, each in found.items():
+        most, least = each.run(schedule), each.run(schedule, learning=0.0)
+        likely = duration(Span(most, most)).partition(" - ")[2]
+        fewer = duration(Span(least, least)).partition(" - ")[2]
+        text = f"  {kind}: {likely}"
+        yield text + f"; {fewer} if nothing is learned from any row" * (not schedule.supervised)
+    yield f"Memory of the program at most: {gigabytes(max(m.peak for m in found.values()))} GB"
+    yield "Rows of groups whose rewards are all equal are not learned from: such a run gets faster."
 
 
 def duration(seconds: Span) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -18,12 +18,19 @@ from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.loading import ASSETS, LoRA, resolve, with_adapters
+from litgrpo.models.weights import attention_of
 from litgrpo.modules.defaults import GRPO_RATES, SFT_RATES, UsualRates
 from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
 from litgrpo.parallel.sharding import MIN_SHARD_SIZE, DividesWeights
 from litgrpo.tools.plan.division import Alone, Chips, Division, FullShard, Replicas
 from litgrpo.tools.plan.memory import Blueprint, Item, Work, account, optimizer_states
 from litgrpo.tools.plan.schedule import Schedule, schedule_of
+
+# Where an engine samples that is not the trainer's own.
+SAMPLED: dict[str, Literal["elsewhere", "colocated"]] = {
+    "ServerEngine": "elsewhere",
+    "ColocatedEngine": "colocated",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Training:
         division: what the strategy divides, over how many devices ever.
         schedule: how often everything happens.
         judges: reward models, which are not counted.
+        flash: attention keeps no scores.
+        publisher: name of the class that sends weights to servers.
     """
 
     config: Any
@@ -57,6 +66,8 @@ class Training:
     division: Division
     schedule: Schedule
     judges: tuple[str, ...] = ()
+    flash: bool = False
+    publisher: str = "Folder"
 
     @property
     def sharded(self) -> bool:
@@ -67,6 +78,13 @@ class Training:
     def divides(self) -> bool:
         """Whether several devices share the model."""
         return isinstance(self.division, Chips | FullShard)
+
+    @property
+    def may_queue(self) -> bool:
+        """Whether rows of a rollout can wait for others to end: in `LocalEngine`."""
+        return (
+            self.work.sampled == "here" and not self.schedule.recorded and bool(self.work.rollouts)
+        )
 
     @property
     def spmd(self) -> bool:
@@ -80,7 +98,7 @@ class Training:
     def blueprint(self, dtype: str) -> Blueprint:
         """The policy without numbers."""
         adapt = None if self.lora is None else partial(with_adapters, lora=self.lora)
-        return Blueprint(self.config, getattr(torch, dtype), adapt)
+        return Blueprint(self.config, getattr(torch, dtype), adapt, self.flash)
 
     @cached_property
     def models(self) -> dict[str, Any]:
@@ -153,6 +171,8 @@ def read(settings: Namespace, static_shapes: bool = True) -> Training:
         division=division_of(strategy),
         schedule=schedule_of(settings, samples),
         judges=tuple(_judges(model.get("rewards") or {})),
+        flash=not static_shapes and attention_of(config) == "sdpa",
+        publisher=publisher_of(model) if samples else "Folder",
     )
 
 
@@ -169,6 +189,13 @@ def division_of(strategy: Namespace) -> Division:
     if issubclass(kind, FSDP2Strategy):
         return FullShard(replicas=given.get("replicas") or 1)
     return Replicas() if path.startswith("ddp") or "DDP" in path else Alone()
+
+
+def publisher_of(model: Namespace) -> str:
+    """The class that sends weights to servers, of those that `plan` knows the rate of."""
+    weights = model.engine.get("init_args", Namespace()).get("weights")
+    path = "" if weights is None else weights.class_path
+    return "Native" if path.endswith("Native") else "Folder"
 
 
 def optimizer_of(model: Namespace, usual: UsualRates) -> partial[torch.optim.Optimizer]:
@@ -271,8 +298,9 @@ def work_of_grpo(model: Namespace, data: Namespace, ragged: Any = None) -> Work:
         length=length,
         cache_bytes=getattr(torch, dtype).itemsize,
         step_rows=of_step,
+        max_rows=engine.get("max_rows"),
         sharing=sharing,
-        sampled="elsewhere" if model.engine.class_path.endswith("ServerEngine") else "here",
+        sampled=SAMPLED.get(model.engine.class_path.rpartition(".")[2], "here"),
     )
 
 
