@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Tests run side by side (`pytest -n 4`); threads of each on top of that would wait for each other.
+# Tests run side by side (`pytest -n 3`); threads of each on top of that would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -23,7 +23,6 @@ import torch
 from lightning import Trainer as LightningTrainer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
 
 from litgrpo.data.pairs import PairBatch, PairSet
 from litgrpo.modules.sft import SFT
@@ -98,6 +97,8 @@ def ours(work: Work, data: list[PairBatch]) -> Timed:
 
 def peers(work: Work, data: list[PairBatch]) -> Timed:
     """Steps of transformers' Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments  # takes seconds to import
+
     clock = Clock()
 
     class Timed(Trainer):
@@ -107,8 +108,6 @@ def peers(work: Work, data: list[PairBatch]) -> Timed:
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             clock.start()
             return super().training_step(*args, **kwargs)
-
-    from transformers import TrainerCallback
 
     class Ends(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:

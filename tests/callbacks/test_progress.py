@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from litgrpo.callbacks.progress import Progress, short
+from litgrpo.callbacks.progress import Progress, headlines, short
 from tests.callbacks.fitting import fit
 from tests.standin import StandIn
 
@@ -20,6 +20,22 @@ def test_kl_is_shown_only_where_there_is_a_reference():
 def test_at_most_four_names_are_shown():
     logged = {"reward/mean": 1.0, "sft/loss": 1.0, "policy/kl": 1.0, "completion/len_mean": 1.0}
     assert list(short(logged | {"perf/tokens_per_s": 1.0})) == ["reward", "loss", "kl", "len"]
+
+
+def test_each_set_of_prompts_has_its_numbers_in_the_line():
+    names = ["avg@2", "greedy", "correct", "format", "len_mean"]
+    numbers = dict.fromkeys(names, 0.5)
+    one = [line.split()[0] for line in headlines(numbers)]
+    assert one == names[:4]
+    two = headlines({f"{name}/{key}": 0.5 for name in ("easy", "hard") for key in names})
+    assert [line.split()[0] for line in two] == [
+        "easy/avg@2",
+        "easy/greedy",
+        "hard/avg@2",
+        "hard/greedy",
+    ]
+    six = headlines({f"{name}/{key}": 0.5 for name in "abcdef" for key in names})
+    assert [line.split()[0] for line in six] == [f"{name}/avg@2" for name in "abcdef"]
 
 
 ESTIMATE = "about T s to go: 2 iterations of T s, 1 evaluation of T s"

@@ -65,8 +65,8 @@ def test_a_missing_or_broken_recipe_is_one_line(cli):  # noqa: F811
 def test_a_mistake_in_a_recipe_is_told_the_same_way(cli):  # noqa: F811
     Path("more.yaml").write_text("model: {init_args: {rewards: {correct: {weigth: 2}}}}\n")
     _, _, err = cli("fit", "-c", "grpo.yaml", "-c", "more.yaml")
-    expected = "there is no key 'model.rewards.weigth' (of Reward): did you mean "
-    assert err == f"error: {expected}'model.rewards.weight'?\n"
+    expected = "there is no key 'model.rewards.correct.weigth' (of Reward): did you mean "
+    assert err == f"error: {expected}'model.rewards.correct.weight'?\n"
 
 
 def test_without_a_recipe_the_message_asks_for_one(cli):  # noqa: F811
@@ -97,6 +97,7 @@ def test_a_function_is_given_by_its_import_path(cli):  # noqa: F811
         (("fit", "-c", "grpo.yaml", "--learning_rate", "1"), "it is 'model.optimizer.lr'"),
         (("compare", "quickstart", "--data.batch_size", "8"), "'fit' takes it; hand it on by"),
         (("audit", "-c", "quickstart", "--trainer.devices", "2"), "write it into a recipe"),
+        (("export", "--run_dir", "x"), "here: checkpoint, folder, dtype, force, adapter"),
     ],
 )
 def test_a_key_of_another_verb_or_trainer_is_sent_there(cli, words, said):  # noqa: F811

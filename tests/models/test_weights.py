@@ -131,7 +131,7 @@ def test_a_model_without_parts_is_its_own_language_part():
 
 
 def test_a_model_that_generates_no_text_is_refused_with_its_type():
-    for model_type in ("vit", "clip"):
+    for model_type in ("vit", "clip", "whisper", "musicgen"):
         with pytest.raises(ValueError, match="is no language model that can be trained here"):
             model_class(language_part(AutoConfig.for_model(model_type)))
 

@@ -114,26 +114,20 @@ def test_the_gradient_is_that_of_the_papers_formula(architecture):
     assert (got - expected).norm() / expected.norm() < 1e-5
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        dict(micro_batch_size=1),
-        dict(micro_batch_size=2),
-        dict(micro_batch_size=3),
-        dict(micro_batch_size=5),
-        dict(micro_batch_tokens=40),
-    ],
-)
 @pytest.mark.parametrize("objective", [Objective(), Objective(kl_coef=0.1)], ids=["plain", "kl"])
 @pytest.mark.parametrize("kind", ["qwen2", "t5"])
-def test_the_gradient_does_not_depend_on_the_micro_batch_split(limits, objective, kind):
+def test_the_gradient_does_not_depend_on_the_micro_batch_split(objective, kind):
     batch = prompt_batch("a", "hello there", "xyz")
+    limits = [dict(micro_batch_size=rows) for rows in (1, 2, 3, 5)]
+    limits = [dict(micro_batch_tokens=None), *limits, dict(micro_batch_tokens=40)]
     gradients = []
-    for learning in (UpdateConfig(micro_batch_tokens=None), UpdateConfig(**limits)):
-        grpo = module(kind, objective=objective, update=learning, reference="another")
+    for each in limits:
+        grpo = module(kind, objective=objective, update=UpdateConfig(**each), reference="another")
         grpo.reference = FrozenModel(tiny_policy(kind, seed=5)) if objective.kl_coef else None
         gradients.append(step_gradient(grpo, batch))
-    assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-5
+    whole, *split = gradients
+    for limit, gradient in zip(limits[1:], split, strict=True):
+        assert (gradient - whole).norm() / whole.norm() < 1e-5, limit
 
 
 def test_rows_that_teach_nothing_are_skipped_and_the_gradient_stays(monkeypatch):

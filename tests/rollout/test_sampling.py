@@ -117,7 +117,7 @@ def test_draws_follow_the_distribution():
 def test_draws_from_a_large_vocabulary_follow_the_distribution():
     # 151936 is Qwen's; the classes are of unequal size and cut through the blocks of the sum.
     logits = torch.randn(151_936, generator=torch.Generator().manual_seed(0)) * 2
-    uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 6000)[0]
+    uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 2000)[0]
     tokens = torch.cat(
         [sample(logits.expand(500, -1), part, Sampling()).tokens for part in uniforms.split(500)]
     )
@@ -128,8 +128,8 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
     heavy = shares * len(tokens) > 5
     rest = torch.cat([shares[heavy], shares[~heavy].sum()[None]])
     number = torch.where(heavy, heavy.cumsum(0) - 1, len(rest) - 1)
-    assert len(rest) == 6
-    assert chi_square(number[classes[tokens]], rest) < 20.6  # 99.9 % with 5 degrees of freedom
+    assert len(rest) == 5
+    assert chi_square(number[classes[tokens]], rest) < 18.5  # 99.9 % with 4 degrees of freedom
 
 
 @static_or_not

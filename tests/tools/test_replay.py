@@ -73,3 +73,10 @@ def test_a_folder_without_samples_is_refused(tmp_path):
         replay(str(tmp_path))
     with pytest.raises(ValueError, match="no run folder"):
         replay(str(tmp_path / "nowhere"))
+
+
+def test_what_a_policy_said_cannot_command_the_terminal(tmp_path, capsys):
+    row = {"prompt": "1+1?", "completion": "\x1b[2J2"}
+    (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n")
+    replay(str(tmp_path))
+    assert "policy     | [U+001B][2J2" in capsys.readouterr().out

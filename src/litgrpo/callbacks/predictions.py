@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from litgrpo.callbacks import episodes
 from litgrpo.callbacks.run_folder import run_folder
+from litgrpo.text.visible import visible
 
 
 class Predictions(Callback):
@@ -38,7 +39,7 @@ class Predictions(Callback):
             for row in outputs:
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 if self.show:
-                    pl_module.print(readable(row))
+                    pl_module.print(visible(readable(row)))
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Say where they are."""

@@ -117,9 +117,8 @@ class Progress(ProgressBar):
             self.bar.close()
             self.evaluation_s = time.monotonic() - self.began
         if trainer.state.fn == "fit" and pl_module.evaluation_report:
-            numbers = entries(plain_names(pl_module.evaluation_report)).items()
-            shown = [f"{name} {text}" for name, text in list(numbers)[:MOST_NAMES]]
-            self.print(f"iteration {pl_module.iteration}: {', '.join(shown)}")
+            report = plain_names(pl_module.evaluation_report)
+            self.print(f"iteration {pl_module.iteration}: {', '.join(headlines(report))}")
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
     on_test_end = on_validation_end
@@ -197,6 +196,23 @@ def duration(seconds: float) -> str:
     units = {120.0: (1.0, "s", 0), 7200.0: (60.0, "min", 0), math.inf: (3600.0, "h", 1)}
     size, unit, places = next(units[limit] for limit in units if seconds < limit)
     return f"{seconds / size:.{places}f} {unit}"
+
+
+def headlines(report: Mapping[str, float]) -> list[str]:
+    """The first numbers of a report as text; with several sets of prompts the first of each set.
+
+    Args:
+        report: {name or set/name: number}.
+
+    Example:
+        >>> headlines({"easy/avg@4": 0.9, "easy/greedy": 0.8, "hard/avg@4": 0.25})
+        ['easy/avg@4 0.900', 'easy/greedy 0.800', 'hard/avg@4 0.250']
+    """
+    sets: dict[str, list[str]] = {}
+    for name, text in entries(dict(report)).items():
+        sets.setdefault(name.rpartition("/")[0], []).append(f"{name} {text}")
+    each = max(1, MOST_NAMES // max(1, len(sets)))
+    return [text for texts in sets.values() for text in texts[:each]]
 
 
 def _in_training(trainer: Trainer) -> bool:

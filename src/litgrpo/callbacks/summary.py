@@ -28,6 +28,7 @@ from litgrpo.callbacks.number_texts import (
 )
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.evaluation.paired import Comparison, compared
+from litgrpo.text.visible import visible
 
 # report {name: number}, n, reward_names, samples, of_prompts {set: {name: one number per prompt}}
 Evaluation = dict[str, Any]
@@ -142,7 +143,7 @@ class Summary(Callback):
         self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())
-        pl_module.print("\n" + self.page(folder, pl_module.iteration))
+        pl_module.print("\n" + visible(self.page(folder, pl_module.iteration)))
 
     def _complete(self, trainer: Trainer, pl_module: Any) -> None:
         """Add to the last evaluation what the start's weights say, which are loaded for it."""

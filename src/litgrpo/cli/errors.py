@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from litgrpo.arguments import import_by_path
+from litgrpo.cli.entry_names import with_entry
 
 KEY = re.compile(r"""Parser key ["'](.+?)["']:\s*(.*)""")
 CALLABLE = re.compile(
@@ -60,6 +61,7 @@ OF_VERBS = {
     **dict.fromkeys(("gold", "limit", "success", "threshold", "form"), "audit"),
     **dict.fromkeys(("algorithms", "tokens", "seeds", "samples", "jobs", "further"), "compare"),
 }
+OF_EVERY_PARSER = ("help", "config", "print_config", "print_shtab")
 OF_RECIPES = ("model", "data", "trainer", "checkpoint", "run_dir", "ckpt_path", "seed_everything")
 # {word of other trainers: our key}.
 SYNONYMS = {
@@ -99,7 +101,7 @@ def explain(message: str, keys: Sequence[str] = ()) -> str:
     trail = _Trail(keys)
     for line in message.splitlines():
         if sentence := trail.read(line.strip().removeprefix("- ")):
-            return sentence
+            return with_entry(sentence, message)
     return " ".join(message.split())
 
 
@@ -246,8 +248,10 @@ def elsewhere(key: str, keys: Sequence[str]) -> str:
         return f"{OF_VERBS[key]!r} takes it ({OF_VERBS[key]} --help)"
     if takes_recipes or key.partition(".")[0] not in OF_RECIPES:
         return ""
-    handed_on = f'hand it on by --further=\'["--{key}", "VALUE"]\''
-    return "'fit' takes it; " + (handed_on if "further" in keys else "write it into a recipe")
+    if "further" in keys:
+        return f"'fit' takes it; hand it on by --further='[\"--{key}\", \"VALUE\"]'"
+    own = ", ".join(name for name in keys if name not in OF_EVERY_PARSER)
+    return "'fit' takes it; " + ("write it into a recipe" if "recipes" in keys else f"here: {own}")
 
 
 def unknown_function(key: str, name: str, default: FunctionType) -> str:

@@ -16,6 +16,10 @@ from litgrpo.parallel.messages import rank_zero_info
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+NO_LANGUAGE_MODEL = (
+    "A model of type {!r} is no language model that can be trained here: "
+    "transformers has no class that generates text with it. docs/models.md lists the types."
+)
 SHOWN = 3  # names of weights in a message
 # What weights of a text part are called in a model for images: pattern, name in the text model.
 TEXT_NAMES = {
@@ -30,8 +34,14 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
 
     Args:
         config: of the whole model; one without parts is returned as it is.
+
+    Raises:
+        ValueError: it has several text parts, or one of a type that generates no text.
     """
-    text: Any = config.get_text_config()
+    try:
+        text: Any = config.get_text_config()
+    except ValueError:
+        raise ValueError(NO_LANGUAGE_MODEL.format(config.model_type)) from None
     if config.is_encoder_decoder or text is config:
         return config
     model_class(text)  # refused before it is announced
@@ -52,11 +62,7 @@ def model_class(config: PretrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    require(
-        type(config) in kind._model_mapping,
-        f"A model of type {config.model_type!r} is no language model that can be trained here: "
-        "transformers has no class that generates text with it. docs/models.md lists the types.",
-    )
+    require(type(config) in kind._model_mapping, NO_LANGUAGE_MODEL.format(config.model_type))
     return kind._model_mapping[type(config)]
 
 

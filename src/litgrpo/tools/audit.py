@@ -27,6 +27,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.sandbox import available, why_not
 from litgrpo.text.answers import extract_reasoning
 from litgrpo.text.tables import markdown_table
+from litgrpo.text.visible import visible
 from litgrpo.tools.audit_episodes import audit_environment, episode_lines
 
 FAILED = 1  # exit code
@@ -116,7 +117,7 @@ def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
 
 def tell(found: Report | OpenReport | EpisodeReport, lines: list[str], path: str | None) -> None:
     """Print a report and write it, if asked; exit code 1 where the rewards are unfit."""
-    print("\n".join(lines))
+    print(visible("\n".join(lines)))
     if path is not None:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if not found.passed:

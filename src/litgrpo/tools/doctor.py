@@ -7,6 +7,7 @@ from typing import Literal
 from litgrpo.doctor.diagnosis import examine
 from litgrpo.doctor.run_files import read
 from litgrpo.doctor.telling import page
+from litgrpo.text.visible import visible
 
 
 def doctor(run: str, fail_on: Literal["info", "warning", "critical"] = "critical") -> None:
@@ -20,6 +21,6 @@ def doctor(run: str, fail_on: Literal["info", "warning", "critical"] = "critical
         fail_on: exit with 1 where a finding is at least so severe.
     """
     diagnosis = examine(read(run))
-    print(page(diagnosis))
+    print(visible(page(diagnosis)))
     if any(each.at_least(fail_on) for each in diagnosis.every):
         raise SystemExit(1)

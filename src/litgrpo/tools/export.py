@@ -6,7 +6,7 @@ from pathlib import Path
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.run_folder import checkpoint_file
-from litgrpo.cli.trainer_cli import load_module
+from litgrpo.cli.trainer_cli import keep_quiet, load_module
 from litgrpo.models.loading import Dtype
 from litgrpo.models.loading import export as write
 from litgrpo.models.loading import export_adapter as write_adapter
@@ -43,6 +43,7 @@ def export(
     )
     unwritable = _cannot_be_written(target)
     require(not unwritable, f"{target} cannot be written ({unwritable}): choose another folder.")
+    keep_quiet()
     policy = load_module(path).policy
     try:
         write_adapter(policy, target) if adapter else write(policy, target, dtype)

@@ -47,11 +47,16 @@ def test_gradients_of_all_algorithms_are_those_of_one_process(folder):
         print(kind, *(f"{name} {error:.1e}" for name, error in found.items()))
 
 
-def test_every_kind_of_training_ends_where_one_process_does(folder):
+SHORT = ("plain", "uneven", "lora")
+REST = tuple(name for name in (*VARIANTS, "sft") if name not in SHORT)
+
+
+@pytest.mark.parametrize("names", [SHORT, pytest.param(REST, marks=pytest.mark.slow)])
+def test_a_training_ends_where_one_process_does(folder, names):
     for processes in (1, 2):
-        run_by(processes, training.learn, folder)
+        run_by(processes, training.learn, folder, 1, names)
     print("\n1 against 2 processes: distance of the weights over how far they moved")
-    for name in (*VARIANTS, "sft"):
+    for name in names:
         one, two = (torch.load(folder / f"{name} {n}.pt") for n in (1, 2))
         kind = VARIANTS.get(name, {}).get("kind", "gemma2")
         start = dict(load_policy(str(folder / kind)).model.named_parameters())
@@ -78,6 +83,7 @@ def test_every_kind_of_training_ends_where_one_process_does(folder):
             torch.testing.assert_close(weight, two["weights"][key], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_replicas_average_what_their_shards_reduced(folder):
     names = ("kl",)
     for processes, replicas in ((1, 1), (4, 2)):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from litgrpo.callbacks.episodes import lines
+from litgrpo.text.visible import visible as every_character_seen
 
 LONGEST = 1200  # characters that are shown of a text
-ACTING = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # categories of Unicode that are not seen
-KEPT = "\n\t"
-JOINERS = "\u200c\u200d"  # without these some scripts and emoji fall apart
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,6 @@ class Said:
 def visible(text: object, longest: int = LONGEST) -> str:
     r"""A text of which every character can be seen, cut where it is long.
 
-    Control characters, marks that reverse the direction of writing, and halves of characters stand
-    as their numbers.
-
     Args:
         text: anything; what is no text is shown as one.
         longest: characters.
@@ -50,14 +44,9 @@ def visible(text: object, longest: int = LONGEST) -> str:
     """
     whole = str(text)
     more = len(whole) - longest
-    shown = "".join(map(_seen, whole[:longest].replace("\r\n", "\n")))
-    return shown + (f" ... [{more:,} more characters]" if more > 0 else "")
-
-
-def _seen(character: str) -> str:
-    kept = character in KEPT or character in JOINERS
-    acts = not kept and unicodedata.category(character) in ACTING
-    return f"[U+{ord(character):04X}]" if acts else character
+    return every_character_seen(whole[:longest]) + (
+        f" ... [{more:,} more characters]" if more > 0 else ""
+    )
 
 
 def marked_difference(text: str, earlier: str | None) -> tuple[str, str, str]:

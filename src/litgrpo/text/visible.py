@@ -1,0 +1,28 @@
+"""Texts of a model for a terminal or a page: nothing in them acts, hides or reorders."""
+
+from __future__ import annotations
+
+import unicodedata
+
+ACTING = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # categories of Unicode that are not seen
+KEPT = "\n\t"
+JOINERS = "\u200c\u200d"  # without these some scripts and emoji fall apart
+
+
+def visible(text: str) -> str:
+    r"""A text of which every character can be seen.
+
+    Control characters (also those that command a terminal), marks that reverse the direction of
+    writing, and halves of characters stand as their numbers.
+
+    Example:
+        >>> visible("a\u202eb\x1b[2J")
+        'a[U+202E]b[U+001B][2J'
+    """
+    return "".join(map(_seen, text.replace("\r\n", "\n")))
+
+
+def _seen(character: str) -> str:
+    kept = character in KEPT or character in JOINERS
+    acts = not kept and unicodedata.category(character) in ACTING
+    return f"[U+{ord(character):04X}]" if acts else character

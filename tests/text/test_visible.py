@@ -1,0 +1,19 @@
+import pytest
+
+from litgrpo.callbacks.summary import samples_page
+from litgrpo.text.visible import visible
+
+
+@pytest.mark.parametrize("category", ["\x00", "\x1b", "\u202e", "\ud800", "\u2028", "\x7f"])
+def test_no_character_acts(category):
+    assert visible(f"a{category}b") == f"a[U+{ord(category):04X}]b"
+
+
+def test_what_is_seen_or_joins_stays():
+    text = "два\tlines\nnä 👩\u200d🔬"
+    assert visible(text) == text
+
+
+def test_a_completion_cannot_command_the_terminal():
+    page = samples_page([], [{"prompt": "1+1", "completion": "\x1b[2J2"}])
+    assert visible(page) == "prompt: 1+1\nafter:  [U+001B][2J2"
