@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "plan": (
         "litgrpo.tools.plan.command",
-        "would a recipe fit into the memory of these TPU chips?",
+        "what a recipe needs of memory, time and money, on which devices",
     ),
     "compare": (
         "litgrpo.tools.compare",

@@ -110,6 +110,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
         ),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
         max_iterations=args.warmup + args.steps,
+        check_invariants=False,  # they are not part of a step
     )
     grpo.policy = policy
     Trainer(
@@ -182,9 +183,8 @@ def shown(result: Measures) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Compare, or take one turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the work is."""
     parser.add_argument("--size", choices=SIZES, default="tiny")
     numbers = dict(prompts=4, group=8, prompt_len=64, max_new=256, turns=3, heard=16)
     numbers |= dict(steps=4, warmup=1, peer_steps=2, repeats=3, threads=os.cpu_count() or 1)
@@ -193,6 +193,12 @@ def main() -> None:
     parser.add_argument("--hazard", type=float, default=0.05)
     parser.add_argument("--tool-s", type=float, default=0.0)
     parser.add_argument("--workers", type=int, help="of ours; 0: none")
+
+
+def main() -> None:
+    """Compare, or take one turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
     parser.add_argument("--peer-python", help="of an environment with trl")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)

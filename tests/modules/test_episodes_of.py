@@ -1,10 +1,12 @@
 import pytest
+import torch
 from lightning import Trainer
 
 from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.interface import Heard
 from litgrpo.environments.worker_pool import EpisodeWorkers
+from litgrpo.learner.config import UpdateConfig
 from litgrpo.modules.episodes_of import checked, episodes_of, pool_of
 from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.bridge import Inline
@@ -14,7 +16,7 @@ from litgrpo.rollout.episode_settings import EpisodeSettings
 from tests.conftest import prompt_batch, tiny_policy
 from tests.learner.parts import rollouter_of
 from tests.modules.test_grpo import loader, module
-from tests.rollout.playing import Echo
+from tests.rollout.playing import Echo, SlowPool
 
 INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_turns=True)
 OWN = {"environment": Reward()}
@@ -102,3 +104,33 @@ def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path)
     assert [each["role"] for each in rows[0]["messages"]][:2] == ["assistant", "user"]
     assert rows[0]["failed"] == ""
     grpo.teardown("fit")
+
+
+TIMED = ("time/", "perf/")
+AT_SAMPLING = {"policy/entropy", "policy/sampler_mismatch"}  # of what the engine computed
+
+
+def test_when_answers_come_changes_no_weight_and_only_what_the_sampler_measured(monkeypatch):
+    found = []
+    for seed in (1, 2):
+        pool = SlowPool(Echo((2, 40)), seed=seed, share=0.2)
+        monkeypatch.setattr("litgrpo.modules.episodes_of.pool_of", lambda *_, pool=pool: pool)
+        grpo = module(
+            environment=Echo((2, 40)), episode=INLINE, max_completion_len=70, max_iterations=2,
+            check_invariants=False, update=UpdateConfig(inner_epochs=2, max_grad_norm=None),
+        )  # fmt: skip
+        grpo.policy.eos_ids = tuple(range(2, 60))
+        runner = Trainer(
+            logger=False, enable_checkpointing=False, max_epochs=-1, accelerator="cpu",
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        runner.fit(grpo, loader(prompt_batch("a", "bc", "hello")))
+        numbers = {n: float(x) for n, x in runner.callback_metrics.items()}
+        found.append((grpo.policy.state_dict(), numbers))
+    (weights, numbers), (others, later) = found
+    assert [n for n, weight in weights.items() if not torch.equal(others[n], weight)] == []
+    same = [n for n in numbers if n not in AT_SAMPLING and not n.startswith(TIMED)]
+    assert {"policy/loss", "env/reward", "optim/grad_norm", "policy/log_ratio"} <= {*same}
+    assert [n for n in same if later[n] != numbers[n]] == []
+    for name in AT_SAMPLING:
+        assert later[name] == pytest.approx(numbers[name], abs=1e-5)

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 
 from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.interface import Heard
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.episodes import Episodes
 from tests.conftest import byte_tokenizer
+from tests.rollout.echo import Echo
 
-
-@dataclass
-class Echo:
-    """Answers with as many letters as a turn's number and text say; rewards turn numbers."""
-
-    lengths: tuple[int, ...] = (3, 1, 40)
-    opening: str = ""
-    turns: list[str] = field(default_factory=list)
-
-    def reset(self, row, seed):
-        self.seed = seed
-        return self.opening
-
-    def step(self, said):
-        self.turns.append(said)
-        number = len(self.turns)
-        length = self.lengths[(number + len(said)) % len(self.lengths)]
-        return Heard("x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)})
+__all__ = ["Echo"]
 
 
 class SlowPool(EpisodesHere):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from litgrpo.algorithm.credit import GTPO, MTGRPO
+from litgrpo.algorithm.credit import GTPO, MTGRPO, ReBN
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.turns import Turns
 from litgrpo.modules.prompt_data import PromptData
@@ -61,20 +61,28 @@ def test_a_group_is_informative_if_its_rewards_differ_by_more_than_rounding():
 
 
 def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
-    """1 + 0 and 0 + 1 are equal totals, of other turns."""
-    for earned, differ in ([[1.0, 0.0], [0.0, 1.0]], True), ([[1.0, 0.0], [1.0, 0.0]], False):
+    """1 + 0 and 0 + 1 are equal totals, of other turns; GTPO compares turns 0 and 1, too."""
+    for earned, teaches in (
+        ([[1.0, 0.0], [0.0, 1.0]], (MTGRPO, GTPO, ReBN)),
+        ([[1.0, 0.0], [1.0, 0.0]], (GTPO,)),
+        ([[0.0, 0.0], [0.0, 0.0]], ()),
+    ):
         played = turns_rollout([[0, 1], [0, 1]], earned)
-        rewards = turns_table([1.0, 1.0], counted=[1.0, 1.0])
+        total = sum(earned[0])
+        rewards = turns_table([total, total], counted=[total, total])
         assert not informative(rewards).any()
-        assert informative_turns(rewards, played).tolist() == [differ]
-        for credit in (MTGRPO(), GTPO()):
-            turns = Turns.of(played, rewards)
-            found = Objective(credit).token_advantages(rewards, played.loss_mask, turns=turns)
-            assert bool(found.any()) or not differ
-        for by_turn in (True, False):
-            sampling = DynamicSampling(None, None, 1, torch.device("cpu"), by_turn=by_turn)
+        turns = Turns.of(played, rewards)
+        for kind in (MTGRPO, GTPO, ReBN, None):
+            if kind is not None:
+                found = informative_turns(rewards, played, kind()).tolist()
+                assert found == [kind in teaches]
+            if kind in (MTGRPO, GTPO):
+                known = Objective(kind()).token_advantages(rewards, played.loss_mask, turns=turns)
+                assert bool(known.any()) == (kind in teaches)
+            credit = None if kind is None else kind()
+            sampling = DynamicSampling(None, None, 1, torch.device("cpu"), credit=credit)
             sampling.prompt_source = NoMore()
-            if by_turn and differ:
+            if kind in teaches:
                 stats = sampling.resampled(played, rewards, 0)[2]
                 assert stats["dynamic/resamples"] == 0
             else:
@@ -89,11 +97,11 @@ class NoMore:
         raise LookupError
 
 
-@pytest.mark.parametrize(("name", "by_turn"), [("gigpo", True), ("simpletir", False)])
-def test_per_turn_credit_is_known_to_dynamic_sampling(name, by_turn):
+@pytest.mark.parametrize(("name", "known"), [("gigpo", True), ("dapo", False)])
+def test_per_turn_credit_is_known_to_dynamic_sampling(name, known):
     grpo = module(objective=PUBLISHED[name], max_resamples=1)
     grpo.configure_model()
-    assert grpo.dynamic_sampling.by_turn is by_turn
+    assert (grpo.dynamic_sampling.credit is not None) is known
 
 
 def test_groups_take_each_others_place_whatever_their_padding():

@@ -38,6 +38,14 @@ def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):  #
     assert (nothing["mean"], nothing["turns"]) == (0.0, 2.0)
 
 
+def test_an_environment_s_reward_without_one_is_refused_as_in_a_fit(cli, tmp_path):  # noqa: F811
+    recipe = tmp_path / "game.yaml"
+    recipe.write_text(yaml.safe_dump(GAME))
+    code, _, err = cli("audit", "-c", str(recipe), "--model.environment", "null")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the environment's own reward, but there is no environment" in err
+
+
 def test_without_rows_or_model_one_line_says_so(cli, tmp_path):  # noqa: F811
     recipe = tmp_path / "game.yaml"
     recipe.write_text(yaml.safe_dump({"model": GAME["model"]}))

@@ -25,9 +25,12 @@ class TurnAdvantages(Advantages):
     def of_tokens(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
         """[N, C] float64 advantage of each token's turn; see `Advantages.of_tokens`."""
         groups = Groups(table, lengths, comm, table.total).use(table.total, table.valid)
+        return turns.per_token(self.known(groups, turns))
+
+    def known(self, groups: Groups, turns: Turns) -> Tensor:
+        """[B, G, K] advantages; 0 where there is no turn, or the episode teaches nothing."""
         known = turns.exist & ~groups.values.isnan()[..., None]
-        found = torch.where(known, self.by_turn(groups, turns, known), 0.0)
-        return turns.per_token(found.nan_to_num(0.0))
+        return torch.where(known, self.by_turn(groups, turns, known), 0.0).nan_to_num(0.0)
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] advantages of completions of one turn."""

@@ -158,7 +158,7 @@ class EnvironmentKeys:
     def __init__(self, words: Sequence[str]) -> None:
         self.others, self.named = list(words), False
         self.given: dict[str, Any] = {}
-        found, others = dict[str, Any](), list[str]()
+        found, others, dotted = dict[str, Any](), list[str](), False
         rest = iter(words)
         for word in rest:
             option, equals, value = word.partition("=")
@@ -167,7 +167,8 @@ class EnvironmentKeys:
                 others.append(word)
             else:
                 found[key[1] or "class_path"] = plain(value if equals else next(rest, ""))
-        if found.keys() - {"class_path"}:
+                dotted = dotted or key[1] == "class_path"
+        if dotted or found.keys() - {"class_path"}:
             self.others, self.given = others, found
 
     def content(self, text: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 # credit, surrogates and estimators are imported so that recipes can name their classes.
 from litgrpo.algorithm import credit, estimators, surrogates  # noqa: F401
-from litgrpo.algorithm.credit import TurnAdvantages, WithoutVoid
+from litgrpo.algorithm.credit import TurnAdvantages
 from litgrpo.algorithm.importance import SamplerCorrection
 from litgrpo.algorithm.objective import Objective
 from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
@@ -155,9 +155,9 @@ def join(
     dynamic_sampling = AllGroups()
     if settings.max_resamples:
         resampling = (settings.max_resamples, backend(device).data_device, comm, static_shapes)
-        kind = type(coefficients.objective.advantages)
-        by_turn = issubclass(kind, TurnAdvantages) and not issubclass(kind, WithoutVoid)
-        dynamic_sampling = DynamicSampling(rollouter, scorer, *resampling, by_turn=by_turn)
+        found = coefficients.objective.advantages
+        credit = found if isinstance(found, TurnAdvantages) else None
+        dynamic_sampling = DynamicSampling(rollouter, scorer, *resampling, credit=credit)
     before = vars(module)
     if "learner" in before:  # limits where memory was short outlive the trainer
         learner.max_rows = before["learner"].max_rows

@@ -50,12 +50,7 @@ def checked(
             "episode is set, but there is no environment. Name one: environment: {class_path: "
             "litgrpo.environments.Tools, ...}.",
         )
-        own = rewards.get(REWARD)
-        require(
-            own is None or bool(own.function),
-            f"rewards.{REWARD} without a function is the environment's own reward, but there is no"
-            " environment.",
-        )
+        check_own_reward(rewards)
         return None
     environment = given_environment(environment)
     require(
@@ -106,6 +101,20 @@ def episodes_of(
 
     bridge = bridge_of(module, settings, policy, bool(tools))
     return Episodes(pool_of(module, settings), bridge, settings, opener, tools)
+
+
+def check_own_reward(rewards: Mapping[str, Any]) -> None:
+    """Refuse an environment's own reward where there is none.
+
+    Args:
+        rewards: {name: Reward}.
+    """
+    own = rewards.get(REWARD)
+    require(
+        own is None or bool(own.function),
+        f"rewards.{REWARD} without a function is the environment's own reward, but there is no"
+        " environment.",
+    )
 
 
 def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:

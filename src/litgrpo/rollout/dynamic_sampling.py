@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from litgrpo.algorithm.advantages import Groups
+from litgrpo.algorithm.credit import TurnAdvantages
 from litgrpo.algorithm.turns import Turns
 from litgrpo.arguments import require
 from litgrpo.parallel.comm import Comm, SingleProcess
@@ -42,18 +43,24 @@ def informative(rewards: RewardTable) -> Tensor:
     return (distance.nan_to_num(0.0) != 0).any(1)
 
 
-def informative_turns(rewards: RewardTable, rollout: Rollout) -> Tensor:
-    """[B] True where episodes of a group differ in what a turn of theirs earned.
+def informative_turns(rewards: RewardTable, rollout: Rollout, credit: TurnAdvantages) -> Tensor:
+    """[B] True where a turn of a group has an advantage, also where episodes earned the same.
 
-    So per-turn credit tells turns from each other whose episodes earned the same in total.
+    Credit that compares with the batch, not the group, is asked whether episodes of the group
+    differ in what a turn of theirs earned.
 
     Args:
         rewards: [B, G] of the episodes.
         rollout: the N episodes.
+        credit: gives the advantages.
     """
     turns = Turns.of(rollout, rewards)
-    by_turn = [replace(rewards, total=earned) for earned in turns.rewards.unbind(2)]
-    return torch.stack([informative(rewards), *map(informative, by_turn)]).any(0)
+    if not credit.compares:
+        by_turn = [replace(rewards, total=earned) for earned in turns.rewards.unbind(2)]
+        return torch.stack([informative(rewards), *map(informative, by_turn)]).any(0)
+    lengths = torch.zeros_like(rewards.total)
+    groups = Groups(rewards, lengths, SingleProcess(), rewards.total)
+    return credit.known(groups.use(rewards.total, rewards.valid), turns).flatten(1).any(1)
 
 
 @dataclass
@@ -72,7 +79,7 @@ class DynamicSampling(AllGroups):
         comm: of the processes, which resample together.
         static_shapes: take B prompts each time, where another number would have to be compiled.
         prompt_source: gives further prompts.
-        by_turn: credit is per turn, so groups of equal totals teach where turns differ.
+        credit: per turn, so that groups of equal totals may teach; None: of whole completions.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -84,7 +91,7 @@ class DynamicSampling(AllGroups):
     comm: Comm = field(default_factory=SingleProcess)
     static_shapes: bool = False
     prompt_source: PromptSource | None = None
-    by_turn: bool = False
+    credit: TurnAdvantages | None = None
 
     def connect(self, loader: Any) -> None:
         """Take further prompts from the training data.
@@ -155,8 +162,9 @@ class DynamicSampling(AllGroups):
 
     def _informative(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
         """[B] True for groups that teach something."""
-        episodes = self.by_turn and rollout.turns is not None
-        return informative_turns(rewards, rollout) if episodes else informative(rewards)
+        if self.credit is None or rollout.turns is None:
+            return informative(rewards)
+        return informative_turns(rewards, rollout, self.credit)
 
     def _sample(
         self, prompts: PromptBatch, iteration: int, attempt: int

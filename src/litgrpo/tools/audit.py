@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from litgrpo.arguments import at_least, require
 from litgrpo.data.prompts import tokenized_prompts
 from litgrpo.data.sources import read
+from litgrpo.modules.episodes_of import check_own_reward
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.audit.cases import Form, Problem
@@ -203,6 +204,8 @@ def rewards_of(settings: Mapping[str, Any]) -> Scorer:
     parser.add_argument("--rewards", type=dict[str, Reward])
     config = parser.parse_object({"rewards": settings["rewards"]})
     rewards = parser.instantiate(config).rewards
+    if settings.get("environment") is None:
+        check_own_reward(rewards)
     return Scorer(rewards, settings.get("reward_format", "text"))
 
 

@@ -1,6 +1,7 @@
 """The verb, from the command line to its verdict and advice."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,57 @@ def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, tmp_path):  # noq
     content = json.loads(Path(report).read_text())
     assert content["fits"]
     assert content["peak_bytes"] < 0.9 * 16e9
+
+
+def test_time_money_and_sessions_are_told(cli, tmp_path):  # noqa: F811
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("sessions: {My lunch: {device: v5e, number: 1, hours: 0.001, source: me}}\n")
+    report = str(tmp_path / "plan.json")
+    words = ("plan", "-c", QUICKSTART, "--devices", str(mine), "--report", report)
+    code, out, err = cli(*words, "--iterations", "100000")
+    assert (code, err) == (0, "")
+    assert "Time of 100,000 iterations, low - high" in out
+    assert re.search(r"\| learning +\|.*\| 100,000 +\|.*\| model.update.micro_batch_tokens up", out)
+    assert re.search(r"In all [\d.]+ - [\d.]+ h; [\d.]+ - [\d.]+ dollars at 1.2 an hour x 1", out)
+    assert re.search(r"My lunch \(1 x v5e, 0.001 h\): does not fit by [\d.]+ h, or more", out)
+    assert "Kaggle TPU (1 x v5e, 9 h): " in out
+    found = json.loads(Path(report).read_text())
+    each = {phase["name"]: phase["seconds"][1] * phase["times"] for phase in found["phases"]}
+    assert found["seconds"][1] == pytest.approx(sum(each.values()))
+    assert [phase["mostly"] for phase in found["phases"] if phase["name"] == "learning"] == [
+        "calls"
+    ]
+
+
+def test_a_run_here_is_planned_from_its_own_data(cli):  # noqa: F811
+    code, out, _ = cli("plan", "-c", QUICKSTART, "--chip", "cpu", "--model.max_iterations", "null")
+    assert code == 0
+    assert "| program " in out
+    assert re.search(r"up to 100 prompts of 2\d tokens", out)
+    assert "Time of 750 iterations" in out  # three passes over 4,000 prompts, 16 at a time
+    assert "no price of cpu is known" in out
+
+
+def test_what_is_proposed_fits_and_where_nothing_helps_that_is_said(cli):  # noqa: F811
+    rates = {"kind": "cuda", "bandwidth_gb_s": 1, "link_gb_s": 1, "usd_per_hour": None}
+    rates |= {"tflops": {"float32": 0.1}, "source": "made up"}
+    made = {"small": rates | {"memory_gb": 0.1}, "tiny": rates | {"memory_gb": 0.0005}}
+    Path("mine.yaml").write_text(json.dumps({"devices": made}))
+    words = ("plan", "-c", QUICKSTART, "--devices", "mine.yaml", "--data.max_prompt_len", "32")
+    words += ("--val_prompts", "10", "--data.eval_batch_size", "16", "--fit")
+    code, out, _ = cli(*words, "--chip", "small")
+    assert code == 0
+    assert "DOES NOT FIT" in out
+    *_, proposed, verdict = out.strip().splitlines()
+    assert "--model.update.micro_batch_size" in proposed
+    assert verdict.startswith("  FITS: ")
+    code, again, _ = cli(*words, "--chip", "small", *proposed.split()[1:])
+    assert code == 0
+    assert verdict.strip() in again
+    assert "With " not in again
+    code, out, _ = cli(*words, "--chip", "tiny")
+    assert code == 1
+    assert "No change that plan knows makes it fit" in out
 
 
 def test_without_division_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: F811
@@ -96,9 +148,11 @@ def test_a_folder_or_file_tells_the_sizes_of_an_unknown_model(cli, tmp_path):  #
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--chip", "h100"], "chip is 'h100'; it can be v4, v5e, v5p, v6e"),
+        (["--chip", "h1000"], "chip is 'h1000'; it can be t4, p100, l4,"),
         (["--chips", "8"], "chips is 8, but trainer.strategy is 'auto'"),
         (["--chips", "0"], "chips is 0; it must be at least 1"),
+        (["--samplers", "2"], "samplers is 2, but model.engine samples where it learns"),
+        (["--devices", "nowhere"], "devices is 'nowhere', and there is no such file"),
         (["--model_config", "nowhere"], "model_config is 'nowhere', and there is no such"),
         (["--model.group_sise", "4"], "did you mean 'model.group_size'?"),
     ],

@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoConfig
 
 from litgrpo.models.loading import LoRA, with_adapters
+from litgrpo.tools.plan.division import Chips
 from litgrpo.tools.plan.memory import (
     Blueprint,
-    Chips,
     Item,
     Work,
     account,

@@ -1,32 +1,47 @@
-"""`plan`: would this recipe fit into the memory of these chips? Asked without chips and weights."""
+"""`plan`: what would a recipe need of memory, time and money? Without devices and weights."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from torch.optim import AdamW, Optimizer
 
-from litgrpo.arguments import at_least, require
-from litgrpo.cli.trainer_cli import READING, LitGRPOCLI
-from litgrpo.learner.optimization import DefaultAdamW
-from litgrpo.models.loading import LoRA
-from litgrpo.tools.plan.memory import Item, peak
-from litgrpo.tools.plan.training import Training, read
+from litgrpo.cli.trainer_cli import OF_ONE_CALL, READING, LitGRPOCLI, keep_quiet
+from litgrpo.tools.plan import telling
+from litgrpo.tools.plan.fitting import proposal
+from litgrpo.tools.plan.measuring import measured
+from litgrpo.tools.plan.on_devices import Plan, plan_of
+from litgrpo.tools.plan.schedule import schedule_of
 
 DOES_NOT_FIT = 1  # exit code
-# GB (10^9 bytes) of each chip, from Google Cloud's pages on TPU versions.
-CHIPS = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
-# Left for the runtime, for what the compiler keeps besides, and for holes.
-SPARE_FRAC = 0.1
-SIZES = (1, 4, 8, 16, 32, 64)
-MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
+CHIP = "Kind of device, a name of the table (default: v5e; or that of trainer.accelerator)."
+CHIPS = "Number of devices that learn (default: the trainer's; 8, or 1)."
+DEVICES = "Your .yaml of devices, prices and sessions, over the one in the package."
+READ = "Take lengths of rows and of the run from the recipe's data (default: for a cpu)."
+CONFIG = "A config.json or its folder, for a model that is not on this machine."
+MEASURE = (
+    "Run a few iterations here, in a folder that is thrown away, and tell the whole run's time."
+)
+# {name: (type, default, help)}
+OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "chip": (str | None, None, CHIP),
+    "chips": (int | None, None, CHIPS),
+    "samplers": (int, 0, "Number of further devices that sample, as servers."),
+    "devices": (str | None, None, DEVICES),
+    "val_prompts": (int | None, None, "Held-out prompts of one validation (default: 500)."),
+    "read_data": (bool | None, None, READ),
+    "iterations": (int | None, None, "Plan for so many iterations."),
+    "model_config": (str | None, None, CONFIG),
+    "report": (str | None, None, "Write the numbers to this .json, too."),
+    "fit": (bool, False, "Find the smallest change with which it fits."),
+    "measure": (bool, False, MEASURE),
+}
 
 
 class PlanCLI(LightningCLI):
@@ -34,7 +49,7 @@ class PlanCLI(LightningCLI):
 
     def __init__(self, words: Sequence[str]) -> None:
         """Parse the words after the verb."""
-        self.words = list(words)
+        self.words = switched_on(words)
         super().__init__(
             **READING,
             parser_kwargs={"usage": "cli.py plan [-c RECIPE.yaml ...] [--chip v5e] [--chips 8]"},
@@ -45,24 +60,19 @@ class PlanCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Those of `fit`, and those of the plan."""
         LitGRPOCLI.add_arguments_to_parser(self, parser)  # type: ignore[arg-type]
-        known = ", ".join(f"{name} {memory} GB" for name, memory in CHIPS.items())
-        parser.add_argument("--chip", type=str, default="v5e", help=f"Kind of chip: {known}.")
-        parser.add_argument(
-            "--chips", type=int | None, default=None, help="Number of chips (default: 8, or 1)."
-        )
-        parser.add_argument(
-            "--model_config",
-            type=str | None,
-            default=None,
-            help="A config.json or its folder, for a model that is not on this machine.",
-        )
-        parser.add_argument(
-            "--report", type=str | None, default=None, help="Write the numbers to this .json, too."
-        )
+        for name, (kind, default, text) in OPTIONS.items():
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse our words, not the program's."""
         self.config = parser.parse_args(self.words)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The settings of `fit`, as plain values."""
+        text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
+        unwanted = OF_ONE_CALL | OPTIONS.keys()
+        return {name: each for name, each in yaml.safe_load(text).items() if name not in unwanted}
 
     def _set_seed(self) -> None:
         """Nothing is random here."""
@@ -71,140 +81,57 @@ class PlanCLI(LightningCLI):
         """Nothing is built."""
 
 
+def switched_on(words: Sequence[str]) -> list[str]:
+    """Switches without their value are on."""
+    following = [*words[1:], "--"]
+    pairs = zip(words, following, strict=True)
+    switches = [f"--{name}" for name, (kind, *_) in OPTIONS.items() if kind is bool]
+    return [f"{w}=true" if w in switches and after.startswith("-") else w for w, after in pairs]
+
+
 def plan() -> None:
-    """Print what a recipe needs on each chip; exit code 1 if that does not fit."""
-    settings = PlanCLI(sys.argv[2:]).config
-    chip = settings.chip
-    require(chip in CHIPS, f"chip is {chip!r}; it can be {', '.join(CHIPS)}")
-    training = read(settings)
-    number = (8 if training.sharded else 1) if settings.chips is None else settings.chips
-    at_least("chips", number, 1)
-    require(
-        number == 1 or training.sharded,
-        f"chips is {number}, but trainer.strategy is {training.strategy!r}, under which every "
-        "chip holds the whole model. Give -c configs/hardware/tpu_spmd.yaml, or --chips 1.",
-    )
-    found = training.account(number)
-    print("\n".join(as_text(training, found, chip, number)))
+    """Print what a recipe needs; exit code 1 if that does not fit."""
+    keep_quiet()
+    words = sys.argv[2:]
+    asked = PlanCLI(words)
+    settings = asked.config
+    if settings.measure:
+        tell_measured(asked)
+        return
+    found = plan_of(settings)
+    print("\n".join(telling.as_text(found)))
     if settings.report is not None:
-        content = as_dict(found, chip, number)
-        Path(settings.report).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if training.undivided(number) or not fits(found, chip):
+        content = json.dumps(telling.as_dict(found), indent=1)
+        Path(settings.report).write_text(content + "\n", encoding="utf-8")
+    fits = found.fits
+    if settings.fit:
+        fits = fits or tell_proposal(found, words)
+    if not fits:
         raise SystemExit(DOES_NOT_FIT)
 
 
-def fits(items: Sequence[Item], chip: str) -> bool:
-    """Whether there is room on such a chip, with some to spare."""
-    return peak(items) <= (1 - SPARE_FRAC) * CHIPS[chip] * 1e9
+def tell_measured(asked: PlanCLI) -> None:
+    """Print what a few iterations took, and what the whole run takes after them."""
+    settings = asked.config
+    schedule = schedule_of(settings, samples="objective" in settings.model.init_args)
+    found = measured(asked.recipe)
+    print("\n".join(telling.measured_text(found, schedule)))
+    if settings.report is not None:
+        content = {kind: asdict(each) | {"run": each.run(schedule)} for kind, each in found.items()}
+        text = json.dumps(content | {"iterations": schedule.iterations}, indent=1)
+        Path(settings.report).write_text(text + "\n", encoding="utf-8")
 
 
-def remedies(training: Training, number: int) -> Iterator[tuple[str, Training]]:
-    """What a user could change, one after another and each on top of those before."""
-    if not training.checkpointing:
-        training = training.changed(checkpointing=True)
-        yield "--model.precision.gradient_checkpointing true", training
-    most = training.work.micro_rows
-    for rows in (rows for rows in MICRO_BATCHES if number <= rows < most):
-        training = training.changed(work=replace(training.work, micro_rows=rows))
-        yield f"--model.update.micro_batch_size {rows}", training
-    if training.lora is None and training.work.rollouts:
-        lora = LoRA()
-        yield f"--model.lora.rank {lora.rank}", training.changed(lora=lora, reference=None)
-
-
-def as_text(training: Training, items: Sequence[Item], chip: str, number: int) -> Iterator[str]:
-    """The plan in lines."""
-    shared = "divided over them" if number > 1 else "whole on it"
-    yield f"Each of {number} x {chip} ({CHIPS[chip]} GB); weights {shared}, in {training.dtype}"
-    optimizer = optimizer_name(training.optimizer)
-    yield f"Optimizer {optimizer}, strategy {training.strategy}; GB are 10^9 bytes"
-    yield ""
-    yield from table(
-        ("what", "when", "GB", "how counted"),
-        [(item.name, item.phase, gigabytes(item.size), item.how) for item in items],
-    )
-    yield ""
-    limit = f"{(1 - SPARE_FRAC) * CHIPS[chip]:.1f} of {CHIPS[chip]} GB"
-    verdict = "FITS" if fits(items, chip) else "DOES NOT FIT"
-    worst = "always, and the larger of rollout and learning"
-    yield f"{verdict}: {gigabytes(peak(items))} GB ({worst}); usable are {limit}"
-    if training.undivided(number):
-        yield f"BUT {training.undivided(number)} cannot be divided evenly over {number} chips"
-    if training.judges:
-        yield f"Not counted: reward models ({', '.join(training.judges)})"
-    yield ""
-    yield from chip_table(training)
-    if not fits(items, chip):
-        yield ""
-        yield from advice(training, chip, number)
-
-
-def optimizer_name(optimizer: partial[Optimizer]) -> str:
-    """Class and learning rate."""
-    kind = optimizer.func
-    lr = optimizer.keywords.get("lr")
-    name = AdamW.__name__ if kind is DefaultAdamW else kind.__name__
-    return name if lr is None else f"{name}, lr {lr:.3g}"
-
-
-def chip_table(training: Training) -> Iterator[str]:
-    """What is needed on each kind and number of chips, and whether it is there."""
-    sizes = [size for size in SIZES if training.sharded or size == 1]
-    needed = {f"{size} x": training.account(size) for size in sizes if not training.undivided(size)}
-    rows = [
-        (f"{name}, {memory} GB", *(mark(items, name) for items in needed.values()))
-        for name, memory in CHIPS.items()
-    ]
-    yield from table(("chip", *needed), rows)
-    if len(needed) < len(sizes):
-        yield "More chips than these cannot divide the rows of a rollout evenly."
-
-
-def advice(training: Training, chip: str, number: int) -> Iterator[str]:
-    """What would make it fit, in lines."""
-    yield "What to change, each on top of those before:"
-    for words, changed in remedies(training, number):
-        found = changed.account(number)
-        yield f"  {words:<48} {mark(found, chip)}"
-        if fits(found, chip):
-            return
-    if not training.sharded:
-        yield "  or divide it over several chips: -c configs/hardware/tpu_spmd.yaml"
-        return
-    more = (size for size in SIZES if size > number and not training.undivided(size))
-    enough = (size for size in more if fits(training.account(size), chip))
-    found_size = next((f"--chips {size}, nothing else changed" for size in enough), None)
-    yield f"  or {found_size or 'another kind of chip'}"
-
-
-def mark(items: Sequence[Item], chip: str) -> str:
-    """What is needed, and whether it is there."""
-    return f"{gigabytes(peak(items))} {'fits' if fits(items, chip) else 'no'}"
-
-
-def gigabytes(size: int) -> str:
-    """Bytes in GB."""
-    return f"{size / 1e9:.2f}" if size > 1e8 else f"{size / 1e9:.4f}"  # noqa: PLR2004 (0.1 GB)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for line in (head, ["-" * width for width in widths], *rows):
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        yield f"| {' | '.join(cells)} |"
-
-
-def as_dict(items: Sequence[Item], chip: str, number: int) -> dict[str, Any]:
-    """The plan's numbers, in bytes."""
-    return {
-        "chip": chip,
-        "chips": number,
-        "chip_bytes": int(CHIPS[chip] * 1e9),
-        "peak_bytes": peak(items),
-        "fits": fits(items, chip),
-        "items": [
-            {"name": item.name, "phase": item.phase, "bytes": item.size, "how": item.how}
-            for item in items
-        ],
-    }
+def tell_proposal(found: Plan, words: Sequence[str]) -> bool:
+    """Print the smallest change that makes it fit, planned anew from the command line with it."""
+    change = proposal(found.room, found.training, found.number)
+    print()
+    if change is None:
+        print(
+            "No change that plan knows makes it fit: a smaller model or larger devices are needed."
+        )
+        return False
+    changed = plan_of(PlanCLI([*words, *change]).config)
+    print(f"With {' '.join(change)}")
+    print(f"  {telling.verdict(changed)}")
+    return changed.fits

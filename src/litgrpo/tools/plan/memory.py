@@ -7,6 +7,7 @@ pass are counted exactly, for any architecture, in seconds. What a compiler make
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from litgrpo.parallel.sharding import MIN_SHARD_SIZE, share_of
 from litgrpo.tensors import head_chunk
+from litgrpo.tools.plan.division import Division, bytes_of, size
 
 Phase = Literal["always", "rollout", "learning"]
 # Tensors [N, V] that filtered sampling holds at once: logits, sorted ones, places, sums, noise.
@@ -57,6 +58,11 @@ class Work:
         micro_rows: rows that go through the model at once in learning.
         length: tokens of each of them.
         cache_bytes: of one number of the cache.
+        max_rows: rows that a device decodes at once; None: all.
+        step_rows: rows that share an optimizer step; 0: no fewer than those of a micro-batch.
+        sharing: rows that share their prompt in a micro-batch.
+        sampled: by the devices that learn, by others, or by vLLM beside the trainer, which sleeps
+            while the trainer learns.
     """
 
     rollouts: tuple[tuple[int, int], ...]
@@ -65,27 +71,10 @@ class Work:
     micro_rows: int
     length: int
     cache_bytes: int = FLOAT32_BYTES
-
-
-@dataclass(frozen=True)
-class Chips:
-    """What the memory is divided over.
-
-    Args:
-        number: n chips.
-        min_shard_size: tensors of fewer elements are kept whole on every chip.
-    """
-
-    number: int = 1
-    min_shard_size: int = MIN_SHARD_SIZE
-
-    def share(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of these tensors on each chip."""
-        return sum(share_of(t.shape, self.number, self.min_shard_size) * size(t) for t in tensors)
-
-    def rows(self, number: int) -> int:
-        """Rows of a batch on each chip: all of them where they cannot be divided evenly."""
-        return number if number % self.number else number // self.number
+    max_rows: int | None = None
+    step_rows: int = 0
+    sharing: int = 1
+    sampled: Literal["here", "elsewhere", "colocated"] = "here"
 
 
 @dataclass(frozen=True)
@@ -112,11 +101,6 @@ class Kept:
         return self.outside + sum(self.layers) + at_work
 
 
-def size(tensor: Tensor) -> int:
-    """Bytes of one element."""
-    return tensor.element_size()
-
-
 @dataclass
 class Blueprint:
     """A decoder-only model without numbers.
@@ -125,11 +109,13 @@ class Blueprint:
         config: the library's configuration of it.
         dtype: of the weights, and of what is computed with them.
         adapt: puts adapters around it, or leaves it as it is.
+        flash: attention keeps no scores [rows, heads, length, length], as fused kernels do.
     """
 
     config: Any
     dtype: torch.dtype = torch.float32
     adapt: Callable[[Any], Any] | None = None
+    flash: bool = False
     _kept: dict[tuple[int, int], Kept] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -192,7 +178,8 @@ class Blueprint:
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in counted:
+            scores = self.flash and tensor.shape[1:][-2:] == (length, length)
+            if storage._cdata not in counted and not scores:
                 counted.add(storage._cdata)
                 sizes[place[-1]] += storage.nbytes()
                 alive.append(tensor)
@@ -211,14 +198,26 @@ class Blueprint:
             hook.remove()
         return Kept(sizes[0], tuple(sizes[1:]), hidden.numel() * hidden.element_size())
 
+    @cached_property
+    def blocks(self) -> list[list[nn.Parameter]]:
+        """Weights of each layer."""
+        return [list(layer.parameters()) for layer in self._layers()]
+
+    @cached_property
+    def outside(self) -> list[nn.Parameter]:
+        """Weights in no layer: embedding, head, the last norm."""
+        inside = {id(weight) for block in self.blocks for weight in block}
+        return [weight for weight in self.weights if id(weight) not in inside]
+
     def _layers(self) -> Sequence[nn.Module]:
+        assert self.model is not None  # adapters are in the bare model's layers from now on
         number = self.config.num_hidden_layers
         lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return next(layers for layers in lists if len(layers) == number)
 
     def _pass(self, rows: int, length: int, **cached: Any) -> Tensor:
         """Last hidden states [rows, length, E]."""
-        assert self.model is not None  # adapters are in the bare model's layers from now on
+        assert self.model is not None  # as above
         ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
         seen = torch.zeros(rows, 1, length, length, dtype=self.dtype, device="meta")
         kinds = set(self.config.to_dict().get("layer_types") or ())
@@ -266,7 +265,7 @@ def optimizer_states(
 
 
 def states_share(
-    states: list[tuple[Tensor, Tensor]] | None, weights: list[nn.Parameter], chips: Chips
+    states: list[tuple[Tensor, Tensor]] | None, weights: list[nn.Parameter], chips: Division
 ) -> int:
     """Bytes of an optimizer's states on each chip; those shaped as their weight lie as it does.
 
@@ -281,7 +280,7 @@ def states_share(
     return whole + chips.share(s for weight, s in states if s.shape == weight.shape)
 
 
-def cache_share(blueprint: Blueprint, work: Work, chips: Chips) -> tuple[int, int]:
+def cache_share(blueprint: Blueprint, work: Work, chips: Division) -> tuple[int, int]:
     """Bytes of prompts and of completions in the largest cache on each chip.
 
     Prompts stand there once for their group. A row of completions is written by making a new
@@ -293,20 +292,19 @@ def cache_share(blueprint: Blueprint, work: Work, chips: Chips) -> tuple[int, in
         chips: to divide over.
     """
     token = blueprint.cache_numbers * work.cache_bytes
-    parts = [
-        (
-            chips.rows(prompts) * work.prompt_len * token,
-            2 * chips.rows(prompts * group) * work.completion_len * token,
-        )
-        for prompts, group in work.rollouts
-    ]
+    parts = []
+    for prompts, group in work.rollouts:
+        rows = chips.rows(prompts * group)
+        at_once = min(rows, work.max_rows or rows)
+        read = -(-chips.rows(prompts) * at_once // rows)
+        parts.append((read * work.prompt_len * token, 2 * at_once * work.completion_len * token))
     return max(parts, key=sum, default=(0, 0))
 
 
 def account(
     blueprint: Blueprint,
     work: Work,
-    chips: Chips,
+    chips: Division,
     *,
     states: list[tuple[Tensor, Tensor]] | None,
     reference: Blueprint | None,
@@ -325,23 +323,27 @@ def account(
         computed: the policy in the lower precision that is computed in; None: in its own.
     """
     at_work = computed or blueprint
-    largest = max(at_work.weights, key=Tensor.numel)
-    # Divided weights are gathered one at a time; a chip alone has them whole.
-    whole = largest.numel() * size(largest) if chips.number > 1 else 0
+    gathered = chips.gathered(at_work.weights, at_work.blocks, at_work.outside)
     items = [
         *_always(blueprint, chips, states, reference),
-        *_rollout(at_work, work, chips, whole),
+        *_rollout(at_work, work, chips, gathered.rollout),
         *_learning(blueprint, at_work, work, chips, checkpointing),
-        Item("gathered", whole, "learning", "the largest weight whole"),
+        Item("gathered", gathered.learning, "learning", gathered.what_learning),
     ]
-    if largest.requires_grad:
-        items[-1] = Item("gathered", 2 * whole, "learning", f"{items[-1].how}, and its gradient")
+    if work.sampled == "elsewhere":
+        largest = max(weight.numel() * size(weight) for weight in at_work.weights)
+        items = [item for item in items if item.phase != "rollout"]
+        items.append(Item("publishing", largest, "rollout", "one weight whole at a time"))
+    if work.sampled == "colocated":
+        items = [item for item in items if item.phase != "rollout"]
+        served = bytes_of(at_work.weights)
+        items.append(Item("vLLM", served, "rollout", "its weights; the rest of the room is cache"))
     return [item for item in items if item.size]
 
 
 def _always(
     blueprint: Blueprint,
-    chips: Chips,
+    chips: Division,
     states: list[tuple[Tensor, Tensor]] | None,
     reference: Blueprint | None,
 ) -> Iterator[Item]:
@@ -357,12 +359,14 @@ def _always(
     yield Item("optimizer", states_share(states, trained, chips), "always", how)
 
 
-def _rollout(blueprint: Blueprint, work: Work, chips: Chips, whole: int) -> Iterator[Item]:
+def _rollout(
+    blueprint: Blueprint, work: Work, chips: Division, gathered: tuple[int, str]
+) -> Iterator[Item]:
     if not work.rollouts:
         return
     prompts, completions = cache_share(blueprint, work, chips)
     number, group = max(work.rollouts, key=prod)
-    rows = number * group
+    rows = min(number * group, work.max_rows or sys.maxsize)
     shape = (chips.rows(rows), blueprint.config.vocab_size)
     for name, each, how in (
         (
@@ -385,25 +389,26 @@ def _rollout(blueprint: Blueprint, work: Work, chips: Chips, whole: int) -> Iter
             SAMPLING_TENSORS * prod(shape) * FLOAT32_BYTES,
             f"{SAMPLING_TENSORS} x {list(shape)}",
         ),
-        ("gathered", whole, "the largest weight whole"),
+        ("gathered", *gathered),
     ):
         yield Item(name, each, "rollout", how)
 
 
 def _learning(
-    blueprint: Blueprint, at_work: Blueprint, work: Work, chips: Chips, checkpointing: bool
+    blueprint: Blueprint, at_work: Blueprint, work: Work, chips: Division, checkpointing: bool
 ) -> Iterator[Item]:
-    if at_work is not blueprint:
+    if at_work is not blueprint and chips.casts_weights:
         how = "all weights once more, in the precision computed in"
         yield Item("cast weights", chips.share(at_work.weights), "learning", how)
     trained = blueprint.trained
     yield Item("gradients", chips.share(trained), "learning", _count_of(trained))
-    rows = chips.rows(work.micro_rows)
+    rows = chips.micro_rows(work.micro_rows, work.step_rows)
     how = f"{rows} rows of {work.length} tokens" + (", checkpointed" if checkpointing else "")
     kept = at_work.kept(rows, work.length).size(checkpointing)
     yield Item("activations", kept, "learning", how)
     vocabulary = blueprint.config.vocab_size
-    shape = (head_chunk(work.micro_rows * work.completion_len, vocabulary), vocabulary)
+    tokens = chips.head_rows(work.micro_rows, work.step_rows) * work.completion_len
+    shape = (head_chunk(tokens, vocabulary), vocabulary)
     logits = HEAD_TENSORS * prod(shape) * FLOAT32_BYTES
     yield Item("head", logits, "learning", f"{HEAD_TENSORS} x {list(shape)}")
 

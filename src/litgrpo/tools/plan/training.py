@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -16,10 +16,21 @@ from jsonargparse import Namespace
 from litgrpo.arguments import import_by_path, require
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.learner.optimization import DefaultAdamW
+from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.loading import ASSETS, LoRA, resolve, with_adapters
+from litgrpo.models.weights import attention_of
 from litgrpo.modules.defaults import GRPO_RATES, SFT_RATES, UsualRates
+from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
 from litgrpo.parallel.sharding import MIN_SHARD_SIZE, DividesWeights
-from litgrpo.tools.plan.memory import Blueprint, Chips, Item, Work, account, optimizer_states
+from litgrpo.tools.plan.division import Alone, Chips, Division, FullShard, Replicas
+from litgrpo.tools.plan.memory import Blueprint, Item, Work, account, optimizer_states
+from litgrpo.tools.plan.schedule import Schedule, schedule_of
+
+# Where an engine samples that is not the trainer's own.
+SAMPLED: dict[str, Literal["elsewhere", "colocated"]] = {
+    "ServerEngine": "elsewhere",
+    "ColocatedEngine": "colocated",
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,11 @@ class Training:
         checkpointing: activations are recomputed.
         work: sizes of an iteration; the rows of a micro-batch as far as the recipe limits them.
         strategy: of the trainer, in words.
-        min_shard_size: of its division of the model over the chips; None: it does not divide.
+        division: what the strategy divides, over how many devices ever.
+        schedule: how often everything happens.
         judges: reward models, which are not counted.
+        flash: attention keeps no scores.
+        publisher: name of the class that sends weights to servers.
     """
 
     config: Any
@@ -49,18 +63,42 @@ class Training:
     checkpointing: bool
     work: Work
     strategy: str
-    min_shard_size: int | None
+    division: Division
+    schedule: Schedule
     judges: tuple[str, ...] = ()
+    flash: bool = False
+    publisher: str = "Folder"
 
     @property
     def sharded(self) -> bool:
-        """Whether the model is divided over the chips."""
-        return self.min_shard_size is not None
+        """Whether several devices share the model or the rows."""
+        return not isinstance(self.division, Alone)
+
+    @property
+    def divides(self) -> bool:
+        """Whether several devices share the model."""
+        return isinstance(self.division, Chips | FullShard)
+
+    @property
+    def may_queue(self) -> bool:
+        """Whether rows of a rollout can wait for others to end: in `LocalEngine`."""
+        return (
+            self.work.sampled == "here" and not self.schedule.recorded and bool(self.work.rollouts)
+        )
+
+    @property
+    def spmd(self) -> bool:
+        """Whether one process cuts everything evenly over all chips."""
+        return isinstance(self.division, Chips)
+
+    def over(self, number: int) -> Division:
+        """Weights and rows divided over so many devices."""
+        return replace(self.division, number=number)
 
     def blueprint(self, dtype: str) -> Blueprint:
         """The policy without numbers."""
         adapt = None if self.lora is None else partial(with_adapters, lora=self.lora)
-        return Blueprint(self.config, getattr(torch, dtype), adapt)
+        return Blueprint(self.config, getattr(torch, dtype), adapt, self.flash)
 
     @cached_property
     def models(self) -> dict[str, Any]:
@@ -86,23 +124,25 @@ class Training:
         Every chip would then compute all of it, and the others nothing else.
         """
         prompts, group = [*self.work.rollouts, (0, 0)][0]
-        if prompts * group % number:
+        if self.spmd and prompts * group % number:
             return f"{prompts * group} rows of a rollout (data.batch_size x group_size)"
+        if isinstance(self.division, FullShard) and number % self.division.replicas:
+            return f"{self.division.replicas} replicas"
         return None
 
     def account(self, number: int) -> list[Item]:
         """Everything of weight that each of so many chips holds."""
-        rows = -(-self.work.micro_rows // number) * number  # filled up to whole shares
-        work = replace(self.work, micro_rows=rows)
-        chips = Chips(number, self.min_shard_size or MIN_SHARD_SIZE)
-        return account(work=work, chips=chips, checkpointing=self.checkpointing, **self.models)
+        chips = self.over(number)
+        return account(work=self.work, chips=chips, checkpointing=self.checkpointing, **self.models)
 
 
-def read(settings: Namespace) -> Training:
-    """What of a recipe decides about memory.
+def read(settings: Namespace, static_shapes: bool = True) -> Training:
+    """What of a recipe decides about memory and time.
 
     Args:
         settings: the command line of `fit`, parsed.
+        static_shapes: whether the device compiles programs of one shape each, which are padded;
+            others read a prompt once for its group, and make micro-batches as large as suits.
     """
     model, data = settings.model.init_args, settings.data.init_args
     samples, supervised = "objective" in model, "scratch" in model
@@ -115,9 +155,6 @@ def read(settings: Namespace) -> Training:
     # A strategy is given by its name or as a class.
     given = settings.trainer.strategy
     strategy = Namespace(class_path=given) if isinstance(given, str) else given
-    path = strategy.class_path
-    sharded = "." in path and issubclass(import_by_path(path), DividesWeights)
-    smallest = strategy.get("init_args", Namespace()).get("min_shard_size")
     config = architecture(model, settings.model_config)
     return Training(
         config=config,
@@ -127,11 +164,38 @@ def read(settings: Namespace) -> Training:
         compute=precision.get("compute"),
         lora=None if lora is None else LoRA(**vars(lora)),
         checkpointing=precision.gradient_checkpointing,
-        work=work_of_grpo(model, data) if samples else work_of_sft(data),
+        work=work_of_grpo(model, data, None if static_shapes else config)
+        if samples
+        else work_of_sft(data),
         strategy=strategy.class_path,
-        min_shard_size=(smallest or MIN_SHARD_SIZE) if sharded else None,
+        division=division_of(strategy),
+        schedule=schedule_of(settings, samples),
         judges=tuple(_judges(model.get("rewards") or {})),
+        flash=not static_shapes and attention_of(config) == "sdpa",
+        publisher=publisher_of(model) if samples else "Folder",
     )
+
+
+def division_of(strategy: Namespace) -> Division:
+    """What a strategy divides.
+
+    Args:
+        strategy: its class path, or Lightning's name of it, and its arguments.
+    """
+    path, given = strategy.class_path, strategy.get("init_args", Namespace())
+    kind: Any = import_by_path(path) if "." in path else object
+    if issubclass(kind, DividesWeights):
+        return Chips(min_shard_size=given.get("min_shard_size") or MIN_SHARD_SIZE)
+    if issubclass(kind, FSDP2Strategy):
+        return FullShard(replicas=given.get("replicas") or 1)
+    return Replicas() if path.startswith("ddp") or "DDP" in path else Alone()
+
+
+def publisher_of(model: Namespace) -> str:
+    """The class that sends weights to servers, of those that `plan` knows the rate of."""
+    weights = model.engine.get("init_args", Namespace()).get("weights")
+    path = "" if weights is None else weights.class_path
+    return "Native" if path.endswith("Native") else "Folder"
 
 
 def optimizer_of(model: Namespace, usual: UsualRates) -> partial[torch.optim.Optimizer]:
@@ -201,14 +265,25 @@ def known_config(pretrained: str) -> Any:
         ) from error
 
 
-def work_of_grpo(model: Namespace, data: Namespace) -> Work:
-    """Sizes of an iteration of GRPO, from the settings of GRPO and of PromptData."""
+def work_of_grpo(model: Namespace, data: Namespace, ragged: Any = None) -> Work:
+    """Sizes of an iteration of GRPO.
+
+    Args:
+        model: the settings of GRPO.
+        data: those of PromptData.
+        ragged: the model's config where shapes may follow the rows; None: they are padded.
+    """
     # By index: a namespace has a method `update`.
     update = UpdateConfig(**vars(model["update"]))
+    sharing = 1
+    if ragged is not None:
+        known = ragged.model_type in ARCHITECTURES and model.precision.share_prompts
+        sharing = (1, model.group_size)[known]
+        update = update.fitted(linear_outputs(Blueprint(ragged)))
     engine = model.engine.get("init_args", Namespace())
     width = bucket(data.pad_to_multiple, data.max_prompt_len)
     width = bucket(engine.get("prompt_buckets") or 1, width)
-    length = width + model.max_completion_len
+    length = row_length(width, model.max_completion_len, sharing)
     rollouts = (
         (data.batch_size, model.group_size),
         (data.eval_batch_size or data.batch_size, model.evaluation.samples),
@@ -222,7 +297,22 @@ def work_of_grpo(model: Namespace, data: Namespace) -> Work:
         micro_rows=_rows(of_step, update.micro_batch_size, update.max_tokens, length),
         length=length,
         cache_bytes=getattr(torch, dtype).itemsize,
+        step_rows=of_step,
+        max_rows=engine.get("max_rows"),
+        sharing=sharing,
+        sampled=SAMPLED.get(model.engine.class_path.rpartition(".")[2], "here"),
     )
+
+
+def row_length(prompt_len: int, completion_len: int, sharing: int) -> int:
+    """Tokens of a row in a micro-batch, whose prompt so many rows share."""
+    return -(-prompt_len // sharing) + completion_len
+
+
+def linear_outputs(blueprint: Blueprint) -> int:
+    """Numbers that the linear layers compute for each token; see `Policy.linear_outputs`."""
+    outputs = (len(weight) for block in blueprint.blocks for weight in block if weight.dim() > 1)
+    return max(1, sum(outputs))
 
 
 def work_of_sft(data: Namespace) -> Work:

@@ -1,0 +1,87 @@
+"""What a step of episodes is made of: calls, processor and wall-clock seconds of each part.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.turns_profile --size tiny --tool-s 0.05
+
+Takes the arguments of `tests.benchmarks.turns`, whose work it is. Parts within others are counted
+in both. Prints Markdown, per training step, the warm-up included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from litgrpo.learner.learner import Learner
+from litgrpo.models.attention.rows_away import CachedRowsAway
+from litgrpo.models.causal import CausalPolicy
+from litgrpo.rollout.engines.local import _Decoding
+from litgrpo.rollout.engines.turns import Conversation, TurnRows
+from litgrpo.rollout.episodes import Episodes, PoolListener
+from litgrpo.rollout.rollouter import Rollouter
+from tests.benchmarks.turns import add_arguments, steps_of_ours
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "rollout": (Rollouter, "generate"),
+    "- prompts are read": (_Decoding, "begin"),
+    "- a token of every row": (CausalPolicy, "step"),
+    "- tokens are drawn": (_Decoding, "draw"),
+    "- rows leave": (CachedRowsAway, "leave"),
+    "- rows come back and read": (CachedRowsAway, "come_back"),
+    "- who has ended": (TurnRows, "ended"),
+    "- -- of these turns handed over": (PoolListener, "ended"),
+    "- answers taken": (PoolListener, "heard"),
+    "- episodes played": (Episodes, "play"),
+    "- what moves between": (Conversation, "_heard"),
+    "learning": (Learner, "update"),
+}
+
+
+@dataclass
+class Spent:
+    """What a part took."""
+
+    calls: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+
+
+def watched(kind: Any, name: str) -> Spent:
+    """Count what a method takes from now on."""
+    spent, inner = Spent(), vars(kind)[name]
+
+    def outer(*args: Any, **named: Any) -> Any:
+        cpu, wall = time.thread_time(), time.perf_counter()
+        try:
+            return inner(*args, **named)
+        finally:
+            spent.calls += 1
+            spent.cpu_s += time.thread_time() - cpu
+            spent.wall_s += time.perf_counter() - wall
+
+    setattr(kind, name, outer)
+    return spent
+
+
+def table(parts: dict[str, Spent], steps: int) -> str:
+    """A Markdown row for each part, per step."""
+    lines = ["| part | calls | processor, s | wall, s |", "|---|---|---|---|"]
+    for name, each in parts.items():
+        spent = f"{each.cpu_s / steps:.3f} | {each.wall_s / steps:.3f}"
+        lines.append(f"| {name} | {each.calls / steps:.0f} | {spent} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train a few steps and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args()
+    parts = {name: watched(*place) for name, place in PARTS.items()}
+    steps_of_ours(args)
+    print(table(parts, args.steps + args.warmup))
+
+
+if __name__ == "__main__":
+    main()

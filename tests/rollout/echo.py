@@ -1,0 +1,26 @@
+"""An environment that imports little, so that worker processes have it at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from litgrpo.environments.interface import Heard
+
+
+@dataclass
+class Echo:
+    """Answers with as many letters as a turn's number and text say; rewards turn numbers."""
+
+    lengths: tuple[int, ...] = (3, 1, 40)
+    opening: str = ""
+    turns: list[str] = field(default_factory=list)
+
+    def reset(self, row, seed):
+        self.seed = seed
+        return self.opening
+
+    def step(self, said):
+        self.turns.append(said)
+        number = len(self.turns)
+        length = self.lengths[(number + len(said)) % len(self.lengths)]
+        return Heard("x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)})

@@ -1,0 +1,55 @@
+"""The table of devices, and what a user's file does to it."""
+
+import pytest
+import yaml
+
+from litgrpo.tools.plan.devices import GIVEN, Span, devices, memory_of_this_machine
+
+
+def test_every_device_and_session_says_where_its_numbers_are_from():
+    content = yaml.safe_load(GIVEN.read_text())
+    for kind in ("devices", "sessions"):
+        assert all(len(each["source"]) > 10 for each in content[kind].values())
+    priced = [each for each in content["devices"].values() if each["usd_per_hour"]]
+    assert all(each["price_source"] for each in priced)
+    assert content["date"].year >= 2026
+
+
+def test_numbers_have_units_and_a_cpu_is_this_machine():
+    found = devices()
+    h100 = found.device("h100")
+    assert (h100.memory, h100.bandwidth, h100.flops["bfloat16"]) == (80e9, 3350e9, 989e12)
+    assert h100.price == Span(1.99, 5.0)
+    assert found.device("cpu").memory == memory_of_this_machine()
+    assert found.assumed.share_of_peak(1e9).high < found.assumed.share_of_peak(7e9).high
+
+
+def test_a_file_adds_replaces_and_keeps(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    cheap = yaml.safe_load(GIVEN.read_text())["devices"]["t4"] | {"usd_per_hour": 0.01}
+    mine.write_text(yaml.safe_dump({"date": "2027-01-01", "devices": {"t4": cheap, "my": cheap}}))
+    found = devices(str(mine))
+    assert found.date == "2027-01-01"
+    assert found.device("my").price == Span(0.01, 0.01)
+    assert found.device("h100") == devices().device("h100")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prices: {}", "'prices' is no part of a table of devices"),
+        ("[1]", "is empty or no mapping"),
+        ("a: [", "is no YAML"),
+        ("devices: {mine: {kind: cuda}}", "is not a table of devices"),
+        ("devices: {t4: {speed: 3}}", "is not a table of devices"),
+        ("sessions: 3", "is not a table of devices"),
+    ],
+)
+def test_what_is_no_table_is_refused_in_a_line(text, message, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        devices(str(path))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="there is no such file"):
+        devices("nowhere.yaml")
