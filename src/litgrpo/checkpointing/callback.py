@@ -157,10 +157,11 @@ class IterationCheckpoint(Checkpoint):
             ValueError: the disk has no room for a checkpoint.
         """
         self.boundary = None
+        # Asked of all processes: what each has pending goes into the file.
+        size = checkpoint_bytes(trainer, pl_module, weights_only=self.parts == "weights")
         if writes_files(trainer):
             for path in folder_of(trainer).glob(".*.tmp"):
                 remove(path)
-            size = checkpoint_bytes(trainer, pl_module, weights_only=self.parts == "weights")
             say_disk_use(folder_of(trainer), size, self.keep_last + self.keep_best + 1)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -40,7 +40,6 @@ from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.ahead import AheadRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
-from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.gathered import GatheredRollouter
 from litgrpo.rollout.interface import RolloutEngine
@@ -173,7 +172,7 @@ def rollouter_class(policy: Policy, settings: Settings) -> type[Rollouter]:
     """
     divided, stale = is_divided(policy), settings.update.staleness
     require(
-        not (divided and stale and not isinstance(settings.engine, ServerEngine)),
+        not (divided and stale and not settings.engine.elsewhere),
         f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
         "divides the weights. Set it to 0, take trainer.strategy ddp, or a ServerEngine.",
     )

@@ -15,16 +15,12 @@ import torch
 
 from litgrpo.arguments import require
 from litgrpo.parallel.together import from_all
-from litgrpo.rollout.engines.processes import ProcessEngine
-from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose
 from litgrpo.types import PromptBatch, Rollout
 
-# They read no weight of the policy while they sample.
-ELSEWHERE = (ServerEngine, ProcessEngine)
 TENSORS = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated", "candidate_ids")
 
 
@@ -104,7 +100,7 @@ class AheadRollouter(Rollouter):
         named = Named(self.seed, "train", following, 0)
         requests = self.requests(prompts, named, None, None)
         future: Future[Rollout] = Future()
-        if isinstance(self.engine, ELSEWHERE):
+        if self.engine.elsewhere:
             threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-ahead")
             future = threads.submit(super()._within_memory, requests, named)
             threads.shutdown(wait=False)

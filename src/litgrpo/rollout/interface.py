@@ -19,17 +19,13 @@ class Requests:
     """What an engine is asked: G completions of each of B prompts.
 
     Args:
-        policy: whose weights sample, in eval mode; an engine that holds weights of its own takes
-            only token ids from it.
+        policy: whose weights sample, in eval mode; an engine elsewhere takes token ids alone.
         prompts: B prompts.
         group_size: completions of each prompt, G.
-        uniforms: [N, C] one number in [0, 1) for each token that may be sampled; C is the longest
-            completion.
+        uniforms: [N, C] one number in [0, 1) for a token; C: tokens of the longest completion.
         sampling: temperature and filters.
-        max_rows: rows that decode at the same time at most, where memory was short before; None
-            leaves it to the engine.
-        stops: texts at which completions end, for engines that can look for them while they sample
-            and save the rest; what is sampled beyond them is cut off for every engine.
+        max_rows: rows that decode at once at most, where memory was short; None: no such limit.
+        stops: texts at which an engine may end completions; the rest is cut off in any case.
         listener: rows have turns: what ends a completion ends one of them, and the listener says
             what the row hears before the next. None: every completion is one turn.
     """
@@ -65,10 +61,14 @@ class RolloutEngine(ABC):
     def exact(self) -> bool:
         """Whether its log-probabilities are the policy's own, up to rounding, and uniforms count.
 
-        Where it is not, the learner computes log-probabilities before the update itself and
-        corrects for the difference to the sampler.
+        If not, the learner computes those before the update itself and corrects for the sampler.
         """
         return True
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether `generate` reads no weight of the policy, so that they may change meanwhile."""
+        return False
 
     @property
     def static_shapes(self) -> bool:

@@ -56,6 +56,11 @@ class ProcessEngine(RolloutEngine):
         at_least("engine.retries", self.retries, 0)
 
     @property
+    def elsewhere(self) -> bool:
+        """Its weights are those of the last `sync_weights`."""
+        return True
+
+    @property
     def exact(self) -> bool:
         """As each process."""
         return self.each.exact

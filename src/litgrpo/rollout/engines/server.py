@@ -81,6 +81,11 @@ class ServerEngine(ServedEngine):
         at_least("engine.at_once", self.at_once, 1)
 
     @property
+    def elsewhere(self) -> bool:
+        """Servers keep the weights of the last `sync_weights`."""
+        return True
+
+    @property
     def takes_uniforms(self) -> bool:  # type: ignore[override]
         """As `numbers` says."""
         return self.numbers == "uniforms"
