@@ -22,8 +22,8 @@ from lightning import Callback, Trainer
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.prompt_data import PromptData
 from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
+from litgrpo.rewards import correctness
 from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.public import correctness
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from tests.gloo import run_by
 
