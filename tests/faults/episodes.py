@@ -10,7 +10,7 @@ from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merged, m
 
 EPISODE = {"between": "inline", "max_turns": 2, "max_turn_tokens": 8, "max_heard_tokens": 8}
 EPISODE |= {"close_turns": True}
-AT_SAMPLING = ("policy/entropy", "policy/sampler_mismatch", "/start_kl")
+AT_SAMPLING = ("policy/entropy", "policy/sampler_mismatch", "/start_kl", "/start_perplexity")
 
 
 def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any) -> dict[str, Any]:
