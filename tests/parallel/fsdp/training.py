@@ -115,7 +115,7 @@ def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft"), url=None):
     """
     asked = {"engine": ServerEngine([url], numbers="uniforms", timeout_s=20.0)} if url else {}
     for name in names:
-        # A validation publishes, too, while the whole weights are there; processes share it unevenly.
+        # A validation publishes, too, while the whole weights are there; shared unevenly.
         val = TEXTS[4:7] if "served" in name else None
         data = PromptData(TEXTS[:4], val=val, batch_size=4)
         module = grpo(folder, **VARIANTS.get(name, {}), **asked if "served" in name else {})
