@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from litgrpo.arguments import one_of, require
 from litgrpo.models.adapters import merged
 from litgrpo.models.loading import export, export_shards
 from litgrpo.models.policy import Policy
 from litgrpo.models.shard_files import full_weights
-from litgrpo.parallel.fsdp.units import is_divided
 from litgrpo.parallel.messages import rank
 from litgrpo.parallel.together import from_all, from_first
 from litgrpo.rollout.engines.vllm_server import Away, Server
@@ -139,9 +138,11 @@ class FolderSender(Sender):
 
 
 def shared_out(policy: Policy) -> bool:
-    """Whether processes have parts of the policy, or of the one that it is a copy of."""
-    parameters = policy.parameters()
-    return is_divided(policy) or any(isinstance(each, DTensor) for each in parameters)
+    """Whether processes have parts of the policy, or of the one that it is a copy of.
+
+    Its units tell, and not its weights: these may be gathered at the moment.
+    """
+    return any(isinstance(part, FSDPModule) for part in policy.modules())
 
 
 def gathered(policy: Policy) -> dict[str, Tensor] | None:
