@@ -154,18 +154,7 @@ def rows() -> list[str]:
                 f"| {anchor.name} ({anchor.source}) | {phase} | {measured:g} s | "
                 f"{span.low:.2g} - {span.high:.2g} s | x {factor:.2g} | {inside} |"
             )
-    lines += memory_rows()
     return lines
-
-
-def memory_rows() -> list[str]:
-    """What was said of memory."""
-    logits = 2 * 2 * 8 * 20_480 * 128_256
-    return [
-        "| logits of 8 rows of 20,480 tokens, 128,256 words, bfloat16, twice (Unsloth) | memory | "
-        f"78.3 GiB | {logits / 2**30:.2f} GiB by 2 x 2 x rows x tokens x V; ours are chunked: "
-        f"{4 * 4 * 256 * 128_256 / 2**30:.2f} GiB | x 1.0 | yes |"
-    ]
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def test_log_probabilities_and_gradient_do_not_depend_on_the_path(architecture, 
         torch.testing.assert_close(ragged, static, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_with_the_static_engine_is_the_run_with_the_local_one():
     engine = {"class_path": "litgrpo.rollout.engines.static.StaticEngine"}
     static = {"model": {"init_args": {"engine": engine}}}

@@ -12,7 +12,8 @@ import torch
 from transformers import Gemma2Config
 
 from litgrpo.parallel.sharding import shard_dim
-from litgrpo.tools.plan.memory import Blueprint, Chips, Work, account
+from litgrpo.tools.plan.division import Chips
+from litgrpo.tools.plan.memory import Blueprint, Work, account
 from tests.xla.own_process import ENVIRONMENT, ROOT
 
 ROWS, LENGTH, GIB = 8, 256, 2**30

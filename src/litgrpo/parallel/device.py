@@ -17,12 +17,11 @@ from litgrpo.parallel.memory import free_memory, is_out_of_memory
 from litgrpo.types import Stats
 
 Function = Callable[..., Any]
-# Devices that need more than `Backend`, imported when the first of them is used; and what checks a
-# machine for such a device before a trainer is built.
-BACKENDS = {
-    "cuda": "litgrpo.parallel.cuda.CudaBackend",
-    "xla": "litgrpo.parallel.xla.backend.XlaBackend",
-}
+# By kind of device: what it needs more than `Backend`; what divides weights; what checks machines.
+BACKENDS = {"cuda": "litgrpo.parallel.cuda.CudaBackend"}
+BACKENDS["xla"] = "litgrpo.parallel.xla.backend.XlaBackend"
+DIVIDING = {"cuda": "litgrpo.parallel.fsdp.strategy.FSDP2Strategy"}
+DIVIDING["tpu"] = "litgrpo.parallel.xla.strategy.XLASPMDStrategy"
 PREFLIGHTS = ("litgrpo.parallel.xla.preflight.check",)
 
 

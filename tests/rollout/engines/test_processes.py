@@ -135,7 +135,7 @@ def test_a_process_that_dies_is_named_and_another_samples_its_share(engine, capl
     engine.sync_weights(policy, 0)
     gone = pids(engine)[-1]
     os.kill(gone, signal.SIGKILL)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="litgrpo"):
         found = engine.generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     assert f"Rollout process {gone}, which sampled" in caplog.text

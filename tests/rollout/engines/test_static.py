@@ -93,6 +93,7 @@ def test_one_graph_reads_prompts_and_one_serves_every_step_of_every_rollout(arch
     assert graphs.frame_count == 2
 
 
+@pytest.mark.slow
 def test_another_bucket_or_sampling_is_another_pair_of_graphs(graphs):
     policy = ragged(tiny_policy("llama"))
     said(policy, ENGINE)

@@ -168,3 +168,27 @@ def test_an_encoder_decoder_model_is_refused(cli):  # noqa: F811
     code, _, err = cli("plan", "-c", str(CONFIGS / "convai2_small_sft.yaml"))
     assert code == 2
     assert "plan counts decoder-only models, and t5 is an encoder-decoder model" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--iterations", "0"], "iterations is 0; it must be at least 1."),
+        (["--val_prompts", "-1"], "val_prompts is -1; it must be at least 1."),
+        (["--measure", "--chip", "h100"], "measure runs on this machine: leave chip out"),
+    ],
+)
+def test_a_plan_of_nothing_is_refused(cli, words, said):  # noqa: F811
+    code, out, err = cli("plan", "-c", QUICKSTART, *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_what_has_room_and_cannot_be_divided_does_not_fit(cli):  # noqa: F811
+    fsdp = str(CONFIGS / "hardware" / "fsdp2.yaml")
+    words = ["--chip", "h100", "--chips", "5", "--trainer.strategy.replicas", "2"]
+    code, out, _ = cli("plan", "-c", QUICKSTART, "-c", fsdp, *words)
+    assert code == 1
+    assert "WOULD FIT: " in out
+    assert "BUT 2 replicas cannot be divided evenly over 5 chips" in out

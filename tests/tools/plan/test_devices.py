@@ -53,3 +53,23 @@ def test_what_is_no_table_is_refused_in_a_line(text, message, tmp_path):
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="there is no such file"):
         devices("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("memory_gb", float("nan"), "memory_gb of mine is nan; it must be above 0"),
+        ("bandwidth_gb_s", 0, "bandwidth_gb_s of mine is 0.0; it must be above 0"),
+        ("usd_per_hour", -3, "usd_per_hour of mine is -3.0; it must be at least 0"),
+    ],
+)
+def test_numbers_that_no_device_has_are_refused(tmp_path, key, value, message):
+    row = yaml.safe_load(GIVEN.read_text())["devices"]["t4"] | {key: value}
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"devices": {"mine": row}}))
+    with pytest.raises(ValueError, match=message):
+        devices(str(file))
+    del row[key]
+    file.write_text(yaml.safe_dump({"devices": {"mine": row}}))
+    with pytest.raises(ValueError, match=f"in a row: missing 1 required .*{key}"):
+        devices(str(file))

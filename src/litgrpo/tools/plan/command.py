@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from litgrpo.arguments import at_least, require
 from litgrpo.cli.trainer_cli import OF_ONE_CALL, READING, LitGRPOCLI, keep_quiet
 from litgrpo.tools.plan import telling
 from litgrpo.tools.plan.fitting import proposal
@@ -95,7 +96,10 @@ def plan() -> None:
     words = sys.argv[2:]
     asked = PlanCLI(words)
     settings = asked.config
+    at_least("iterations", settings.iterations, 1)
+    at_least("val_prompts", settings.val_prompts, 1)
     if settings.measure:
+        require(settings.chip is None, "measure runs on this machine: leave chip out, or measure.")
         tell_measured(asked)
         return
     found = plan_of(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from litgrpo.arguments import did_you_mean, require
+from litgrpo.arguments import above, at_least, did_you_mean, require
 from litgrpo.models.loading import ASSETS
 
 GIVEN = ASSETS / "devices.yaml"
+OURS = re.compile(r"^_\w+\(\)")  # how Python begins its complaint of a row's keys
 PARTS = ("date", "devices", "assumed", "sessions")
 
 
@@ -170,7 +172,8 @@ def devices(path: str | None = None) -> Table:
         )
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{path or GIVEN} is not a table of devices ({error}); {GIVEN} shows the shape"
+            f"{path or GIVEN} is not a table of devices ({OURS.sub('in a row:', str(error))}); "
+            f"{GIVEN} shows the shape"
         ) from error
 
 
@@ -204,6 +207,9 @@ def _device(
     memory = memory_of_this_machine() if memory_gb is None else float(memory_gb) * 1e9
     flops = {precision: threads * float(rate) * 1e12 for precision, rate in tflops.items()}
     price = None if usd_per_hour is None else _span(usd_per_hour)
+    for what, value in {"memory_gb": memory, "bandwidth_gb_s": float(bandwidth_gb_s)}.items():
+        above(f"{what} of {name}", value, 0)
+    at_least(f"usd_per_hour of {name}", None if price is None else price.low, 0)
     return Device(
         name, kind, memory, float(bandwidth_gb_s) * 1e9, float(link_gb_s) * 1e9, flops, price
     )

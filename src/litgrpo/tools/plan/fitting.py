@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from litgrpo.models.loading import LoRA
+from litgrpo.parallel.device import DIVIDING
 from litgrpo.tools.plan.devices import Device
 from litgrpo.tools.plan.division import Chips, FullShard
 from litgrpo.tools.plan.memory import Item, peak
@@ -17,10 +18,8 @@ SPARE_FRAC = 0.1
 SIZES = (1, 4, 8, 16, 32, 64)
 AT_ONCE = (None, 64, 16, 4)  # rows that are decoded at once; others queue
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
-DIVIDES = {
-    "tpu": ("litgrpo.parallel.xla.strategy.XLASPMDStrategy", Chips()),
-    "cuda": ("litgrpo.parallel.fsdp.strategy.FSDP2Strategy", FullShard()),
-}
+DIVIDES = {"tpu": Chips(), "cuda": FullShard()}
+OVERLAYS = {"tpu": "configs/hardware/tpu_spmd.yaml", "cuda": "configs/hardware/fsdp2.yaml"}
 Change = list[str]
 
 
@@ -70,7 +69,7 @@ def remedies(training: Training, number: int) -> Iterator[tuple[str, Training]]:
 
 def smaller(training: Training, number: int) -> list[int]:
     """Rows of smaller micro-batches; where one process cuts them, at least one for each device."""
-    least = number if training.spmd else 1
+    least = number if training.by_one_process else 1
     return [rows for rows in MICRO_BATCHES if least <= rows < training.work.micro_rows]
 
 
@@ -85,7 +84,8 @@ def _changes(room: Room, training: Training, number: int) -> Iterator[tuple[Chan
     adapted = training.changed(lora=LoRA(), reference=None)
     both = (training, adapted)[: 1 + (training.lora is None and bool(training.work.rollouts))]
     yield from ((change, other, number) for change, other in _of_recipe(both, number))
-    path, division = DIVIDES.get(room.device.kind, ("", training.division))
+    path = DIVIDING.get(room.device.kind, "")
+    division = DIVIDES.get(room.device.kind, training.division)
     words: Change = []
     if not training.sharded:
         words = ["--trainer.strategy", path]

@@ -78,7 +78,12 @@ def measured(config: dict[str, Any]) -> dict[str, Measured]:
         command = [sys.executable, "-m", "litgrpo", "fit", "-c", str(recipe)]
         with log.open("w") as output:
             child = subprocess.Popen(command, stdout=output, stderr=output, env=_environment())
-            _, status, usage = os.wait4(child.pid, 0)
+            try:
+                _, status, usage = os.wait4(child.pid, 0)
+            except BaseException:  # asked to stop: the training, too
+                child.terminate()
+                child.wait()
+                raise
         child.returncode = os.waitstatus_to_exitcode(status)
         after = now()
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.tools.plan.devices import Session, Span
-from litgrpo.tools.plan.fitting import SIZES, Room, remedies
+from litgrpo.tools.plan.fitting import OVERLAYS, SIZES, Room, remedies
 from litgrpo.tools.plan.layouts import layout_of
 from litgrpo.tools.plan.measuring import ITERATIONS, Measured
 from litgrpo.tools.plan.memory import peak
@@ -60,7 +60,8 @@ def verdict(plan: Plan) -> str:
     """Whether it fits, in a line."""
     room = plan.room
     limit = f"{room.usable / 1e9:.1f} of {plan.device.gigabytes:.0f} GB"
-    word = ("DOES NOT FIT", "FITS")[room.fits(plan.items)]
+    words = {True: "WOULD FIT", False: "DOES NOT FIT"}
+    word = "FITS" if plan.fits else words[room.fits(plan.items)]
     worst = "always, and the larger of rollout and learning"
     return f"{word}: {gigabytes(peak(plan.items))} GB ({worst}); usable are {limit}"
 
@@ -87,7 +88,7 @@ def chip_table(plan: Plan) -> Iterator[str]:
         rows.append((f"{each.name}, {each.gigabytes:.0f} GB", *cells))
     heads = (f"{size} chip{'s' * (size > 1)}" for size in sizes)
     yield from table(("chip", *heads), rows)
-    if training.spmd and training.undivided(SIZES[-1]):
+    if training.by_one_process and training.undivided(SIZES[-1]):
         yield "More chips than these cannot divide the rows of a rollout evenly."
 
 
@@ -101,8 +102,8 @@ def advice(plan: Plan) -> Iterator[str]:
         if room.fits(found):
             return
     if not training.sharded:
-        overlay = {"tpu": "tpu_spmd"}.get(plan.device.kind, "fsdp2")
-        yield f"  or divide it over several chips: -c configs/hardware/{overlay}.yaml"
+        overlay = OVERLAYS.get(plan.device.kind, OVERLAYS["cuda"])
+        yield f"  or divide it over several chips: -c {overlay}"
         return
     more = (size for size in SIZES if size > number)
     found_size = next(

@@ -87,7 +87,7 @@ class Training:
         )
 
     @property
-    def spmd(self) -> bool:
+    def by_one_process(self) -> bool:
         """Whether one process cuts everything evenly over all chips."""
         return isinstance(self.division, Chips)
 
@@ -124,7 +124,7 @@ class Training:
         Every chip would then compute all of it, and the others nothing else.
         """
         prompts, group = [*self.work.rollouts, (0, 0)][0]
-        if self.spmd and prompts * group % number:
+        if self.by_one_process and prompts * group % number:
             return f"{prompts * group} rows of a rollout (data.batch_size x group_size)"
         if isinstance(self.division, FullShard) and number % self.division.replicas:
             return f"{self.division.replicas} replicas"
