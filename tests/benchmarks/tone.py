@@ -102,10 +102,8 @@ def of_run(folder: Path) -> list[list[str]]:
         " to ".join(f"{each.tone:.2f}" for each in sampled),
         f"{summary['seconds']:.0f}",
     ]
-    cost = [
-        " to ".join(f"{summary[when][name]:.2f}" for when in ("before", "after"))
-        for name in FLUENCY
-    ]
+    texts = [summary[when]["fluency"] for when in ("before", "after")]
+    cost = [" to ".join(f"{each[name]:.2f}" for each in texts) for name in FLUENCY]
     return [learned, cost]
 
 
