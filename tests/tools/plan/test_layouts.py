@@ -22,19 +22,22 @@ WORDS = ["-c", str(CONFIGS / "quickstart.yaml"), "-c", str(CONFIGS / "hardware" 
 SERVER = ["-c", str(CONFIGS / "hardware" / "server.yaml")]
 
 
-def local_bytes(processes, odd):
+def local_bytes(processes, odd, replicas):
     """Weights, gradients and moments of real shards, against those counted for this process."""
     dist.init_process_group("gloo")
     policy = tiny_policy("qwen2", hidden_size=odd)
     config = policy.model.config
-    divide(policy, units_of(policy), ENTRIES, init_device_mesh("cpu", (processes,)))
+    division = FullShard(processes, replicas)
+    names, shape = ("replicas", "shards"), (replicas, division.shards)
+    both = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    divide(policy, units_of(policy), ENTRIES, both if replicas > 1 else both["shards"])
     optimizer = torch.optim.AdamW(policy.parameters())
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     local = [parameter.to_local() for parameter in policy.parameters()]
     moments = [v.to_local() for s in optimizer.state.values() for n, v in s.items() if n != "step"]
-    blueprint, division, rank = Blueprint(config), FullShard(processes), dist.get_rank()
+    blueprint, rank = Blueprint(config), dist.get_rank() % division.shards
     counted = division.share_of_rank(blueprint.weights, rank)
     assert counted == sum(each.nbytes for each in local)
     assert counted == sum(parameter.grad.to_local().nbytes for parameter in policy.parameters())
@@ -47,8 +50,9 @@ def local_bytes(processes, odd):
 
 
 @pytest.mark.timeout(120)
-def test_counted_bytes_are_those_of_real_shards():
-    run_by(2, local_bytes, 12)
+@pytest.mark.parametrize(("processes", "replicas"), [(2, 1), (4, 2)])
+def test_counted_bytes_are_those_of_real_shards(processes, replicas):
+    run_by(processes, local_bytes, 12, replicas)
 
 
 def test_hosts_and_disk_and_publishing():
