@@ -32,6 +32,21 @@ def test_verls_console_is_read_by_its_names(tmp_path):
     assert metrics["completion/len_mean"].values.tolist() == [14.5]
 
 
+def test_verls_older_names_are_read_and_completions_in_its_log_are_not(tmp_path):
+    """As verl's published logs of GSM8K are written."""
+    log = tmp_path / "run.log"
+    log.write_text(
+        "(TaskRunner pid=2) [response] step: 9 ducks\n(TaskRunner pid=2) Step:2 costs:3\n"
+        "(TaskRunner pid=2) step:10 - actor/entropy_loss:0.255 - actor/ppo_kl:-0.000 - "
+        "val-core/openai/gsm8k/reward/mean@1:0.879 - critic/score/mean:0.941\n"
+    )
+    metrics = read(log).metrics
+    found = [metrics[name].values.tolist() for name in ("policy/entropy", "val/reward")]
+    assert found == [[0.255], [0.879]]
+    assert metrics["reward/mean"].values.tolist() == [0.941]
+    assert "costs" not in metrics.series
+
+
 def test_a_file_of_samples_that_a_kill_cut_short_is_read_as_far_as_it_goes(tmp_path):
     run = written(tmp_path, samples=[{"completion": "a"}], a=[1])
     with (run / "samples" / "iteration-000001.jsonl").open("a") as file:

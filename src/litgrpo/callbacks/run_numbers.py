@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from litgrpo.callbacks.lightning_internals import log_numbers
 from litgrpo.callbacks.nothing_learned import NothingLearned
 from litgrpo.learner.learner import averages
 from litgrpo.parallel.device import backend, to_host
@@ -50,7 +51,8 @@ class RunNumbers(Callback):
         moved = {} if self.entries is None else self.moved(pl_module)
         stats = averages(seen | moved, [], comm, backend(pl_module.device).data_device)
         prompts = len(rollout.prompts) * comm.world_size * pl_module.iteration
-        pl_module.log_dict(stats | {"data/prompts_seen": torch.tensor(float(prompts))})
+        seen_so_far = {"data/prompts_seen": torch.tensor(float(prompts))}
+        log_numbers(pl_module, stats | seen_so_far)
 
     def moved(self, module: LightningModule) -> Stats:
         """Length of the iteration's change of the weights over their own."""

@@ -19,8 +19,10 @@ from litgrpo.doctor.names import TRL, VERL
 Samples = tuple[dict[str, Any], ...]
 METRICS, CONFIG, STATE = "metrics.csv", "config.yaml", "trainer_state.json"
 PAIR = re.compile(r"([A-Za-z][\w/@.-]*):(?:np\.\w+\()?(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?")
-# Foreign names with a name of the run's own in them, and ours.
+# Foreign names with a name of the run's own in them, or of older versions, and ours.
 PATTERNS = (
+    (r"actor/entropy_loss", "policy/entropy"),
+    (r"val-core/(.+)/reward/mean@\d+", "val/reward"),
     (r"rewards/(.+)/mean", r"reward/\1"),
     (r"rewards/(.+)/std", r"reward/\1_std"),
     (r"val-core/(.+)/acc/mean@(\d+)", r"val/avg@\2"),

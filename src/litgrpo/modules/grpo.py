@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithm.objective import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
+from litgrpo.callbacks.lightning_internals import log_numbers
 from litgrpo.callbacks.run_numbers import watching
 from litgrpo.environments.interface import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
@@ -251,7 +252,7 @@ class GRPO(LightningModule):
         stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
         stats["data/epoch"] = torch.tensor(passes_over_data(self))
         stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
-        self.log_dict(stats | {"step": torch.tensor(float(self.iteration))})
+        log_numbers(self, stats | {"step": torch.tensor(float(self.iteration))})
         self.learner.follow(stats, self.iteration)
         self.stop_when_done()
         self.reseed()
