@@ -37,7 +37,7 @@ HALVES = {
     "dev": [(task, seed) for seed, task in enumerate(DEV * 2)],
     "held_out": [(task, 100 + seed) for seed, task in enumerate(UNSEEN * 2)],
 }
-REPEATS = {"dev": (1, 1), "held_out": (2, 2)}  # of a fault's and of a healthy kind's runs
+REPEATS = {"dev": (1, 1), "held_out": (4, 4)}  # of a fault's and of a healthy kind's runs
 PACKED = Path(__file__).parent / "labelled"
 DIGITS, PROBED = 4, 5
 DROPPED = ("time/", "perf/", "checkpoint/")  # say nothing about learning, and differ by machine

@@ -1,0 +1,372 @@
+"""Does litgrpo learn what TRL learns? The same weights, data, group, optimizer and steps for both.
+
+    python -m tests.benchmarks.parity -c configs/quickstart.yaml --peer-python PATH/bin/python
+
+Three seeds. Of each: our run; the first completions of it handed to TRL, whose weights after each
+of those steps are compared with ours; TRL's own run over the same prompts in the same order, whose
+checkpoints are evaluated by our program with the same random numbers. `--plot` draws the curves,
+`--page` puts the tables into a page. What is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from litgrpo.evaluation.intervals import student_t_quantile
+from litgrpo.models.loading import export
+from tests.benchmarks.plan import write
+from tests.benchmarks.seeds import curve
+
+ROOT = Path(__file__).parents[2]
+HANDED = 3  # iterations whose completions TRL learns, too
+# {our weighting: TRL's loss that divides by the same}, where there is one step per rollout.
+LOSSES = {"PerToken": "dapo", "PerSequence": "grpo"}
+LAST = 50  # iterations whose mean reward is compared
+
+
+class Recorder(Callback):
+    """Leaves what the peer needs to do the same: start, prompts, settings, first completions.
+
+    Args:
+        folder: where.
+        every: iterations between checkpoints of the peer.
+    """
+
+    def __init__(self, folder: str, every: int) -> None:
+        self.folder, self.every = Path(folder), every
+        self.handed: list[dict[str, Any]] = []
+        self.prompts: list[dict[str, Any]] = []
+        self.began = (0.0, 0.0)
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The weights before the first step."""
+        export(pl_module.policy, self.folder / "start")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clocks."""
+        self.began = time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Note the prompts, and of the first iterations completions and weights."""
+        wall, cpu = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
+        self.steps.append({"step_s": wall, "cpu_s": cpu})
+        rollout = outputs["rollout"]
+        asked = rollout.prompts
+        ids = rows_of(asked.prompt_ids, asked.prompt_mask)
+        for place, prompt in enumerate(asked.prompts):
+            columns = {name: values[place] for name, values in asked.columns.items()}
+            self.prompts.append({"prompt": prompt, "ids": ids[place], "columns": columns})
+        if pl_module.iteration <= HANDED:
+            said = rows_of(rollout.completion_ids, rollout.completion_mask)
+            every_row = [each for each in ids for _ in range(rollout.group_size)]
+            self.handed.append({"prompt_ids": every_row, "completion_ids": said})
+            weights = dict(pl_module.policy.bare_model.named_parameters())
+            weights = {name: each.detach().clone() for name, each in weights.items()}
+            torch.save(weights, self.folder / f"weights {pl_module.iteration}.pt")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write it all."""
+        config = yaml.safe_load((self.folder / "config.yaml").read_text())
+        model, objective = config["model"]["init_args"], pl_module.coefficients.objective
+        settings = {
+            "seed": config["seed_everything"],
+            "threads": torch.get_num_threads(),
+            "iterations": pl_module.iteration,
+            "every": self.every,
+            "batch_size": config["data"]["init_args"]["batch_size"],
+            "group_size": model["group_size"],
+            "max_completion_len": model["max_completion_len"],
+            "max_grad_norm": pl_module.settings.update.max_grad_norm,
+            "kl_coef": objective.kl_coef,
+            "loss_type": LOSSES[type(objective.weighting).__name__],
+            "optimizer": model["optimizer"],
+            "lr_scheduler": model["lr_scheduler"],
+            "rewards": model["rewards"],
+            "ends": list(pl_module.policy.eos_ids),
+        }
+        (self.folder / "settings.json").write_text(json.dumps(settings))
+        (self.folder / "steps.json").write_text(json.dumps(self.steps))
+        lines = (json.dumps(row) + "\n" for row in self.prompts)
+        (self.folder / "prompts.jsonl").write_text("".join(lines))
+        torch.save(self.handed, self.folder / "handed.pt")
+
+
+def rows_of(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row without its padding."""
+    return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs of one seed.
+
+    Args:
+        recipe: of ours.
+        seed: of both.
+        folder: of both.
+        peer: python of an environment with trl.
+        every: iterations between evaluations.
+        further: words of the command line of ours.
+    """
+
+    recipe: str
+    seed: int
+    folder: Path
+    peer: str
+    every: int
+    further: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> Path:
+        """Our run folder."""
+        return self.folder / f"seed {self.seed}" / "ours"
+
+    @property
+    def theirs(self) -> Path:
+        """TRL's checkpoints."""
+        return self.folder / f"seed {self.seed}" / "trl"
+
+    @property
+    def handed(self) -> Path:
+        """TRL's weights after steps on our completions."""
+        return self.folder / f"seed {self.seed}" / "trl, handed"
+
+    def run(self) -> None:
+        """Train both, and evaluate the peer's checkpoints."""
+        if not (self.ours / "settings.json").exists():
+            words = ["fit", "-c", self.recipe, "--run_dir", str(self.ours), "--overwrite", "true"]
+            words += ["--seed_everything", str(self.seed), *self.further]
+            words += ["--trainer.val_check_interval", str(self.every)]
+            words += ["--trainer.callbacks+=tests.benchmarks.parity.Recorder"]
+            words += [f"--trainer.callbacks.folder={self.ours}"]
+            words += [f"--trainer.callbacks.every={self.every}"]
+            called(sys.executable, "-m", "litgrpo", *words)
+        for folder, more in ((self.handed, ["--handed"]), (self.theirs, [])):
+            if not (folder / "steps.json").exists():
+                module = "tests.benchmarks.trl_parity"
+                called(self.peer, "-m", module, str(self.ours), str(folder), *more)
+        for checkpoint in self.checkpoints():
+            folder = checkpoint / "evaluated"
+            if not (folder / "validate.json").exists():
+                words = ["validate", "-c", self.recipe, "--model.pretrained", str(checkpoint)]
+                words += ["--run_dir", str(folder), "--seed_everything", str(self.seed)]
+                called(sys.executable, "-m", "litgrpo", *words, *self.further)
+
+    def checkpoints(self) -> list[Path]:
+        """Of the peer, in their order."""
+        return sorted(self.theirs.glob("checkpoint-*"), key=number_of)
+
+    def differences(self) -> list[tuple[float, float]]:
+        """Of each handed step: distance of the weights over their length, and over the way."""
+        start = flat(started(self.ours / "start"))
+        found = []
+        for step in range(1, HANDED + 1):
+            saved = [each / f"weights {step}.pt" for each in (self.ours, self.handed)]
+            ours, theirs = (flat(torch.load(file)) for file in saved)
+            off = (ours - theirs).norm()
+            found.append((float(off / ours.norm()), float(off / (ours - start).norm())))
+        return found
+
+    def held_out(self, name: str = "avg_at_k") -> dict[str, tuple[list[int], list[float]]]:
+        """{side: iterations and held-out accuracies}."""
+        steps = [number_of(each) for each in self.checkpoints()]
+        theirs = [
+            json.loads((each / "evaluated" / "validate.json").read_text())[name]
+            for each in self.checkpoints()
+        ]
+        column = "val/avg@4" if name == "avg_at_k" else f"val/{name}"
+        ours = curve(self.ours, column)
+        return {"litgrpo": ours, "TRL": ([0, *steps], [ours[1][0], *theirs])}
+
+    def rewards(self) -> dict[str, list[float]]:
+        """{side: mean reward of each iteration}."""
+        theirs = json.loads((self.theirs / "steps.json").read_text())
+        return {
+            "litgrpo": curve(self.ours, "reward/mean")[1],
+            "TRL": [row["reward"] for row in theirs],
+        }
+
+    def seconds(self) -> dict[str, tuple[float, float]]:
+        """{side: medians of wall and processor seconds of a step}."""
+        found = {"litgrpo": self.ours, "TRL": self.theirs}
+        rows = {name: json.loads((at / "steps.json").read_text()) for name, at in found.items()}
+        return {
+            name: (
+                statistics.median(row["step_s"] for row in each),
+                statistics.median(row["cpu_s"] for row in each),
+            )
+            for name, each in rows.items()
+        }
+
+
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All numbers, by the order of their names."""
+    return torch.cat([weights[name].detach().double().flatten() for name in sorted(weights)])
+
+
+def started(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face folder."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return dict(model.named_parameters())
+
+
+def number_of(checkpoint: Path) -> int:
+    """The iteration in a checkpoint's name."""
+    found = re.search(r"(\d+)$", checkpoint.name)
+    assert found is not None
+    return int(found[1])
+
+
+def called(*words: str) -> None:
+    """Run a command at the root, its own output to a file beside nothing else."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+    done = subprocess.run(
+        words,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def interval(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """Mean difference of two samples and its 95 % interval (Welch's t, freedom rounded down)."""
+    parts = [statistics.variance(each) / len(each) for each in (ours, theirs)]
+    middle = statistics.mean(ours) - statistics.mean(theirs)
+    if not any(parts):
+        return middle, middle, middle
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(each) - 1) for part, each in zip(parts, (ours, theirs), strict=True)
+    )
+    reach = student_t_quantile(0.975, int(freedom)) * math.sqrt(sum(parts))
+    return middle, middle - reach, middle + reach
+
+
+def tables(pairs: list[Pair]) -> dict[str, list[str]]:
+    """Lines of the page's tables, in Markdown."""
+    steps = ["| seed | after step 1 | 2 | 3 |", "|---|---|---|---|"]
+    for pair in pairs:
+        cells = " | ".join(f"{off:.1e} ({way:.1e})" for off, way in pair.differences())
+        steps.append(f"| {pair.seed} | {cells} |")
+    learned = [
+        "| | litgrpo, by seed | TRL, by seed | difference of the means |",
+        "|---|---|---|---|",
+    ]
+    for title, of in measures(pairs).items():
+        ours, theirs = (list(each) for each in zip(*of, strict=True))
+        middle, low, high = interval(ours, theirs)
+        shown = (", ".join(f"{value:.3f}" for value in each) for each in (ours, theirs))
+        cells = [title, *shown, f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"]
+        learned.append(f"| {' | '.join(cells)} |")
+    spent = [
+        "| seed | litgrpo, s | TRL, s | ratio | of processor seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for pair in pairs:
+        ours, theirs = pair.seconds().values()
+        ratio, of_cpu = (b / a for a, b in zip(ours, theirs, strict=True))
+        spent.append(
+            f"| {pair.seed} | {ours[0]:.2f} | {theirs[0]:.2f} | {ratio:.1f} | {of_cpu:.1f} |"
+        )
+    return {"steps": steps, "learned": learned, "seconds": spent}
+
+
+def measures(pairs: list[Pair]) -> dict[str, list[tuple[float, float]]]:
+    """{what was learned: ours and the peer's for each seed}."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for pair in pairs:
+        ours, theirs = pair.rewards().values()
+        mean = statistics.mean
+        values = {
+            "mean reward of all iterations": (mean(ours), mean(theirs)),
+            f"mean reward of the last {LAST}": (mean(ours[-LAST:]), mean(theirs[-LAST:])),
+        }
+        for title, name in (("sampled", "avg_at_k"), ("greedy", "greedy")):
+            (at, one), (_, two) = pair.held_out(name).values()
+            middle = len(at) // 2
+            values[f"held-out accuracy, {title}, iteration {at[middle]}"] = one[middle], two[middle]
+            values[f"held-out accuracy, {title}, at the end"] = one[-1], two[-1]
+        for title, both in values.items():
+            found.setdefault(title, []).append(both)
+    return found
+
+
+def plot(pairs: list[Pair], path: Path) -> None:
+    """Draw reward and held-out accuracy, ours and the peer's, a line per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
+    looks = {"litgrpo": dict(color="C0", linestyle="-"), "TRL": dict(color="C1", linestyle="--")}
+    for pair in pairs:
+        for side, rewards in pair.rewards().items():
+            smooth = [statistics.mean(rewards[max(0, n - 9) : n + 1]) for n in range(len(rewards))]
+            label = side if pair is pairs[0] else None
+            axes[0].plot(range(1, len(smooth) + 1), smooth, linewidth=1, label=label, **looks[side])
+        for side, (steps, values) in pair.held_out().items():
+            axes[1].plot(steps, values, marker="o", markersize=3, linewidth=1, **looks[side])
+    axes[0].set(xlabel="iteration", ylabel="mean reward, over the last ten iterations")
+    axes[1].set(xlabel="iteration", ylabel="held-out accuracy, sampled")
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run what is missing, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-c", dest="recipe", default="configs/quickstart.yaml")
+    parser.add_argument("--peer-python", required=True, help="of an environment with trl")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--folder", type=Path, default=Path("runs/parity"))
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--mark", default="", help="before the names of the page's tables")
+    options, further = parser.parse_known_args()
+    pairs = [
+        Pair(
+            options.recipe,
+            seed,
+            options.folder.absolute(),
+            options.peer_python,
+            options.every,
+            tuple(further),
+        )
+        for seed in options.seeds
+    ]
+    for pair in pairs:
+        pair.run()
+    found = tables(pairs)
+    for name, lines in found.items():
+        print(*lines, "", sep="\n")
+        if options.page:
+            write(options.page, f"{options.mark}{name}", lines)
+    if options.plot:
+        plot(pairs, options.plot)
+
+
+if __name__ == "__main__":
+    main()
