@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from litgrpo import __version__
 from tests.cli.running import ROOT, cli, in_a_process  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
@@ -17,6 +18,10 @@ def test_the_help_of_the_program_is_one_page_and_immediate():
     for verb in ("fit", "validate", "test", "predict", "export"):
         assert f"\n  {verb}" in page
     assert "python cli.py fit -c quickstart" in page
+
+
+def test_the_version_is_told(cli):  # noqa: F811
+    assert cli("--version") == (0, f"litgrpo {__version__}\n", "")
 
 
 def test_a_wrong_verb_names_the_nearest(cli):  # noqa: F811

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from litgrpo import __version__
 from litgrpo.arguments import add_folders
 from litgrpo.cli.streams import outlive_readers
 
@@ -83,6 +84,7 @@ A recipe is a file, or the name of one that litgrpo brings (configs/). A later -
 earlier one, and --KEY VALUE overrides both. Everything of a run goes to one folder: runs/NAME,
 after the first recipe's name, or --run_dir.
 
+  {program} --version                 which version this is
   {program} VERB --help               every key of a verb
   {program} VERB --model.help GRPO    every key of a class
   --debug                            after any verb: tracebacks instead of one-line errors
@@ -102,6 +104,9 @@ def main() -> int:
     if not words or words[0] in ("-h", "--help"):
         print(help_page())
         return 0 if words else WRONG_INPUT
+    if words == ["--version"]:
+        print(f"litgrpo {__version__}")
+        return 0
     verb, known = words[0], [*LIGHTNING_VERBS, *COMMANDS]
     if verb not in known:
         near = difflib.get_close_matches(verb, known, 1)
