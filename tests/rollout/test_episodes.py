@@ -47,6 +47,20 @@ def test_a_group_begins_in_the_same_state_and_each_iteration_in_another():
     assert episode_seed(Named(0, "train", 0, 1), 0) != calls[0][0][1]
 
 
+def test_episodes_of_an_evaluation_are_named_by_its_iteration(monkeypatch):
+    """Their journal is of that iteration, so that a run that goes on before it hears the same."""
+    starts = []
+    _, rollouter, _ = played(purpose="val", iteration=3)
+    begin = rollouter.episodes.pool.begin
+    monkeypatch.setattr(rollouter.episodes.pool, "begin", lambda s: starts.append(s) or begin(s))
+    for iteration in (3, 6):
+        rollouter.generate(PROMPTS, "val", iteration)
+    three, six = starts
+    assert {start.key[0] for start in three} == {3}
+    assert {start.key[0] for start in six} == {6}
+    assert [start.seed for start in three] == [start.seed for start in six]
+
+
 def test_what_reset_adds_is_read_with_the_prompt():
     policy, _, rollout = played(Echo(opening="?!"))
     ids = rollout.prompts.prompt_ids

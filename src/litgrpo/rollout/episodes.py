@@ -28,12 +28,24 @@ Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]
 
 
 class Named(NamedTuple):
-    """What a rollout is for, which names its random numbers and its episodes."""
+    """What a rollout is for, which names its random numbers and its episodes.
+
+    Args:
+        seed: of the run.
+        purpose: of the rollout.
+        iteration: number of finished iterations.
+        attempt: number of the resampling of dynamic sampling.
+    """
 
     seed: int
     purpose: Purpose
     iteration: int
     attempt: int
+
+    @property
+    def stream(self) -> int:
+        """The iteration whose random numbers are drawn: 0 for all but training."""
+        return self.iteration if self.purpose == "train" else 0
 
 
 CUT = " ... "  # where tokens that a row would have heard were left out
@@ -50,7 +62,7 @@ def episode_seed(named: Named, prompt: int) -> int:
     """
     # No stream of completions has such a key.
     key = np.array([named.seed, len(PURPOSES) + PURPOSES.index(named.purpose)], dtype=np.uint64)
-    counter = np.array([0, prompt, named.iteration, named.attempt], dtype=np.uint64)
+    counter = np.array([0, prompt, named.stream, named.attempt], dtype=np.uint64)
     return int(np.random.Generator(np.random.Philox(key=key, counter=counter)).integers(2**31))
 
 

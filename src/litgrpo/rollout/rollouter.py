@@ -93,7 +93,7 @@ class Rollouter:
                 "prompts alone. Use litgrpo.PromptData."
             )
         policy, stops = self.policy, self.stop_strings
-        named = Named(self.seed, purpose, iteration if purpose == "train" else 0, attempt)
+        named = Named(self.seed, purpose, iteration, attempt)
         requests = self.requests(prompts, named, group_size, sampling)
         policy.eval()
         if iteration != self._synced:
@@ -115,7 +115,8 @@ class Rollouter:
         """What the engine is asked for the rollout of a name; see `generate`."""
         group_size = self.group_size if group_size is None else group_size
         sizes = group_size, self.max_completion_len
-        uniforms = draw_uniforms(*named[:3], prompts.index, *sizes, attempt=named.attempt)
+        stream = named.seed, named.purpose, named.stream
+        uniforms = draw_uniforms(*stream, prompts.index, *sizes, attempt=named.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         stops = self.stop_strings
         return Requests(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
