@@ -363,7 +363,9 @@ def main() -> None:
     for name, lines in found.items():
         print(*lines, "", sep="\n")
         if options.page:
-            write(options.page, f"{options.mark}{name}", lines)
+            page = options.page.read_text()
+            if f"<!-- {options.mark}{name} -->" in page:
+                write(options.page, f"{options.mark}{name}", lines)
     if options.plot:
         plot(pairs, options.plot)
 
