@@ -101,12 +101,9 @@ def main() -> int:
     """
     outlive_readers()
     words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
-        print(help_page())
+    if not words or words[0] in ("-h", "--help", "--version"):
+        print(f"litgrpo {__version__}" if words == ["--version"] else help_page())
         return 0 if words else WRONG_INPUT
-    if words == ["--version"]:
-        print(f"litgrpo {__version__}")
-        return 0
     verb, known = words[0], [*LIGHTNING_VERBS, *COMMANDS]
     if verb not in known:
         near = difflib.get_close_matches(verb, known, 1)

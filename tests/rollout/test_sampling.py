@@ -163,6 +163,11 @@ def test_a_stream_depends_on_its_key_alone():
     assert torch.equal(longer[:2, :6], alone)
 
 
+def test_evaluations_draw_the_same_after_every_iteration():
+    one, two = (draw_uniforms(1, "val", n, torch.tensor([3]), 2, 6) for n in (0, 5))
+    assert (one == two).all()
+
+
 @pytest.mark.parametrize(
     "change", [dict(seed=2), dict(purpose="val"), dict(iteration=6), dict(attempt=1)]
 )

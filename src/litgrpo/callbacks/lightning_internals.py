@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 # How a strategy that insists on its own CheckpointIO (single_xla) accepts another.
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from torch import Tensor
 
 __all__ = [
     "WrappingCheckpointIO",
@@ -46,10 +45,10 @@ def log_numbers(module: Any, numbers: Mapping[str, Tensor]) -> None:
         module: in a step or hook of training.
         numbers: scalars on the device of those logged before under the same names.
     """
-    hook, results = module._current_fx_name, module.trainer._results or {}
+    hook, results = module._current_fx_name, module.trainer._results
     for place, (name, value) in enumerate(numbers.items()):
         key = f"{hook}.{name}"
-        if place and key in results:
+        if place and results is not None and key in results:
             results.update_metrics(key, value, batch_size=1)
         else:
             module.log(name, value)

@@ -42,11 +42,6 @@ class Named(NamedTuple):
     iteration: int
     attempt: int
 
-    @property
-    def stream(self) -> int:
-        """The iteration whose random numbers are drawn: 0 for all but training."""
-        return self.iteration if self.purpose == "train" else 0
-
 
 CUT = " ... "  # where tokens that a row would have heard were left out
 
@@ -62,7 +57,8 @@ def episode_seed(named: Named, prompt: int) -> int:
     """
     # No stream of completions has such a key.
     key = np.array([named.seed, len(PURPOSES) + PURPOSES.index(named.purpose)], dtype=np.uint64)
-    counter = np.array([0, prompt, named.stream, named.attempt], dtype=np.uint64)
+    number = named.iteration if named.purpose == "train" else 0  # as in `draw_uniforms`
+    counter = np.array([0, prompt, number, named.attempt], dtype=np.uint64)
     return int(np.random.Generator(np.random.Philox(key=key, counter=counter)).integers(2**31))
 
 

@@ -114,11 +114,9 @@ class Rollouter:
     ) -> Requests:
         """What the engine is asked for the rollout of a name; see `generate`."""
         group_size = self.group_size if group_size is None else group_size
-        sizes = group_size, self.max_completion_len
-        stream = named.seed, named.purpose, named.stream
-        uniforms = draw_uniforms(*stream, prompts.index, *sizes, attempt=named.attempt)
+        size, stops = (group_size, self.max_completion_len), self.stop_strings
+        uniforms = draw_uniforms(*named[:3], prompts.index, *size, attempt=named.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
-        stops = self.stop_strings
         return Requests(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
 
     def episode_stats(self, rollout: Rollout) -> Stats:

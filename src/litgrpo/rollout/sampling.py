@@ -214,7 +214,7 @@ def draw_uniforms(
     Args:
         seed: of the run.
         purpose: train, val, test or predict.
-        iteration: number of the iteration.
+        iteration: number of finished iterations; all but training draw the same in each.
         index: [B] position of each prompt in its data set.
         group_size: G completions of each prompt.
         length: most tokens of a completion, C.
@@ -226,12 +226,13 @@ def draw_uniforms(
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
     """
     key = np.array([seed, PURPOSES.index(purpose)], dtype=np.uint64)
+    number = iteration if purpose == "train" else 0
 
     def stream(prompt: int, sample_index: int) -> np.ndarray:
         # The lowest word counts within the stream.
-        counter = np.array([0, prompt, iteration, (attempt << 32) + sample_index], dtype=np.uint64)
+        counter = np.array([0, prompt, number, (attempt << 32) + sample_index], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(length)
 
     prompts = index.tolist()
-    rows = [stream(prompt, number) for prompt in prompts for number in range(group_size)]
+    rows = [stream(prompt, sample) for prompt in prompts for sample in range(group_size)]
     return torch.from_numpy(np.stack(rows))
