@@ -21,6 +21,9 @@ from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
 
+# transformers switches tying off while it loads; two threads at once would leave it off.
+LOADING = threading.Lock()
+
 
 class StandIn(ThreadingHTTPServer):
     """Serves a model folder.
@@ -94,7 +97,8 @@ class StandIn(ThreadingHTTPServer):
         assert not self.running.is_set()
         assert body["method"] == "reload_weights"
         if not self.keeps:
-            self.policy = load_policy(body["kwargs"]["weights_path"]).eval()
+            with LOADING:
+                self.policy = load_policy(body["kwargs"]["weights_path"]).eval()
         return 200, {}
 
     def label(self, body, query):
