@@ -1,0 +1,38 @@
+"""The site: `sphinx-build -W docs OUT`. `tests.site` writes the pages that come from code."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import litgrpo  # noqa: E402
+
+project = "litgrpo"
+author = copyright = "the litgrpo authors"
+version = release = litgrpo.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "tests.site.extension",
+]
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "off"
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+smartquotes = False  # --KEY stays --KEY
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+default_role = "code"
+
+html_theme = "furo"
+html_title = f"litgrpo {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"

@@ -1,0 +1,152 @@
+"""Pages of every key and every public name, read from the classes that they belong to."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+from docstring_parser import parse
+
+from litgrpo import PUBLIC
+from litgrpo.cli import key_help
+from litgrpo.cli.run_keys import RUN_KEYS
+from litgrpo.cli.trainer_cli import CALLBACKS
+from litgrpo.rewards.public import PATHS
+from tests.site.text import cell, escaped, table, title
+
+# {page: (heading, first words, {key: classes that can stand there})}
+KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
+    "model": (
+        "Keys of model",
+        "What is trained, on which reward, and how. `GRPO` is the default; "
+        "`class_path: litgrpo.SFT` fine-tunes.",
+        {"model": ["litgrpo.modules.grpo.GRPO", "litgrpo.modules.sft.SFT"]},
+    ),
+    "data": (
+        "Keys of data",
+        "Prompts for `GRPO` (`PromptData`, the default), prompts with answers for `SFT` "
+        "(`PairData`). [Data](/data.md) has examples.",
+        {
+            "data": [
+                "litgrpo.modules.prompt_data.PromptData",
+                "litgrpo.modules.pair_data.PairData",
+                "litgrpo.data.Episodes",
+                "litgrpo.data.ReasoningGym",
+            ]
+        },
+    ),
+}
+API = {
+    "litgrpo": ["GRPO", "SFT", "PromptData", "PairData", "WarmupCosine", "WarmupLinear"],
+    "litgrpo.rewards": sorted(PATHS),
+    "litgrpo.environments": [],
+    "litgrpo.data": [],
+    "litgrpo.evaluation": [],
+}
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """(name, Markdown) of each page of the reference."""
+    for name, (heading, words, roots) in KEYS.items():
+        yield f"reference/{name}_keys", "\n".join(keys_page(heading, words, roots))
+    yield "reference/run_keys", "\n".join(run_keys_page())
+    for module, names in API.items():
+        yield f"reference/{module}", "\n".join(api_page(module, names))
+
+
+def keys_page(heading: str, words: str, roots: dict[str, list[str]]) -> Iterator[str]:
+    """Lines of a page: the classes that stand at a key, then all that their keys name."""
+    yield from title(heading, words)
+    yield "Deeper classes follow in the order in which they are named.\n"
+    for key, paths in roots.items():
+        found = [(key, import_name(path)) for path in paths]
+        for place, owner in all_below(found):
+            yield from section(place, owner)
+
+
+def run_keys_page() -> Iterator[str]:
+    """Lines of the page of the keys that belong to the whole run, and of the callbacks."""
+    yield from title(
+        "Keys of the run and of callbacks",
+        "What is written, when it is saved, and what is watched. Keys of `trainer` are "
+        "Lightning's: `litgrpo fit --trainer.help`.",
+    )
+    rows = [
+        [f"`{key}`", f"`{default}`", cell(text)] for key, (_, default, text) in RUN_KEYS.items()
+    ]
+    yield from table(["key", "default", "what it is"], rows)
+    for place, owner in all_below([(name, kind) for name, kind in CALLBACKS.items()]):
+        yield from section(place, owner)
+
+
+def all_below(found: list[tuple[str, type]]) -> Iterator[tuple[str, type]]:
+    """Classes, and those of litgrpo that their keys take, each once with the first key."""
+    seen = [owner for _, owner in found]
+    for place, owner in found:  # grows while it is read
+        yield place, owner
+        for key in key_help.keys_of(owner, place):
+            for base in key.classes:
+                for kind in [base, *key_help.subclasses(base)]:
+                    if kind not in seen and named_in_recipes(kind):
+                        seen.append(kind)
+                        found.append((key.name, kind))
+
+
+def named_in_recipes(kind: type) -> bool:
+    """Whether a class is ours and can be made."""
+    return kind.__module__.startswith("litgrpo") and not inspect.isabstract(kind)
+
+
+def section(place: str, owner: type) -> Iterator[str]:
+    """Lines of a class: what it is, and a table of its keys."""
+    described = parse(owner.__doc__ or "")
+    yield f"\n## {owner.__name__}\n"
+    yield f"At `{place}`. {prose(described.short_description or '')}\n"
+    if described.long_description:
+        yield prose(described.long_description.partition("Example:")[0]) + "\n"
+    rows = [
+        [f"`{key.name.rpartition('.')[2]}`", f"`{hint(key)}`", default(key), cell(key.text)]
+        for key in key_help.keys_of(owner, place)
+    ]
+    if rows:
+        yield from table(["key", "type", "default", "what it is"], rows)
+
+
+def hint(key: key_help.Key) -> str:
+    """The type of a key, fit for a cell."""
+    return key_help.type_name(key.hint).replace("|", "\\|")
+
+
+def default(key: key_help.Key) -> str:
+    """The default of a key, fit for a cell; required keys say so."""
+    if key.default is inspect.Parameter.empty:
+        return "required"
+    return f"`{key.title().rpartition(' = ')[2]}`".replace("|", "\\|")
+
+
+def prose(text: str) -> str:
+    """Sentences of a docstring as one paragraph of Markdown."""
+    return escaped(" ".join(text.split()))
+
+
+def api_page(module: str, names: Iterable[str]) -> Iterator[str]:
+    """Lines of the page of a module's public names, for autodoc to fill in."""
+    yield from title(f"`{module}`", (import_module(module).__doc__ or "").strip().split("\n")[0])
+    names = list(names) or import_module(module).__all__
+    yield "```{eval-rst}"
+    for name in names:
+        found = getattr(import_module(module), name)
+        if not getattr(found, "__module__", "").startswith("litgrpo"):
+            continue  # the name of a type
+        kind = "class" if inspect.isclass(found) else "function"
+        yield f".. auto{kind}:: {found.__module__}.{found.__qualname__}"
+        if kind == "class" and found.__module__.startswith("litgrpo") and name not in PUBLIC:
+            yield "   :members:"
+        yield ""
+    yield "```"
+
+
+def import_name(path: str) -> Any:
+    """What an import path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)

@@ -1,0 +1,55 @@
+"""Links of the pages lead to the pages of the site that show the files."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.house.pages import pages
+from tests.site import extension
+from tests.site.extension import DOCS, LINK, ROOT
+
+
+@pytest.mark.parametrize(
+    ("file", "page"),
+    [
+        ("README.md", "index.md"),
+        ("configs", "_made/recipes/index.md"),
+        ("configs/quickstart.yaml", "_made/recipes/quickstart.md"),
+        ("configs/algorithms/dapo.yaml", "_made/recipes/algorithms_dapo.md"),
+        ("notebooks/03_turns.ipynb", "_made/notebooks/03_turns.ipynb"),
+        ("src/litgrpo/types.py", ""),
+        ("../elsewhere.md", ""),
+    ],
+)
+def test_where_a_file_is_shown(file, page):
+    assert extension.shown((ROOT / file).resolve()) == page
+
+
+def test_a_link_that_leaves_the_docs_is_led_to_the_page():
+    source = ["[a](../../configs/quickstart.yaml) [b](../data.md#x) [c](../../README.md#d)"]
+    extension.inside(None, "howto/any", source)
+    assert source == ["[a](/_made/recipes/quickstart.md) [b](../data.md#x) [c](/index.md#d)"]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if page.is_relative_to(DOCS)], ids=lambda page: page.name
+)
+def test_no_page_links_to_a_file_that_the_site_does_not_show(page: Path):
+    linked = [found["path"] for found in LINK.finditer(page.read_text(encoding="utf-8"))]
+    outside = [path for path in linked if not (page.parent / path).resolve().is_relative_to(DOCS)]
+    assert not [path for path in outside if not extension.shown((page.parent / path).resolve())]
+
+
+def test_what_is_made_is_written_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(extension, "MADE", tmp_path)
+    monkeypatch.setattr(extension.reference, "pages", lambda: [("reference/one", "# One")])
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "gone.md").write_text("# Gone")
+    extension.write()
+    page = tmp_path / "reference" / "one.md"
+    before = page.stat().st_mtime_ns
+    extension.write()
+    assert page.stat().st_mtime_ns == before
+    assert not (tmp_path / "reference" / "gone.md").exists()
+    assert (tmp_path / "recipes" / "quickstart.md").exists()
+    assert (tmp_path / "notebooks" / "03_turns.ipynb").exists()
