@@ -11,6 +11,8 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
+from litgrpo.tools.plan.devices import devices
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 150_000  # bytes of a notebook with its outputs
@@ -24,6 +26,7 @@ def kernel(tmp_path, monkeypatch) -> AsyncKernelManager:
     No folder is searched for installed kernels, so none of another environment is taken.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("LITGRPO_SMALL", "1")  # of what would need a GPU and the Hub
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     specs = KernelSpecManager(kernel_dirs=[])
@@ -101,3 +104,23 @@ def test_a_notebook_explains_every_cell_before_it(path):
     kinds = [cell.cell_type for cell in nbformat.read(path, as_version=4).cells]
     assert kinds[0] == "markdown"
     assert ("code", "code") not in pairwise(kinds)
+
+
+def test_what_a_notebook_installs_has_the_versions_of_the_tests():
+    (source,) = [
+        cell.source
+        for path in NOTEBOOKS
+        for cell in nbformat.read(path, as_version=4).cells
+        if "PINS = " in cell.source
+    ]
+    pins = re.findall(r'"([^"]+==[^"]+)"', source)
+    tested = (ROOT / "requirements.txt").read_text().splitlines()
+    assert len(pins) > 3
+    assert not set(pins) - set(tested)
+
+
+def test_chips_that_a_notebook_asks_for_are_known():
+    text = (ROOT / "notebooks" / "04_your_model_on_colab_or_kaggle.ipynb").read_text()
+    asked = re.findall(r'\\": \\"([\w-]+)\\"', text.partition("chip = {")[2].partition("}")[0])
+    assert len(asked) == 3
+    assert set(asked) <= devices().devices.keys()
