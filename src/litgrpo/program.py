@@ -19,36 +19,8 @@ from tempfile import TemporaryDirectory
 from litgrpo import __version__
 from litgrpo.arguments import add_folders
 from litgrpo.cli.streams import outlive_readers
+from litgrpo.cli.verbs import COMMANDS, LIGHTNING_VERBS
 
-LIGHTNING_VERBS = {
-    "fit": "train: a before/after table, checkpoints and the model in the run folder",
-    "validate": "evaluate on the held-out validation problems",
-    "test": "evaluate on the test problems",
-    "predict": "answer prompts: print reasoning and answer, write JSONL",
-}
-# {verb: the module with the function of that name, what it does}
-COMMANDS = {
-    "export": ("litgrpo.tools.export", "write a checkpoint's policy as a Hugging Face folder"),
-    "convert": ("litgrpo.tools.convert", "turn a Gemma 2 reasoning trainer's JSON into a recipe"),
-    "audit": (
-        "litgrpo.tools.audit",
-        "test the rewards of a recipe: fair to right answers, hard to game?",
-    ),
-    "plan": (
-        "litgrpo.tools.plan.command",
-        "what a recipe needs of memory, time and money, on which devices",
-    ),
-    "compare": (
-        "litgrpo.tools.compare",
-        "train by several algorithms and seeds; which gains are real?",
-    ),
-    "doctor": ("litgrpo.tools.doctor", "what is wrong with a run, since when, what to change"),
-    "replay": ("litgrpo.tools.replay", "print an episode of a run, turn by turn"),
-    "report": (
-        "litgrpo.tools.report.command",
-        "write one HTML page that shows a run, or compares several",
-    ),
-}
 # {verb: function that reads its words}: a recipe is given to audit as to fit, report takes folders.
 READ_THEIR_WORDS = {"audit": "recipe_words", "report": "run_words"}
 INTERRUPTED = 130  # 128 + SIGINT
@@ -111,7 +83,7 @@ def main() -> int:
             f"did you mean {near[0]!r}?" if near else f"the verb comes first: {', '.join(known)}"
         )
         return print_error(f"there is no verb {verb!r}: {guess}")
-    if verb in LIGHTNING_VERBS and asks_for_help(words):
+    if asks_for_help(words):
         return print_help(verb)
     try:
         run(verb, words[1:])
@@ -221,10 +193,15 @@ def asks_for_help(words: list[str]) -> bool:
 
 
 def print_help(verb: str) -> int:
-    """Print the page of a verb of Lightning's; the exit code."""
-    from litgrpo.cli.help_page import page
+    """Print the page of a verb; the exit code."""
+    from litgrpo.cli import help_page
 
-    show(page(program_name(), verb, LIGHTNING_VERBS[verb]))
+    if verb in LIGHTNING_VERBS:
+        show(help_page.page(program_name(), verb, LIGHTNING_VERBS[verb]))
+    elif verb == "plan":
+        show(help_page.plan_page(program_name(), COMMANDS[verb][1]))
+    else:
+        show(help_page.function_page(program_name(), verb, COMMANDS[verb][0]))
     return 0
 
 

@@ -16,10 +16,10 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 
 from litgrpo.cli.trainer_cli import CALLBACKS, READING, LitGRPOCLI, keep_quiet
+from litgrpo.cli.verbs import COMMANDS, LIGHTNING_VERBS
 from litgrpo.modules.grpo import GRPO
 from litgrpo.modules.old_paths import PATHS
 from litgrpo.modules.sft import SFT
-from litgrpo.program import COMMANDS, LIGHTNING_VERBS
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.report.command import run_words
 

@@ -1,11 +1,12 @@
 """Links of the pages lead to the pages of the site that show the files."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.house.pages import pages
-from tests.site import extension
+from tests.site import extension, recipes, reference
 from tests.site.extension import DOCS, LINK, ROOT
 
 
@@ -31,9 +32,10 @@ def test_a_link_that_leaves_the_docs_is_led_to_the_page():
     assert source == ["[a](/_made/recipes/quickstart.md) [b](../data.md#x) [c](/index.md#d)"]
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in pages() if page.is_relative_to(DOCS)], ids=lambda page: page.name
-)
+INSIDE = [page for page in pages() if page.is_relative_to(DOCS)]
+
+
+@pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.name)
 def test_no_page_links_to_a_file_that_the_site_does_not_show(page: Path):
     linked = [found["path"] for found in LINK.finditer(page.read_text(encoding="utf-8"))]
     outside = [path for path in linked if not (page.parent / path).resolve().is_relative_to(DOCS)]
@@ -53,3 +55,15 @@ def test_what_is_made_is_written_once(tmp_path, monkeypatch):
     assert not (tmp_path / "reference" / "gone.md").exists()
     assert (tmp_path / "recipes" / "quickstart.md").exists()
     assert (tmp_path / "notebooks" / "03_turns.ipynb").exists()
+
+
+def test_pages_that_the_site_names_are_made():
+    names = {name for name, _ in [*reference.pages(), *recipes.pages()]}
+    names |= {f"notebooks/{file.stem}" for file in (ROOT / "notebooks").glob("*.ipynb")}
+    named = {
+        name.removesuffix(".md")
+        for page in INSIDE
+        for name in re.findall(r"_made/([\w./-]+)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert not named - names

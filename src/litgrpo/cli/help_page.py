@@ -1,13 +1,15 @@
-"""`fit --help` on one screen: our keys, read from the source, so that nothing slow is imported."""
+"""`VERB --help` on one screen, read from the source, so that nothing slow is imported."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from litgrpo.cli.plan_keys import PLAN_KEYS
 from litgrpo.cli.recipes import brought
 from litgrpo.cli.run_keys import RUN_KEYS
 
@@ -73,15 +75,71 @@ def _lines(program: str, verb: str, what: str) -> Iterator[str]:
     yield MORE.rstrip()
 
 
+def function_page(program: str, verb: str, module: str) -> str:
+    """The page behind `VERB --help` of a verb that is a function.
+
+    Args:
+        program: how it was started.
+        verb: its name.
+        module: where it is, as an import path.
+    """
+    node = _definition(_file_of(module), verb)
+    summary = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+    texts = documented(_file_of(module), verb)
+    arguments, first = node.args.args, len(node.args.args) - len(node.args.defaults)
+    lists = [
+        each.arg for each in arguments[:first] if "list" in ast.unparse(each.annotation or each)
+    ]
+    needed = [f"{each.arg.upper()}{' ...' * (each.arg in lists)}" for each in arguments[:first]]
+    lines = [" ".join([f"usage: {program} {verb}", *needed, "[--KEY VALUE ...]"]), summary, ""]
+    for each, name in zip(arguments[:first], needed, strict=True):
+        lines += _told(name, texts.get(each.arg, ""))
+    for each, default in zip(arguments[first:], node.args.defaults, strict=True):
+        given = ast.unparse(default)
+        name = "-c RECIPE ..." if each.arg == "recipes" else f"--{each.arg}"
+        shown = f" ({given})" * (given not in ("None", "False", "[]"))
+        lines += _told(name, texts.get(each.arg, "") + shown)
+    return "\n".join(lines)
+
+
+def plan_page(program: str, what: str) -> str:
+    """The page behind `plan --help`: its own options, before those that it shares with fit.
+
+    Args:
+        program: how it was started.
+        what: the verb does.
+    """
+    lines = [f"usage: {program} plan -c RECIPE ... [--chip NAME] [--KEY VALUE ...]", what, ""]
+    for name, (_, default, text) in PLAN_KEYS.items():
+        lines += _told(f"--{name}", text + f" ({default})" * (default not in (None, False)))
+    return "\n".join([*lines, "", f"and every key of a recipe: {program} fit --help"])
+
+
+def _told(name: str, text: str) -> list[str]:
+    """A name, and what it is, in as many lines as it takes."""
+    start = f"  {name:<{COLUMN}}"
+    return textwrap.wrap(start + " ".join(text.split()), WIDTH, subsequent_indent=" " * len(start))
+
+
+def _file_of(module: str) -> Path:
+    return PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+def _definition(file: Path, name: str) -> ast.FunctionDef:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+
+
 def documented(file: Path, name: str) -> dict[str, str]:
-    """{argument: what it is} from the docstring of a class, without importing it.
+    """{argument: what it is} from the docstring of a class or function, without importing it.
 
     Args:
         file: the source.
-        name: of the class.
+        name: of the class or function.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    known = [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    node = next(n for n in known if n.name == name)
     text = inspect.cleandoc(ast.get_docstring(node) or "")
     section = text.partition("Args:\n")[2].partition("\n\n")[0]
     found: dict[str, str] = {}

@@ -13,6 +13,7 @@ import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from litgrpo.arguments import at_least, require
+from litgrpo.cli.plan_keys import PLAN_KEYS
 from litgrpo.cli.trainer_cli import OF_ONE_CALL, READING, LitGRPOCLI, keep_quiet
 from litgrpo.tools.plan import telling
 from litgrpo.tools.plan.fitting import proposal
@@ -21,28 +22,6 @@ from litgrpo.tools.plan.on_devices import Plan, plan_of
 from litgrpo.tools.plan.schedule import schedule_of
 
 DOES_NOT_FIT = 1  # exit code
-CHIP = "Kind of device, a name of the table (default: v5e; or that of trainer.accelerator)."
-CHIPS = "Number of devices that learn (default: the trainer's; 8, or 1)."
-DEVICES = "Your .yaml of devices, prices and sessions, over the one in the package."
-READ = "Take lengths of rows and of the run from the recipe's data (default: for a cpu)."
-CONFIG = "A config.json or its folder, for a model that is not on this machine."
-MEASURE = (
-    "Run a few iterations here, in a folder that is thrown away, and tell the whole run's time."
-)
-# {name: (type, default, help)}
-OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "chip": (str | None, None, CHIP),
-    "chips": (int | None, None, CHIPS),
-    "samplers": (int, 0, "Number of further devices that sample, as servers."),
-    "devices": (str | None, None, DEVICES),
-    "val_prompts": (int | None, None, "Held-out prompts of one validation (default: 500)."),
-    "read_data": (bool | None, None, READ),
-    "iterations": (int | None, None, "Plan for so many iterations."),
-    "model_config": (str | None, None, CONFIG),
-    "report": (str | None, None, "Write the numbers to this .json, too."),
-    "fit": (bool, False, "Find the smallest change with which it fits."),
-    "measure": (bool, False, MEASURE),
-}
 
 
 class PlanCLI(LightningCLI):
@@ -61,7 +40,7 @@ class PlanCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Those of `fit`, and those of the plan."""
         LitGRPOCLI.add_arguments_to_parser(self, parser)  # type: ignore[arg-type]
-        for name, (kind, default, text) in OPTIONS.items():
+        for name, (kind, default, text) in PLAN_KEYS.items():
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -72,7 +51,7 @@ class PlanCLI(LightningCLI):
     def recipe(self) -> dict[str, Any]:
         """The settings of `fit`, as plain values."""
         text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
-        unwanted = OF_ONE_CALL | OPTIONS.keys()
+        unwanted = OF_ONE_CALL | PLAN_KEYS.keys()
         return {name: each for name, each in yaml.safe_load(text).items() if name not in unwanted}
 
     def _set_seed(self) -> None:
@@ -86,7 +65,7 @@ def switched_on(words: Sequence[str]) -> list[str]:
     """Switches without their value are on."""
     following = [*words[1:], "--"]
     pairs = zip(words, following, strict=True)
-    switches = [f"--{name}" for name, (kind, *_) in OPTIONS.items() if kind is bool]
+    switches = [f"--{name}" for name, (kind, *_) in PLAN_KEYS.items() if kind is bool]
     return [f"{w}=true" if w in switches and after.startswith("-") else w for w, after in pairs]
 
 
