@@ -14,7 +14,7 @@ from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards import InProcessRunner, ProcessRunner
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
-from tests.modules.test_grpo import GROUP, letters, module, sampled, train
+from tests.modules.test_grpo import GROUP, letters, module, sampled, train, vowels
 from tests.rewards import faulty
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?"]
@@ -54,6 +54,16 @@ def test_the_reference_is_asked_while_workers_judge(runner, tmp_path):
     logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
     assert not runner.failures  # no row waited for the reference in vain
     assert {"time/rollout_s", "time/reward_s", "time/reference_s", "time/learn_s"} <= {*logged}
+
+
+def test_time_of_functions_that_run_in_this_process_is_time_of_rewards():
+    def slow(prompts, completions):
+        time.sleep(0.2)
+        return vowels(prompts, completions)
+
+    grpo = module(reward=slow, reward_runner=InProcessRunner(), max_iterations=1)
+    logged = train(grpo, PromptData(TEXTS, batch_size=4)).logged_metrics
+    assert 0.2 <= logged["time/reward_s"] <= logged["time/step_s"]
 
 
 def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):

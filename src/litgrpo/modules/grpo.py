@@ -227,7 +227,8 @@ class GRPO(LightningModule):
         """
         n = self.iteration
         rollout = self.rollouter.generate(prompts, "train", n)
-        pending = self.scorer.submit(rollout, n)
+        with self.clock.phase("time/reward_s"):  # functions that run here do so at once
+            pending = self.scorer.submit(rollout, n)
         rollout, pending, first = self.dynamic_sampling.replace_uninformative(rollout, pending, n)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         with self.clock.phase("time/reward_s"):
@@ -273,9 +274,8 @@ class GRPO(LightningModule):
 
     def stop_when_done(self) -> None:
         """Stop after `max_iterations` or `max_generated_tokens`."""
-        limits = (self.max_iterations, self.max_generated_tokens)
-        done = (self.iteration, self.generated_tokens)
-        if any(n >= limit for n, limit in zip(done, limits, strict=True) if limit is not None):
+        most = self.max_generated_tokens or torch.inf
+        if self.iteration >= (self.max_iterations or torch.inf) or self.generated_tokens >= most:
             self.trainer.should_stop = True
 
     def validation_step(
