@@ -1,4 +1,5 @@
 import enum
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ def test_the_manifest_names_parts_shapes_versions_config_and_data():
     manifest = manifest_of(state())
     assert list(manifest["parts"]) == list(state())
     assert manifest["shapes"] == {"a": [2, 3], "b": [4]}
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["torch"] == version("torch")
     assert manifest["config"] == digest("a: 1")
     assert manifest["data"] == [{"prompts": "abc", "seed": 0}]
 

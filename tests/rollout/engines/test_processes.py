@@ -32,10 +32,13 @@ from tests.rollout.test_ahead import Sequential, all_batches, assert_same_weight
 
 @pytest.fixture(scope="module")
 def engine():
-    """To start processes takes seconds: one crew for all."""
+    """To start processes takes seconds: one crew for all; equal digits need as few threads here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     engine = ProcessEngine()
     yield engine
     engine.crew.pool.close()
+    torch.set_num_threads(threads)
 
 
 def requests_for(policy, sampling=None, **settings):
