@@ -25,7 +25,6 @@ def widened(values: Tensor) -> Tensor:
 
 def bounded_exp(x: Tensor, limit: float = 20.0) -> Tensor:
     """e^x, continued past `limit` by its tangent: value and gradient stay finite."""
-    # Not clamp: versions of torch differ in its gradient at the limit itself.
     return torch.where(x <= limit, x, limit).exp() * (1 + (x - limit).relu())
 
 

@@ -89,6 +89,8 @@ def importable(path: str) -> bool:
                 found = getattr(found, name)
             except AttributeError:
                 return False
+            except ValueError:  # it is there, and says what this machine lacks for it
+                return True
         return True
     return False
 

@@ -226,8 +226,24 @@ def unknown_key(path: list[str], name: str, owner: str, keys: Sequence[str]) -> 
         return f"there is no key {key!r}" + (
             f": did you mean {near!r}?" if near else "; see --help"
         )
-    of = f"there is no key {key!r} (of {owner.rpartition('.')[2]})"
-    allowed = parameters(owner)
+    return unknown_argument(path, name, owner.rpartition(".")[2], parameters(owner))
+
+
+def unknown_argument(path: list[str], name: str, owner: str, allowed: Sequence[str]) -> str:
+    """A key that an object does not take, and the nearest that it does.
+
+    Args:
+        path: the parts of the key above it.
+        name: the key.
+        owner: the class of the object, if that says more than the key.
+        allowed: its arguments.
+    """
+    key = ".".join([*path, name])
+    of = f"there is no key {key!r}" + (f" (of {owner})" if owner else "")
+    if name in LEFT_OUT:
+        return f"there is no key {key!r}: {LEFT_OUT[name]}"
+    if key in SYNONYMS:
+        return f"{of}: it is {SYNONYMS[key]!r}"
     near = nearest(name, allowed)
     if near:
         return f"{of}: did you mean {'.'.join([*path, near])!r}?"

@@ -83,9 +83,9 @@ def function_page(program: str, verb: str, module: str) -> str:
         verb: its name.
         module: where it is, as an import path.
     """
-    node = _definition(_file_of(module), verb)
+    node = _definition(file_of(module), verb)
     summary = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
-    texts = documented(_file_of(module), verb)
+    texts = documented(file_of(module), verb)
     arguments, first = node.args.args, len(node.args.args) - len(node.args.defaults)
     lists = [
         each.arg for each in arguments[:first] if "list" in ast.unparse(each.annotation or each)
@@ -121,7 +121,12 @@ def _told(name: str, text: str) -> list[str]:
     return textwrap.wrap(start + " ".join(text.split()), WIDTH, subsequent_indent=" " * len(start))
 
 
-def _file_of(module: str) -> Path:
+def file_of(module: str) -> Path:
+    """The source of a module of this package.
+
+    Args:
+        module: its import path.
+    """
     return PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
 
 
