@@ -1,6 +1,7 @@
 """Small real models and a byte tokenizer, built here, not downloaded."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,6 +23,9 @@ from litgrpo.models.loading import as_policy
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.types import PromptBatch
+
+# Under nohup hangups are ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 ARCHITECTURES = {

@@ -133,11 +133,17 @@ def test_it_samples_the_next_rollout_while_this_one_is_learned_from(engine):
     assert found.versions == [0, 0, 1, 2, 3]
 
 
-def test_a_process_that_dies_is_named_and_another_samples_its_share(engine, caplog):
+def test_a_process_that_dies_is_named_and_another_samples_its_share(engine, caplog, monkeypatch):
     policy = ragged(tiny_policy("qwen2"))
     engine.sync_weights(policy, 0)
-    gone = pids(engine)[-1]
-    os.kill(gone, signal.SIGKILL)
+    gone, ask = pids(engine)[-1], engine.crew._ask
+
+    def asked_and_killed(worker, share):
+        if worker.pid == gone:  # earlier it would be replaced without a share being lost
+            os.kill(gone, signal.SIGKILL)
+        ask(worker, share)
+
+    monkeypatch.setattr(engine.crew, "_ask", asked_and_killed)
     with caplog.at_level(logging.WARNING, logger="litgrpo"):
         found = engine.generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))

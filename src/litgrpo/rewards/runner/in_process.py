@@ -6,7 +6,7 @@ import io
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from math import nan
 from typing import Any
 
@@ -42,10 +42,8 @@ def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
         calls: the calls.
     """
     waiting = [n for n, call in enumerate(calls) if call.is_coroutine]
-    results: dict[int, Scores] = {}
-    if waiting:
-        together = scored_together([calls[n] for n in waiting], runner.timeout_s / 2)
-        results = dict(zip(waiting, together, strict=True))
+    together = scored_together([calls[n] for n in waiting], runner.timeout_s / 2) if waiting else []
+    results = dict(zip(waiting, together, strict=True))
     results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
     return [results[n] for n in range(len(calls))]
 
@@ -92,4 +90,5 @@ class _Limited(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self.target.flush()
+        with suppress(ValueError):  # this may be collected, which flushes, when that is closed
+            self.target.flush()
