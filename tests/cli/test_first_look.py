@@ -44,7 +44,7 @@ def test_the_source_of_each_dataclass_has_its_fields():
 
 
 def test_the_source_of_the_trainer_has_its_arguments():
-    source = first_look._trainer()
+    source = first_look.trainer()
     assert list(source.arguments) == list(inspect.signature(Trainer).parameters)
 
 

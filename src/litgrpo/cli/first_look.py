@@ -30,10 +30,12 @@ class Source:
     Args:
         file: its source.
         name: of the class.
+        told: what a message calls it.
     """
 
     file: Path
     name: str
+    told: str
 
     @property
     def arguments(self) -> dict[str, Source | None]:
@@ -54,8 +56,8 @@ def refuse_misspelled_keys(words: Sequence[str]) -> None:
         ValueError: there is one, and the nearest that there is.
     """
     groups: dict[str, Source | None] = {key: _named(name) for key, name in CLASSES.items()}
-    groups["trainer"] = _trainer()
-    split = [part for word in words for part in _apart(word)]
+    groups["trainer"] = trainer()
+    split = [part for word in words for part in word.split("=", 1)]
     for option, value in pairwise([*split, ""]):
         group, *path = option.removeprefix("--").split(".")
         if option in RECIPE_FLAGS:
@@ -66,44 +68,42 @@ def refuse_misspelled_keys(words: Sequence[str]) -> None:
             _refuse_unknown(group, groups[group], [part for part in path if part != "init_args"])
 
 
-def _apart(word: str) -> list[str]:
-    """`--key=value` as two words."""
-    return word.split("=", 1) if word.startswith("--") else [word]
-
-
 def _refuse_in_recipe(word: str, groups: dict[str, Source | None]) -> None:
     try:
-        recipe = yaml.safe_load(Path(word).read_text(encoding="utf-8"))
+        recipe = _mapping(yaml.safe_load(Path(word).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return  # the parser says so
-    for group, source in groups.items():
-        content = recipe.get(group) if isinstance(recipe, dict) else None
-        if isinstance(content, dict) and group in CLASSES:
-            groups[group] = _named(content["class_path"]) if "class_path" in content else source
-            content = content.get("init_args")
+    given = {group: _mapping(recipe.get(group)) for group in groups}
+    groups |= {
+        key: _named(given[key]["class_path"]) for key in CLASSES if "class_path" in given[key]
+    }
+    given |= {key: _mapping(given[key].get("init_args")) for key in CLASSES}
+    for group, content in given.items():
         for path in _paths(content):
             _refuse_unknown(group, groups[group], path)
 
 
+def _mapping(content: Any) -> dict[Any, Any]:
+    return content if isinstance(content, dict) else {}
+
+
 def _paths(content: Any) -> Iterator[list[str]]:
     """The path of every key in a mapping of a recipe; objects that name their class are left."""
-    if not isinstance(content, dict) or "class_path" in content:
-        return
-    for key, inner in content.items():
-        yield [str(key)]
-        yield from ([str(key), *path] for path in _paths(inner))
+    if "class_path" not in _mapping(content):
+        for key, inner in _mapping(content).items():
+            yield [str(key)]
+            yield from ([str(key), *path] for path in _paths(inner))
 
 
 def _refuse_unknown(group: str, source: Source | None, path: Sequence[str]) -> None:
     """Follow a key's parts as far as the classes are known."""
     so_far = [group]
     for part in path:
-        known = source.arguments if source else {}
         name = part.removesuffix("+")  # adds to a list
-        if not source or name == "class_path":
+        if source is None or name == "class_path":
             return
-        owner = "" if group == "trainer" else source.name
-        require(name in known, unknown_argument(so_far, name, owner, list(known)))
+        known = source.arguments
+        require(name in known, unknown_argument(so_far, name, source.told, list(known)))
         source = known[name]
         so_far.append(name)
 
@@ -112,14 +112,16 @@ def _named(class_path: Any) -> Source | None:
     """One of our modules by what a recipe calls it, or None for anybody else's class."""
     package, _, name = str(class_path).rpartition(".")
     ours = name in MODULES and package.partition(".")[0] in ("", "litgrpo")
-    return Source(PACKAGE / "modules" / f"{MODULES[name]}.py", name) if ours else None
+    return Source(PACKAGE / "modules" / f"{MODULES[name]}.py", name, name) if ours else None
 
 
-def _trainer() -> Source | None:
+def trainer() -> Source:
+    """Lightning's, which is found without being imported."""
     found = find_spec("lightning")
-    folders = [Path(folder) for folder in found.submodule_search_locations or []] if found else []
-    files = [folder / "pytorch" / "trainer" / "trainer.py" for folder in folders]
-    return next((Source(file, "Trainer") for file in files if file.is_file()), None)
+    assert found is not None
+    assert found.origin is not None
+    file = Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py"
+    return Source(file, "Trainer", told="")
 
 
 @cache
@@ -130,39 +132,34 @@ def arguments_of(file: Path, name: str) -> dict[str, Source | None]:
         file: its source.
         name: of the class.
     """
-    node = _class(file, name)
-    if node is None:
-        return {}
-    if made := [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]:
-        given = made[0].args
-        pairs = [(each.arg, each.annotation) for each in [*given.args[1:], *given.kwonlyargs]]
-    else:
-        fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        pairs = [(ast.unparse(each.target), each.annotation) for each in fields]
+    body = [node for found in _classes(file, name) for node in found.body]
+    pairs = [(ast.unparse(n.target), n.annotation) for n in body if isinstance(n, ast.AnnAssign)]
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            given = [*node.args.args[1:], *node.args.kwonlyargs]
+            pairs = [(each.arg, each.annotation or ast.Constant(None)) for each in given]
     return {argument: _dataclass(file, hint) for argument, hint in pairs}
 
 
-def _dataclass(file: Path, hint: ast.expr | None) -> Source | None:
+def _dataclass(file: Path, hint: ast.expr) -> Source | None:
     """The dataclass of ours that a type is, beside None and plain values."""
-    names = ast.unparse(hint).split(" | ") if hint else []
-    found = [source for name in names if (source := _imported(file, name))]
-    return found[0] if len(found) == 1 else None
+    found = (_imported(file, name) for name in ast.unparse(hint).split(" | "))
+    return next(filter(None, found), None)
 
 
 def _imported(file: Path, name: str) -> Source | None:
-    node = _class(file, name)
-    marks = [ast.unparse(each) for each in node.decorator_list] if node else []
+    marks = [ast.unparse(mark) for each in _classes(file, name) for mark in each.decorator_list]
     if any(mark.startswith("dataclass") for mark in marks):
-        return Source(file, name)
+        return Source(file, name, name)
     imports = [n for n in _tree(file).body if isinstance(n, ast.ImportFrom) and n.module]
     modules = [str(n.module) for n in imports if name in [each.name for each in n.names]]
     files = [file_of(module) for module in modules if module.startswith("litgrpo.")]
-    return _imported(files[0], name) if files and files[0].is_file() else None
+    found = (_imported(each, name) for each in files if each.is_file())
+    return next(found, None)
 
 
-def _class(file: Path, name: str) -> ast.ClassDef | None:
-    found = [n for n in _tree(file).body if isinstance(n, ast.ClassDef) and n.name == name]
-    return next(iter(found), None)
+def _classes(file: Path, name: str) -> list[ast.ClassDef]:
+    return [n for n in _tree(file).body if isinstance(n, ast.ClassDef) and n.name == name]
 
 
 @cache

@@ -25,6 +25,7 @@ FUNCTIONS = {
     "library.quality": ("explanation_quality", "quality"),
     "library.safety": ("safety",),
     "library.sentiment": ("cheerful",),
+    "library.structured": ("json_fields",),
     "library.diversity": ("distinct", "group_diversity"),
     "code": ("unit_tests",),
     "library.reasoning_gym": ("reasoning_gym",),
