@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from litgrpo.callbacks.run_numbers import RunNumbers, clipped, loops, of_success
+from litgrpo.callbacks.run_numbers import RunNumbers, clipped, loops, of_success, of_tokens
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.types import StepReport
 from tests.modules.test_grpo import batches, letters, module, train
@@ -23,6 +25,20 @@ def test_a_run_logs_what_its_texts_and_its_weights_say():
     assert found["optim/clipped_frac"] == 1
     assert 1e-9 < found["optim/update_rel"] < 1e-2
     assert found["policy/ratio_max"] == 1
+
+
+def test_begin_tokens_count_in_front_of_a_prompt_and_not_before_later_messages():
+    pad, begin = 0, 1
+    ids = torch.tensor([[pad, begin, 7, begin, 8], [begin, begin, 7, 8, 9], [7, begin, 7, 8, 9]])
+    rows = torch.zeros(3, 1, dtype=torch.long)
+    rollout = SimpleNamespace(
+        prompts=SimpleNamespace(prompt_ids=ids, prompt_mask=ids != pad),
+        completion_ids=rows,
+        loss_mask=rows == 0,
+    )
+    tokenizer = SimpleNamespace(bos_token_id=begin)
+    policy = SimpleNamespace(eos_ids=(2,), tokenizer=tokenizer)
+    assert of_tokens(rollout, policy)["prompt/begin_tokens"] == (1 + 2 + 0) / 3
 
 
 def test_weights_that_do_not_move_are_seen():

@@ -42,8 +42,8 @@ METRICS: dict[str, str] = {
     "completion/eos_frac": "Share of completions with an end token.",
     "completion/unique_frac": "Different completions of a group over all of it, mean over groups.",
     "completion/loop_frac": "Share of completions in which four tokens in a row stand four times.",
-    "prompt/begin_tokens": "Begin tokens of a prompt, mean; 2 where template and tokenizer both "
-    "add one.",
+    "prompt/begin_tokens": "Begin tokens in front of a prompt, mean; 2 where template and "
+    "tokenizer both add one.",
     "prompt/len_mean": "Mean tokens of the batch's prompts.",
     "prompt/len_min": "Tokens of the shortest.",
     "prompt/len_max": "Tokens of the longest.",

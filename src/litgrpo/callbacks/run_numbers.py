@@ -111,13 +111,15 @@ def of_texts(rollout: Rollout, rewards: RewardTable) -> Stats:
 
 
 def of_tokens(rollout: Rollout, policy: Any) -> Stats:
-    """Shares of completions with an end token, and of those that loop; begin tokens of a prompt."""
+    """Shares of completions with an end token, and of those that loop; begin tokens of prompts."""
     prompts = rollout.prompts
     given = [rollout.completion_ids, rollout.loss_mask, prompts.prompt_ids, prompts.prompt_mask]
     ids, mask, prompt_ids, prompt_mask = to_host(given)
     ended = torch.isin(ids, torch.tensor(policy.eos_ids)) & mask
     begin = policy.tokenizer.bos_token_id
     begins = (prompt_ids == (-1 if begin is None else begin)) & prompt_mask
+    # Chat formats begin each message with one; only those in front are one too many.
+    begins &= (prompt_mask & ~begins).cumsum(1) == 0
     return {
         "completion/eos_frac": ended.any(1).double().mean(),
         "completion/loop_frac": loops(ids, mask).double().mean(),

@@ -29,7 +29,7 @@ def double_begin(metrics: Metrics, samples: Rows, config: Config) -> Finding | N
         return None
     return Finding(
         "double_begin",
-        f"Prompts have {start(begins):.2g} begin tokens; one is usual.",
+        f"Prompts have {start(begins):.2g} begin tokens in front; one is usual.",
         "critical",
         int(begins.steps[0]),
         (f"prompt/begin_tokens: {start(begins):.3g}",),
