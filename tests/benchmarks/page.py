@@ -1,7 +1,7 @@
 """Measure everything that docs/benchmarks.md reports, and write its tables and its plot.
 
     python -m tests.benchmarks.page --measure steps profile sweeps head sft kernels \
-        --peer-python PATH/bin/python --peer-script PATH/trl_bench.py --data PATH/train.jsonl
+        --peer-python PATH/bin/python --data PATH/train.jsonl
     python -m tests.benchmarks.page
 
 Results are kept in docs/benchmarks.json, one entry for each command, as soon as it is done; what is
@@ -56,7 +56,7 @@ def swept(name: str, value: int) -> str:
 def commands(part: str, args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """Name and arguments of everything to measure in a part of the page."""
     if part == "steps":
-        peer = ["--peer-python", str(args.peer_python), "--peer-script", str(args.peer_script)]
+        peer = ["--peer-python", str(args.peer_python)]
         threads = ["--against", args.against, "--threads", str(args.threads)]
         return [(f"step {line}", line.split() + threads + peer) for line in STEPS]
     if part == "sweeps":
@@ -288,7 +288,6 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--against", default="trl")
     parser.add_argument("--peer-python", type=Path)
-    parser.add_argument("--peer-script", type=Path)
     parser.add_argument("--data", type=Path, help="GSM8K's training file, for sft")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Time whole training steps against a peer's, on the same work, alternating.
 
     python -m tests.benchmarks.step --against trl --size tiny --hazard 0.02 \
-        --peer-python PATH/bin/python --peer-script PATH/trl_bench.py [--bf16] [--json]
+        --peer-python PATH/bin/python [--bf16] [--json]
 
     python -m tests.benchmarks.step --against before --size tiny --peer-checkout PATH
 
@@ -10,7 +10,7 @@ optimizer. Printed: medians over the turns of each turn's median step, their rat
 second by phase, peak memory, and the share of the least time that the arithmetic needs on this
 machine (see roofline.py), measured between the turns.
 
-A peer's script takes --size --prompts --group --prompt-len --max-new --threads --steps --warmup
+The peer is `tests.benchmarks.trl_steps` in its own environment, or a script, which takes --size --prompts --group --prompt-len --max-new --threads --steps --warmup
 --hazard --bf16 and prints a line of JSON with step_s, cpu_s, gen_s, train_s, mean_completion_len
 and peak_rss_mib. A clone of this project, of another version, takes the arguments of this program.
 """
@@ -36,13 +36,16 @@ ROOT = Path(__file__).parents[2]
 Measures = dict[str, Any]
 
 
-def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measures:
+def steps_of_ours(
+    work: Work, steps: int, warmup: int, *, device: str = "cpu", **settings: Any
+) -> Measures:
     """Train in this process; medians over the steps after the warm-up.
 
     Args:
         work: of a step.
         steps: that count.
         warmup: before them.
+        device: `cpu` or `cuda`.
         settings: of GRPO, such as `engine`.
     """
     import torch
@@ -54,6 +57,12 @@ def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measu
 
     torch.set_num_threads(work.threads)
     seed_everything(work.seed, verbose=False)
+    on_gpu = device == "cuda"
+
+    def clocks() -> tuple[float, float]:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
 
     class Watch(Callback):
         """What each step cost."""
@@ -63,10 +72,10 @@ def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measu
             self.wall, self.cpu = 0.0, 0.0
 
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            self.wall, self.cpu = time.perf_counter(), time.process_time()
+            self.wall, self.cpu = clocks()
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu = clocks()
             lengths = args[1]["rollout"].lengths.double()
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.steps.append(
@@ -80,7 +89,7 @@ def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measu
                     "square_completion_len": float(lengths.square().mean()),
                 }
             )
-            self.wall, self.cpu = time.perf_counter(), time.process_time()
+            self.wall, self.cpu = clocks()
 
     watch = Watch()
     grpo = GRPO(
@@ -95,7 +104,8 @@ def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measu
     )
     grpo.policy = work.policy()
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=device,
+        devices=1,
         precision="bf16-mixed" if work.bf16 else "32-true",
         max_epochs=-1,
         logger=False,
@@ -108,6 +118,7 @@ def steps_of_ours(work: Work, steps: int, warmup: int, **settings: Any) -> Measu
     kept = watch.steps[warmup:]
     measures: Measures = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
     measures["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    measures["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
     measures["kernels"] = asdict(grpo.policy.kernels)
     return measures
 
@@ -122,7 +133,9 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
     if args.peer_checkout:
         return turn_of_checkout(args)
     size = SIZES[args.size]
-    command = [str(args.peer_python), str(args.peer_script.absolute()), "--size", args.size]
+    script = args.peer_script.absolute() if args.peer_script else None
+    module = [str(script)] if script else ["-m", "tests.benchmarks.trl_steps"]
+    command = [str(args.peer_python), *module, "--size", args.size]
     shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
     shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.peer_warmup}
     # Its own filter of disturbed steps is off: both sides are disturbed alike, turn by turn.
@@ -131,7 +144,7 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
         command += [f"--{name}", str(value)]
     if args.hazard is not None:
         command += ["--hazard", str(args.hazard)]
-    return _last_line(command + ["--bf16"] * args.bf16, args.peer_script.absolute().parent)
+    return _last_line(command + ["--bf16"] * args.bf16, script.parent if script else ROOT)
 
 
 def turn_of_checkout(args: argparse.Namespace) -> Measures:
@@ -264,7 +277,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peer-python", type=Path)
-    parser.add_argument("--peer-script", type=Path)
+    parser.add_argument("--peer-script", type=Path, help="default: tests.benchmarks.trl_steps")
     parser.add_argument("--peer-checkout", type=Path, help="another clone of this project")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3)
@@ -277,8 +290,8 @@ def main() -> None:
     parser.add_argument("--change", default="{}", help="JSON of sizes to change (ours only)")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.against and not (args.peer_checkout or (args.peer_python and args.peer_script)):
-        parser.error("--against needs --peer-python and --peer-script, or --peer-checkout")
+    if args.against and not (args.peer_checkout or args.peer_python):
+        parser.error("--against needs --peer-python, or --peer-checkout")
     if args.turn:
         print(json.dumps(steps_of_ours(_work(args), args.steps, args.warmup)))
         return

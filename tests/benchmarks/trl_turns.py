@@ -18,24 +18,8 @@ import tempfile
 import time
 from typing import Any
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": dict(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=512,
-        vocab_size=512,
-    ),
-    "30m": dict(
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=1536,
-        vocab_size=8192,
-    ),
-}
+from tests.benchmarks.trl_model import SIZES, RandomModel, even_words
+
 ROLES = ["<|user|>", "<|assistant|>", "<|tool|>", "call"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|> ' + m['content'] }}"
@@ -66,7 +50,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:  # noqa: PLR0915 (a script)
+def main() -> None:
     """Train a few steps and print what they cost."""
     args = arguments()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -74,41 +58,17 @@ def main() -> None:  # noqa: PLR0915 (a script)
     import transformers
     import trl.trainer.grpo_trainer as peer
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        TrainerCallback,
-    )
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    sizes = SIZES[args.size]
-    ends = [f"<eos{number}>" for number in range(max(1, round(sizes["vocab_size"] * args.hazard)))]
-    words = ["<pad>", "<bos>", "<unk>", *ends, *ROLES]
-    first = len(words)
-    words += [f"w{number}" for number in range(sizes["vocab_size"] - first)]
-    fast = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos0>", unk_token="<unk>")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, padding_side="left", **special)
+    positions = args.prompt_len + args.max_new + 64
+    made = RandomModel(args.size, args.hazard, positions, marks=tuple(ROLES))
+    tokenizer = made.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = "taken for a call below"
-    config = Qwen2Config(
-        **sizes,
-        max_position_embeddings=args.prompt_len + args.max_new + 64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=3,
-        use_sliding_window=False,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = list(range(3, 3 + len(ends)))
-    answer = " ".join(words[first : first + args.heard - 3])  # and the marks of the template
+    answer = " ".join(made.words[made.first :][: args.heard - 3])  # and the marks of the template
     seen: dict[str, float] = dict.fromkeys(("gen_s", "fed", "spoken", "heard", "calls"), 0.0)
 
     def look(place: int) -> str:
@@ -128,12 +88,8 @@ def main() -> None:  # noqa: PLR0915 (a script)
 
     peer.parse_response = called
 
-    def even_words(completions: list[Any], **_: Any) -> list[float]:
-        texts = [messages[-1].get("content", "").split() for messages in completions]
-        return [
-            sum(w[:1] == "w" and int(w[1:]) % 2 == 0 for w in text) / max(1, len(text))
-            for text in texts
-        ]
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [even_words(messages[-1].get("content", "")) for messages in completions]
 
     class Timed(GRPOTrainer):  # type: ignore[misc]
         def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **named: Any) -> Any:
@@ -159,10 +115,8 @@ def main() -> None:  # noqa: PLR0915 (a script)
             row |= {"step_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
             rows.append(row)
 
-    generator = torch.Generator().manual_seed(0)
-    shape = (args.prompts * (args.steps + args.warmup + 1), args.prompt_len - 3)
-    ids = torch.randint(first, sizes["vocab_size"], shape, generator=generator).tolist()
-    prompts = [[{"role": "user", "content": " ".join(words[i] for i in row)}] for row in ids]
+    texts = made.prompts(args.prompts * (args.steps + args.warmup + 1), args.prompt_len - 3)
+    prompts = [[{"role": "user", "content": text}] for text in texts]
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=args.prompts * args.group,
@@ -182,8 +136,8 @@ def main() -> None:  # noqa: PLR0915 (a script)
         dataloader_pin_memory=False,
     )
     Timed(
-        model=model,
-        reward_funcs=even_words,
+        model=made.model(),
+        reward_funcs=reward,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,

@@ -1,0 +1,140 @@
+"""The peer's side of `tests.benchmarks.step` and `.gpu`: TRL's GRPOTrainer in its environment.
+
+    PYTHON_OF_TRL -m tests.benchmarks.trl_steps --size 30m --hazard 0.02 [--device cuda] [--vllm]
+
+The same model sizes, prompts, hazard, reward and optimizer as ours; all else is TRL's own.
+Generation by transformers, or by vLLM in the same process (`--vllm`). Prints a line of JSON:
+medians over the steps after the warm-up. Needs trl 1.16 and torch (and vllm), and nothing of the
+package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from tests.benchmarks.trl_model import SIZES, RandomModel, even_words
+
+
+def arguments() -> argparse.Namespace:
+    """What the runner says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    for name, default in (
+        ("prompts", 8),
+        ("group", 8),
+        ("prompt-len", 64),
+        ("max-new", 128),
+        ("steps", 6),
+        ("warmup", 2),
+        ("threads", 2),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--hazard", type=float, help="share of words that end a text")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--vllm", action="store_true", help="generate by vLLM, in this process")
+    parser.add_argument("--quiet", help="taken and not used")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train a few steps and print what they cost."""
+    args = arguments()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    import torch
+    import transformers
+    import trl
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    on_gpu = args.device == "cuda"
+    finished = torch.cuda.synchronize if on_gpu else time.perf_counter
+    hazard = 1 / args.max_new if args.hazard is None else args.hazard
+    made = RandomModel(args.size, hazard, args.prompt_len + args.max_new + 8)
+    folder = tempfile.mkdtemp()
+    made.model().save_pretrained(folder)  # vLLM reads it from there
+    made.tokenizer().save_pretrained(folder)
+    model = transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    seen = dict.fromkeys(("gen_s", "train_s", "spoken"), 0.0)
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
+            finished()
+            began = time.perf_counter()
+            found = super()._generate_single_turn(*given, **named)
+            finished()
+            seen["gen_s"] += time.perf_counter() - began
+            seen["spoken"] += sum(map(len, found[0]))
+            return found
+
+    rows: list[dict[str, float]] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        before: tuple[float, float, dict[str, float]]
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            finished()
+            self.before = time.perf_counter(), time.process_time(), dict(seen)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            finished()
+            wall, cpu, then = self.before
+            row = {name: seen[name] - then[name] for name in seen}
+            row |= {"step_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+            rows.append(row | {"train_s": row["step_s"] - row["gen_s"]})
+
+    by_vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3)
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=args.prompts * args.group,
+        num_generations=args.group,
+        max_completion_length=args.max_new,
+        max_steps=args.steps,
+        learning_rate=1e-6,
+        beta=0.0,
+        loss_type="dapo",
+        bf16=args.bf16,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=not on_gpu,
+        seed=0,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **(by_vllm if args.vllm else {}),
+    )
+    texts = made.prompts(args.prompts * (args.steps + 1), args.prompt_len)
+    Timed(
+        model=model,
+        reward_funcs=lambda completions, **_: [even_words(text) for text in completions],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=made.tokenizer(),
+        callbacks=[Watch()],
+    ).train()
+    kept = rows[args.warmup :]
+    measures: dict[str, Any] = {
+        name: statistics.median(row[name] for row in kept) for name in kept[0]
+    }
+    measures |= {
+        "mean_completion_len": statistics.mean(row["spoken"] for row in kept)
+        / (args.prompts * args.group),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_device_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0,
+        "versions": {"trl": trl.__version__, "torch": torch.__version__},
+    }
+    print(json.dumps(measures))
+
+
+if __name__ == "__main__":
+    main()
