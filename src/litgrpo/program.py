@@ -103,7 +103,7 @@ def main() -> int:
 
 def run(verb: str, words: list[str]) -> None:
     """Hand over to LightningCLI or to a function, with the names of this version."""
-    from litgrpo.cli.first_look import refuse_misspelled_keys
+    from litgrpo.cli.first_look import refuse_mistakes
     from litgrpo.cli.old_names import current_words
     from litgrpo.cli.recipes import with_classes
     from litgrpo.tools.convert import converted
@@ -113,7 +113,7 @@ def run(verb: str, words: list[str]) -> None:
         words = with_classes(verb, current_words(words, Path(folder), converted))
         sys.argv[2:] = words
         if verb in (*LIGHTNING_VERBS, "plan"):
-            refuse_misspelled_keys(words)
+            refuse_mistakes(words)
         if verb in LIGHTNING_VERBS:
             run_trainer()
         elif verb == "plan":  # reads the command line of fit by itself

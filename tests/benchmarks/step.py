@@ -10,9 +10,10 @@ optimizer. Printed: medians over the turns of each turn's median step, their rat
 second by phase, peak memory, and the share of the least time that the arithmetic needs on this
 machine (see roofline.py), measured between the turns.
 
-The peer is `tests.benchmarks.trl_steps` in its own environment, or a script, which takes --size --prompts --group --prompt-len --max-new --threads --steps --warmup
---hazard --bf16 and prints a line of JSON with step_s, cpu_s, gen_s, train_s, mean_completion_len
-and peak_rss_mib. A clone of this project, of another version, takes the arguments of this program.
+The peer is `tests.benchmarks.trl_steps` in its own environment, or a script that takes --size
+--prompts --group --prompt-len --max-new --threads --steps --warmup --hazard --bf16 and prints a
+line of JSON with step_s, cpu_s, gen_s, train_s, mean_completion_len and peak_rss_mib. A clone of
+this project, of another version, takes the arguments of this program.
 """
 
 from __future__ import annotations

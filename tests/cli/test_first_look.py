@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.cli import first_look
-from litgrpo.cli.first_look import MODULES, PACKAGE, arguments_of, refuse_misspelled_keys
+from litgrpo.cli.first_look import MODULES, PACKAGE, Source, arguments_of, refuse_mistakes
 from litgrpo.cli.recipes import brought
 
 RECIPES = brought()
@@ -35,7 +35,8 @@ def test_the_source_has_the_arguments_that_the_class_has(module):
 
 def test_the_source_of_each_dataclass_has_its_fields():
     found = arguments_of(PACKAGE / "modules" / "grpo.py", "GRPO")
-    inner = {name: source for name, source in found.items() if source}
+    grpo = Source(PACKAGE / "modules" / "grpo.py", "GRPO", "GRPO")
+    inner = {name: source for name in found if (source := grpo.dataclass_of(name))}
     assert {"objective", "sampling", "update", "evaluation", "lora", "precision"} <= inner.keys()
     for source in inner.values():
         module = ".".join(["litgrpo", *source.file.relative_to(PACKAGE).with_suffix("").parts])
@@ -50,7 +51,7 @@ def test_the_source_of_the_trainer_has_its_arguments():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_that_we_bring_pass(name):
-    refuse_misspelled_keys(["-c", str(RECIPES[name])])
+    refuse_mistakes(["-c", str(RECIPES[name])])
 
 
 @pytest.mark.parametrize(
@@ -70,16 +71,49 @@ def test_recipes_that_we_bring_pass(name):
 )
 def test_a_misspelled_key_on_the_command_line_is_refused(words, meant):
     with pytest.raises(ValueError, match="there is no key") as refused:
-        refuse_misspelled_keys(words)
+        refuse_mistakes(words)
     assert meant in str(refused.value)
 
 
 def test_a_misspelled_key_in_a_recipe_is_refused(recipe):
     text = "model:\n  class_path: litgrpo.GRPO\n  init_args:\n    update: {inner_epoch: 2}\n"
     with pytest.raises(ValueError, match=r"'model.update.inner_epochs'"):
-        refuse_misspelled_keys(recipe(text))
+        refuse_mistakes(recipe(text))
     with pytest.raises(ValueError, match=r"'trainer.max_epochs'"):
-        refuse_misspelled_keys(recipe("trainer: {max_epoch: 2}"))
+        refuse_mistakes(recipe("trainer: {max_epoch: 2}"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.group_size", "four"], "model.group_size is 'four', expected int"),
+        (["--model.max_iterations=many"], "model.max_iterations is 'many', expected int or null"),
+        (["--model.sampling.top_p", "all"], "model.sampling.top_p is 'all', expected float"),
+        (["--data.batch_size=2x"], "data.batch_size is '2x', expected int"),
+    ],
+)
+def test_a_text_for_a_number_is_refused_as_the_parser_would(words, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        refuse_mistakes(words)
+
+
+def test_a_text_for_a_number_in_a_recipe_is_refused(recipe):
+    text = "model: {init_args: {update: {inner_epochs: two}}}"
+    with pytest.raises(ValueError, match=r"^model\.update\.inner_epochs is 'two', expected int$"):
+        refuse_mistakes(recipe(text))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("--model.group_size=8", "--model.objective.kl_coef=1e-3", "--model.max_iterations=null"),
+        *("--model.sampling.temperature=.5", "--model.soft_overlong=inf", "--model.seed=1_000"),
+        *("--model.check_invariants=false", "--model.pretrained=many", "--data.chat=no"),
+        "--model.group_size=",
+    ],
+)
+def test_what_may_be_a_number_is_left_to_the_parser(word):
+    refuse_mistakes([word])
 
 
 @pytest.mark.parametrize(
@@ -96,13 +130,13 @@ def test_a_misspelled_key_in_a_recipe_is_refused(recipe):
     ],
 )
 def test_what_is_not_sure_is_left_to_the_parser(recipe, text):
-    refuse_misspelled_keys(recipe(text))
+    refuse_mistakes(recipe(text))
 
 
 def test_words_that_are_no_keys_of_these_classes_are_left_to_the_parser():
-    refuse_misspelled_keys(["--model.help", "--model.lora.help", "--model.rewards+={a: b}"])
-    refuse_misspelled_keys(["--model", "mine.Module", "--model.anything", "1"])
-    refuse_misspelled_keys(["--run_dir", "model.x", "--foo.bar", "1", "--model.engine.x=1"])
+    refuse_mistakes(["--model.help", "--model.lora.help", "--model.rewards+={a: b}"])
+    refuse_mistakes(["--model", "mine.Module", "--model.anything", "1"])
+    refuse_mistakes(["--run_dir", "model.x", "--foo.bar", "1", "--model.engine.x=1"])
 
 
 def test_nothing_slow_is_imported():

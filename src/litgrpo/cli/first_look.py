@@ -1,4 +1,7 @@
-"""Misspelled keys, told before anything slow is imported: classes are read as source."""
+"""Misspelled keys and texts for numbers, told before anything slow is imported.
+
+To import what a recipe names takes seconds, so classes are read as source.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,15 @@ import yaml
 from litgrpo.arguments import require
 from litgrpo.cli.errors import unknown_argument
 from litgrpo.cli.help_page import PACKAGE, file_of
-from litgrpo.cli.recipes import CLASSES, RECIPE_FLAGS
+from litgrpo.cli.recipes import CLASSES, RECIPE_FLAGS, plain
 
 MODULES = {"GRPO": "grpo", "SFT": "sft", "PromptData": "prompt_data", "PairData": "pair_data"}
 CLASS_OPTIONS = [f"--{key}{end}" for key in CLASSES for end in ("", ".class_path")]
 QUESTION = "help"  # as in --model.lora.help
+
+
+# How a type is written in source, and in a message; what else a type may be is not judged here.
+PLAIN = {"int": "int", "float": "float", "bool": "bool", "None": "null"}
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,18 @@ class Source:
     told: str
 
     @property
-    def arguments(self) -> dict[str, Source | None]:
-        """{argument: the dataclass of ours that it is, if it is one}."""
+    def arguments(self) -> dict[str, str]:
+        """{argument: its type, as it is written}."""
         return arguments_of(self.file, self.name)
 
+    def dataclass_of(self, argument: str) -> Source | None:
+        """The dataclass of ours that an argument is, beside None and plain values."""
+        found = (_imported(self.file, name) for name in self.arguments[argument].split(" | "))
+        return next(filter(None, found), None)
 
-def refuse_misspelled_keys(words: Sequence[str]) -> None:
-    """Refuse a key that model, data or trainer do not have, in recipes and on a command line.
+
+def refuse_mistakes(words: Sequence[str]) -> None:
+    """Refuse a key that model, data or trainer do not have, and a text where a number belongs.
 
     Only what is sure is refused here: keys of our classes, of their dataclasses, and of Lightning's
     trainer. Everything else is left to the parser.
@@ -53,7 +66,7 @@ def refuse_misspelled_keys(words: Sequence[str]) -> None:
         words: after the verb, with files for recipes.
 
     Raises:
-        ValueError: there is one, and the nearest that there is.
+        ValueError: there is one; with the nearest key that there is, or what is expected.
     """
     groups: dict[str, Source | None] = {key: _named(name) for key, name in CLASSES.items()}
     groups["trainer"] = trainer()
@@ -65,7 +78,8 @@ def refuse_misspelled_keys(words: Sequence[str]) -> None:
         elif option in CLASS_OPTIONS:
             groups[group] = _named(value)
         elif option.startswith("--") and group in groups and QUESTION not in path:
-            _refuse_unknown(group, groups[group], [part for part in path if part != "init_args"])
+            keys = [part for part in path if part != "init_args"]
+            _refuse(group, groups[group], keys, plain(value))
 
 
 def _refuse_in_recipe(word: str, groups: dict[str, Source | None]) -> None:
@@ -79,33 +93,44 @@ def _refuse_in_recipe(word: str, groups: dict[str, Source | None]) -> None:
     }
     given |= {key: _mapping(given[key].get("init_args")) for key in CLASSES}
     for group, content in given.items():
-        for path in _paths(content):
-            _refuse_unknown(group, groups[group], path)
+        for path, value in _values(content):
+            _refuse(group, groups[group], path, value)
 
 
 def _mapping(content: Any) -> dict[Any, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _paths(content: Any) -> Iterator[list[str]]:
-    """The path of every key in a mapping of a recipe; objects that name their class are left."""
+def _values(content: Any) -> Iterator[tuple[list[str], Any]]:
+    """Path and value of every key of a recipe's mapping; objects that name their class are left."""
     if "class_path" not in _mapping(content):
         for key, inner in _mapping(content).items():
-            yield [str(key)]
-            yield from ([str(key), *path] for path in _paths(inner))
+            yield [str(key)], inner
+            yield from (([str(key), *path], value) for path, value in _values(inner))
 
 
-def _refuse_unknown(group: str, source: Source | None, path: Sequence[str]) -> None:
-    """Follow a key's parts as far as the classes are known."""
-    so_far = [group]
+def _refuse(group: str, source: Source | None, path: Sequence[str], value: Any) -> None:
+    """Follow a key's parts as far as the classes are known, and look at its value."""
+    so_far, types = [group], [""]
     for part in path:
         name = part.removesuffix("+")  # adds to a list
         if source is None or name == "class_path":
             return
         known = source.arguments
         require(name in known, unknown_argument(so_far, name, source.told, list(known)))
-        source = known[name]
+        types, source = known[name].split(" | "), source.dataclass_of(name)
         so_far.append(name)
+    expected = " or ".join(PLAIN.get(each, "") for each in types)
+    wrong = PLAIN.keys() >= set(types) and _is_no_number(value)
+    require(not wrong, f"{'.'.join(so_far)} is {value!r}, expected {expected}")
+
+
+def _is_no_number(value: Any) -> bool:
+    """Whether a value is a text that no reading makes a number."""
+    try:
+        return isinstance(value, str) and bool(value.strip()) and isnan(float(value))
+    except ValueError:
+        return True
 
 
 def _named(class_path: Any) -> Source | None:
@@ -125,8 +150,8 @@ def trainer() -> Source:
 
 
 @cache
-def arguments_of(file: Path, name: str) -> dict[str, Source | None]:
-    """{argument: the dataclass of ours that it is, if it is one} of a class.
+def arguments_of(file: Path, name: str) -> dict[str, str]:
+    """{argument: its type, as it is written} of a class.
 
     Args:
         file: its source.
@@ -137,14 +162,8 @@ def arguments_of(file: Path, name: str) -> dict[str, Source | None]:
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             given = [*node.args.args[1:], *node.args.kwonlyargs]
-            pairs = [(each.arg, each.annotation or ast.Constant(None)) for each in given]
-    return {argument: _dataclass(file, hint) for argument, hint in pairs}
-
-
-def _dataclass(file: Path, hint: ast.expr) -> Source | None:
-    """The dataclass of ours that a type is, beside None and plain values."""
-    found = (_imported(file, name) for name in ast.unparse(hint).split(" | "))
-    return next(filter(None, found), None)
+            pairs = [(each.arg, each.annotation or ast.Constant("")) for each in given]
+    return {argument: ast.unparse(hint) for argument, hint in pairs}
 
 
 def _imported(file: Path, name: str) -> Source | None:
