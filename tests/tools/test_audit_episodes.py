@@ -27,8 +27,8 @@ GAME = {
 def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):  # noqa: F811
     recipe, report = tmp_path / "game.yaml", tmp_path / "report.json"
     recipe.write_text(yaml.safe_dump(GAME))
-    code, out, _ = cli("audit", "-c", str(recipe), "--limit", "2", "--report", str(report))
-    assert code in (0, 1), out  # by luck a policy guesses right
+    code, out, said = cli("audit", "-c", str(recipe), "--limit", "2", "--report", str(report))
+    assert code in (0, 1), said  # by luck a policy guesses right
     assert "playing 4 episodes of 2 rows" in out
     assert "| says nothing " in out
     found = json.loads(report.read_text())
