@@ -123,6 +123,7 @@ def test_what_may_be_a_number_is_left_to_the_parser(word):
         "model: {init_args: {engine: {class_path: mine.Engine, init_args: {anything: 1}}}}",
         "model: {init_args: {rewards: {mine: {function: mine.f, anything: 1}}}}",
         "model: {init_args: {optimizer: {anything: 1}}}",
+        "model: {init_args: {check_invariants: 'false', group_size: '8', max_iterations: 'null'}}",
         "model: null",
         "data: [1]",
         "just text",

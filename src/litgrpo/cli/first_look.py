@@ -25,8 +25,6 @@ from litgrpo.cli.recipes import CLASSES, RECIPE_FLAGS, plain
 MODULES = {"GRPO": "grpo", "SFT": "sft", "PromptData": "prompt_data", "PairData": "pair_data"}
 CLASS_OPTIONS = [f"--{key}{end}" for key in CLASSES for end in ("", ".class_path")]
 QUESTION = "help"  # as in --model.lora.help
-
-
 # How a type is written in source, and in a message; what else a type may be is not judged here.
 PLAIN = {"int": "int", "float": "float", "bool": "bool", "None": "null"}
 
@@ -127,8 +125,9 @@ def _refuse(group: str, source: Source | None, path: Sequence[str], value: Any) 
 
 def _is_no_number(value: Any) -> bool:
     """Whether a value is a text that no reading makes a number."""
+    read = plain(value) if isinstance(value, str) else value  # "false" may have been quoted
     try:
-        return isinstance(value, str) and bool(value.strip()) and isnan(float(value))
+        return isinstance(read, str) and bool(read.strip()) and isnan(float(read))
     except ValueError:
         return True
 
