@@ -15,6 +15,7 @@ from litgrpo.checks.episode_checks import small_episodes
 from litgrpo.learner.learner import Learner
 from litgrpo.models.policy import Policy
 from litgrpo.parallel.fsdp.units import sharing_copy
+from litgrpo.parallel.precision import matmul_precision
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
@@ -142,7 +143,7 @@ def tolerance(learner: Learner) -> float:
     bfloat16 0.25, float16 and TF32 0.03.
     """
     eps = torch.finfo(coarsest(learner)).eps
-    if torch.get_float32_matmul_precision() != "highest":
+    if matmul_precision() != "highest":
         eps = max(eps, torch.finfo(torch.float16).eps)
     return max(FULL_TOLERANCE, 32 * eps)
 

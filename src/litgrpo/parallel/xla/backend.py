@@ -17,6 +17,7 @@ from torch_xla import backends
 from torch_xla.debug import metrics
 
 from litgrpo.parallel.device import Backend, Function
+from litgrpo.parallel.precision import matmul_precision
 
 # Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
 MAX_GRAPHS = 64
@@ -43,7 +44,7 @@ class XlaBackend(Backend):
             torch._register_device_module("xla", ModuleType("torch.xla"))
         # Torch-xla would compute float32 products in bfloat16 on some chips; and it advises against
         # setting the precision more than once.
-        wanted = MATMUL_PRECISION[torch.get_float32_matmul_precision()]
+        wanted = MATMUL_PRECISION[matmul_precision()]
         if backends.get_mat_mul_precision() != wanted:
             backends.set_mat_mul_precision(wanted)
 

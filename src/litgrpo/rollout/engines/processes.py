@@ -14,6 +14,7 @@ from torch import Tensor
 from litgrpo.arguments import above, at_least
 from litgrpo.models.policy import Policy
 from litgrpo.parallel.messages import log
+from litgrpo.parallel.precision import matmul_precision
 from litgrpo.processes.failures import WorkerError
 from litgrpo.processes.pool import Worker, WorkerPool
 from litgrpo.rollout.engines.local import LocalEngine
@@ -123,7 +124,7 @@ class ProcessEngine(RolloutEngine):
             max_rows=None if limit is None else max(group, limit // number),
             stops=() if stops is None else tuple(stops.stops),
             autocast=torch.get_autocast_dtype("cpu") if low else None,
-            matmul=torch.get_float32_matmul_precision(),
+            matmul=matmul_precision(),
         )
 
 

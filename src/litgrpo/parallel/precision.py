@@ -1,0 +1,14 @@
+"""How float32 products are rounded here."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+
+def matmul_precision() -> str:
+    """What `torch.set_float32_matmul_precision` was told; without torch 2.9's advice on CUDA."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
+        return torch.get_float32_matmul_precision()
