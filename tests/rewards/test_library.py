@@ -1,5 +1,6 @@
 """What holds for every reward function of the package."""
 
+import gc
 import inspect
 import random
 import time
@@ -94,7 +95,8 @@ def test_nothing_that_a_policy_writes_makes_a_reward_slow_or_endless(name: str) 
             short, long = (form.format(nasty(kind, length)) for length in (SHORT, LONG))
             # The clock of this process alone; what is too quick to be measured is 0.2 ms.
             at_once = max(2e-4, min(used_s(name, short) for _ in range(2)))
-            assert used_s(name, long) < GROWTH * at_once, kind
+            within = (used_s(name, long) < GROWTH * at_once for _ in range(3))
+            assert any(within), kind  # the first of them, unless the machine was disturbed
             given = [reward for reward in rewards(name, long) if reward is not None]
             largest = LARGEST.get(name.rpartition(".")[2], 1.0)
             assert all(-1.0 <= reward <= largest for reward in given), kind
@@ -106,10 +108,14 @@ def rewards(name: str, text: str) -> list[float | None]:
 
 
 def used_s(name: str, text: str) -> float:
-    """Processor time of this process."""
-    start = time.process_time()
-    rewards(name, text)
-    return time.process_time() - start
+    """Processor time of this process; the garbage of earlier tests does not count."""
+    gc.disable()
+    try:
+        start = time.process_time()
+        rewards(name, text)
+        return time.process_time() - start
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
