@@ -16,13 +16,12 @@ import json
 import os
 import platform
 import re
-import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.step import Measures, last_line, medians, steps_of_ours
 from tests.benchmarks.workload import SIZES, Work
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +33,6 @@ PHASES = {
     "rollout": ("rollout_s", "gen_s"),
     "learning": ("learn_s", "train_s"),
 }
-NUMBERS = ("step_s", *PHASES["rollout"], *PHASES["learning"], "peak_device_mib", "peak_rss_mib")
-NUMBERS += ("mean_completion_len",)
-Measures = dict[str, Any]
 HEAD = (
     *("model", "precision", "side", "tokens of a completion", "step, s", "rollout, s"),
     *("learning, s", "memory, MiB", "times litgrpo's step"),
@@ -47,7 +43,6 @@ def turn_of_ours(args: argparse.Namespace) -> Measures:
     """Steps in this process."""
     from litgrpo.rollout.engines.local import LocalEngine
     from litgrpo.rollout.engines.static import StaticEngine
-    from tests.benchmarks.step import steps_of_ours
 
     engine = {"LocalEngine": LocalEngine, "StaticEngine": StaticEngine}[args.turn]()
     work = Work(
@@ -74,20 +69,10 @@ def command(args: argparse.Namespace, size: str, side: str) -> list[str]:
 
 def turn(args: argparse.Namespace, size: str, side: str) -> Measures:
     """The numbers of a turn, which has a process of its own."""
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    run = subprocess.run(
-        command(args, size, side),
-        cwd=ROOT,
-        env=kept | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    if run.returncode or not lines:
-        raise SystemExit(f"{side}, {size}: {' '.join(run.args)} failed:\n{run.stderr[-3000:]}")
-    found: Measures = json.loads(lines[-1])
-    return found
+    try:
+        return last_line(command(args, size, side), ROOT)
+    except SystemExit as failure:
+        raise SystemExit(f"{side}, {size}: {failure}") from None
 
 
 def measured(args: argparse.Namespace, size: str) -> dict[str, Measures]:
@@ -100,14 +85,7 @@ def measured(args: argparse.Namespace, size: str) -> dict[str, Measures]:
         for side in sides:
             turns[side].append(turn(args, size, side))
             print(f"{size}: {side}: {turns[side][-1]['step_s']:.3f} s a step", flush=True)
-    return {
-        side: {
-            name: statistics.median(each[name] for each in found)
-            for name in NUMBERS
-            if name in found[0]
-        }
-        for side, found in turns.items()
-    }
+    return {side: medians(found) for side, found in turns.items()}
 
 
 def machine(device: str) -> dict[str, str]:

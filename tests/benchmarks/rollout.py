@@ -22,60 +22,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.loading import as_policy, load_policy
+from litgrpo.models.loading import load_policy
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch, Rollout
-from tests.conftest import byte_tokenizer
-
-FIRST_END = 3  # tokens before it are special
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": dict(hidden=128, layers=4, heads=4, kv=2, inner=512, vocab=512, prompts=8, length=64),
-    "30m": dict(hidden=512, layers=8, heads=8, kv=4, inner=1536, vocab=8192, prompts=4, length=128),
-    "100m": dict(
-        hidden=768, layers=12, heads=12, kv=4, inner=2048, vocab=32000, prompts=4, length=128
-    ),
-}
+from tests.benchmarks.workload import SIZES, Work
 
 
 def build(size: str, hazard: float, longest: int) -> tuple[CausalPolicy, PromptBatch]:
     """A policy and its prompts; `quickstart` is the embedded model with its own end token."""
-    generator = torch.Generator().manual_seed(0)
-    if size == "quickstart":
-        policy = load_policy("builtin:tiny-gemma2").eval()
-        prompts, length = 16, 32
-    else:
-        policy = qwen2(SIZES[size], hazard, longest)
-        prompts, length = SIZES[size]["prompts"], SIZES[size]["length"]
+    if size != "quickstart":
+        work = Work(SIZES[size], max_new=longest, hazard=hazard)
+        return work.policy().eval(), work.batches(1)[0]
+    policy, prompts = load_policy("builtin:tiny-gemma2").eval(), 16
     vocab = policy.bare_model.config.vocab_size
-    ids = torch.randint(vocab // 2, vocab, (prompts, length), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab // 2, vocab, (prompts, 32), generator=generator)
     mask = torch.ones_like(ids, dtype=torch.bool)
     return policy, PromptBatch(ids, mask, [""] * prompts, {}, torch.arange(prompts))
-
-
-def qwen2(spec: dict[str, int], hazard: float, longest: int) -> CausalPolicy:
-    """A random Qwen2 of which a share `hazard` of the vocabulary ends a completion."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        hidden_size=spec["hidden"],
-        num_hidden_layers=spec["layers"],
-        num_attention_heads=spec["heads"],
-        num_key_value_heads=spec["kv"],
-        intermediate_size=spec["inner"],
-        vocab_size=spec["vocab"],
-        max_position_embeddings=spec["length"] + longest + 8,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=FIRST_END,
-    )
-    torch.manual_seed(0)
-    policy = as_policy(Qwen2ForCausalLM(config), byte_tokenizer()).eval()
-    num_ends = max(1, round(spec["vocab"] * hazard))
-    policy.eos_ids = tuple(range(FIRST_END, FIRST_END + num_ends))
-    return policy
 
 
 def ours(policy: CausalPolicy, prompts: PromptBatch, longest: int, engine: Any) -> Rollout:

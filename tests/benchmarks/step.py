@@ -126,7 +126,7 @@ def steps_of_ours(
 
 def _turn(module: str, arguments: list[str]) -> Measures:
     """What a module of ours prints in a process of its own."""
-    return _last_line([sys.executable, "-m", f"tests.benchmarks.{module}", *arguments], ROOT)
+    return last_line([sys.executable, "-m", f"tests.benchmarks.{module}", *arguments], ROOT)
 
 
 def turn_of_peer(args: argparse.Namespace) -> Measures:
@@ -145,7 +145,7 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
         command += [f"--{name}", str(value)]
     if args.hazard is not None:
         command += ["--hazard", str(args.hazard)]
-    return _last_line(command + ["--bf16"] * args.bf16, script.parent if script else ROOT)
+    return last_line(command + ["--bf16"] * args.bf16, script.parent if script else ROOT)
 
 
 def turn_of_checkout(args: argparse.Namespace) -> Measures:
@@ -158,11 +158,18 @@ def turn_of_checkout(args: argparse.Namespace) -> Measures:
     if args.hazard is not None:
         command += ["--hazard", str(args.hazard)]
     command += ["--bf16"] * args.bf16
-    found = _last_line(command, folder, sources=folder / "src")
+    found = last_line(command, folder, sources=folder / "src")
     return found | {"gen_s": found["rollout_s"], "train_s": found["learn_s"]}
 
 
-def _last_line(command: list[str], folder: Path, sources: Path | None = None) -> Measures:
+def last_line(command: list[str], folder: Path, sources: Path | None = None) -> Measures:
+    """What a command prints last, run in a folder.
+
+    Args:
+        command: prints a line of JSON.
+        folder: to run it in.
+        sources: of another version, before those that its environment has installed.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if folder != ROOT:
         environment.pop("PYTHONPATH", None)

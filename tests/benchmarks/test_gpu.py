@@ -5,25 +5,15 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from tests.benchmarks import gpu, trl_model
+from tests.benchmarks import gpu, random_model
 from tests.benchmarks.workload import SIZES, Work
 
 PAGE = "before\n<!-- gpu -->\nNot run.\n<!-- end -->\nafter\n"
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_the_peer_has_the_same_models_and_words(name):
-    size, peer = SIZES[name], trl_model.SIZES[name]
-    assert list(peer.values()) == [
-        *(size.hidden, size.layers, size.heads, size.kv_heads, size.inner, size.vocab)
-    ]
-    made = trl_model.RandomModel(name, hazard=0.02, positions=64)
-    assert made.words == Work(size, hazard=0.02).words()
-
-
 def test_the_peer_has_the_same_weights():
     ours = Work(SIZES["tiny"], hazard=0.02, max_new=32).policy().model
-    peer = trl_model.RandomModel("tiny", hazard=0.02, positions=64 + 32 + 8).model()
+    peer = random_model.RandomModel(random_model.SIZES["tiny"], 0.02, 64 + 32 + 8).model()
     assert all(
         one.equal(other) for one, other in zip(ours.parameters(), peer.parameters(), strict=True)
     )

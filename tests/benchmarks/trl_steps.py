@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any
 
-from tests.benchmarks.trl_model import SIZES, RandomModel, even_words
+from tests.benchmarks.random_model import SIZES, RandomModel, even_words
 
 
 def arguments() -> argparse.Namespace:
@@ -60,7 +60,7 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     finished = torch.cuda.synchronize if on_gpu else time.perf_counter
     hazard = 1 / args.max_new if args.hazard is None else args.hazard
-    made = RandomModel(args.size, hazard, args.prompt_len + args.max_new + 8)
+    made = RandomModel(SIZES[args.size], hazard, args.prompt_len + args.max_new + 8)
     folder = tempfile.mkdtemp()
     made.model().save_pretrained(folder)  # vLLM reads it from there
     made.tokenizer().save_pretrained(folder)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from typing import Any
 
-from tests.benchmarks.trl_model import SIZES, RandomModel, even_words
+from tests.benchmarks.random_model import SIZES, RandomModel, even_words
 
 ROLES = ["<|user|>", "<|assistant|>", "<|tool|>", "call"]
 TEMPLATE = (
@@ -64,7 +64,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     positions = args.prompt_len + args.max_new + 64
-    made = RandomModel(args.size, args.hazard, positions, marks=tuple(ROLES))
+    made = RandomModel(SIZES[args.size], args.hazard, positions, marks=tuple(ROLES))
     tokenizer = made.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = "taken for a call below"

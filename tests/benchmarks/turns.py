@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tests.benchmarks.step import ROOT, Measures, _last_line
+from tests.benchmarks.step import ROOT, Measures, last_line
 from tests.benchmarks.trl_turns import SIZES
 from tests.benchmarks.workload import SIZES as OUR_SIZES
 from tests.benchmarks.workload import Work, even_words
@@ -70,8 +70,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     sizes = {**vars(size), "prompts": args.prompts, "prompt_len": args.prompt_len}
     work = Work(type(size)(**sizes), args.group, args.max_new, args.hazard, False, args.threads)
     policy = work.policy()
-    first = len(work.words()) - 100
-    answer = " ".join(work.words()[first : first + args.heard])
+    answer = " ".join(work.random().words[-100:][: args.heard])
     rows: list[Measures] = []
 
     class Watch(Callback):
@@ -144,10 +143,10 @@ def compared(args: argparse.Namespace) -> Measures:
     ours += ["--once"] + (["--workers", str(args.workers)] if args.workers is not None else [])
     theirs = [*asked, "--steps", str(args.peer_steps), "--warmup", "1"]
     for _ in range(args.repeats):
-        sides["ours"].append(_last_line([sys.executable, "-m", __spec__.name, *ours], ROOT))
+        sides["ours"].append(last_line([sys.executable, "-m", __spec__.name, *ours], ROOT))
         if args.peer_python:
             command = [args.peer_python, "-m", "tests.benchmarks.trl_turns", *theirs]
-            sides["peer"].append(_last_line(command, ROOT))
+            sides["peer"].append(last_line(command, ROOT))
     result: Measures = {name: vars(args)[name] for name in (*SAME, "tool_s", "repeats")}
     for name, measures in sides.items():
         if measures:

@@ -77,7 +77,7 @@ def refuse_mistakes(words: Sequence[str]) -> None:
             groups[group] = _named(value)
         elif option.startswith("--") and group in groups and QUESTION not in path:
             keys = [part for part in path if part != "init_args"]
-            _refuse(group, groups[group], keys, plain(value))
+            _refuse(group, groups[group], keys, value)
 
 
 def _refuse_in_recipe(word: str, groups: dict[str, Source | None]) -> None:

@@ -1,63 +1,52 @@
-"""The peer's random models and tokenizers: those of `workload`, without importing this project."""
+"""The random models and tokenizers of both sides of a benchmark, without importing this project.
+
+Qwen2 models over a vocabulary of numbered words. A share of the vocabulary, the hazard, ends a
+completion, so that lengths vary as geometric ones do, whatever the weights.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-# {size: arguments of Qwen2Config}; tests/benchmarks/test_gpu.py holds them to those of `workload`.
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": dict(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=512,
-        vocab_size=512,
-    ),
-    "30m": dict(
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=1536,
-        vocab_size=8192,
-    ),
-    "100m": dict(
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        intermediate_size=2048,
-        vocab_size=32000,
-    ),
-    "500m": dict(
-        hidden_size=896,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        intermediate_size=4864,
-        vocab_size=151936,
-    ),
+# {name: hidden size, layers, heads, heads of keys and values, inner size, words}
+SIZES: dict[str, tuple[int, ...]] = {
+    "tiny": (128, 4, 4, 2, 512, 512),
+    "30m": (512, 8, 8, 4, 1536, 8192),
+    "100m": (768, 12, 12, 4, 2048, 32000),
+    "500m": (896, 24, 14, 2, 4864, 151936),
 }
+QWEN2 = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size"),
+)
+FIRST_END = 3  # after <pad>, <bos>, <unk>
 
 
 class RandomModel:
     """A random Qwen2 over numbered words, a share of which ends a completion.
 
     Args:
-        size: of `SIZES`.
+        sizes: as in `SIZES`.
         hazard: the share that ends one.
         positions: that the model can read.
         marks: further words, before the numbered ones.
+        seed: of weights and prompts.
     """
 
     def __init__(
-        self, size: str, hazard: float, positions: int, marks: tuple[str, ...] = ()
+        self,
+        sizes: tuple[int, ...],
+        hazard: float,
+        positions: int,
+        marks: tuple[str, ...] = (),
+        seed: int = 0,
     ) -> None:
-        self.sizes, self.positions = SIZES[size], positions
+        self.sizes = dict(zip(QWEN2, sizes, strict=True))
+        self.positions, self.seed = positions, seed
         vocab = self.sizes["vocab_size"]
-        self.ends = [f"<eos{number}>" for number in range(max(1, round(vocab * hazard)))]
-        self.words = ["<pad>", "<bos>", "<unk>", *self.ends, *marks]
+        ends = [f"<eos{number}>" for number in range(max(1, round(vocab * hazard)))]
+        self.end_ids = list(range(FIRST_END, FIRST_END + len(ends)))
+        self.words = ["<pad>", "<bos>", "<unk>", *ends, *marks]
         self.first = len(self.words)
         self.words += [f"w{number}" for number in range(vocab - self.first)]
 
@@ -73,32 +62,31 @@ class RandomModel:
         return PreTrainedTokenizerFast(tokenizer_object=fast, padding_side="left", **special)
 
     def model(self) -> Any:
-        """Weights of seed 0."""
+        """The model, with every end token in its generation config."""
         import torch
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         config = Qwen2Config(
             **self.sizes,
             max_position_embeddings=self.positions,
             tie_word_embeddings=True,
             pad_token_id=0,
             bos_token_id=1,
-            eos_token_id=3,
+            eos_token_id=FIRST_END,
             attention_dropout=0.0,
             use_sliding_window=False,
         )
         model = Qwen2ForCausalLM(config)
-        model.generation_config.eos_token_id = list(range(3, 3 + len(self.ends)))
+        model.generation_config.eos_token_id = self.end_ids
         return model
 
     def prompts(self, count: int, length: int) -> list[str]:
         """Texts of random words."""
         import torch
 
-        generator = torch.Generator().manual_seed(0)
-        vocab = self.sizes["vocab_size"]
-        ids = torch.randint(self.first, vocab, (count, length), generator=generator)
+        generator = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(self.first, len(self.words), (count, length), generator=generator)
         return [" ".join(self.words[number] for number in row) for row in ids.tolist()]
 
 
