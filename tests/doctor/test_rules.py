@@ -173,6 +173,7 @@ def test_samples_that_contradict_their_reward_are_found(rows, reason):
 def test_samples_that_agree_with_their_reward_are_no_finding():
     recipe = Config({"model": {"rewards": {"right": {}}}})
     rows = [row("is 4", 1.0), row("5", 0.0), row("44 or 4, no tags", 0.0), row("4 it is", 0.5)]
+    rows.append(row('{"age": 7, "name": "Bo"}', 1.0, answer='{"name": "Bo", "age": 7}'))
     assert CHECKS["reward_contradicts"](of_rows([]), rows * 5, recipe) is None
 
 

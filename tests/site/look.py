@@ -17,6 +17,7 @@ SERIOUS = ("serious", "critical")
 PAGES = [
     *("index", "start", "iteration", "i_want_to", "howto/reward_is_flat", "coming_from_trl"),
     *("metrics", "doctor", "first_task", "contributing", "changelog", "genindex", "search"),
+    *("real", "parity", "benchmarks", "gpu", "versions"),
     *("_made/reference/model_keys", "_made/reference/litgrpo.rewards", "_made/recipes/index"),
     *("_made/recipes/quickstart", "_made/notebooks/03_turns"),
 ]

@@ -76,7 +76,7 @@ def reasons(rows: Rows, name: str) -> list[tuple[dict[str, Any], str]]:
             found.append((row, "equal completions of a prompt were judged differently"))
         elif answer and value == 0 and letters(said) == letters(answer):
             found.append((row, "a completion that is the answer was judged wrong"))
-        elif answer and value == 1 and letters(answer) not in letters(said):
+        elif value == 1 and any(letters(word) not in letters(said) for word in answer.split()):
             found.append((row, "a completion without the answer was judged right"))
     return found
 
