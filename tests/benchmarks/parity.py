@@ -30,13 +30,13 @@ from lightning.pytorch import Callback
 from litgrpo.evaluation.intervals import student_t_quantile
 from litgrpo.models.loading import export
 from tests.benchmarks.plan import write
-from tests.benchmarks.seeds import curve
+from tests.benchmarks.seeds import curve, sampled
 
 ROOT = Path(__file__).parents[2]
 HANDED = 3  # iterations whose completions TRL learns, too
 # {our weighting: TRL's loss that divides by the same}, where there is one step per rollout.
 LOSSES = {"PerToken": "dapo", "PerSequence": "grpo"}
-LAST = 50  # iterations whose mean reward is compared
+LAST = 5  # the share of the iterations, one of five, whose mean reward is compared by itself
 
 
 class Recorder(Callback):
@@ -93,6 +93,8 @@ class Recorder(Callback):
             "group_size": model["group_size"],
             "max_completion_len": model["max_completion_len"],
             "max_grad_norm": pl_module.settings.update.max_grad_norm,
+            "temperature": model["sampling"]["temperature"],
+            "bf16": trainer.precision == "bf16-mixed",
             "kl_coef": objective.kl_coef,
             "loss_type": LOSSES[type(objective.weighting).__name__],
             "optimizer": model["optimizer"],
@@ -190,8 +192,7 @@ class Pair:
             json.loads((each / "evaluated" / "validate.json").read_text())[name]
             for each in self.checkpoints()
         ]
-        column = "val/avg@4" if name == "avg_at_k" else f"val/{name}"
-        ours = curve(self.ours, column)
+        ours = curve(self.ours, sampled(self.ours) if name == "avg_at_k" else f"val/{name}")
         return {"litgrpo": ours, "TRL": ([0, *steps], [ours[1][0], *theirs])}
 
     def rewards(self) -> dict[str, list[float]]:
@@ -297,10 +298,10 @@ def measures(pairs: list[Pair]) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     for pair in pairs:
         ours, theirs = pair.rewards().values()
-        mean = statistics.mean
+        mean, last = statistics.mean, len(ours) // LAST
         values = {
             "mean reward of all iterations": (mean(ours), mean(theirs)),
-            f"mean reward of the last {LAST}": (mean(ours[-LAST:]), mean(theirs[-LAST:])),
+            f"mean reward of the last {last}": (mean(ours[-last:]), mean(theirs[-last:])),
         }
         for title, name in (("sampled", "avg_at_k"), ("greedy", "greedy")):
             (at, one), (_, two) = pair.held_out(name).values()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -66,6 +67,12 @@ def curve(folder: Path, name: str) -> tuple[list[int], list[float]]:
     return [int(float(row["step"])) for row in rows], [float(row[name]) for row in rows]
 
 
+def sampled(folder: Path) -> str:
+    """The column of the mean accuracy of sampled completions."""
+    with (folder / "metrics.csv").open() as file:
+        return next(name for name in next(csv.reader(file)) if re.fullmatch(r"val/avg@\d+", name))
+
+
 def plot(folders: list[Path], path: Path, rewards: list[str]) -> None:
     """Draw rewards against iterations, a line per seed and reward, and the held-out accuracies."""
     import matplotlib
@@ -77,7 +84,7 @@ def plot(folders: list[Path], path: Path, rewards: list[str]) -> None:
     for folder in folders:
         for name in rewards:
             axes[0].plot(*curve(folder, f"reward/{name}"), linewidth=0.8, alpha=0.8, label=name)
-        iterations, middle = curve(folder, "val/avg@4")
+        iterations, middle = curve(folder, sampled(folder))
         bounds = [curve(folder, f"val/avg@4_{bound}")[1] for bound in ("low", "high")]
         reach = [[abs(m - b) for m, b in zip(middle, bound, strict=True)] for bound in bounds]
         axes[1].errorbar(iterations, middle, reach, marker="o", capsize=3, label=folder.name)

@@ -30,7 +30,7 @@ def reward_of(name: str, entry: dict[str, Any], ends: set[int]) -> Any:
     """One of the recipe's reward functions as TRL calls it."""
     function = named(entry["function"])
     taken = inspect.signature(function).parameters
-    fixed = entry.get("args") or {}
+    fixed = entry["kwargs"]
 
     def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[Any]:
         given = columns | {"truncated": [ids[-1] not in ends for ids in completion_ids]}
@@ -110,6 +110,7 @@ def main() -> None:  # noqa: PLR0915 (a script)
             num_generations=group,
             max_completion_length=settings["max_completion_len"],
             max_steps=len(handed) or settings["iterations"],
+            temperature=settings["temperature"],
             beta=settings["kl_coef"],
             loss_type=settings["loss_type"],
             reward_weights=[entry["weight"] for entry in rewards.values()],
@@ -122,7 +123,7 @@ def main() -> None:  # noqa: PLR0915 (a script)
             save_steps=settings["every"],
             save_only_model=True,
             use_cpu=True,
-            bf16=False,
+            bf16=settings["bf16"],
             seed=settings["seed"],
             disable_tqdm=True,
             dataloader_pin_memory=False,
