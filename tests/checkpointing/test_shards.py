@@ -12,7 +12,7 @@ from litgrpo.checkpointing.shards import read_any, remove, sha256_of, tensors_of
 from tests.gloo import run_by
 from tests.parallel.fsdp import training
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 SECOND = "whole/checkpoints/iteration=000002.ckpt"
 
 

@@ -72,7 +72,7 @@ def learn(num_processes, folder):
     (folder / f"{num_processes}.json").write_text(json.dumps(report))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_two_processes_with_environments_in_workers_learn_what_one_does(tmp_path):
     in_a_process_of_one_thread(learn, tmp_path)
     one, two = (torch.load(tmp_path / f"gradients {n}.pt", weights_only=True) for n in (1, 2))

@@ -86,7 +86,7 @@ def halve(processes, folder):
     torch.save(weights, folder / f"halved {processes} {module.global_rank}.pt")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_processes_halve_together_and_learn_the_same(tmp_path):
     save_models(tmp_path)
     for processes in (1, 2):

@@ -13,7 +13,7 @@ from tests.parallel.fsdp import training
 from tests.parallel.fsdp.training import VARIANTS
 from tests.rollout.engines.vllm_stand_in import StandIn
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 # Norms are gathered and computed in bfloat16, too, which one process leaves in float32.
 ROUNDED = {"bf16"}

@@ -68,6 +68,6 @@ def divided_and_gathered(processes):
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_two_processes_divide_gather_and_learn():
     run_by(2, divided_and_gathered)

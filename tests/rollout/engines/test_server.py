@@ -326,7 +326,7 @@ def test_native_weights_need_a_gpu():
         Native("mpi")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_of_two_processes_the_first_publishes_and_each_asks_for_its_own(server, tmp_path):
     given = (server.url, str(tmp_path / "meet"), str(tmp_path))
     torch.multiprocessing.spawn(one_of_two, given, nprocs=2)

@@ -49,7 +49,7 @@ def local_bytes(processes, odd, replicas):
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("processes", "replicas"), [(2, 1), (4, 2)])
 def test_counted_bytes_are_those_of_real_shards(processes, replicas):
     run_by(processes, local_bytes, 12, replicas)
