@@ -96,6 +96,7 @@ class Recorder(Callback):
             "temperature": model["sampling"]["temperature"],
             "bf16": trainer.precision == "bf16-mixed",
             "kl_coef": objective.kl_coef,
+            "kl_bias_correction": objective.kl_bias_correction,
             "loss_type": LOSSES[type(objective.weighting).__name__],
             "optimizer": model["optimizer"],
             "lr_scheduler": model["lr_scheduler"],

@@ -112,6 +112,7 @@ def main() -> None:  # noqa: PLR0915 (a script)
             max_steps=len(handed) or settings["iterations"],
             temperature=settings["temperature"],
             beta=settings["kl_coef"],
+            use_bias_correction_kl=settings["kl_bias_correction"],
             loss_type=settings["loss_type"],
             reward_weights=[entry["weight"] for entry in rewards.values()],
             max_grad_norm=settings["max_grad_norm"],
