@@ -4,8 +4,9 @@
 
 Three seeds. Of each: our run; the first completions of it handed to TRL, whose weights after each
 of those steps are compared with ours; TRL's own run over the same prompts in the same order, whose
-checkpoints are evaluated by our program with the same random numbers. `--plot` draws the curves,
-`--page` puts the tables into a page. What is there already is not run again.
+checkpoints are evaluated by our program with the same random numbers. `--handed` leaves TRL's own
+run out. `--plot` draws the curves, `--page` puts the tables into a page. What is there already is
+not run again.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ class Pair:
         peer: python of an environment with trl.
         every: iterations between evaluations.
         further: words of the command line of ours.
+        only_handed: leave the peer's own run out.
     """
 
     recipe: str
@@ -134,6 +136,7 @@ class Pair:
     peer: str
     every: int
     further: tuple[str, ...] = ()
+    only_handed: bool = False
 
     @property
     def ours(self) -> Path:
@@ -160,7 +163,10 @@ class Pair:
             words += [f"--trainer.callbacks.folder={self.ours}"]
             words += [f"--trainer.callbacks.every={self.every}"]
             called(sys.executable, "-m", "litgrpo", *words)
-        for folder, more in ((self.handed, ["--handed"]), (self.theirs, [])):
+        runs = {self.handed: ["--handed"]}
+        if not self.only_handed:
+            runs[self.theirs] = []
+        for folder, more in runs.items():
             if not (folder / "steps.json").exists():
                 module = "tests.benchmarks.trl_parity"
                 called(self.peer, "-m", module, str(self.ours), str(folder), *more)
@@ -271,6 +277,8 @@ def tables(pairs: list[Pair]) -> dict[str, list[str]]:
     for pair in pairs:
         cells = " | ".join(f"{off:.1e} ({way:.1e})" for off, way in pair.differences())
         steps.append(f"| {pair.seed} | {cells} |")
+    if pairs[0].only_handed:
+        return {"steps": steps}
     learned = [
         "| | litgrpo, by seed | TRL, by seed | difference of the means |",
         "|---|---|---|---|",
@@ -344,6 +352,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"))
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--handed", action="store_true", help="only the steps on our completions")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--mark", default="", help="before the names of the page's tables")
@@ -356,6 +365,7 @@ def main() -> None:
             options.peer_python,
             options.every,
             tuple(further),
+            options.handed,
         )
         for seed in options.seeds
     ]

@@ -43,6 +43,16 @@ def test_a_missing_field_costs_its_share():
     assert score('{"age": 29}') == pytest.approx(1 / 4)
 
 
+def test_other_fields_may_earn_nothing():
+    def strict(said):
+        return json_fields([None], [json.dumps(said)], [RIGHT], same_fields=True)[0]
+
+    assert strict(RIGHT) == 1
+    assert strict(RIGHT | {"age": 30}) == 3 / 4
+    assert strict({name: RIGHT[name] for name in ("name", "age", "city")}) == 0
+    assert strict(RIGHT | {"job": "teacher"}) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -14,6 +14,8 @@ def json_fields(
     prompts: Sequence[object],
     completions: Completions,
     answer: Sequence[Any],
+    *,
+    same_fields: bool = False,
 ) -> list[float]:
     """Share of fields that a completion has right, where it is one JSON object and nothing else.
 
@@ -21,10 +23,15 @@ def json_fields(
     is missing. A number is a number and not a text; texts are compared without case and outer
     spaces. What `json.loads` refuses earns 0, as do fields that stand twice.
 
+    To leave a field out costs as much as to get it wrong, so a policy may learn to leave out what
+    it seldom gets right; with `same_fields` it earns nothing then.
+
     Args:
         prompts: N prompts; not read.
         completions: N completions.
         answer: N objects that are right: mappings, or their JSON; of a list of them any one is.
+        same_fields: an object with other fields than the right one's, whatever their values, earns
+            nothing.
 
     Returns:
         N rewards in [0, 1].
@@ -35,7 +42,7 @@ def json_fields(
     right = [_wanted(each) for each in answer]
     said = [_read(text_of(each)) for each in completions]
     pairs = zip(said, right, strict=True)
-    return [max(_share(one, other) for other in accepted) for one, accepted in pairs]
+    return [max(_share(one, other, same_fields) for other in accepted) for one, accepted in pairs]
 
 
 def _wanted(answer: Any) -> list[Mapping[str, Any]]:
@@ -63,7 +70,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _share(said: Mapping[str, Any], right: Mapping[str, Any]) -> float:
+def _share(said: Mapping[str, Any], right: Mapping[str, Any], same_fields: bool) -> float:
+    if same_fields and said.keys() != right.keys():
+        return 0.0
     same = [name for name in right if name in said and _equal(said[name], right[name])]
     return len(same) / len(said.keys() | right.keys())
 
