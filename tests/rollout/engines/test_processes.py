@@ -154,6 +154,18 @@ def test_a_process_that_dies_is_named_and_another_samples_its_share(engine, capl
     assert gone not in pids(engine)
 
 
+def test_a_process_that_dies_while_it_waits_is_named_and_replaced(engine, caplog):
+    policy = ragged(tiny_policy("qwen2"))
+    engine.sync_weights(policy, 0)
+    gone = pids(engine)[0]
+    os.kill(gone, signal.SIGKILL)
+    with caplog.at_level(logging.WARNING, logger="litgrpo"):
+        while gone in pids(engine):
+            engine.sync_weights(policy, 1)
+    assert f"Rollout process {gone} died while it waited" in caplog.text
+    assert len(pids(engine)) == 2
+
+
 def test_processes_that_keep_dying_end_the_run_in_one_line(engine):
     policy = ragged(tiny_policy("qwen2"))
     engine.sync_weights(policy, 0)

@@ -178,7 +178,7 @@ class Crew:
         else:
             self.shared = SharedPolicy(policy)
         self.pool.register({POLICY: ()})  # what a process imports, it has by its handler
-        self.pool.answers(wait=False)  # forgets those that died while they waited
+        self._forget_dead()
         while len(self.pool.workers) < self.pool.size:
             self._started(self.pool.launch())
 
@@ -190,6 +190,7 @@ class Crew:
             MemoryError: memory was short in one of them.
         """
         assert self.shared is not None, "sync_weights comes before generate"
+        self._forget_dead()
         self.pool.end_busy()  # of a rollout that was broken off
         waiting, asked = list(range(len(shares))), dict[Worker, int]()
         found: dict[int, Arrays] = {}
@@ -208,6 +209,15 @@ class Crew:
                 else:
                     found[number] = self._checked(answer)
         return [found[number] for number in range(len(shares))]
+
+    def _forget_dead(self) -> None:
+        """Name the processes that died while they waited; others take their places."""
+        waiting = [worker for worker in self.pool.workers if not worker.busy]
+        self.pool.answers(wait=False)
+        for worker in waiting:
+            if worker not in self.pool.workers:
+                said = "Rollout process %d died while it waited; another one takes its place"
+                log.log(logging.WARNING, said, worker.pid)
 
     def _ask(self, worker: Worker, share: Share) -> None:
         """Let a process sample, with the policy if it has another one."""
