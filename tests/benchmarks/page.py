@@ -34,13 +34,20 @@ STEPS = [
     "--size 30m --hazard 0.02 --bf16 --turns 2",
     f"--size 100m --hazard 0.02 {ONCE} --peer-steps 1",
 ]
-SWEPT = "--size tiny --hazard 0.02 --turns 1 --steps 3 --warmup 1"
+SWEPT = "--turns 1 --steps 3 --warmup 1 --peer-steps 1 --peer-optional"
+TINY = "--size tiny --hazard 0.02"
+# {what changes: its values, and the arguments for VALUE}. With longer completions allowed the end
+# comes later in proportion (HAZARD).
 SWEEPS: dict[str, tuple[list[int], str]] = {
-    "completions of a prompt": ([4, 8, 16, 32], "--group {}"),
-    "tokens of a prompt": ([16, 64, 256, 1024], '--change {{"prompt_len":{}}}'),
-    "tokens of a completion at most": ([32, 64, 128, 256], "--max-new {0} --hazard {1}"),
-    "vocabulary": ([512, 4096, 32768], '--change {{"vocab":{}}}'),
-    "prompts of a step": ([2, 4, 8, 16], '--change {{"prompts":{}}}'),
+    "completions of a prompt": ([4, 8, 16, 32, 64], f"{TINY} --group VALUE"),
+    "tokens of a prompt": ([16, 64, 256, 1024, 4096], f'{TINY} --change {{"prompt_len":VALUE}}'),
+    "tokens of a completion at most": (
+        [32, 128, 512, 2048],
+        "--size tiny --max-new VALUE --hazard HAZARD",
+    ),
+    "vocabulary": ([512, 4096, 32768, 256000], f'{TINY} --change {{"vocab":VALUE}}'),
+    "prompts of a step": ([2, 4, 8, 16], f'{TINY} --change {{"prompts":VALUE}}'),
+    "million parameters": ([1, 30, 100, 360], "--size VALUEm --hazard 0.02"),
 }
 HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
 SFT = ["--size 30m", "--size 30m --bf16"]
@@ -49,19 +56,20 @@ PROFILES = [f"--size {size} --hazard 0.02" for size in ("tiny", "30m", "100m")]
 
 def swept(name: str, value: int) -> str:
     """The arguments of one point of a sweep."""
-    # With longer completions allowed the end comes later in proportion.
-    return f"{SWEPT} {SWEEPS[name][1].format(value, round(2.56 / value, 4))}"
+    words = SWEEPS[name][1].replace("HAZARD", str(round(2.56 / value, 4)))
+    words = words.replace("VALUE", str(value)).replace("--size 1m", "--size tiny")
+    return f"{words} {SWEPT}"
 
 
 def commands(part: str, args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """Name and arguments of everything to measure in a part of the page."""
+    peer = ["--against", args.against, "--peer-python", str(args.peer_python)]
     if part == "steps":
-        peer = ["--peer-python", str(args.peer_python)]
-        threads = ["--against", args.against, "--threads", str(args.threads)]
+        threads = ["--threads", str(args.threads)]
         return [(f"step {line}", line.split() + threads + peer) for line in STEPS]
     if part == "sweeps":
         points = [swept(name, value) for name, (values, _) in SWEEPS.items() for value in values]
-        return [(f"step {line}", [*line.split(), "--threads", "1"]) for line in points]
+        return [(f"step {line}", [*line.split(), "--threads", "1", *peer]) for line in points]
     if part == "kernels":
         return [("roofline --kernels", ["--kernels", "--threads", "1"])]
     if part == "head":
@@ -210,45 +218,57 @@ def kernels_table(results: Results) -> str:
 
 
 def sweeps_table(results: Results) -> str:
-    """A row for each sweep: value, and CPU seconds of rollout and learning."""
-    lines = ["| | value: seconds of rollout + learning |", "|---|---|"]
+    """A row for each point of each sweep."""
+    lines = [
+        "| | | rollout + learning, s | peer, s | times ours | ours, MiB | peer, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, points in sweeps(results).items():
-        cells = [f"{value}: {rollout:.2f} + {learn:.2f}" for value, rollout, learn in points]
-        lines.append(f"| {name} | {'; '.join(cells)} |")
+        for value, found in points.items():
+            ours, peer = found["ours"], found.get("peer")
+            cells = [name, f"{value:,}", f"{ours['rollout_s']:.2f} + {ours['learn_s']:.2f}"]
+            if peer:
+                cells += [f"{peer['step_s']:.2f}", f"{found['ratio_wall']:.1f}"]
+            else:
+                cells += [found.get("peer_failed", ""), ""]
+            memory = [f"{side['peak_rss_mib']:,.0f}" if side else "" for side in (ours, peer)]
+            lines.append(f"| {' | '.join(cells + memory)} |")
     return "\n".join(lines)
 
 
-def sweeps(results: Results) -> dict[str, list[tuple[int, float, float]]]:
-    """{sweep: value, seconds of rollout and of learning at each point}."""
-    found = {}
-    for name, (values, _) in SWEEPS.items():
-        at = {value: results.get(f"step {swept(name, value)}") for value in values}
-        found[name] = [
-            (value, result["ours"]["rollout_s"], result["ours"]["learn_s"])
-            for value, result in at.items()
-            if result is not None
-        ]
-    return found
+def sweeps(results: Results) -> dict[str, dict[int, Results]]:
+    """{sweep: {value: what was measured there}}."""
+    return {
+        name: {
+            value: results[f"step {swept(name, value)}"]
+            for value in values
+            if f"step {swept(name, value)}" in results
+        }
+        for name, (values, _) in SWEEPS.items()
+    }
 
 
 def plot(results: Results) -> None:
-    """How the cost of a step grows, one panel for each sweep."""
+    """How seconds and memory of a step grow, a column for each sweep."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = dict(figsize=(14, 2.8), sharey=True, constrained_layout=True)
-    figure, axes = pyplot.subplots(1, len(SWEEPS), **settings)
-    for axis, (name, points) in zip(axes, sweeps(results).items(), strict=True):
-        values = [value for value, *_ in points]
-        for column, label in ((1, "rollout"), (2, "learning")):
-            axis.loglog(values, [point[column] for point in points], marker="o", label=label)
-        axis.set(xlabel=name, xticks=values, xticklabels=values)
-        axis.minorticks_off()
-    seconds = [0.2, 0.5, 1, 2]
-    axes[0].set(ylabel="seconds of a step", yticks=seconds, yticklabels=seconds)
-    axes[0].legend(fontsize="small")
+    settings = dict(figsize=(16, 5), sharey="row", sharex="col", constrained_layout=True)
+    figure, axes = pyplot.subplots(2, len(SWEEPS), **settings)
+    for (above, below), (name, points) in zip(axes.T, sweeps(results).items(), strict=True):
+        sides = {"litgrpo": {at: found["ours"] for at, found in points.items()}}
+        sides["peer"] = {at: found["peer"] for at, found in points.items() if "peer" in found}
+        for label, found in sides.items():
+            look = dict(marker="o", label=label, linestyle="-" if label == "litgrpo" else "--")
+            for axis, number in ((above, "step_s"), (below, "peak_rss_mib")):
+                axis.loglog(list(found), [each[number] for each in found.values()], **look)
+        below.set(xlabel=name, xticks=list(points), xticklabels=list(points))
+        below.minorticks_off()
+    axes[0, 0].set(ylabel="seconds of a step")
+    axes[1, 0].set(ylabel="memory, MiB")
+    axes[0, 0].legend(fontsize="small")
     figure.savefig(PLOT, dpi=110)
     pyplot.close(figure)
 

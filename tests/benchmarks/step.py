@@ -10,10 +10,9 @@ optimizer. Printed: medians over the turns of each turn's median step, their rat
 second by phase, peak memory, and the share of the least time that the arithmetic needs on this
 machine (see roofline.py), measured between the turns.
 
-The peer is `tests.benchmarks.trl_steps` in its own environment, or a script that takes --size
---prompts --group --prompt-len --max-new --threads --steps --warmup --hazard --bf16 and prints a
-line of JSON with step_s, cpu_s, gen_s, train_s, mean_completion_len and peak_rss_mib. A clone of
-this project, of another version, takes the arguments of this program.
+The peer is `tests.benchmarks.trl_steps` in its own environment, or a clone of this project, of
+another version. Ends are drawn, so that the two sides do not say equally much: ratios are divided
+by that of the mean lengths of their completions.
 """
 
 from __future__ import annotations
@@ -133,19 +132,17 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
     """A turn of the peer, in its own environment."""
     if args.peer_checkout:
         return turn_of_checkout(args)
-    size = SIZES[args.size]
-    script = args.peer_script.absolute() if args.peer_script else None
-    module = [str(script)] if script else ["-m", "tests.benchmarks.trl_steps"]
-    command = [str(args.peer_python), *module, "--size", args.size]
+    size = _work(args).size
+    command = [str(args.peer_python), "-m", "tests.benchmarks.trl_steps"]
+    command += ["--sizes", *map(str, size.numbers)]
     shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
     shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.peer_warmup}
-    # Its own filter of disturbed steps is off: both sides are disturbed alike, turn by turn.
-    shape |= {"steps": args.peer_steps + args.peer_warmup, "quiet": 2}
+    shape |= {"steps": args.peer_steps + args.peer_warmup}
     for name, value in shape.items():
         command += [f"--{name}", str(value)]
     if args.hazard is not None:
         command += ["--hazard", str(args.hazard)]
-    return last_line(command + ["--bf16"] * args.bf16, script.parent if script else ROOT)
+    return last_line(command + ["--bf16"] * args.bf16, ROOT)
 
 
 def turn_of_checkout(args: argparse.Namespace) -> Measures:
@@ -171,8 +168,6 @@ def last_line(command: list[str], folder: Path, sources: Path | None = None) -> 
         sources: of another version, before those that its environment has installed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    if folder != ROOT:
-        environment.pop("PYTHONPATH", None)
     if sources is not None:  # before the version that the environment has installed
         environment["PYTHONPATH"] = str(sources)
     run = subprocess.run(
@@ -206,11 +201,17 @@ def _work(args: argparse.Namespace) -> Work:
 def compared(args: argparse.Namespace) -> Measures:
     """Turns of both sides, one after the other, and what they come to."""
     sides: dict[str, list[Measures]] = {"ours": [], "peer": [], "machine": []}
+    failed = ""
     for _ in range(args.turns):
         sides["machine"].append(_turn("roofline", ["--threads", str(args.threads)]))
         sides["ours"].append(_turn("step", [*sys.argv[1:], "--turn"]))
-        if args.against:
-            sides["peer"].append(turn_of_peer(args))
+        if args.against and not failed:
+            try:
+                sides["peer"].append(turn_of_peer(args))
+            except SystemExit as failure:
+                if not args.peer_optional:
+                    raise
+                failed = str(failure).strip().splitlines()[-1]
     ours, machine = medians(sides["ours"]), Machine(**medians(sides["machine"]))
     lengths = [ours["mean_completion_len"], ours["square_completion_len"]]
     ours |= {"machine": asdict(machine), "floor": floor(_work(args), lengths, machine)}
@@ -223,9 +224,10 @@ def compared(args: argparse.Namespace) -> Measures:
     result: Measures = {
         name: getattr(args, name) for name in ("size", "hazard", "bf16", "threads", "turns")
     }
-    if args.against:
+    if failed:
+        result["peer_failed"] = failed
+    elif args.against:
         peer = medians(sides["peer"])
-        # Lengths are drawn, so that one side may have a little more to do.
         fair = peer["mean_completion_len"] / ours["mean_completion_len"]
         result |= {"against": args.against, "length_ratio": fair}
         for name, of_peer, of_ours in (
@@ -234,7 +236,7 @@ def compared(args: argparse.Namespace) -> Measures:
             ("ratio_rollout", "gen_s", "rollout_s"),
             ("ratio_learn", "train_s", "learn_s"),
         ):
-            result[name] = peer[of_peer] / ours[of_ours]
+            result[name] = peer[of_peer] / ours[of_ours] / fair
         result["memory_frac"] = ours["peak_rss_mib"] / peer["peak_rss_mib"]
         result["peer"] = peer
     result["ours"] = ours
@@ -285,8 +287,8 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peer-python", type=Path)
-    parser.add_argument("--peer-script", type=Path, help="default: tests.benchmarks.trl_steps")
     parser.add_argument("--peer-checkout", type=Path, help="another clone of this project")
+    parser.add_argument("--peer-optional", action="store_true", help="ours counts if it fails")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of ours in a turn")
@@ -295,7 +297,7 @@ def main() -> None:
     parser.add_argument("--peer-warmup", type=int, default=1)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new", type=int, default=128)
-    parser.add_argument("--change", default="{}", help="JSON of sizes to change (ours only)")
+    parser.add_argument("--change", default="{}", help="JSON of sizes to change")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.against and not (args.peer_checkout or args.peer_python):

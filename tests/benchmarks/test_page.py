@@ -25,7 +25,7 @@ def test_the_least_time_is_that_of_a_step_worked_out_by_hand():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_models_have_the_sizes_that_the_page_states(name):
-    millions = {"tiny": 1.05, "30m": 29.4, "100m": 100.0, "500m": 494.0}[name]
+    millions = {"tiny": 1.05, "30m": 29.4, "100m": 100.0, "360m": 362.0, "500m": 494.0}[name]
     size = SIZES[name]
     assert size.linear_weights + size.hidden * size.vocab == pytest.approx(millions * 1e6, rel=0.02)
 
@@ -58,6 +58,23 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     assert "100 of 400 MiB (25%)" in text
     assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
     assert "old" not in text
+
+
+def test_sweeps_show_the_peer_where_it_could_run(tmp_path, monkeypatch):
+    ours = {"rollout_s": 1.0, "learn_s": 2.0, "step_s": 3.5, "peak_rss_mib": 1000.0}
+    both = {"ours": ours, "peer": {"step_s": 14.0, "peak_rss_mib": 4000.0}, "ratio_wall": 4.0}
+    alone = {"ours": ours, "peer_failed": "Killed"}
+    points = [("vocabulary", 512, both), ("vocabulary", 256000, alone)]
+    points += [("million parameters", 1, both), ("million parameters", 30, both)]
+    found = {f"step {page.swept(name, value)}": each for name, value, each in points}
+    lines = page.sweeps_table(found).splitlines()
+    assert "| vocabulary | 512 | 1.00 + 2.00 | 14.00 | 4.0 | 1,000 | 4,000 |" in lines
+    assert "| vocabulary | 256,000 | 1.00 + 2.00 | Killed |  | 1,000 |  |" in lines
+    assert page.swept("million parameters", 1).startswith("--size tiny --hazard 0.02 --turns")
+    assert page.swept("million parameters", 360).startswith("--size 360m")
+    monkeypatch.setattr(page, "PLOT", tmp_path / "plot.png")
+    page.plot(found)
+    assert page.PLOT.stat().st_size > 10_000
 
 
 def test_the_page_has_one_place_for_each_table():

@@ -26,6 +26,7 @@ def arguments() -> argparse.Namespace:
     """What the runner says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--sizes", type=int, nargs="+", help="instead, numbers as in `SIZES`")
     for name, default in (
         ("prompts", 8),
         ("group", 8),
@@ -40,7 +41,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--vllm", action="store_true", help="generate by vLLM, in this process")
-    parser.add_argument("--quiet", help="taken and not used")
     return parser.parse_args()
 
 
@@ -60,7 +60,9 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     finished = torch.cuda.synchronize if on_gpu else time.perf_counter
     hazard = 1 / args.max_new if args.hazard is None else args.hazard
-    made = RandomModel(SIZES[args.size], hazard, args.prompt_len + args.max_new + 8)
+    made = RandomModel(
+        tuple(args.sizes or SIZES[args.size]), hazard, args.prompt_len + args.max_new + 8
+    )
     folder = tempfile.mkdtemp()
     made.model().save_pretrained(folder)  # vLLM reads it from there
     made.tokenizer().save_pretrained(folder)

@@ -29,6 +29,11 @@ class Size:
     prompt_len: int = 128
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """As in `random_model.SIZES`."""
+        return (self.hidden, self.layers, self.heads, self.kv_heads, self.inner, self.vocab)
+
+    @property
     def linear_weights(self) -> int:
         """Weights of all linear layers of the body."""
         size = self.hidden // self.heads
@@ -67,10 +72,9 @@ class Work:
     def random(self) -> random_model.RandomModel:
         """The model's weights and words."""
         size = self.size
-        sizes = (size.hidden, size.layers, size.heads, size.kv_heads, size.inner, size.vocab)
         hazard = 1 / self.max_new if self.hazard is None else self.hazard
         positions = size.prompt_len + self.max_new + 8
-        return random_model.RandomModel(sizes, hazard, positions, seed=self.seed)
+        return random_model.RandomModel(size.numbers, hazard, positions, seed=self.seed)
 
     def policy(self, **precision: Any) -> CausalPolicy:
         """The model, random."""
