@@ -212,12 +212,11 @@ class Crew:
 
     def _forget_dead(self) -> None:
         """Name the processes that died while they waited; others take their places."""
-        waiting = [worker for worker in self.pool.workers if not worker.busy]
+        waiting = {worker for worker in self.pool.workers if not worker.busy}
         self.pool.answers(wait=False)
-        for worker in waiting:
-            if worker not in self.pool.workers:
-                said = "Rollout process %d died while it waited; another one takes its place"
-                log.log(logging.WARNING, said, worker.pid)
+        for worker in waiting.difference(self.pool.workers):
+            said = "Rollout process %d died while it waited; another one takes its place"
+            log.log(logging.WARNING, said, worker.pid)
 
     def _ask(self, worker: Worker, share: Share) -> None:
         """Let a process sample, with the policy if it has another one."""
