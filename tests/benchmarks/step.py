@@ -228,20 +228,24 @@ def compared(args: argparse.Namespace) -> Measures:
         result["peer_failed"] = failed
     elif args.against:
         peer = medians(sides["peer"])
-        fair = peer["mean_completion_len"] / ours["mean_completion_len"]
-        result |= {"against": args.against, "length_ratio": fair}
-        for name, of_peer, of_ours in (
-            ("ratio_wall", "step_s", "step_s"),
-            ("ratio_cpu", "cpu_s", "cpu_s"),
-            ("ratio_rollout", "gen_s", "rollout_s"),
-            ("ratio_learn", "train_s", "learn_s"),
-        ):
-            result[name] = peer[of_peer] / ours[of_ours] / fair
-        result["memory_frac"] = ours["peak_rss_mib"] / peer["peak_rss_mib"]
-        result["peer"] = peer
+        result |= {"against": args.against, "peer": peer, **ratios(ours, peer)}
     result["ours"] = ours
     result["spread"] = {name: [turn["step_s"] for turn in sides[name]] for name in ("ours", "peer")}
     return result
+
+
+def ratios(ours: Measures, peer: Measures) -> Measures:
+    """How many times our time the peer takes, at equal lengths, and the share of its memory."""
+    fair = peer["mean_completion_len"] / ours["mean_completion_len"]
+    pairs = {
+        "wall": ("step_s", "step_s"),
+        "cpu": ("cpu_s", "cpu_s"),
+        "rollout": ("gen_s", "rollout_s"),
+        "learn": ("train_s", "learn_s"),
+    }
+    times = {f"ratio_{name}": peer[b] / ours[a] / fair for name, (b, a) in pairs.items()}
+    memory = ours["peak_rss_mib"] / peer["peak_rss_mib"]
+    return {"length_ratio": fair, **times, "memory_frac": memory}
 
 
 def shown(result: Measures) -> str:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.benchmarks import page
+from tests.benchmarks import page, step
 from tests.benchmarks.roofline import Machine, floor
 from tests.benchmarks.workload import SIZES, Size, Work
 
@@ -58,6 +58,20 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     assert "100 of 400 MiB (25%)" in text
     assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
     assert "old" not in text
+
+
+def test_times_are_compared_at_equal_lengths():
+    ours = {"step_s": 2.0, "cpu_s": 2.0, "rollout_s": 1.0, "learn_s": 1.0, "peak_rss_mib": 5.0}
+    peer = {"step_s": 12.0, "cpu_s": 24.0, "gen_s": 3.0, "train_s": 9.0, "peak_rss_mib": 50.0}
+    found = step.ratios(ours | {"mean_completion_len": 40.0}, peer | {"mean_completion_len": 60.0})
+    assert found == {
+        "length_ratio": 1.5,
+        "ratio_wall": 4.0,
+        "ratio_cpu": 8.0,
+        "ratio_rollout": 2.0,
+        "ratio_learn": 6.0,
+        "memory_frac": 0.1,
+    }
 
 
 def test_sweeps_show_the_peer_where_it_could_run(tmp_path, monkeypatch):
