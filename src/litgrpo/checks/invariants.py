@@ -132,7 +132,7 @@ class Finding:
     def __str__(self) -> str:
         """One line of the log."""
         verdict = "holds" if self.holds else "FAILS"
-        return f"{verdict}  {self.name:<48} error {self.error:.1e}, tolerance {self.tolerance:.0e}"
+        return f"{verdict}  {self.name:<48} error {self.error:.1e}, tolerance {self.tolerance:.1e}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def refuse(findings: list[Finding]) -> None:
         worst = min(failed, key=lambda finding: list(LIKELY).index(finding.name))
         raise ValueError(
             f'Not trained: the invariant "{worst.name}" fails with error {worst.error:.2g} '
-            f"(tolerance {worst.tolerance:.0e}); {likely(worst)} (`check_invariants: false` trains "
+            f"(tolerance {worst.tolerance:.1e}); {likely(worst)} (`check_invariants: false` trains "
             "regardless)."
         )
 
