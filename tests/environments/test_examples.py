@@ -17,6 +17,8 @@ from litgrpo.environments.schema import schema_of
         ("1/3*3", "1"),
         ("9" * 90 + "*" + "9" * 90, str((10**90 - 1) ** 2)),
         ("--3", "3"),
+        ("0.75 - 0.5", "0.25"),
+        ("0.1+0.2", "0.3"),
     ],
 )
 def test_the_calculator_computes_exactly(expression, value):
@@ -29,7 +31,8 @@ def test_the_calculator_computes_exactly(expression, value):
         ("", "not an expression"),
         ("9**9**9**9", "not an expression"),
         ("7//2", "not an expression"),
-        ("1.5", "not an expression"),
+        ("1.5.2", "not an expression"),
+        ("1e5", "not an expression"),
         ("__import__('os')", "not an expression"),
         ("(" * 199, "not an expression"),
         ("(1)(2)", "not an expression"),

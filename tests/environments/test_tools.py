@@ -130,8 +130,8 @@ def test_the_tools_are_told_in_the_prompt_where_it_is_asked_for():
     assert tools.reset({}, 0) == ""
     tools.describe = True
     assert tools.reset({}, 0) == (
-        "\n\nTools:\n- calculate(expression: string): Compute a value from whole numbers, + - * / "
-        "and parentheses.\nCall a tool like this: <call>expression</call>\n"
+        "\n\nTools:\n- calculate(expression: string): Compute a value from numbers, + - * / and "
+        "parentheses.\nCall a tool like this: <call>expression</call>\n"
     )
 
 

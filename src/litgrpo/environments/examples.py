@@ -29,17 +29,17 @@ SIGNS: dict[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast
 
 
 def calculate(expression: str) -> str:
-    """Compute a value from whole numbers, + - * / and parentheses.
+    """Compute a value from numbers, + - * / and parentheses.
 
     Args:
-        expression: what to compute, such as (347 + 5) * 82
+        expression: what to compute, such as (347 + 0.5) * 82
 
     Returns:
         The value: a whole number, or a decimal with ten digits.
     """
     require(len(expression) <= MOST_CHARS, f"an expression has at most {MOST_CHARS} characters")
-    wrong = "not an expression of whole numbers, + - * / and parentheses"
-    require(re.fullmatch(r"[\d+\-*/() ]*", expression, re.ASCII) is not None, wrong)
+    wrong = "not an expression of numbers, + - * / and parentheses"
+    require(re.fullmatch(r"[\d+\-*/(). ]*", expression, re.ASCII) is not None, wrong)
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError as error:
@@ -56,8 +56,8 @@ def _value(node: ast.AST) -> Fraction:
         KeyError: something else is in it.
     """
     match node:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
+        case ast.Constant(value=int(number) | float(number)):
+            return Fraction(str(number))  # a decimal as it is written, not as it is rounded
         case ast.BinOp(left, op, right):
             return OPERATIONS[type(op)](_value(left), _value(right))
         case ast.UnaryOp(op, operand):
