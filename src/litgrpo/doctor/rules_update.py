@@ -64,7 +64,7 @@ def nothing_moves(metrics: Metrics, samples: Rows, config: Config) -> Finding | 
         (both("optim/update_rel", moved), both("reward/mean", metrics["reward/mean"])),
         (),
         "model.optimizer.lr",
-        f"{float(lr) * 100:g}" if isinstance(lr, int | float) else "",
+        f"{float(lr) * (100 if usual <= STILL else 10):g}" if isinstance(lr, int | float) else "",
     )
 
 
