@@ -24,15 +24,15 @@ RESULTS, PAGE = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.m
 PLOT = ROOT / "docs" / "benchmarks.png"
 Results = dict[str, Any]
 
-ONCE = "--turns 2 --steps 4 --warmup 1"
 STEPS = [
     "--size tiny --hazard 0.02",
     "--size tiny",
     "--size tiny --hazard 0.02 --bf16",
     "--size 30m --hazard 0.02 --turns 2",
-    f"--size 30m {ONCE}",
+    "--size 30m --turns 2",
     "--size 30m --hazard 0.02 --bf16 --turns 2",
-    f"--size 100m --hazard 0.02 {ONCE} --peer-steps 1",
+    "--size 100m --hazard 0.02 --turns 2",
+    "--size 135m --hazard 0.045 --max-new 48 --bf16 --turns 2",
 ]
 SWEPT = "--turns 1 --steps 3 --warmup 1 --peer-steps 1 --peer-optional"
 TINY = "--size tiny --hazard 0.02"

@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of ours in a turn")
     parser.add_argument("--warmup", type=int, default=2, help="of ours before them")
-    parser.add_argument("--peer-steps", type=int, default=2)
+    parser.add_argument("--peer-steps", type=int, default=5)
     parser.add_argument("--peer-warmup", type=int, default=1)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new", type=int, default=128)

@@ -41,10 +41,8 @@ class Size:
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
 
-SIZES = {
-    name: Size(*sizes, **({"prompts": 8, "prompt_len": 64} if name == "tiny" else {}))
-    for name, sizes in random_model.SIZES.items()
-}
+PROMPTS = {"tiny": {"prompts": 8, "prompt_len": 64}, "135m": {"prompts": 16, "prompt_len": 64}}
+SIZES = {name: Size(*sizes, **PROMPTS.get(name, {})) for name, sizes in random_model.SIZES.items()}
 
 
 @dataclass(frozen=True)
