@@ -133,5 +133,5 @@ def f20(bench: Any) -> dict[str, str]:
     run = Run(bench.folder / "f20", recipe("leaks"))
     run.recipe["model"]["init_args"]["check_invariants"] = True
     code = run.go()
-    named = "10 the environment is a function" in run.said
+    named = "10 the environment's answers can be repeated" in run.said
     return {"a class attribute": "" if code == 2 and named else f"code {code}: {run.said[-500:]}"}

@@ -48,7 +48,7 @@ class InvariantChecks(Callback):
             with gathered(module), trainer.precision_plugin.train_step_context():
                 findings = measured(module.rollouter, module.learner, prompts, conditions)
         rank_zero_info(f"Invariants, checked in {time.perf_counter() - started:.1f} s:")
-        for finding in sorted(findings, key=lambda finding: finding.name):
+        for finding in sorted(findings, key=lambda finding: int(finding.name.split()[0])):
             rank_zero_info(f"  {finding}")
         refuse(findings)
 

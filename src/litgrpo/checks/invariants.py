@@ -43,7 +43,7 @@ WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
 BRIDGE = "9 the bridge is the template's own"
-REPEATED = "10 the environment is a function of row, seed and what was said"
+REPEATED = "10 the environment's answers can be repeated"
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
 # those after it: a wrong head makes decoding differ, too.
