@@ -22,13 +22,13 @@ TALK = [
 ]
 
 
-def pairs_of(row, *, turns="all", chat=True, form=FORMAT, limit=99):
+def pairs_of(row, *, turns="all", chat=True, form=FORMAT, limit=99, completion=None):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = form
     pairs = tokenized_pairs(
         read([row]),
         "train",
-        style=PairStyle(prompt_style(None, chat), Template("completion"), turns),
+        style=PairStyle(prompt_style(None, chat), Template("completion", completion), turns),
         limit=LengthLimit("max_len", limit, "truncate"),
         tokenizer=tokenizer,
         pad_to_multiple=1,
@@ -60,6 +60,13 @@ def test_prompt_and_completion_may_be_messages():
     row = {"prompt": TALK[:3], "completion": TALK[3:]}
     assert pairs_of(row)[1] == ["yo<eos>", "ok<eos>"]
     assert pairs_of({"prompt": "hi", "completion": TALK[1:2]})[1] == ["yo<eos>"]
+
+
+def test_a_template_says_what_the_completion_is_instead_of_its_messages():
+    row = {"prompt": "hi", "completion": TALK[1:2], "solution": "8"}
+    whole, learned = pairs_of(row, completion="it is {{ solution }}")
+    assert whole == "u:hi<eos>\na:it is 8<eos>"
+    assert learned == ["it is 8<eos>"]
 
 
 def test_a_system_message_stands_in_front():

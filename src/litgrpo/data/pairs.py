@@ -138,9 +138,14 @@ class PairStyle:
     turns: Turns = "all"
 
     def conversation(self, row: Row) -> list[dict[str, str]] | None:
-        """The messages of a row, where it holds a conversation and the data are in chat format."""
+        """The messages of a row that holds a conversation, where the data are in chat format.
+
+        None where a template says what the completion is.
+        """
         style = self.prompt
-        return conversation_of(row, style) if isinstance(style, ChatStyle) else None
+        if self.completion.source is not None or not isinstance(style, ChatStyle):
+            return None
+        return conversation_of(row, style)
 
     def parts(self, row: Row) -> list[Part]:
         """The texts behind a prompt, and whether each is learned.
