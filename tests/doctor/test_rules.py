@@ -69,6 +69,7 @@ FOUND = [
         {},
     ),
     ("nothing_moves", FLAT | {"optim/update_rel": flat(1e-9)}, {}),
+    ("nothing_moves", FLAT | {"optim/update_rel": flat(1e-5)}, {}),
     ("loops", {"completion/loop_frac": late(0, 0.6)}, {}),
     ("length_growth", FLAT | {"completion/len_mean": up(10, 40)}, {}),
     ("length_collapse", FLAT | {"completion/len_mean": up(40, 10)}, {}),
@@ -100,6 +101,7 @@ NORMAL = [
     ("collapsed", {"reward/mean": np.where(np.arange(LENGTH) < 20, 0.6, 0.6 - 1e-8)}, {}),
     ("hacked", BETTER, {}),
     ("nothing_moves", BETTER | {"optim/update_rel": flat(1e-9)}, {}),
+    ("nothing_moves", FLAT | {"optim/update_rel": flat(1e-5), "policy/entropy": up(0.1, 0.02)}, {}),
     ("copies", {"completion/unique_frac": flat(0.13), "reward/equal_groups_frac": flat(1)}, {}),
     ("loops", {"completion/loop_frac": flat(0.3)}, {}),
 ]

@@ -55,6 +55,12 @@ def nothing_moves(metrics: Metrics, samples: Rows, config: Config) -> Finding | 
     usual = float(np.median(moved.known.values))
     if len(moved.known) < PATIENCE or usual > SLOW or gained(metrics):
         return None
+    # A pretrained model changes what it says by steps as small as this.
+    entropy = metrics["policy/entropy"]
+    if usual > STILL and len(entropy.known) > 1:
+        certainty = trend(entropy)
+        if certainty.rose or certainty.fell:
+            return None
     lr = config.get("model.optimizer.lr")
     return Finding(
         "nothing_moves",
