@@ -83,6 +83,14 @@ def test_temperature_divides_the_logits():
     assert cold.exp().item() == pytest.approx(9 / 10)
 
 
+def test_entropy_is_not_rounded_under_autocast():
+    hidden = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)) * 4
+    given = hidden, torch.zeros(4, dtype=torch.long), lambda hidden: hidden
+    expected = token_logprobs(*given)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(token_logprobs(*given)[1], expected)
+
+
 def test_equal_logits_have_the_entropy_of_the_vocabulary():
     _, entropy = token_logprobs(torch.zeros(3, 7), torch.tensor([0, 1, 2]), lambda hidden: hidden)
     assert entropy.tolist() == pytest.approx([math.log(7)] * 3)

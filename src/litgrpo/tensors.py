@@ -169,8 +169,8 @@ class _Chosen(torch.autograd.Function):
         # log Z = z - log p of any token; the likeliest is the most exact.
         log_z = largest - probs.gather(-1, place[:, None]).squeeze(-1).log()
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
-        # H = log Z - sum_v p_v z_v
-        entropy = log_z - (probs[:, None] @ logits[:, :, None]).flatten()
+        with torch.autocast(logits.device.type, enabled=False):  # it would round both
+            entropy = log_z - (probs[:, None] @ logits[:, :, None]).flatten()  # sum_v p_v z_v
         ctx.save_for_backward(probs, targets)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

@@ -13,6 +13,7 @@ from lightning import LightningModule
 
 from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.policy import Policy
+from litgrpo.parallel.memory import keep_freed_memory
 from litgrpo.parallel.messages import rank_zero_info, rank_zero_warn
 
 KEY = "machine"  # of a checkpoint
@@ -28,6 +29,7 @@ def use_everywhere(module: LightningModule, policy: Policy) -> None:
     chosen = module.trainer.strategy.broadcast(asdict(policy.kernels))
     _use(module, Kernels(**chosen))
     if policy.model.device.type == "cpu":
+        keep_freed_memory()
         kernels = ", ".join(f"{kernel} to {phase}" for phase, kernel in chosen.items())
         rank_zero_info(f"Linear layers: {kernels}; {torch.get_num_threads()} threads")
 

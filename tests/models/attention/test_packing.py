@@ -26,8 +26,9 @@ def test_a_packing_worked_out_by_hand():
         )
     )
     # Prompt 0, the completion 7 8 (9 is not fed), prompt 1, the completion 5 (6 is not fed).
-    assert packing.ids.tolist() == [11, 12, 7, 8, 21, 22, 23, 5]
-    assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert packing.num_tokens == 8
+    assert packing.ids.tolist() == [11, 12, 7, 8, 21, 22, 23, 5, *[0] * 120]
+    assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, *[0] * 120]
     assert packing.groups == [[0, 2, 4], [4, 7, 8]]
     # 5 6 follow tokens 6 7; 7 8 9 follow 1 2 3; 4 follows 6.
     assert packing.predicting.tolist() == [6, 7, 1, 2, 3, 6]

@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,21 +109,43 @@ def test_without_the_operators_every_layer_is_plain(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "capability", "decode"),
+    ("numbers", "capability", "flags", "kernels"),
     [
-        (128 * 512, "AVX512", "plain"),  # the quickstart's
-        (512 * 1536, "AVX512", "onednn"),
-        (512 * 1536, "AVX2", "plain"),
-        (512 * 1536, "DEFAULT", "plain"),
+        (128 * 512, "AVX512", {"sse4a"}, Kernels()),  # the quickstart's
+        (512 * 1536, "AVX512", {"sse4a"}, PACKED),
+        (512 * 1536, "AVX512", {"avx512_vp2intersect"}, PACKED),
+        (512 * 1536, "AVX2", linears.DOUBLE_WIDTH, Kernels()),
+        (512 * 1536, "DEFAULT", set(), Kernels()),
+        (512 * 1536, "AVX512", linears.DOUBLE_WIDTH, BOTH),
+        (128 * 512, "AVX512", linears.DOUBLE_WIDTH, Kernels(learn="onednn")),
+        (64 * 64, "AVX512", linears.DOUBLE_WIDTH, Kernels()),
     ],
 )
-def test_large_weights_are_packed_where_it_was_measured_to_be_faster(numbers, capability, decode):
-    assert linears.by_rule(numbers, capability) == Kernels(decode=decode, learn="plain")
+def test_onednn_is_taken_where_it_was_measured_to_be_faster(numbers, capability, flags, kernels):
+    assert linears.by_rule(numbers, capability, frozenset(flags)) == kernels
+
+
+def test_the_processor_says_what_it_has(monkeypatch, tmp_path):
+    linears.processor_flags.cache_clear()
+    assert linears.processor_flags() or not Path("/proc/cpuinfo").exists()
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(linears, "Path", lambda _: file)
+    for text, flags in (
+        (None, set()),
+        ("processor : 0\n", set()),
+        ("flags\t\t: fpu sse4a\n", {"fpu", "sse4a"}),
+    ):
+        if text is not None:
+            file.write_text(text)
+        linears.processor_flags.cache_clear()
+        assert linears.processor_flags() == flags
+    linears.processor_flags.cache_clear()
 
 
 @needs_onednn
 def test_the_shape_with_most_weights_decides(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(linears, "processor_flags", frozenset)
     small, large = nn.Linear(8, 8), nn.Linear(512, 1536)
     for layers, decode in (([small], "plain"), ([small, large], "onednn")):
         model = nn.Sequential(*layers)

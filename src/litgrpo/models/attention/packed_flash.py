@@ -56,6 +56,7 @@ class _PackedAttention(torch.autograd.Function):
         # The kernel's backward pass is several times slower in bfloat16.
         q, k, v = (widened(x) for x in (query, keys, values))
         output, log_sum = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        output[packing.num_tokens :] = 0
         for start, middle, end in packing.groups:
             prefix, suffixes = slice(start, middle), slice(middle, end)
             prefix_keys = k[None, prefix], v[None, prefix]
@@ -88,6 +89,8 @@ class _PackedAttention(torch.autograd.Function):
         packing, scaling = ctx.packing, ctx.scaling
         g, q, k, v, out = (widened(x) for x in (grad, query, keys, values, output))
         of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
+        for each in (of_q, of_k, of_v):
+            each[packing.num_tokens :] = 0
 
         for start, middle, end in packing.groups:
             prefix, suffixes = slice(start, middle), slice(middle, end)

@@ -72,7 +72,7 @@ def _grid_attention(
     softcap: float | None,
 ) -> Tensor:
     """[T, heads, D] by plain operations: each row of a bucket with a copy of its prompt."""
-    output = torch.empty_like(query)
+    output = torch.zeros_like(query)
     prompts, prompt_keys, prompt_values = (
         packing.prefixes.grid(x).transpose(1, 2) for x in (query, keys, values)
     )

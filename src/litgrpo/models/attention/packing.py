@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from litgrpo.models.architectures import has_known_layers
@@ -20,6 +21,8 @@ from litgrpo.types import TokenRows
 
 # Packing has its price in attention: it must save at least a tenth of the tokens.
 WORTH = 1.1
+# Kernels that are made for a shape take milliseconds to make: few shapes, made once.
+TILE = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Packing:
     """Where everything stands in the packed sequence of T tokens: prefix, suffixes, next prefix.
 
     A prefix is a prompt, its suffixes are the completions. A completion's last token predicts
-    nothing, so it is not fed.
+    nothing, so it is not fed. The last tokens, which fill T up to a multiple of 128, are seen by
+    no other.
 
     Args:
         ids: [T] token ids.
@@ -99,8 +103,8 @@ class Packing:
         own = prompt_mask.long().cumsum(1) - 1  # [B, P] position in the prompt
         prefix_tokens = (start[:, None] + own)[prompt_mask]
         suffix_tokens = (first[:, None] + column)[is_fed]
-        length = len(prefix_tokens) + len(suffix_tokens)
-        ids, positions = rows.prompt_ids.new_empty(length), rows.prompt_ids.new_empty(length)
+        length = tiled(len(prefix_tokens) + len(suffix_tokens))
+        ids, positions = rows.prompt_ids.new_zeros(2, length)
         ids[prefix_tokens], ids[suffix_tokens] = (
             rows.prompt_ids[prompt_mask],
             rows.completion_ids[is_fed],
@@ -133,9 +137,11 @@ class Packing:
         start = lengths.cumsum(0) - lengths
         own = mask.long().cumsum(1) - 1
         everyone = torch.arange(len(ids), device=ids.device)
+        num_tokens = int(mask.sum())
+        unread = (0, tiled(num_tokens) - num_tokens)
         return Packing(
-            ids=ids[mask],
-            positions=own[mask],
+            ids=functional.pad(ids[mask], unread),
+            positions=functional.pad(own[mask], unread),
             predicting=(start[:, None] + own - 1)[targets],
             groups=torch.stack([start, start + lengths, start + lengths], 1).tolist(),
             prefixes=_bucket(everyone, start, lengths, everyone),
@@ -143,9 +149,24 @@ class Packing:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens before those that nothing depends on."""
+        return self.groups[-1][2]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row, prompt and completion."""
         return int(self.positions.max()) + 1
+
+
+def tiled(number: int) -> int:
+    """The next multiple of 128.
+
+    Example:
+        >>> tiled(128), tiled(129)
+        (128, 256)
+    """
+    return -(-number // TILE) * TILE
 
 
 def can_share(model: PreTrainedModel) -> bool:
