@@ -35,8 +35,8 @@ def keep_freed_memory() -> bool:
     """Let this process keep the memory of freed tensors for the next ones, where it has glibc.
 
     glibc asks the system for each large tensor and gives it back with the tensor, so that a
-    step touches new pages all the time. On a virtual machine that took as long as a third of the
-    arithmetic of a model of 135 million parameters. What is set in the environment stays.
+    step touches new pages all the time, which a virtual machine pays dearly. What is set in the
+    environment stays.
 
     Returns:
         Whether it does from now on.
