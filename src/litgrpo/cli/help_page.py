@@ -57,7 +57,9 @@ def _lines(program: str, verb: str, what: str) -> Iterator[str]:
     yield what
     yield ""
     yield "-c RECIPE: a file, or a recipe of litgrpo; a later one overrides an earlier one"
-    recipes = [name for name in brought() if "/" not in name]
+    names = [name for name in brought() if "/" not in name]
+    alone = [name for name in names if name.removesuffix("_sft") not in {*names} - {name}]
+    recipes = [f"{name}[_sft]" if f"{name}_sft" in names else name for name in alone]
     folders = sorted({name.partition("/")[0] for name in brought() if "/" in name})
     yield from _wrapped("  ", [*recipes, *(f"{folder}/..." for folder in folders)])
     yield ""
