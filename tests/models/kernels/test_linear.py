@@ -22,7 +22,7 @@ def layer(kind=nn.Linear, into=96, out=160):
         torch.manual_seed(0)
         model = nn.Sequential(kind(into, out) if kind is nn.Linear else kind(out, into))
         nn.init.normal_(model[0].bias)
-        return model, torch.randn(3, 17, into)
+        return model, torch.randn(3, 57, into)  # a whole tile and more
 
 
 def distance(a, b):
@@ -31,8 +31,11 @@ def distance(a, b):
 
 @needs_onednn
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-def test_values_and_gradients_are_those_of_the_plain_layer(kind):
-    model, x = layer(kind)
+@pytest.mark.parametrize("out", [160, 480])
+@pytest.mark.parametrize("rows", [256, 171, 51])
+def test_values_and_gradients_are_those_of_the_plain_layer(kind, out, rows):
+    model, x = layer(kind, out=out)
+    x = x.repeat(2, 1, 1).flatten(0, 1)[:rows].view(1, rows, -1)
     results = []
     for kernel in ("plain", "onednn"):
         linears.use(model, Kernels(learn=kernel))
@@ -59,6 +62,22 @@ def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, 
     assert distance(got, expected) < tolerance
     assert model[0].packed is None
     assert torch.equal(model(x), expected)
+
+
+@needs_onednn
+def test_learning_takes_whole_tiles_of_rows_and_fewer_are_plain(monkeypatch):
+    model, x = layer()
+    linears.use(model, BOTH)
+    seen, real = set(), linears._onednn
+
+    def watched(x, weight, *bias):
+        seen.add((x.shape[-2], x.shape[-1]))
+        return real(x, weight, *bias)
+
+    monkeypatch.setattr(linears, "_onednn", watched)
+    for rows in (1, 127, 128, 129, 171):
+        model(x.flatten(0, 1)[:rows].requires_grad_()).sum().backward()
+    assert {number for shape in seen for number in shape} == {96, 128, 160, 256}
 
 
 @needs_onednn

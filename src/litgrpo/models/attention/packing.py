@@ -17,12 +17,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from litgrpo.models.architectures import has_known_layers
+from litgrpo.models.kernels.linear import TILE
 from litgrpo.types import TokenRows
 
 # Packing has its price in attention: it must save at least a tenth of the tokens.
 WORTH = 1.1
-# Kernels that are made for a shape take milliseconds to make: few shapes, made once.
-TILE = 128  # tokens
 
 
 @dataclass(frozen=True)
