@@ -27,6 +27,17 @@ def test_null_on_the_command_line_takes_a_limit_off_wherever_it_stands(cli):  # 
     assert model["engine"]["init_args"]["max_rows"] is model["max_generated_tokens"] is None
 
 
+def test_null_for_a_group_of_settings_takes_back_what_a_recipe_said(cli):  # noqa: F811
+    recipe = yaml.safe_load(Path("grpo.yaml").read_text())
+    recipe["model"]["init_args"] |= {"episode": {"max_turns": 3}}
+    Path("grpo.yaml").write_text(yaml.safe_dump(recipe))
+    assert "episode is set" in cli("fit", "-c", "grpo.yaml")[2]
+    groups = ("episode", "update", "sampling", "objective", "evaluation")
+    words = [word for name in groups for word in (f"--model.{name}", "null")]
+    code, _, err = cli("fit", "-c", "grpo.yaml", *words)
+    assert (code, "nowhere" in err) == (2, True)  # what is wrong next
+
+
 @pytest.mark.parametrize("content", ["", "What is 1+1?\n", '[{"prompt": "1+1="}]', "a: b\n"])
 def test_the_name_of_a_data_file_stays_a_name(cli, content):  # noqa: F811
     # jsonargparse would read it in place of the name, because a list is a valid source, too.

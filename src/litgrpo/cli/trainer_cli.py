@@ -8,8 +8,9 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -262,6 +263,7 @@ class LitGRPOCLI(LightningCLI):
         check_machine(settings.trainer, rows)
         meet_anew()
         for key in ("model", "data"):
+            self._take_defaults_for_null(self.settings[key])
             self._hand_seed_to(self.settings[key])
         folder = Path(self.settings.run_dir)
         if self._writes_a_run():
@@ -300,10 +302,20 @@ class LitGRPOCLI(LightningCLI):
         )
         return self._writes_a_run() and not from_here
 
+    @staticmethod
+    def _parameters(node: Any) -> Mapping[str, inspect.Parameter]:
+        module, _, name = node.class_path.rpartition(".")
+        return inspect.signature(getattr(sys.modules[module], name)).parameters
+
+    def _take_defaults_for_null(self, node: Any) -> None:
+        # So that one recipe can take back what another one set: `episode: null`.
+        for name, parameter in self._parameters(node).items():
+            if is_dataclass(parameter.default) and node.init_args.get(name, parameter) is None:
+                del node.init_args[name]
+
     def _hand_seed_to(self, node: Any) -> None:
         # A seed that differs from its class's default was given on purpose.
-        module, _, name = node.class_path.rpartition(".")
-        taken = inspect.signature(getattr(sys.modules[module], name)).parameters
+        taken = self._parameters(node)
         if "seed" in taken and node.init_args.seed == taken["seed"].default:
             node.init_args.seed = self.settings.seed_everything
 
