@@ -52,6 +52,7 @@ SWEEPS: dict[str, tuple[list[int], str]] = {
 HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
 SFT = ["--size 30m", "--size 30m --bf16"]
 PROFILES = [f"--size {size} --hazard 0.02" for size in ("tiny", "30m", "100m")]
+PROFILES += ["--size 30m --hazard 0.02 --bf16"]
 
 
 def swept(name: str, value: int) -> str:
@@ -177,7 +178,8 @@ def profile_table(results: Results) -> str:
                     "|---" * (len(parts) + 2) + "|",
                 ]
             cells = " | ".join(f"{share:.0%}" for share in parts.values())
-            lines.append(f"| {line.split()[1]} | {phase} | {cells} |")
+            size = line.split()[1] + ", bf16" * ("--bf16" in line)
+            lines.append(f"| {size} | {phase} | {cells} |")
     return "\n".join(lines)
 
 

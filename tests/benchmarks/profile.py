@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import torch
@@ -62,8 +63,12 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
 
     requests = Requests(policy, prompts, work.group, numbers, Sampling())
 
+    def precision() -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16) if work.bf16 else nullcontext()
+
     def sample() -> None:
-        rollouts.append(LocalEngine().generate(requests))
+        with precision():
+            rollouts.append(LocalEngine().generate(requests))
 
     found = {"rollout": shares(sample)}
     rollout = rollouts[-1]
@@ -75,16 +80,16 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
         for rows in family_buckets(rollout.lengths, of_prompts, prompt_of, **limits):
             used = int(rollout.lengths[rows].max())
             asked, own = prompt_of[rows].unique(return_inverse=True)
-            out = policy.logprobs(
-                TokenRows(
-                    prompts.prompt_ids[asked],
-                    prompts.prompt_mask[asked],
-                    own,
-                    rollout.completion_ids[rows, :used],
-                    rollout.completion_mask[rows, :used],
-                )
+            taken = TokenRows(
+                prompts.prompt_ids[asked],
+                prompts.prompt_mask[asked],
+                own,
+                rollout.completion_ids[rows, :used],
+                rollout.completion_mask[rows, :used],
             )
-            out.logprobs.mean().backward()
+            with precision():
+                mean = policy.logprobs(taken).logprobs.mean()
+            mean.backward()
 
     return found | {"learning": shares(learn), "kernels": asdict(kernels)}
 
@@ -96,11 +101,12 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--hazard", type=float)
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = profiled(
-        Work(SIZES[args.size], hazard=args.hazard, group=8, max_new=128, threads=args.threads)
+        Work(SIZES[args.size], 8, 128, args.hazard, bf16=args.bf16, threads=args.threads)
     )
     if args.json:
         print(json.dumps(found))
