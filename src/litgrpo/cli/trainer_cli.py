@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ import litgrpo.modules.grpo
 import litgrpo.modules.pair_data
 import litgrpo.modules.prompt_data
 import litgrpo.rollout.engines.static  # noqa: F401
-from litgrpo.arguments import require
+from litgrpo.arguments import import_by_path, require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.doctor import Doctor
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
@@ -302,20 +302,16 @@ class LitGRPOCLI(LightningCLI):
         )
         return self._writes_a_run() and not from_here
 
-    @staticmethod
-    def _parameters(node: Any) -> Mapping[str, inspect.Parameter]:
-        module, _, name = node.class_path.rpartition(".")
-        return inspect.signature(getattr(sys.modules[module], name)).parameters
-
     def _take_defaults_for_null(self, node: Any) -> None:
         # So that one recipe can take back what another one set: `episode: null`.
-        for name, parameter in self._parameters(node).items():
+        taken = inspect.signature(import_by_path(node.class_path)).parameters
+        for name, parameter in taken.items():
             if is_dataclass(parameter.default) and node.init_args.get(name, parameter) is None:
                 del node.init_args[name]
 
     def _hand_seed_to(self, node: Any) -> None:
         # A seed that differs from its class's default was given on purpose.
-        taken = self._parameters(node)
+        taken = inspect.signature(import_by_path(node.class_path)).parameters
         if "seed" in taken and node.init_args.seed == taken["seed"].default:
             node.init_args.seed = self.settings.seed_everything
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from litgrpo.models.architectures import has_known_layers
-from litgrpo.models.kernels.linear import TILE
+from litgrpo.models.kernels.linear import tiled
 from litgrpo.types import TokenRows
 
 # Packing has its price in attention: it must save at least a tenth of the tokens.
@@ -156,16 +156,6 @@ class Packing:
     def longest(self) -> int:
         """Tokens of the longest row, prompt and completion."""
         return int(self.positions.max()) + 1
-
-
-def tiled(number: int) -> int:
-    """The next multiple of 128.
-
-    Example:
-        >>> tiled(128), tiled(129)
-        (128, 256)
-    """
-    return -(-number // TILE) * TILE
 
 
 def can_share(model: PreTrainedModel) -> bool:
