@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.page --measure steps profile sweeps head sft kernels \
         --peer-python PATH/bin/python --data PATH/train.jsonl
+    python -m tests.benchmarks.page --measure before --checkout CLONE_OF_ANOTHER_VERSION
     python -m tests.benchmarks.page
 
 Results are kept in docs/benchmarks.json, one entry for each command, as soon as it is done; what is
-there is not measured again (--again does). The second command only rewrites the page.
+there is not measured again (--again does). The last command only rewrites the page.
 """
 
 from __future__ import annotations
@@ -65,33 +66,33 @@ def swept(name: str, value: int) -> str:
 def commands(part: str, args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """Name and arguments of everything to measure in a part of the page."""
     peer = ["--against", args.against, "--peer-python", str(args.peer_python)]
-    if part == "steps":
-        threads = ["--threads", str(args.threads)]
-        return [(f"step {line}", line.split() + threads + peer) for line in STEPS]
-    if part == "sweeps":
-        points = [swept(name, value) for name, (values, _) in SWEEPS.items() for value in values]
-        return [(f"step {line}", [*line.split(), "--threads", "1", *peer]) for line in points]
-    if part == "kernels":
-        return [("roofline --kernels", ["--kernels", "--threads", "1"])]
-    if part == "head":
-        return [(f"head {HEAD}", HEAD.split())]
-    if part == "profile":
-        return [
-            (f"profile {line}", [*line.split(), "--threads", str(args.threads)])
-            for line in PROFILES
-        ]
-    return [
-        (f"sft {line}", [*line.split(), "--threads", str(args.threads), "--data", str(args.data)])
-        for line in SFT
-    ]
+    other = ["--against", "before", "--peer-checkout", str(args.checkout)]
+    threads = ["--threads", str(args.threads)]
+    points = [swept(name, value) for name, (values, _) in SWEEPS.items() for value in values]
+    lists = {
+        "steps": [(f"step {line}", line.split() + threads + peer) for line in STEPS],
+        "before": [(before(line), line.split() + threads + other) for line in STEPS],
+        "profile": [(f"profile {line}", line.split() + threads) for line in PROFILES],
+        "sweeps": [(f"step {line}", [*line.split(), "--threads", "1", *peer]) for line in points],
+        "head": [(f"head {HEAD}", HEAD.split())],
+        "sft": [
+            (f"sft {line}", [*line.split(), *threads, "--data", str(args.data)]) for line in SFT
+        ],
+        "kernels": [("roofline --kernels", ["--kernels", "--threads", "1"])],
+    }
+    return lists[part]
+
+
+def before(line: str) -> str:
+    """Under which name a comparison with another version is kept."""
+    return f"step {line} --against before"
 
 
 def measure(args: argparse.Namespace) -> None:
     """Run what is missing, one command after the other."""
     for part in args.measure:
         for name, arguments in commands(part, args):
-            results = load()
-            if name in results and not args.again:
+            if name in load() and not args.again:
                 continue
             print(name, flush=True)
             command = [sys.executable, "-m", f"tests.benchmarks.{name.split()[0]}", "--json"]
@@ -101,7 +102,7 @@ def measure(args: argparse.Namespace) -> None:
             if run.returncode:
                 raise SystemExit(f"{name} failed:\n{run.stderr[-3000:]}")
             last = [line for line in run.stdout.splitlines() if line.startswith("{")][-1]
-            RESULTS.write_text(json.dumps(results | {name: json.loads(last)}, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(load() | {name: json.loads(last)}, indent=1) + "\n")
 
 
 def load() -> Results:
@@ -129,6 +130,27 @@ def steps_table(results: Results) -> str:
             f"| {case(found)} | {said} | {ours['step_s']:.2f} "
             f"| {peer['step_s']:.2f} | **{found['ratio_wall']:.1f}** | {ratios} "
             f"| {memory} ({found['memory_frac']:.0%}) | {ours['roofline_frac']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def before_table(results: Results) -> str:
+    """A row for each comparison with another version."""
+    lines = [
+        "| size | hazard | precision | before, s | now, s | ratio, wall | CPU | rollout | learning "
+        "| memory, before and now |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in STEPS:
+        found = results.get(before(line))
+        if found is None:
+            continue
+        ours, peer = found["ours"], found["peer"]
+        ratios = " | ".join(f"{found[f'ratio_{name}']:.2f}" for name in ("cpu", "rollout", "learn"))
+        memory = f"{peer['peak_rss_mib']:,.0f}, {ours['peak_rss_mib']:,.0f} MiB"
+        lines.append(
+            f"| {case(found)} | {peer['step_s']:.2f} | {ours['step_s']:.2f} "
+            f"| **{found['ratio_wall']:.2f}** | {ratios} | {memory} |"
         )
     return "\n".join(lines)
 
@@ -278,6 +300,7 @@ def plot(results: Results) -> None:
 TABLES = {
     "steps": steps_table,
     "phases": phases_table,
+    "before": before_table,
     "profile": profile_table,
     "head": head_table,
     "sft": sft_table,
@@ -305,11 +328,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ["steps", "profile", "sweeps", "head", "sft", "kernels"]
+    parts = ["steps", "before", "profile", "sweeps", "head", "sft", "kernels"]
     parser.add_argument("--measure", nargs="*", default=[], choices=parts)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--against", default="trl")
     parser.add_argument("--peer-python", type=Path)
+    parser.add_argument("--checkout", type=Path, help="a clone of another version, for before")
     parser.add_argument("--data", type=Path, help="GSM8K's training file, for sft")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()

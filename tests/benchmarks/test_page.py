@@ -55,8 +55,10 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
     page.PAGE.write_text("".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in page.TABLES))
-    page.write(json.loads(json.dumps({f"step {page.STEPS[0]}": found})))
+    results = {f"step {page.STEPS[0]}": found, page.before(page.STEPS[0]): found}
+    page.write(json.loads(json.dumps(results)))
     text = page.PAGE.read_text()
+    assert "| tiny | 0.02 | float32 | 9.00 | 2.00 | **4.50** |" in text
     assert "| tiny | 0.02 | float32 | 46, 45 | 2.00 | 9.00 | **4.5** |" in text
     assert "100 of 400 MiB (25%)" in text
     assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
