@@ -132,12 +132,12 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
     """A turn of the peer, in its own environment."""
     if args.peer_checkout:
         return turn_of_checkout(args)
-    size = _work(args).size
+    size = work_of(args).size
     command = [str(args.peer_python), "-m", "tests.benchmarks.trl_steps"]
     command += ["--sizes", *map(str, size.numbers)]
     shape = {"prompts": size.prompts, "group": args.group, "prompt-len": size.prompt_len}
     shape |= {"max-new": args.max_new, "threads": args.threads, "warmup": args.peer_warmup}
-    shape |= {"steps": args.peer_steps + args.peer_warmup}
+    shape |= {"steps": args.peer_steps + args.peer_warmup, "accumulate": args.peer_accumulate}
     for name, value in shape.items():
         command += [f"--{name}", str(value)]
     if args.hazard is not None:
@@ -193,7 +193,8 @@ def medians(turns: list[Measures]) -> Measures:
     }
 
 
-def _work(args: argparse.Namespace) -> Work:
+def work_of(args: argparse.Namespace) -> Work:
+    """What a step of these arguments has to do."""
     size = Size(**asdict(SIZES[args.size]) | json.loads(args.change))
     return Work(size, args.group, args.max_new, args.hazard, args.bf16, args.threads)
 
@@ -214,8 +215,8 @@ def compared(args: argparse.Namespace) -> Measures:
                 failed = str(failure).strip().splitlines()[-1]
     ours, machine = medians(sides["ours"]), Machine(**medians(sides["machine"]))
     lengths = [ours["mean_completion_len"], ours["square_completion_len"]]
-    ours |= {"machine": asdict(machine), "floor": floor(_work(args), lengths, machine)}
-    tokens = ours["mean_completion_len"] * _work(args).size.prompts * args.group
+    ours |= {"machine": asdict(machine), "floor": floor(work_of(args), lengths, machine)}
+    tokens = ours["mean_completion_len"] * work_of(args).size.prompts * args.group
     ours["rollout_tok_per_s"] = tokens / ours["rollout_s"]
     ours["learn_tok_per_s"] = tokens / ours["learn_s"]
     ours["roofline_frac"] = sum(ours["floor"].values()) / ours["step_s"]
@@ -280,8 +281,8 @@ def shown(result: Measures) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Compare, and print."""
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """Those of a command line; None: of this process's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -299,15 +300,22 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="of ours before them")
     parser.add_argument("--peer-steps", type=int, default=5)
     parser.add_argument("--peer-warmup", type=int, default=1)
+    parser.add_argument("--peer-accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--change", default="{}", help="JSON of sizes to change")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.against and not (args.peer_checkout or args.peer_python):
         parser.error("--against needs --peer-python, or --peer-checkout")
+    return args
+
+
+def main() -> None:
+    """Compare, and print."""
+    args = arguments()
     if args.turn:
-        print(json.dumps(steps_of_ours(_work(args), args.steps, args.warmup)))
+        print(json.dumps(steps_of_ours(work_of(args), args.steps, args.warmup)))
         return
     result = compared(args)
     print(json.dumps(result) if args.json else shown(result))

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
         ("steps", 6),
         ("warmup", 2),
         ("threads", 2),
+        ("accumulate", 1),  # micro-batches of a step
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hazard", type=float, help="share of words that end a text")
@@ -98,7 +99,8 @@ def main() -> None:
     by_vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3)
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=args.prompts * args.group,
+        per_device_train_batch_size=args.prompts * args.group // args.accumulate,
+        gradient_accumulation_steps=args.accumulate,
         num_generations=args.group,
         max_completion_length=args.max_new,
         max_steps=args.steps,
