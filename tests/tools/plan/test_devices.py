@@ -21,7 +21,8 @@ def test_numbers_have_units_and_a_cpu_is_this_machine():
     assert (h100.memory, h100.bandwidth, h100.flops["bfloat16"]) == (80e9, 3350e9, 989e12)
     assert h100.price == Span(1.99, 5.0)
     assert found.device("cpu").memory == memory_of_this_machine()
-    assert found.assumed.share_of_peak(1e9).high < found.assumed.share_of_peak(7e9).high
+    shares = [found.assumed.share_of_peak("cuda", weights).high for weights in (1e9, 7e9)]
+    assert shares[0] < shares[1]
 
 
 def test_a_file_adds_replaces_and_keeps(tmp_path):

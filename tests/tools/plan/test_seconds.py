@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 TABLE = devices()
 EVEN = replace(
     TABLE.assumed,
-    arithmetic={float("inf"): Span(0.5, 0.5)},
+    arithmetic={kind: {float("inf"): Span(0.5, 0.5)} for kind in ("cuda", "tpu", "cpu")},
     bandwidth=Span(0.5, 0.5),
     links=Span(1.0, 1.0),
 )

@@ -98,7 +98,7 @@ class Assumed:
     """What no data sheet says. Shares and rates; `low` of a share is the worse.
 
     Args:
-        arithmetic: {models up to so many weights: share of the peak}.
+        arithmetic: {kind of device: {models up to so many weights: share of the peak}}.
         bandwidth, links: shares of the peak.
         calls_us: {kind of device: {way of decoding: microseconds per layer}}, the worse first.
         disk_gb_s: rate at which files are written.
@@ -106,7 +106,7 @@ class Assumed:
         publish_gb_s: {class: rate from the trainer to samplers}.
     """
 
-    arithmetic: dict[float, Span]
+    arithmetic: dict[str, dict[float, Span]]
     bandwidth: Span
     links: Span
     calls_us: dict[str, dict[str, Span]]
@@ -114,9 +114,10 @@ class Assumed:
     start_s: Span
     publish_gb_s: dict[str, Span]
 
-    def share_of_peak(self, weights: float) -> Span:
+    def share_of_peak(self, kind: str, weights: float) -> Span:
         """Share of a device's operations that a model of so many weights reaches."""
-        return next(share for most, share in sorted(self.arithmetic.items()) if weights <= most)
+        shares = sorted(self.arithmetic[kind].items())
+        return next(share for most, share in shares if weights <= most)
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,10 @@ def _session(name: str, *, device: str, number: int, hours: float, source: str) 
 
 def _assumed(given: dict[str, Any]) -> Assumed:
     return Assumed(
-        arithmetic={float(most): _span(share) for most, share in given["arithmetic"].items()},
+        arithmetic={
+            kind: {float(most): _span(share) for most, share in shares.items()}
+            for kind, shares in given["arithmetic"].items()
+        },
         bandwidth=_span(given["bandwidth"]),
         links=_span(given["links"]),
         calls_us={

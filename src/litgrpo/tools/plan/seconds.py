@@ -145,7 +145,8 @@ class Estimate:
         """Operations per second that the model reaches on one device."""
         precision = str(self.model.dtype).removeprefix("torch.")
         peak = self.device.flops.get(precision, max(self.device.flops.values()))
-        return self.assumed.share_of_peak(sum(w.numel() for w in self.model.weights)) * peak
+        weights = sum(w.numel() for w in self.model.weights)
+        return self.assumed.share_of_peak(self.device.kind, weights) * peak
 
     @property
     def bandwidth(self) -> Span:
