@@ -255,7 +255,7 @@ def sweeps_table(results: Results) -> str:
             if peer:
                 cells += [f"{peer['step_s']:.2f}", f"{found['ratio_wall']:.1f}"]
             else:
-                cells += [found.get("peer_failed", ""), ""]
+                cells += ["does not fit" * ("memory" in found.get("peer_failed", "")), ""]
             memory = [f"{side['peak_rss_mib']:,.0f}" if side else "" for side in (ours, peer)]
             lines.append(f"| {' | '.join(cells + memory)} |")
     return "\n".join(lines)

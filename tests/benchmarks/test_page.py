@@ -82,13 +82,13 @@ def test_times_are_compared_at_equal_lengths():
 def test_sweeps_show_the_peer_where_it_could_run(tmp_path, monkeypatch):
     ours = {"rollout_s": 1.0, "learn_s": 2.0, "step_s": 3.5, "peak_rss_mib": 1000.0}
     both = {"ours": ours, "peer": {"step_s": 14.0, "peak_rss_mib": 4000.0}, "ratio_wall": 4.0}
-    alone = {"ours": ours, "peer_failed": "Killed"}
+    alone = {"ours": ours, "peer_failed": "Cannot allocate memory"}
     points = [("vocabulary", 512, both), ("vocabulary", 256000, alone)]
     points += [("million parameters", 1, both), ("million parameters", 30, both)]
     found = {f"step {page.swept(name, value)}": each for name, value, each in points}
     lines = page.sweeps_table(found).splitlines()
     assert "| vocabulary | 512 | 1.00 + 2.00 | 14.00 | 4.0 | 1,000 | 4,000 |" in lines
-    assert "| vocabulary | 256,000 | 1.00 + 2.00 | Killed |  | 1,000 |  |" in lines
+    assert "| vocabulary | 256,000 | 1.00 + 2.00 | does not fit |  | 1,000 |  |" in lines
     assert page.swept("million parameters", 1).startswith("--size tiny --hazard 0.02 --turns")
     assert page.swept("million parameters", 360).startswith("--size 360m")
     monkeypatch.setattr(page, "PLOT", tmp_path / "plot.png")
