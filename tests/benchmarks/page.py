@@ -238,7 +238,8 @@ def kernels_table(results: Results) -> str:
     lines = ["| rows, in, out | float32: plain | oneDNN | packed | bf16: plain | packed |"]
     lines.append("|---|---|---|---|---|---|")
     for shape, rates in results.get("roofline --kernels", {}).items():
-        lines.append(f"| {shape} | {' | '.join(f'{rate:.0f}' for rate in rates)} |")
+        cells = [f"{rate:.0f}" for rate in rates] + [""] * (5 - len(rates))
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

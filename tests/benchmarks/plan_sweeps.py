@@ -21,9 +21,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import torch
-
 from litgrpo.cli.recipes import with_classes
+from litgrpo.parallel.device import threads
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.devices import Span
 from litgrpo.tools.plan.on_devices import plan_of
@@ -99,7 +98,8 @@ def estimate_of(arguments: argparse.Namespace, folder: Path) -> Estimate:
     words += ["--data.batch_size", str(size.prompts), "--model.group_size", str(arguments.group)]
     words += ["--data.max_prompt_len", str(size.prompt_len)]
     words += ["--model.max_completion_len", str(arguments.max_new)]
-    return plan_of(PlanCLI(with_classes("plan", words)).config).estimate
+    with threads(1):  # the plan counts the threads of this process
+        return plan_of(PlanCLI(with_classes("plan", words)).config).estimate
 
 
 def score(found: list[Point], constants: Range) -> float:
@@ -166,7 +166,6 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the plan counts the threads of this process
     with TemporaryDirectory() as folder:
         found = list(points(Path(folder)))
     lines = rows(found)

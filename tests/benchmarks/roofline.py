@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from litgrpo.models.kernels.linear import PackedLinear, onednn_works
+from litgrpo.models.kernels.linear import PackedLinear, onednn_works, packs
 from tests.benchmarks.workload import Work
 
 
@@ -57,7 +57,7 @@ def measured(seconds: float = 1.0) -> Machine:
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(rows, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
         kernels = [partial(functional.linear, x, weight)]
-        if onednn_works():
+        if packs(dtype):
             kernels.append(partial(PackedLinear(weight), x))
         peaks[dtype] = max(gflop / best(kernel, seconds) for kernel in kernels)
     memory, other = torch.ones(2**26), torch.ones(2**26)
@@ -72,7 +72,10 @@ def measured(seconds: float = 1.0) -> Machine:
 
 
 def kernels() -> dict[str, list[float]]:
-    """GFLOP/s of some products: float32 plain, by oneDNN, packed; bfloat16 plain, packed."""
+    """GFLOP/s of some products: float32 plain, by oneDNN, packed; bfloat16 plain, and packed.
+
+    The last is left out where the processor cannot.
+    """
     if not onednn_works():
         return {}
     found = {}
@@ -84,8 +87,9 @@ def kernels() -> dict[str, list[float]]:
             partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], ""),
             partial(PackedLinear(weight), x),
             partial(functional.linear, narrow, narrow_weight),
-            partial(PackedLinear(narrow_weight), narrow),
         ]
+        if packs(torch.bfloat16):
+            ways.append(partial(PackedLinear(narrow_weight), narrow))
         gflop = 2 * rows * into * out / 1e9
         found[f"{rows} x {into} x {out}"] = [gflop / best(way, 0.5) for way in ways]
     return found

@@ -101,7 +101,7 @@ class CausalPolicy(Policy):
         """The weights as they are now, made ready for decoding in the precision of this moment."""
         device = self.model.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        pack = self.kernels.decode == "onednn"
+        pack = self.kernels.decode == "onednn" and linears.packs(dtype or self.model.dtype)
         return FusedDecoder(self.bare_model, self._finished, dtype=dtype, pack=pack)
 
     @cached_property

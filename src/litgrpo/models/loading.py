@@ -66,7 +66,8 @@ class Precision:
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
         kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster for
-            weights of this size, `plain` torch's own, `onednn` the other.
+            weights of this size, `plain` torch's own, `onednn` the other, for bfloat16 only where
+            the processor can.
         share_prompts: in the update, read each prompt once for its whole group, without padding.
         compute: compute matrix products in this lower precision, in sampling and in learning, with
             weights, moments, log-probabilities and losses as they are; null leaves that to

@@ -13,6 +13,7 @@ from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_poli
 from tests.conftest import byte_tokenizer, tiny_model, tiny_policy
 
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")
+packs_bfloat16 = pytest.mark.skipif(not linears.packs(torch.bfloat16), reason="needs AVX-512")
 BOTH = Kernels(decode="onednn", learn="onednn")
 PACKED = Kernels(decode="onednn")
 
@@ -50,7 +51,10 @@ def test_values_and_gradients_are_those_of_the_plain_layer(kind, out, rows):
 
 @needs_onednn
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(None, 1e-6), pytest.param(torch.bfloat16, 1e-2, marks=packs_bfloat16)],
+)
 def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, tolerance):
     model, x = layer(kind)
     expected = model(x)
@@ -62,6 +66,30 @@ def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, 
     assert distance(got, expected) < tolerance
     assert model[0].packed is None
     assert torch.equal(model(x), expected)
+
+
+@needs_onednn
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_that_a_processor_cannot_pack_stay_plain(monkeypatch, fused):
+    def refused(weight, rows, real=torch.ops.mkldnn._reorder_linear_weight):
+        if weight.dtype == torch.bfloat16:
+            raise RuntimeError("bf16 path needs the cpu support")
+        return real(weight, rows)
+
+    def said(kernels):
+        policy.use_kernels(kernels)
+        with policy.decoding(rows=8, dtype=torch.bfloat16, fused=fused):
+            _, state = policy.prefill(ids, torch.ones_like(ids, dtype=torch.bool), 2, capacity=3)
+            return policy.step(torch.arange(3, 5), state)
+
+    policy, ids = tiny_policy("qwen2"), torch.arange(3, 9)[None]
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refused)
+    linears.packs.cache_clear()
+    assert linears.packs(torch.float32)
+    assert not linears.packs(torch.bfloat16)
+    assert not linears.packs(torch.float16)
+    assert torch.equal(said(PACKED), said(Kernels()))
+    linears.packs.cache_clear()
 
 
 @needs_onednn

@@ -225,7 +225,7 @@ def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]
     """Run the model's linear layers from packed weights, as long as nothing needs a gradient.
 
     Weights must not change meanwhile. Under autocast the weights are packed in its type. Where
-    oneDNN cannot be reached, or the weights are neither float32 nor bfloat16, nothing happens.
+    oneDNN cannot be reached, or packs no weights of that type on this processor, nothing happens.
 
     Args:
         model: the model, its kernels chosen; plain layers stay as they are.
@@ -234,7 +234,8 @@ def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]
     autocast = torch.is_autocast_enabled("cpu")
     if autocast:
         dtype = torch.get_autocast_dtype("cpu")
-    layers = [each for each in linears(model) if type(each) in PLAIN and can_pack(each.weight)]
+    fast = [each for each in linears(model) if type(each) in PLAIN and can_pack(each.weight)]
+    layers = [each for each in fast if packs(dtype or each.weight.dtype)]
     try:
         for layer in layers:
             layer.packed = PackedLinear(matrix(layer), layer.bias, dtype=dtype, widen=not autocast)
@@ -262,6 +263,19 @@ def onednn_works() -> bool:
             return False
         expected = x @ weight.t(), x @ weight.t(), x.t() @ x
         return all(map(torch.allclose, results, expected))
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether weights of this type can be packed here; bfloat16 wants AVX-512 or AVX-NE-CONVERT."""
+    if dtype not in (torch.float32, torch.bfloat16) or not onednn_works():
+        return False
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        try:
+            PackedLinear(torch.ones(4, 3), dtype=dtype)
+        except RuntimeError:
+            return False
+    return True
 
 
 def choose(model: nn.Module, choice: KernelChoice) -> Kernels:
