@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,18 +73,23 @@ def test_draws_equal_those_from_the_whole_filtered_vocabulary(sampling, size, st
     logits[0] = torch.linspace(-61, -60, size)  # but for one token, which is sure
     logits[0, size // 2] = 60.0
     uniforms = draw_uniforms(0, "train", 0, torch.arange(1), 1, 20)[0]
-    plain = filtered(logits, sampling).double()
-    cumulative = plain.softmax(-1).cumsum(-1)
-    expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)
     tokens, logprobs, candidate_ids = sample(
         logits, uniforms, sampling, static_shapes=static_shapes
     )
+    scores = logits.double() / sampling.temperature
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    if candidate_ids is not None:
+        ids = candidate_ids.long()
+        kept = torch.zeros_like(kept).scatter_add(1, ids.clamp(min=0), ids >= 0)
+    for shift, agrees in ((-1e-5, torch.ge), (1e-5, torch.le)):  # but for tokens at the very bound
+        bounds = {"top_p": min(1, sampling.top_p + shift), "min_p": sampling.min_p * (1 - shift)}
+        assert agrees(kept, filtered(logits.double(), replace(sampling, **bounds)).isfinite()).all()
+    plain = scores.masked_fill(~kept, -torch.inf)
+    cumulative = plain.softmax(-1).cumsum(-1)
+    expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)
     assert torch.equal(tokens, expected)
     exact = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=1e-6)
-    if candidate_ids is not None:
-        kept = [set(row.nonzero().flatten().tolist()) for row in plain.isfinite()]
-        assert [set(row.tolist()) - {-1} for row in candidate_ids] == kept
 
 
 def test_filtered_tokens_are_never_drawn_and_logprobs_are_over_the_kept_set():

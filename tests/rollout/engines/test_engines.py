@@ -48,12 +48,13 @@ def used(rollout):
     return replace(rollout, **parts, candidate_ids=candidate_ids)
 
 
-def assert_same(one, other):
+def assert_same(one, other, tolerance=1e-5):
     one, other = used(one), used(other)
     assert torch.equal(one.completion_ids, other.completion_ids)
     assert torch.equal(one.completion_mask, other.completion_mask)
     assert torch.equal(one.truncated, other.truncated)
-    torch.testing.assert_close(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5, rtol=1e-5)
+    logprobs = one.sampler_logprobs, other.sampler_logprobs
+    torch.testing.assert_close(*logprobs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

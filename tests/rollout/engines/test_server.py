@@ -120,7 +120,8 @@ def test_adapters_are_merged_before_they_are_published(server):
         for name, weight in policy.named_parameters():
             weight.add_(0.3 * ("lora_B" in name))
     found = synced(engine_of(server), policy).generate(requests_for(policy))
-    assert_same(found, LocalEngine().generate(requests_for(policy)))
+    # Merged weights round differently.
+    assert_same(found, LocalEngine().generate(requests_for(policy)), tolerance=1e-4)
 
 
 def test_a_server_that_was_started_anew_gets_the_weights_again_and_is_asked_again(server, folder):
