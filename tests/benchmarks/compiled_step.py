@@ -4,7 +4,7 @@
 
 Norms, products, turned positions and the MLP of one token of each row, as `FusedDecoder` computes
 them, called by Python, compiled by `torch.compile` (dynamic shapes), and recorded once and replayed
-(`torch.jit.trace`). Printed: processor microseconds of a step, the median of some turns.
+(`torch.jit.trace`). Printed: processor microseconds of a step, the median of turns that alternate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 from tests.benchmarks.workload import SIZES, Size
 
-ROWS, TURNS, STEPS = (64, 16, 4), 15, 40
+ROWS, TURNS, STEPS, WARMUP = (64, 16, 4), 40, 20, 30
 Step = Callable[[Tensor], Tensor]
 
 
@@ -49,17 +49,18 @@ def layers_of(size: Size) -> Step:
     return step
 
 
-def microseconds(step: Step, x: Tensor) -> float:
-    """Of the processor, for one call."""
-    for _ in range(STEPS):
+def microseconds(steps: list[Step], x: Tensor) -> list[float]:
+    """Of the processor, for one call of each; they alternate."""
+    turns: list[list[float]] = [[] for _ in steps]
+    for step in steps * WARMUP:
         step(x)
-    turns = []
     for _ in range(TURNS):
-        began = time.process_time()
-        for _ in range(STEPS):
-            step(x)
-        turns.append((time.process_time() - began) / STEPS * 1e6)
-    return statistics.median(turns)
+        for step, found in zip(steps, turns, strict=True):
+            began = time.process_time()
+            for _ in range(STEPS):
+                step(x)
+            found.append((time.process_time() - began) / STEPS * 1e6)
+    return [statistics.median(found) for found in turns]
 
 
 def main() -> None:
@@ -83,8 +84,8 @@ def main() -> None:
         print("|---" * (len(ways) + 1) + "|")
         for rows in ROWS:
             x = torch.randn(rows, width)
-            cells = " | ".join(f"{microseconds(each, x):,.0f}" for each in ways.values())
-            print(f"| {rows} | {cells} |")
+            cells = [f"{found:,.0f}" for found in microseconds([*ways.values()], x)]
+            print(f"| {rows} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
