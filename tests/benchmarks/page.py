@@ -256,7 +256,8 @@ def sweeps_table(results: Results) -> str:
             if peer:
                 cells += [f"{peer['step_s']:.2f}", f"{found['ratio_wall']:.1f}"]
             else:
-                cells += ["does not fit" * ("memory" in found.get("peer_failed", "")), ""]
+                failure = found.get("peer_failed", "")
+                cells += ["does not fit" if "memory" in failure else failure, ""]
             memory = [f"{side['peak_rss_mib']:,.0f}" if side else "" for side in (ours, peer)]
             lines.append(f"| {' | '.join(cells + memory)} |")
     return "\n".join(lines)

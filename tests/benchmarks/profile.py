@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -23,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.attention.packing import family_buckets
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.kernels.linear import Kernels
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
@@ -51,12 +53,19 @@ def shares(run: Callable[[], object]) -> dict[str, float]:
     return {"seconds": seconds, **parts, "Python": max(0.0, 1 - sum(parts.values()))}
 
 
-def profiled(work: Work) -> dict[str, dict[str, float]]:
-    """The shares of both phases of a step."""
+class Phases(NamedTuple):
+    """The two phases of a step, to be run again and again; `learn` takes the last rollout."""
+
+    sample: Callable[[], None]
+    learn: Callable[[], None]
+    kernels: Kernels
+
+
+def phases(work: Work) -> Phases:
+    """A policy, its prompts, and what is done with them."""
     torch.set_num_threads(work.threads)
     policy = work.policy().eval()
-    kernels = linears.choose(policy.model, "auto")
-    policy.use_kernels(kernels)
+    policy.use_kernels(linears.choose(policy.model, "auto"))
     (prompts,) = work.batches(1)
     numbers = draw_uniforms(0, "train", 0, prompts.index, work.group, work.max_new)
     rollouts: list[Rollout] = []
@@ -70,13 +79,12 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
         with precision():
             rollouts.append(LocalEngine().generate(requests))
 
-    found = {"rollout": shares(sample)}
-    rollout = rollouts[-1]
     of_prompts = prompts.prompt_mask.sum(1)
-    prompt_of = torch.arange(len(rollout.lengths)) // work.group
     limits = {"max_tokens": UpdateConfig().fitted(policy.linear_outputs).max_tokens}
 
     def learn() -> None:
+        rollout = rollouts[-1]
+        prompt_of = torch.arange(len(rollout.lengths)) // work.group
         for rows in family_buckets(rollout.lengths, of_prompts, prompt_of, **limits):
             used = int(rollout.lengths[rows].max())
             asked, own = prompt_of[rows].unique(return_inverse=True)
@@ -91,7 +99,14 @@ def profiled(work: Work) -> dict[str, dict[str, float]]:
                 mean = policy.logprobs(taken).logprobs.mean()
             mean.backward()
 
-    return found | {"learning": shares(learn), "kernels": asdict(kernels)}
+    return Phases(sample, learn, policy.kernels)
+
+
+def profiled(work: Work) -> dict[str, dict[str, float]]:
+    """The shares of both phases of a step."""
+    found = phases(work)
+    parts = {"rollout": shares(found.sample), "learning": shares(found.learn)}
+    return parts | {"kernels": asdict(found.kernels)}
 
 
 def main() -> None:

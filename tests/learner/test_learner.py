@@ -94,12 +94,13 @@ def judged(kind, objective, **settings):
 @pytest.mark.parametrize("kind", ["qwen2", "t5"])
 def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, kind):
     learner, experience = judged(kind, OBJECTIVES[name])
+    learner.policy.double()  # T5's scores are not scaled: in float32 they round to more than 1e-5
     expected = gradient_of(learner, experience)
     for limits in LIMITS:
         config = replace(ONE_PASS, **limits)
         for batching in (learner.micro_batching, STATIC):
             other = replace(learner, config=config, micro_batching=batching)
-            assert difference(gradient_of(other, experience), expected) < 3e-5
+            assert difference(gradient_of(other, experience), expected) < 1e-5
 
 
 def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):

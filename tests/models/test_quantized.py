@@ -70,7 +70,8 @@ def test_the_export_is_the_dequantized_base_plus_the_adapter(base, tmp_path):
     exported = plain(tmp_path / "merged", config)
     assert exported.dtype == torch.float32
     assert "quantization_config" not in exported.config.to_dict()
-    torch.testing.assert_close(logits(exported), running, atol=2e-3, rtol=1e-3)
+    rounding = 2e-3 if config.is_encoder_decoder else 2e-4  # T5's scores are not scaled
+    torch.testing.assert_close(logits(exported), running, atol=rounding, rtol=1e-3)
     export_adapter(policy, tmp_path / "adapter")
     unquantized = peft.PeftModel.from_pretrained(plain(base, config), tmp_path / "adapter")
     assert (logits(unquantized) - running).abs().max() > 1e-2  # what must not be exported

@@ -247,8 +247,7 @@ def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]
 
 def can_pack(weight: Tensor) -> bool:
     """Whether `PackedLinear` takes this weight."""
-    known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-    return known and onednn_works()
+    return weight.device.type == "cpu" and packs(weight.dtype)
 
 
 @cache
