@@ -300,7 +300,7 @@ def traced(folder: Path) -> dict[str, list[str]]:
         lr_scheduler=torch.optim.lr_scheduler.ConstantLR,
         max_iterations=3,
     )
-    plain = Precision(share_prompts=False, kernels="plain")
+    plain = Precision(share_prompts=False, selective_recompute=False, kernels="plain")
     grpo.policy = as_policy(tiny_model("gemma2"), byte_tokenizer(), precision=plain)
     report = folder / "trace.json"
     trace = {"callbacks": [IterationTrace(str(report))]}

@@ -57,6 +57,7 @@ class Work:
         bf16: compute in bfloat16 where autocast does.
         threads: of the processor.
         seed: of weights and prompts.
+        recompute: `precision.selective_recompute`.
     """
 
     size: Size = field(default_factory=lambda: SIZES["tiny"])
@@ -66,6 +67,7 @@ class Work:
     bf16: bool = False
     threads: int = 1
     seed: int = 0
+    recompute: bool = True
 
     def random(self) -> random_model.RandomModel:
         """The model's weights and words."""
@@ -77,7 +79,8 @@ class Work:
     def policy(self, **precision: Any) -> CausalPolicy:
         """The model, random."""
         made = self.random()
-        policy = as_policy(made.model(), made.tokenizer(), precision=Precision(**precision))
+        settings = Precision(**{"selective_recompute": self.recompute, **precision})
+        policy = as_policy(made.model(), made.tokenizer(), precision=settings)
         policy.eos_ids = tuple(made.end_ids)
         return policy
 

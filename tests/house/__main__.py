@@ -24,6 +24,7 @@ REPORTING = ("callbacks/", "checkpointing/", "cli/")
 REWARDS = ("rewards/library/", "text/")
 PLAIN = """
     --model.engine.fused false --model.precision.share_prompts false
+    --model.precision.selective_recompute false
     --model.precision.kernels plain --model.reward_runner InProcessRunner
 """
 TRAINING = """

@@ -10,7 +10,8 @@ from litgrpo.arguments import at_least, one_of
 
 # More tokens at once are not faster, unless the model is so small that calling it costs more than
 # its arithmetic. Then they go up to the memory that the backward pass may want kept: what it keeps
-# of a token was measured as 8.5 bytes for each output of the linear layers (float32).
+# of a token was measured as 8.5 bytes for each output of the linear layers (float32), and half of
+# that with `precision.selective_recompute`, which not every model knows.
 LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
 
 
@@ -26,7 +27,7 @@ class UpdateConfig:
             depend on it, the gradient does not. None sets no limit.
         micro_batch_tokens: tokens that go through the model at once, likewise; a prompt that its
             completions share counts once, otherwise padding counts too. "auto": 2,048, or with
-            a small model as many as keep about 512 MiB. None sets no limit.
+            a small model as many as keep at most 512 MiB. None sets no limit.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         staleness: 1 samples the next rollout while this one is learned from, with the weights
             before: an engine that samples elsewhere, such as a server, then costs no time of its

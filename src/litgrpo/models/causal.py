@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -22,15 +22,10 @@ from litgrpo.models.attention.rows_away import CachedRowsAway
 from litgrpo.models.causal_static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
+from litgrpo.models.kernels.selective_recompute import recomputing
 from litgrpo.models.policy import DecodeState, Policy, lower_precision
 from litgrpo.parallel.device import threads
-from litgrpo.tensors import (
-    padding_mask,
-    positions,
-    predicting,
-    softcapped,
-    widened,
-)
+from litgrpo.tensors import padding_mask, positions, predicting, softcapped, widened
 from litgrpo.types import TokenRows
 
 log = logging.getLogger(__name__)
@@ -138,13 +133,19 @@ class CausalPolicy(Policy):
 
     def _row_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Hidden states [M, T, E] of the last layer, of rows [M, T] padded on either side."""
-        output = self.bare_model.base_model(
-            input_ids=ids,
-            attention_mask=padding_mask(mask),
-            position_ids=positions(mask),
-            use_cache=False,
-        )
+        with self._recomputing():
+            output = self.bare_model.base_model(
+                input_ids=ids,
+                attention_mask=padding_mask(mask),
+                position_ids=positions(mask),
+                use_cache=False,
+            )
         return output.last_hidden_state
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """What to learn within: less is kept for the backward pass where the model is known."""
+        wanted = self.selective_recompute and torch.is_grad_enabled()
+        return recomputing(self.bare_model) if wanted else nullcontext()
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
@@ -197,17 +198,14 @@ class CausalPolicy(Policy):
         ids = torch.cat([prompt_ids, completion_ids], 1)
         mask = torch.cat([prompt_mask, torch.ones_like(completion_ids, dtype=torch.bool)], 1)
         output = self.model(
-            input_ids=ids,
-            attention_mask=mask.long(),
-            position_ids=positions(mask),
-            use_cache=False,
+            input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False
         )
         return output.logits[:, prompt_ids.shape[1] - 1 :]
 
     def _packed_hidden(self, packing: Packing) -> Tensor:
         """[K, E] hidden states that predict the completion tokens, each prompt read once."""
         model = self.bare_model
-        with attention(model, PACKED):
+        with attention(model, PACKED), self._recomputing():
             output = model.base_model(
                 input_ids=packing.ids[None],
                 position_ids=packing.positions[None],

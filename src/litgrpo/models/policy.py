@@ -66,6 +66,7 @@ class Policy(nn.Module, ABC):
 
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
     share_prompts = True  # what the recipe allows; `shares_prompts` is what is done
+    selective_recompute = True  # what the recipe allows
     kernels = linears.Kernels()
     static_decoder: type[StaticDecoder]  # of this kind of model
     compute_dtype: torch.dtype | None = None  # lower than the weights'; see `arithmetic`

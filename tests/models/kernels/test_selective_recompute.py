@@ -1,0 +1,204 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from litgrpo.models.kernels import selective_recompute
+from litgrpo.models.kernels.selective_recompute import (
+    Recomputed,
+    _Again,
+    _Gated,
+    _gated,
+    _Norm,
+    _Whole,
+    recomputed_of,
+    recomputing,
+)
+from litgrpo.models.loading import LoRA, Precision, as_policy
+from tests.conftest import byte_tokenizer, tiny_model
+from tests.models.kernels.test_fused_decoder import model_of
+
+KINDS = ["tied", "biases", "window", "head norms", "gemma"]
+IDS = torch.arange(1, 41).view(2, 20)
+
+
+def gradient(model, ids=IDS, bf16=False, own=False):
+    """Hidden states of a forward pass, and the gradient of all weights."""
+    model.zero_grad()
+    assert not own or recomputed_of(model) is not None
+    within = recomputing(model) if own else nullcontext()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16), within:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden.float().pow(3).sum().backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return hidden.detach(), torch.cat(grads)
+
+
+def off(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("variant", KINDS)
+def test_digits_forward_are_the_librarys_and_gradients_agree(variant):
+    model = model_of(variant)
+    expected, grads = gradient(model)
+    found, ours = gradient(model, own=True)
+    assert torch.equal(found, expected)
+    assert off(ours, grads) < 2e-6
+
+
+@pytest.mark.parametrize("variant", KINDS)
+def test_under_autocast_gradients_are_as_near_to_those_of_float32_as_the_librarys(variant):
+    model = model_of(variant)
+    (hidden, exact), (librarys, theirs) = gradient(model), gradient(model, bf16=True)
+    found, ours = gradient(model, bf16=True, own=True)
+    assert torch.equal(found, librarys)
+    assert not torch.equal(found, hidden)
+    assert off(ours, exact) < 1.25 * off(theirs, exact)
+
+
+@pytest.mark.parametrize("variant", ["tied", "gemma"])
+def test_weights_in_bfloat16_round_where_the_library_rounds(variant):
+    model = model_of(variant).bfloat16()
+    expected, theirs = gradient(model)
+    found, ours = gradient(model, own=True)
+    assert torch.equal(found, expected)
+    assert ours.dtype == torch.bfloat16
+    assert off(ours.float(), theirs.float()) < 0.03
+
+
+def test_adapters_learn_the_same():
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    policy = as_policy(tiny_model("llama"), tokenizer, lora=LoRA(rank=2, dropout=0.0))
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.05)
+    _, grads = gradient(policy.bare_model)
+    _, ours = gradient(policy.bare_model, own=True)
+    assert off(ours, grads) < 2e-6
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_third_less_is_kept(bf16, monkeypatch):
+    sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=4, vocab_size=259)
+    model = tiny_model("llama", **sizes)
+    ids = torch.arange(256).view(1, 256)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = []
+
+    def keep(self, tensor):
+        packed = pack(self, tensor)
+        if isinstance(packed, _Whole):
+            kept.append(tensor)
+        return packed
+
+    pack = _Again.pack
+    monkeypatch.setattr(_Again, "pack", keep)
+    sizes = []
+    for parts in (Recomputed([], [], [], False), recomputed_of(model)):
+        kept.clear()
+        monkeypatch.setitem(selective_recompute._found, model, parts)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16), recomputing(model):
+            model.base_model(input_ids=ids, use_cache=False)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        sizes.append(sum(size for place, size in storages.items() if place not in weights))
+    library, ours = sizes
+    assert ours < 0.67 * library
+
+
+def test_a_pass_leaves_the_model_as_it_was_even_if_it_fails():
+    model = tiny_model("llama")
+    before = gradient(model)
+    with pytest.raises(RuntimeError, match="stop"), recomputing(model):
+        raise RuntimeError("stop")
+    assert all("forward" not in vars(module) for module in model.modules())
+    after = gradient(model)
+    assert all(map(torch.equal, before, after))
+
+
+def test_two_forward_passes_before_the_backward_passes():
+    model = tiny_model("llama")
+    other = IDS + 7
+    _, first = gradient(model, own=True)
+    _, second = gradient(model, other, own=True)
+    model.zero_grad()
+    losses = []
+    for ids in (IDS, other):
+        with recomputing(model):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        losses.append(hidden.pow(3).sum())
+    sum(losses).backward()
+    both = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert off(both, first + second) < 1e-6
+
+
+def test_weights_that_changed_before_the_backward_pass_are_an_error():
+    model = tiny_model("llama")
+    with recomputing(model):
+        hidden = model.base_model(input_ids=IDS, use_cache=False).last_hidden_state
+    with torch.no_grad():
+        model.base_model.layers[0].input_layernorm.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.sum().backward()
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+def test_the_norms_derivative_is_that_of_differences(gemma):
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, dtype=torch.double), torch.randn(5, dtype=torch.double)
+    tensors = x.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: _Norm.apply(x, w, 1e-3, gemma, None)[0], tensors)
+
+
+@pytest.mark.parametrize("variant", ["tied", "gemma"])
+def test_the_products_derivative_is_that_of_differences(variant):
+    act = model_of(variant).base_model.layers[0].mlp.act_fn
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, 3, 4, dtype=torch.double)
+    tensors = gate.requires_grad_(), up.requires_grad_()
+    assert torch.equal(_Gated.apply(*tensors, act), _gated(*map(torch.clone, tensors), act))
+    assert torch.autograd.gradcheck(lambda g, u: _Gated.apply(g, u, act), tensors)
+
+
+def test_a_forward_pass_that_someone_else_has_put_in_stays():
+    model = tiny_model("llama")
+    norm = model.base_model.layers[0].input_layernorm
+    own = norm.forward = lambda x: 2 * x
+    gradient(model)
+    with recomputing(model):
+        assert norm.forward is own
+    assert norm.forward is own
+
+
+def test_what_is_not_known_stays_the_librarys():
+    assert recomputed_of(tiny_model("gpt2")) is None
+    assert recomputed_of(tiny_model("llama").double()) is None
+    relu = tiny_model("llama", hidden_act="relu")
+    assert recomputed_of(relu) is None
+    other = tiny_model("llama")
+    norm = other.base_model.layers[0].input_layernorm
+    type(norm).forward, kept = (lambda self, x: 2 * x), type(norm).forward
+    try:
+        assert recomputed_of(other) is None
+    finally:
+        type(norm).forward = kept
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_policies_learn_with_it_unless_activations_are_checkpointed(checkpointing):
+    precision = Precision(gradient_checkpointing=checkpointing)
+    policy = as_policy(tiny_model("llama"), byte_tokenizer(), precision=precision)
+    mlp = policy.bare_model.base_model.layers[0].mlp
+    seen = []
+    mlp.down_proj.register_forward_hook(lambda *_: seen.append("forward" in vars(mlp)))
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    policy.predictors(IDS, mask, mask)  # tries the model once
+    seen.clear()
+    for targets in (mask, mask & (IDS > 30)):  # plain rows, packed ones
+        policy.predictors(IDS, mask, targets).sum().backward()
+    assert set(seen) == {not checkpointing}
+    seen.clear()
+    with torch.no_grad():
+        policy.predictors(IDS, mask, mask)
+    assert seen == [False]
