@@ -10,13 +10,16 @@ layers, and MiB of a micro-batch of 2,048 tokens.
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.kernels.selective_recompute import _Again
+from litgrpo.models.kernels.linear import outputs
+from litgrpo.models.kernels.selective_recompute import _Again, _Whole
 from litgrpo.types import TokenRows
 from tests.benchmarks.workload import SIZES, Work
 
@@ -25,38 +28,56 @@ PROMPTS, PROMPT_LEN, GROUP, COMPLETION_LEN = 2, 64, 4, 64
 TOKENS = PROMPTS * (PROMPT_LEN + GROUP * COMPLETION_LEN)
 
 
-def kept_bytes(policy: CausalPolicy, rows: TokenRows, *, recompute: bool, bf16: bool) -> int:
-    """Bytes of one forward pass, weights and their copies in lower precision not counted."""
-    sizes: dict[int, int] = {}
-    alive: list[Tensor] = []  # or a storage's address would be given to another
-    shapes = {weight.shape for weight in policy.parameters()}
+def kept_of(run: Callable[[], object]) -> list[Tensor]:
+    """What autograd keeps of a forward pass, one tensor of each storage, weights too."""
+    # Held, or a storage's address would be given to another.
+    kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if {tensor.shape, tensor.mT.shape if tensor.dim() > 1 else None}.isdisjoint(shapes):
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
+        kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    policy.selective_recompute = recompute
-    pack = _Again.pack
-
-    def packed(self: _Again, tensor: Tensor) -> object:
-        kept = pack(self, tensor)
-        if isinstance(kept[0], Tensor):
+    def pack_and_keep(self: _Again, tensor: Tensor) -> Any:
+        packed = pack(self, tensor)
+        if isinstance(packed, _Whole):
             keep(tensor)
-        return kept
+        return packed
 
-    precision: AbstractContextManager[object] = nullcontext()
-    if bf16:
-        precision = torch.autocast("cpu", torch.bfloat16)
-    _Again.pack = packed  # type: ignore[method-assign,assignment]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept), precision:
-            policy.hidden(rows)
-    finally:
-        _Again.pack = pack  # type: ignore[method-assign]
-    return sum(sizes.values())
+    pack = _Again.pack  # of the hooks within, which torch asks in place of these
+    with (
+        patch.object(_Again, "pack", pack_and_keep),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        run()
+    return [*kept.values()]
+
+
+def kept_bytes(run: Callable[[], object], model: nn.Module) -> int:
+    """Bytes of them; weights and their copies in lower precision, told by shape, do not count."""
+    shapes = {shape for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
+    kept = (each for each in kept_of(run) if each.shape not in shapes)
+    return sum(each.untyped_storage().nbytes() for each in kept)
+
+
+def rows_of_groups() -> TokenRows:
+    """Random rows of 640 tokens."""
+    rows = PROMPTS * GROUP
+    return TokenRows(
+        torch.randint(5, 250, (PROMPTS, PROMPT_LEN)),
+        torch.ones(PROMPTS, PROMPT_LEN, dtype=torch.bool),
+        torch.arange(PROMPTS).repeat_interleave(GROUP),
+        torch.randint(5, 250, (rows, COMPLETION_LEN)),
+        torch.ones(rows, COMPLETION_LEN, dtype=torch.bool),
+    )
+
+
+def by_recompute(policy: CausalPolicy, *, bf16: bool) -> list[float]:
+    """Bytes kept of a token: all, and what is left where it is computed again."""
+    found, rows = [], rows_of_groups()
+    for policy.selective_recompute in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            found.append(kept_bytes(lambda: policy.hidden(rows), policy) / TOKENS)
+    return found
 
 
 def main() -> None:
@@ -67,13 +88,6 @@ def main() -> None:
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=["tiny", "30m"])
     args = parser.parse_args()
     torch.manual_seed(0)
-    rows = TokenRows(
-        torch.randint(5, 400, (PROMPTS, PROMPT_LEN)),
-        torch.ones(PROMPTS, PROMPT_LEN, dtype=torch.bool),
-        torch.arange(PROMPTS).repeat_interleave(GROUP),
-        torch.randint(5, 400, (PROMPTS * GROUP, COMPLETION_LEN)),
-        torch.ones(PROMPTS * GROUP, COMPLETION_LEN, dtype=torch.bool),
-    )
     print(
         "| size | precision | bytes of an output, kept all and recomputed | MiB of 2,048 tokens |"
     )
@@ -81,13 +95,10 @@ def main() -> None:
     for size in args.sizes:
         policy = Work(SIZES[size]).policy()
         for bf16 in (False, True):
-            found = [
-                kept_bytes(policy, rows, recompute=recompute, bf16=bf16) / TOKENS
-                for recompute in (False, True)
-            ]
+            found = by_recompute(policy, bf16=bf16)
             bytes_, mib = (
                 ", ".join(f"{each * factor:,.{digits}f}" for each in found)
-                for factor, digits in ((1 / policy.linear_outputs, 1), (2048 / 2**20, 0))
+                for factor, digits in ((1 / outputs(policy.model), 1), (2048 / 2**20, 0))
             )
             print(f"| {size} | {'bf16' if bf16 else 'float32'} | {bytes_} | {mib} |")
 

@@ -80,7 +80,7 @@ def phases(work: Work) -> Phases:
             rollouts.append(LocalEngine().generate(requests))
 
     of_prompts = prompts.prompt_mask.sum(1)
-    limits = {"max_tokens": UpdateConfig().fitted(policy.linear_outputs).max_tokens}
+    limits = {"max_tokens": UpdateConfig().fitted(linears.outputs(policy.model)).max_tokens}
 
     def learn() -> None:
         rollout = rollouts[-1]

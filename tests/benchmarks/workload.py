@@ -79,7 +79,7 @@ class Work:
     def policy(self, **precision: Any) -> CausalPolicy:
         """The model, random."""
         made = self.random()
-        settings = Precision(**{"selective_recompute": self.recompute, **precision})
+        settings = Precision(selective_recompute=self.recompute, **precision)
         policy = as_policy(made.model(), made.tokenizer(), precision=settings)
         policy.eos_ids = tuple(made.end_ids)
         return policy

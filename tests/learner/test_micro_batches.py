@@ -12,7 +12,9 @@ from litgrpo.learner.micro_batches import (
     mini_batches,
     rows_with_gradient,
 )
+from litgrpo.models.kernels import linear as linears
 from litgrpo.types import Experience
+from tests.benchmarks.kept import kept_of
 from tests.conftest import tiny_policy
 
 
@@ -57,22 +59,18 @@ def test_a_shared_prompt_counts_once_in_a_micro_batch():
 def kept_of_token(model) -> float:
     """Bytes that autograd keeps of a token for the backward pass of the body."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.base_model(input_ids=torch.zeros(1, 256, dtype=torch.long), use_cache=False)
-    sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
-    return sum(size for key, size in sizes.items() if key not in weights) / 256
+    ids = torch.zeros(1, 256, dtype=torch.long)
+    storages = (
+        tensor.untyped_storage()
+        for tensor in kept_of(lambda: model.base_model(input_ids=ids, use_cache=False))
+    )
+    return sum(each.nbytes() for each in storages if each.data_ptr() not in weights) / 256
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
 def test_a_small_model_takes_more_tokens_at_once_within_the_same_memory(architecture):
     policy = tiny_policy(architecture)
-    learning = UpdateConfig().fitted(policy.linear_outputs)
+    learning = UpdateConfig().fitted(linears.outputs(policy.model))
     assert learning.max_tokens > 50_000
     # The most for GPT-2, whose activation function is made of many operations.
     assert 0.7 < learning.max_tokens * kept_of_token(policy.model) / KEPT_BYTES < 1.6

@@ -77,6 +77,22 @@ ARCHITECTURES = {
 PADDED_ON_THE_RIGHT = {"gemma3n_text"}
 
 
+# Children of the gated MLP of every fused layout.
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def home_of(model: PreTrainedModel) -> str:
+    """The module of the library that defines models of this type."""
+    kind = model.config.model_type
+    return f"transformers.models.{kind}.modeling_{kind}"
+
+
+def fused_layout(model: PreTrainedModel) -> FusedLayout | None:
+    """The layout of a model's layers; None: not the library's own class, or not known."""
+    known = ARCHITECTURES.get(model.config.model_type, Architecture()).fused
+    return known if type(model).__module__ == home_of(model) else None
+
+
 def known_types(*, encoder_decoder: bool) -> list[str]:
     """The model types of one kind."""
     kinds = ARCHITECTURES.items()

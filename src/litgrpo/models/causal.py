@@ -22,7 +22,7 @@ from litgrpo.models.attention.rows_away import CachedRowsAway
 from litgrpo.models.causal_static import CausalStaticDecoder
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
-from litgrpo.models.kernels.selective_recompute import recomputing
+from litgrpo.models.kernels.selective_recompute import Recomputed, recomputed_of, recomputing
 from litgrpo.models.policy import DecodeState, Policy, lower_precision
 from litgrpo.parallel.device import threads
 from litgrpo.tensors import padding_mask, positions, predicting, softcapped, widened
@@ -143,9 +143,17 @@ class CausalPolicy(Policy):
         return output.last_hidden_state
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """What to learn within: less is kept for the backward pass where the model is known."""
-        wanted = self.selective_recompute and torch.is_grad_enabled()
-        return recomputing(self.bare_model) if wanted else nullcontext()
+        """What to learn within: less is kept for the backward pass where the model is known.
+
+        Checkpointing keeps less still.
+        """
+        wanted = self.selective_recompute and not self.bare_model.is_gradient_checkpointing
+        parts = self._recomputed if wanted and torch.is_grad_enabled() else None
+        return nullcontext() if parts is None else recomputing(parts)
+
+    @cached_property
+    def _recomputed(self) -> Recomputed | None:
+        return recomputed_of(self.bare_model)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int

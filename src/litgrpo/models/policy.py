@@ -125,16 +125,6 @@ class Policy(nn.Module, ABC):
         """Number of logits, V; a model may have more than its tokenizer has tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
 
-    @property
-    def linear_outputs(self) -> int:
-        """Numbers that the linear layers compute for each token, the head not counted."""
-        head = self.model.get_output_embeddings()
-        known = linears.linears(self.model)
-        own = sum(len(linears.matrix(layer)) for layer in known if layer is not head)
-        # Weights in four bits are linear layers of another class.
-        others = {each for each in self.model.modules() if isinstance(each, nn.Linear)} - {*known}
-        return max(1, own + sum(each.out_features for each in others))
-
     def arithmetic(self) -> AbstractContextManager[None]:
         """What to sample and to learn within: matrix products in the recipe's lower precision."""
         return lower_precision(self.model.device, self.compute_dtype)

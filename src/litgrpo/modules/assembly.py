@@ -11,7 +11,6 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 
-# credit, surrogates and estimators are imported so that recipes can name their classes.
 from litgrpo.algorithm import credit, estimators, surrogates  # noqa: F401
 from litgrpo.algorithm.credit import TurnAdvantages
 from litgrpo.algorithm.importance import SamplerCorrection
@@ -25,6 +24,9 @@ from litgrpo.learner.even_batches import Even
 from litgrpo.learner.learner import Coefficients, Learner
 from litgrpo.learner.micro_batches import Ragged
 from litgrpo.learner.static_batches import Static
+
+# credit, surrogates and estimators are imported so that recipes can name their classes.
+from litgrpo.models.kernels import linear as linears
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenModel, Reference
@@ -140,7 +142,7 @@ def join(
     learner = Learner(
         policy,
         coefficients,
-        settings.update.fitted(policy.linear_outputs, static_shapes=static_shapes),
+        settings.update.fitted(linears.outputs(policy.model), static_shapes=static_shapes),
         settings.sampling,
         *settings.sizes,
         reference=reference,

@@ -18,25 +18,23 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from litgrpo.models.architectures import (
-    ARCHITECTURES,
+    MLP,
     POSITIONAL_ROPES,
-    Architecture,
     FusedLayout,
+    fused_layout,
+    home_of,
 )
 from litgrpo.models.attention.decode_shared_prefix import SharedPrefixCache
 from litgrpo.models.kernels.linear import FastLinear, PackedLinear
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 LINEAR = (nn.Linear, FastLinear)
 
 
 def is_known(model: PreTrainedModel) -> bool:
     """Whether this is exactly a layout that `FusedDecoder` computes."""
-    kind = model.config.model_type
-    home = f"transformers.models.{kind}.modeling_{kind}"
-    layout = ARCHITECTURES.get(kind, Architecture()).fused
-    if layout is None or type(model).__module__ != home:
+    layout, home = fused_layout(model), home_of(model)
+    if layout is None:
         return False
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return False
@@ -182,7 +180,7 @@ class FusedDecoder:
         self.dtype = torch.promote_types(self.embedding.dtype, torch.float32)
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.size = attention.head_dim
-        layout = ARCHITECTURES[config.model_type].fused
+        layout = fused_layout(model)
         assert layout is not None
         gemma = layout.gemma
         self.offset = 1.0 if gemma else 0.0  # Gemma stores its norms' weights less 1

@@ -202,6 +202,15 @@ def matrix(layer: Any) -> Tensor:
     return layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
 
 
+def outputs(model: Any) -> int:
+    """Numbers that the linear layers compute for each token, the head not counted."""
+    head, known = model.get_output_embeddings(), linears(model)
+    own = sum(len(matrix(layer)) for layer in known if layer is not head)
+    # Weights in four bits are linear layers of another class.
+    others = {each for each in model.modules() if isinstance(each, nn.Linear)} - {*known}
+    return max(1, own + sum(each.out_features for each in others))
+
+
 def use(model: nn.Module, kernels: Kernels) -> None:
     """Take a kernel for the forward and backward passes; `packed` is the one for decoding.
 

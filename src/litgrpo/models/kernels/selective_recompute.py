@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from litgrpo.models.architectures import ARCHITECTURES, Architecture
+from litgrpo.models.architectures import MLP, fused_layout, home_of
 from litgrpo.tensors import widened
 
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # {class of an activation: its backward pass from the output's gradient and the input}
 ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
     type(ACT2FN["silu"]): torch.ops.aten.silu_backward,
@@ -59,10 +57,8 @@ def recomputed_of(model: PreTrainedModel) -> Recomputed | None:
     Args:
         model: perhaps with adapters in its layers.
     """
-    kind = model.config.model_type
-    home = f"transformers.models.{kind}.modeling_{kind}"
-    layout = ARCHITECTURES.get(kind, Architecture()).fused
-    if layout is None or type(model).__module__ != home:
+    layout, home = fused_layout(model), home_of(model)
+    if layout is None:
         return None
     last = "pre_feedforward_layernorm" if layout.gemma else "post_attention_layernorm"
     parts = Recomputed([], [], [], layout.gemma)
@@ -92,23 +88,12 @@ def _are_known(mlp: Any, norms: list[Any], home: str) -> bool:
     return all(type(each) is nn.Parameter and each.dtype != torch.float64 for each in weights)
 
 
-# Looked at once: adapters come before the first pass.
-_found: WeakKeyDictionary[PreTrainedModel, Recomputed | None] = WeakKeyDictionary()
-
-
 @contextmanager
-def recomputing(model: PreTrainedModel) -> Iterator[None]:
-    """Run a forward pass of a known model that keeps less; any other model runs as it is.
+def recomputing(parts: Recomputed) -> Iterator[None]:
+    """Run a forward pass of the model that has these modules; less is kept of it.
 
-    Another thread must not run the model meanwhile. The backward pass may come later. Nothing
-    changes where activations are checkpointed, which keeps less still.
+    Another thread must not run the model meanwhile. The backward pass may come later.
     """
-    if model not in _found:
-        _found[model] = recomputed_of(model)
-    parts = _found[model]
-    if parts is None or model.is_gradient_checkpointing:
-        yield
-        return
     again = _Again()
     forwards: list[tuple[Any, Callable[..., Tensor]]] = [
         *((norm, partial(_norm, norm, parts.gemma, again)) for norm in parts.before),
@@ -267,9 +252,9 @@ class _Gated(torch.autograd.Function):
 def _agree(parts: Recomputed) -> bool:
     """Whether the library computes the same, on the first of each kind of norm and MLP."""
     kinds = {type(norm): norm for norm in (*parts.before, *parts.after)}.values()
-    mlp, width = parts.mlps[0], parts.before[0].weight
+    mlp = parts.mlps[0]
     tries = [(norm, partial(_norm, norm, parts.gemma, None), norm.weight) for norm in kinds]
-    tries.append((mlp, partial(_mlp, mlp, _Again()), width))
+    tries.append((mlp, partial(_mlp, mlp, _Again()), parts.before[0].weight))
     training = mlp.training
     mlp.eval()  # adapters may have dropout
     try:

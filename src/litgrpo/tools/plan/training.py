@@ -310,7 +310,7 @@ def row_length(prompt_len: int, completion_len: int, sharing: int) -> int:
 
 
 def linear_outputs(blueprint: Blueprint) -> int:
-    """Numbers that the linear layers compute for each token; see `Policy.linear_outputs`."""
+    """Numbers that the linear layers compute for each token; see `kernels.linear.outputs`."""
     outputs = (len(weight) for block in blueprint.blocks for weight in block if weight.dim() > 1)
     return max(1, sum(outputs))
 
