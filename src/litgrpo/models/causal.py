@@ -147,7 +147,7 @@ class CausalPolicy(Policy):
 
         Checkpointing keeps less still.
         """
-        wanted = self.selective_recompute and not self.bare_model.is_gradient_checkpointing
+        wanted = self.selective_recompute and not self.bare_model.is_activation_checkpointing
         parts = self._recomputed if wanted and torch.is_grad_enabled() else None
         return nullcontext() if parts is None else recomputing(parts)
 

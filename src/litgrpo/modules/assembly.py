@@ -376,7 +376,7 @@ def use_static_shapes(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, Policy):
             part.static_shapes = backend(device).static_shapes
-            if part.static_shapes and part.bare_model.is_gradient_checkpointing:
+            if part.static_shapes and part.bare_model.is_activation_checkpointing:
                 # A hook that compilers cannot trace; checkpoints without reentry need none.
                 part.bare_model.disable_input_require_grads()
 
