@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.micro_batches --size 30m --hazard 0.02 --tokens 1024 2048 4096
     python -m tests.benchmarks.micro_batches --size 30m --tokens auto --recompute on off
+    python -m tests.benchmarks.micro_batches --size 30m --tokens auto --kernels auto onednn
 
-`update.micro_batch_tokens`, and `precision.selective_recompute`. Each pair has processes of its
-own, in turns. Printed: medians over the turns of each turn's median step and learning in seconds,
-and of the most memory that the process ever held.
+`update.micro_batch_tokens`, `precision.selective_recompute` and `precision.kernels`. Each choice
+of them has processes of its own, in turns. Printed: medians over the turns of each turn's median
+step and learning in seconds, and of the most memory that the process ever held.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ import json
 import os
 import statistics
 import sys
-from typing import Any
+from typing import Any, get_args
 
+from litgrpo.models.kernels.linear import KernelChoice
 from tests.benchmarks.step import ROOT, last_line, steps_of_ours
 from tests.benchmarks.workload import SIZES, Work
 
 
 def turn(args: argparse.Namespace) -> dict[str, Any]:
-    """A turn of one pair, in this process."""
+    """A turn of one choice, in this process."""
     from litgrpo.learner.config import UpdateConfig
 
     size = SIZES[args.size]
-    tokens, recompute = args.turn
+    tokens, recompute, kernels = args.turn
     work = Work(
         size,
         hazard=args.hazard,
         bf16=args.bf16,
         threads=args.threads,
         recompute=recompute == "on",
+        kernels=kernels,
     )
     update = UpdateConfig(micro_batch_tokens="auto" if tokens == "auto" else int(tokens))
     return steps_of_ours(work, args.steps, args.warmup, update=update)
@@ -49,28 +52,29 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--tokens", nargs="+", default=["1024", "2048", "4096"])
     parser.add_argument("--recompute", choices=["on", "off"], nargs="+", default=["on"])
+    parser.add_argument("--kernels", choices=get_args(KernelChoice), nargs="+", default=["auto"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--turn", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.turn:
         print(json.dumps(turn(args)))
         return
     again = [sys.executable, "-m", "tests.benchmarks.micro_batches", *sys.argv[1:], "--turn"]
-    pairs = itertools.product(args.tokens, args.recompute)
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
+    choices = itertools.product(args.tokens, args.recompute, args.kernels)
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {choice: [] for choice in choices}
     for _ in range(args.turns):
-        for pair, turns in found.items():
-            turns.append(last_line([*again, *pair], ROOT))
-    for (tokens, recompute), turns in found.items():
+        for choice, turns in found.items():
+            turns.append(last_line([*again, *choice], ROOT))
+    for (tokens, recompute, kernels), turns in found.items():
         step, learn, memory = (
             statistics.median(each[name] for each in turns)
             for name in ("step_s", "learn_s", "peak_rss_mib")
         )
         took = f"step {step:.3f} s, learning {learn:.3f} s, {memory:,.0f} MiB"
-        print(f"{tokens:>6} tokens, recompute {recompute}: {took}")
+        print(f"{tokens:>6} tokens, recompute {recompute}, kernels {kernels}: {took}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Measure everything that docs/benchmarks.md reports, and write its tables and its plot.
 
-    python -m tests.benchmarks.page --measure steps profile sweeps head sft kernels \
-        --peer-python PATH/bin/python --data PATH/train.jsonl
-    python -m tests.benchmarks.page --measure before --checkout CLONE_OF_ANOTHER_VERSION
+    python -m tests.benchmarks.page --processor zen4 --measure steps profile sweeps head sft \
+        kernels --peer-python PATH/bin/python --data PATH/train.jsonl
+    python -m tests.benchmarks.page --processor zen4 --measure before --checkout ANOTHER_VERSION
     python -m tests.benchmarks.page
 
-Results are kept in docs/benchmarks.json, one entry for each command, as soon as it is done; what is
-there is not measured again (--again does). The last command only rewrites the page.
+Results are kept in docs/benchmarks_PROCESSOR.json, one entry for each command, as soon as it is
+done; what is there is not measured again (--again does). A table's place on the page is a comment
+with its name and its processor's. The last command only rewrites the page.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.md"
-PLOT = ROOT / "docs" / "benchmarks.png"
+PAGE, PLOT = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks.png"
 Results = dict[str, Any]
 
 STEPS = [
@@ -54,7 +54,8 @@ SWEEPS: dict[str, tuple[list[int], str]] = {
 HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
 SFT = ["--size 30m", "--size 30m --bf16"]
 PROFILES = [f"--size {size} --hazard 0.02" for size in ("tiny", "30m", "100m")]
-PROFILES += ["--size 30m --hazard 0.02 --bf16"]
+PROFILES += ["--size tiny", "--size 30m --hazard 0.02 --bf16"]
+PROFILES += ["--size 135m --hazard 0.045 --max-new 48 --bf16"]
 
 
 def swept(name: str, value: int) -> str:
@@ -93,7 +94,7 @@ def measure(args: argparse.Namespace) -> None:
     """Run what is missing, one command after the other."""
     for part in args.measure:
         for name, arguments in commands(part, args):
-            if name in load() and not args.again:
+            if name in load(args.processor) and not args.again:
                 continue
             print(name, flush=True)
             command = [sys.executable, "-m", f"tests.benchmarks.{name.split()[0]}", "--json"]
@@ -103,12 +104,19 @@ def measure(args: argparse.Namespace) -> None:
             if run.returncode:
                 raise SystemExit(f"{name} failed:\n{run.stderr[-3000:]}")
             last = [line for line in run.stdout.splitlines() if line.startswith("{")][-1]
-            RESULTS.write_text(json.dumps(load() | {name: json.loads(last)}, indent=1) + "\n")
+            found = load(args.processor) | {name: json.loads(last)}
+            results_of(args.processor).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def load() -> Results:
-    """What was measured so far."""
-    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def results_of(processor: str) -> Path:
+    """The file of what was measured on a processor."""
+    return ROOT / "docs" / f"benchmarks_{processor}.json"
+
+
+def load(processor: str) -> Results:
+    """What was measured on a processor so far."""
+    file = results_of(processor)
+    results: Results = json.loads(file.read_text()) if file.exists() else {}
     return results
 
 
@@ -201,7 +209,8 @@ def profile_table(results: Results) -> str:
                     "|---" * (len(parts) + 2) + "|",
                 ]
             cells = " | ".join(f"{share:.0%}" for share in parts.values())
-            size = line.split()[1] + ", bf16" * ("--bf16" in line)
+            size = line.split()[1] + ", longest" * ("--hazard" not in line)
+            size += ", bf16" * ("--bf16" in line)
             lines.append(f"| {size} | {phase} | {cells} |")
     return "\n".join(lines)
 
@@ -312,18 +321,22 @@ TABLES = {
 }
 
 
-def write(results: Results) -> None:
-    """Put the tables between their marks on the page."""
-    page = PAGE.read_text()
-    for name, table in TABLES.items():
-        marks = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text = table(results).rstrip()
-        page, places = re.subn(marks, lambda m, t=text: f"{m[1]}{t}\n{m[2]}", page, flags=re.DOTALL)
-        if places != 1:
-            raise SystemExit(f"{PAGE.name} has {places} places for the table {name!r}, not one")
-    PAGE.write_text(page)
-    if any(sweeps(results).values()):
-        plot(results)
+MARKS = re.compile(r"(<!-- (\w+) of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write() -> None:
+    """Put the tables between their marks on the page, and draw the sweeps that are on it."""
+
+    def filled(mark: re.Match[str]) -> str:
+        table, processor = mark[2], mark[3]
+        if table not in TABLES:
+            raise SystemExit(f"{PAGE.name} has a place for {table!r}; tables are {list(TABLES)}")
+        results = load(processor)
+        if table == "sweeps" and any(sweeps(results).values()):
+            plot(results)
+        return f"{mark[1]}{TABLES[table](results).rstrip()}\n{mark[4]}"
+
+    PAGE.write_text(MARKS.sub(filled, PAGE.read_text()))
 
 
 def main() -> None:
@@ -333,6 +346,7 @@ def main() -> None:
     )
     parts = ["steps", "before", "profile", "sweeps", "head", "sft", "kernels"]
     parser.add_argument("--measure", nargs="*", default=[], choices=parts)
+    parser.add_argument("--processor", help="where this is measured: zen4")
     parser.add_argument("--sweep", nargs="*", default=list(SWEEPS), choices=SWEEPS, help="these")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--against", default="trl")
@@ -341,8 +355,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="GSM8K's training file, for sft")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
+    if args.measure and not args.processor:
+        parser.error("--measure needs --processor, which names the file of the results")
     measure(args)
-    write(load())
+    write()
 
 
 if __name__ == "__main__":

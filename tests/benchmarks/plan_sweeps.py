@@ -1,4 +1,4 @@
-"""How far off `plan` is on the steps of one thread that docs/benchmarks.json has.
+"""How far off `plan` is on the steps of one thread that docs/benchmarks_*.json have.
 
     python -m tests.benchmarks.plan_sweeps [--fit]
 
@@ -31,7 +31,7 @@ from tests.benchmarks import page, step
 from tests.benchmarks.plan import PAGE, ROOT, write
 
 # Those of an earlier processor, and those of the page.
-MEASURED = {"EPYC": ROOT / "docs" / "benchmarks_earlier.json", "Zen 5": page.RESULTS}
+MEASURED = {"EPYC": ROOT / "docs" / "benchmarks_earlier.json", "Zen 5": page.results_of("zen5")}
 OUTSIDE = 20.0
 Range = dict[str, tuple[float, float]]
 

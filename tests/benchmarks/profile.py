@@ -116,13 +116,13 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--hazard", type=float)
+    parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = profiled(
-        Work(SIZES[args.size], 8, 128, args.hazard, bf16=args.bf16, threads=args.threads)
-    )
+    size, of_ends = SIZES[args.size], (args.max_new, args.hazard)
+    found = profiled(Work(size, 8, *of_ends, bf16=args.bf16, threads=args.threads))
     if args.json:
         print(json.dumps(found))
         return

@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def peers(work: Work, data: list[PairBatch]) -> Timed:
             use_cpu=True,
             disable_tqdm=True,
         )
-        model = work.policy(kernels="plain").model.train()
+        model = replace(work, kernels="plain").policy().model.train()
         Timed(model, settings, train_dataset=data, callbacks=[Ends()]).train()
     return clock.steps
 

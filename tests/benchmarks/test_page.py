@@ -53,16 +53,23 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
         "memory_frac": 0.25,
         **{f"ratio_{name}": 4.5 for name in ("wall", "cpu", "rollout", "learn")},
     }
-    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text("".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in page.TABLES))
+    monkeypatch.setattr(page, "PAGE", tmp_path / "docs" / "page.md")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    page.PAGE.parent.mkdir()
+    page.PAGE.write_text(
+        "".join(f"<!-- {name} of zen4 -->\nold\n<!-- end -->\n" for name in page.TABLES)
+        + "<!-- steps of zen5 -->\nnothing\n<!-- end -->\n"
+    )
     results = {f"step {page.STEPS[0]}": found, page.before(page.STEPS[0]): found}
-    page.write(json.loads(json.dumps(results)))
+    page.results_of("zen4").write_text(json.dumps(results))
+    page.write()
     text = page.PAGE.read_text()
     assert "| tiny | 0.02 | float32 | 9.00 | 2.00 | **4.50** |" in text
     assert "| tiny | 0.02 | float32 | 46, 45 | 2.00 | 9.00 | **4.5** |" in text
     assert "100 of 400 MiB (25%)" in text
     assert "| 1.00 (0.20) | 1.00 (0.60) | 50 | 50 | 110 | 9 | learn |" in text
     assert "old" not in text
+    assert text.count("| tiny | 0.02 | float32 | 46, 45 |") == 1
 
 
 def test_times_are_compared_at_equal_lengths():
@@ -96,16 +103,22 @@ def test_sweeps_show_the_peer_where_it_could_run(tmp_path, monkeypatch):
     assert page.PLOT.stat().st_size > 10_000
 
 
-def test_the_page_has_one_place_for_each_table():
-    text = page.PAGE.read_text()
-    assert {name: text.count(f"<!-- {name} -->") for name in page.TABLES} == dict.fromkeys(
-        page.TABLES, 1
-    )
-    assert text.count("<!-- end -->") == len(page.TABLES)
+def test_the_page_has_a_place_for_each_table_and_nothing_else():
+    marks = page.MARKS.findall(page.PAGE.read_text())
+    assert {name for _, name, _, _ in marks} == set(page.TABLES)
+    assert len(marks) == page.PAGE.read_text().count("<!-- end -->")
+    assert all(page.results_of(processor).exists() for _, _, processor, _ in marks)
 
 
-def test_a_table_without_a_place_is_refused(tmp_path, monkeypatch):
+def test_an_unknown_table_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text("<!-- steps -->\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match="0 places for the table 'phases'"):
-        page.write({})
+    page.PAGE.write_text("<!-- stairs of zen4 -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="a place for 'stairs'; tables are \\['steps', 'phases'"):
+        page.write()
+
+
+def test_measuring_without_a_name_for_the_results_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["page", "--measure", "head"])
+    with pytest.raises(SystemExit):
+        page.main()
+    assert "--measure needs --processor" in capsys.readouterr().err

@@ -57,4 +57,4 @@ def test_the_table_counts_what_is_inside(two_steps):
 
 def test_both_processors_were_measured():
     assert {path.exists() for path in plan_sweeps.MEASURED.values()} == {True}
-    assert plan_sweeps.MEASURED["Zen 5"] == page.RESULTS
+    assert plan_sweeps.MEASURED["Zen 5"] == page.results_of("zen5")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from litgrpo.data.sampler import BatchLoader, BatchOrder
 from litgrpo.models.causal import CausalPolicy
+from litgrpo.models.kernels.linear import KernelChoice
 from litgrpo.models.loading import Precision, as_policy
 from litgrpo.types import PromptBatch
 from tests.benchmarks import random_model
@@ -58,6 +58,7 @@ class Work:
         threads: of the processor.
         seed: of weights and prompts.
         recompute: `precision.selective_recompute`.
+        kernels: `precision.kernels`.
     """
 
     size: Size = field(default_factory=lambda: SIZES["tiny"])
@@ -68,6 +69,7 @@ class Work:
     threads: int = 1
     seed: int = 0
     recompute: bool = True
+    kernels: KernelChoice = "auto"
 
     def random(self) -> random_model.RandomModel:
         """The model's weights and words."""
@@ -76,10 +78,10 @@ class Work:
         positions = size.prompt_len + self.max_new + 8
         return random_model.RandomModel(size.numbers, hazard, positions, seed=self.seed)
 
-    def policy(self, **precision: Any) -> CausalPolicy:
+    def policy(self) -> CausalPolicy:
         """The model, random."""
         made = self.random()
-        settings = Precision(selective_recompute=self.recompute, **precision)
+        settings = Precision(selective_recompute=self.recompute, kernels=self.kernels)
         policy = as_policy(made.model(), made.tokenizer(), precision=settings)
         policy.eos_ids = tuple(made.end_ids)
         return policy
