@@ -106,6 +106,7 @@ def test_sweeps_show_the_peer_where_it_could_run(tmp_path, monkeypatch):
 def test_the_page_has_a_place_for_each_table_and_nothing_else():
     marks = page.MARKS.findall(page.PAGE.read_text())
     assert {name for _, name, _, _ in marks} == set(page.TABLES)
+    assert len({mark[1:3] for mark in marks}) == len(marks)
     assert len(marks) == page.PAGE.read_text().count("<!-- end -->")
     assert all(page.results_of(processor).exists() for _, _, processor, _ in marks)
 
