@@ -36,6 +36,19 @@ STEPS = [
     # The peer does not fit into 24 GiB at once.
     "--size 135m --hazard 0.045 --max-new 48 --bf16 --turns 1 --peer-accumulate 4",
 ]
+# What was aimed at for each of these.
+FASTER, THAN_BEFORE = "times TRL", "times 7f06854"
+ROLLOUT, MEMORY = "share of its least time the rollout has", "memory, share of TRL's"
+AIMS: list[dict[str, float]] = [
+    {FASTER: 4, THAN_BEFORE: 1.4, ROLLOUT: 0.25, MEMORY: 0.45},
+    {FASTER: 3, THAN_BEFORE: 1.4},
+    {},
+    {FASTER: 6.5, THAN_BEFORE: 1.2, ROLLOUT: 0.45, MEMORY: 0.40},
+    {FASTER: 4.5, THAN_BEFORE: 1.25},
+    {FASTER: 6, THAN_BEFORE: 1.2, MEMORY: 0.45},
+    {FASTER: 6.5, THAN_BEFORE: 1.1},
+    {FASTER: 8, THAN_BEFORE: 1.2},
+]
 SWEPT = "--turns 1 --steps 3 --warmup 1 --peer-steps 1 --peer-optional"
 TINY = "--size tiny --hazard 0.02"
 # {what changes: its values, and the arguments for VALUE}. With longer completions allowed the end
@@ -54,7 +67,7 @@ SWEEPS: dict[str, tuple[list[int], str]] = {
 HEAD = "--tokens 8192 --vocab 256000 --hidden 64"
 SFT = ["--size 30m", "--size 30m --bf16"]
 PROFILES = [f"--size {size} --hazard 0.02" for size in ("tiny", "30m", "100m")]
-PROFILES += ["--size tiny", "--size 30m --hazard 0.02 --bf16"]
+PROFILES += ["--size tiny", "--size 30m", "--size 30m --hazard 0.02 --bf16"]
 PROFILES += ["--size 135m --hazard 0.045 --max-new 48 --bf16"]
 
 
@@ -168,6 +181,49 @@ def case(found: Results) -> str:
     """Size, hazard and precision of a comparison, as both tables of steps name it."""
     hazard = "1/128" if found["hazard"] is None else found["hazard"]
     return f"{found['size']} | {hazard} | {'bf16' if found['bf16'] else 'float32'}"
+
+
+def aims_table(results: Results) -> str:
+    """What was aimed at and reached; where it was not, what would have to become of the time."""
+    lines = [
+        "| size | hazard | precision | what | aimed at | reached | products and attention, s "
+        "| the rest, s | it would have to be |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line, aims in zip(STEPS, AIMS, strict=True):
+        profile = results.get(f"profile {re.sub(' --(turns|peer-accumulate) [0-9]+', '', line)}")
+        for what, aimed in aims.items():
+            found = results.get(before(line) if what == THAN_BEFORE else f"step {line}")
+            if found is not None:
+                cells = aim(what, aimed, found, profile)
+                lines.append(f"| {case(found)} | {what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def aim(what: str, aimed: float, found: Results, profile: Results | None) -> list[str]:
+    """Aimed at, reached; if not, the time that products and attention take, what is left of it,
+    and what would be left if the aim were reached and they took as long as they do.
+    """
+    ours = found["ours"]
+    reached: float = found["memory_frac"] if what == MEMORY else found["ratio_wall"]
+    if what == ROLLOUT:
+        reached = ours["floor"]["rollout_s"] / ours["rollout_s"]
+    shown = "{:.0%}" if what in (ROLLOUT, MEMORY) else "{:.2f}"
+    cells = [shown.format(aimed), shown.format(reached)]
+    if cells[0] == cells[1] or (reached < aimed) == (what == MEMORY):
+        return [*cells, "", "", ""]
+    cells[1] = f"**{cells[1]}**"
+    if what == MEMORY or profile is None:
+        return [*cells, "", "", ""]
+    phases = {"rollout": "rollout_s"} | ({} if what == ROLLOUT else {"learning": "learn_s"})
+    seconds = ours["rollout_s" if what == ROLLOUT else "step_s"]
+    kept = sum(
+        (profile[phase]["products"] + profile[phase]["attention"]) * ours[name]
+        for phase, name in phases.items()
+    )
+    left = seconds * reached / aimed - kept
+    allowed = f"{left:.2f}" if left > 0 else "below 0"
+    return [*cells, f"{kept:.2f}", f"{seconds - kept:.2f}", allowed]
 
 
 def phases_table(results: Results) -> str:
@@ -312,6 +368,7 @@ def plot(results: Results) -> None:
 TABLES = {
     "steps": steps_table,
     "phases": phases_table,
+    "aims": aims_table,
     "before": before_table,
     "profile": profile_table,
     "head": head_table,

@@ -31,7 +31,8 @@ from tests.benchmarks import page, step
 from tests.benchmarks.plan import PAGE, ROOT, write
 
 # Those of an earlier processor, and those of the page.
-MEASURED = {"EPYC": ROOT / "docs" / "benchmarks_earlier.json", "Zen 5": page.results_of("zen5")}
+MEASURED = {"EPYC": page.results_of("earlier")}
+MEASURED |= {"Zen 4": page.results_of("zen4"), "Zen 5": page.results_of("zen5")}
 OUTSIDE = 20.0
 Range = dict[str, tuple[float, float]]
 
@@ -173,7 +174,7 @@ def main() -> None:
     if args.fit:
         for name in (*MEASURED, ""):
             own = [point for point in found if name in ("", point.processor)]
-            print(name or "both", fitted(own) if own else "")
+            print(name or "all", fitted(own) if own else "")
     write(PAGE, "sweeps", lines)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts by processes of their own against the local engine, on the same work, alternating.
+"""Ways to sample the same completions against the local engine, alternating.
 
     python -m tests.benchmarks.rollout_processes --size tiny --hazard 0.02 --turns 5
 
@@ -10,41 +10,95 @@ two threads or processes use both, those with one use one, and `ahead` one for e
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
+
+from litgrpo.learner.config import UpdateConfig
+from litgrpo.models.kernels.linear import KernelChoice
+from litgrpo.rollout.engines import rollout_worker
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.processes import ProcessEngine, rows_of, together
+from litgrpo.rollout.interface import Requests
+from litgrpo.types import PromptBatch, Rollout
 from tests.benchmarks.step import ROOT, steps_of_ours
 from tests.benchmarks.workload import SIZES, Size, Work
 
-# {side: (threads of the training, rollout processes or 0 for the local engine, staleness)}
+
+@dataclass(frozen=True)
+class HalvesEngine(LocalEngine):
+    """Two threads of Python, each with every other prompt and one thread of the processor."""
+
+    def generate(self, requests: Requests) -> Rollout:
+        """As the local engine."""
+        prompts = torch.arange(len(requests.prompts))
+        shares = [share for share in (prompts[::2], prompts[1::2]) if len(share)]
+
+        def sampled(share: torch.Tensor) -> rollout_worker.Arrays:
+            torch.set_num_threads(1)
+            batch = requests.prompts
+            tensors = batch.prompt_ids[share], batch.prompt_mask[share]
+            own = PromptBatch(*tensors, [""] * len(share), {}, batch.index[share])
+            uniforms = requests.uniforms[rows_of(share, requests.group_size)]
+            policy = copy.copy(requests.policy)  # a decoder of its own, the same weights
+            half = replace(requests, policy=policy, prompts=own, uniforms=uniforms)
+            return rollout_worker.arrays_of(LocalEngine.generate(self, half))
+
+        with ThreadPoolExecutor(len(shares)) as pool:
+            return together(requests, shares, list(pool.map(sampled, shares)))
+
+
+class Side(NamedTuple):
+    """How a side samples.
+
+    Args:
+        threads: of the training.
+        engine: samples.
+        staleness: iterations that it samples ahead.
+        kernels: of the matrix products.
+        collects: whether Python looks for garbage by itself.
+    """
+
+    threads: int
+    engine: LocalEngine | ProcessEngine = LocalEngine()
+    staleness: int = 0
+    kernels: KernelChoice = "auto"
+    collects: bool = True
+
+
 SIDES = {
-    "local, 2 threads": (2, 0, 0),
-    "2 processes": (2, 2, 0),
-    "local, 1 thread": (1, 0, 0),
-    "1 process": (1, 1, 0),
-    "1 process, ahead": (1, 1, 1),
-    "2 processes, ahead": (2, 2, 1),
+    "local, 2 threads": Side(2),
+    "2 processes": Side(2, ProcessEngine(2)),
+    "2 threads of Python": Side(2, HalvesEngine()),
+    "oneDNN, packed": Side(2, kernels="onednn"),
+    "no garbage collection": Side(2, collects=False),
+    "local, 1 thread": Side(1),
+    "1 process": Side(1, ProcessEngine(1)),
+    "1 process, ahead": Side(1, ProcessEngine(1), staleness=1),
+    "2 processes, ahead": Side(2, ProcessEngine(2), staleness=1),
 }
 SHOWN = ("step_s", "rollout_s", "learn_s")
 
 
 def turn(args: argparse.Namespace) -> dict[str, Any]:
     """A turn of one side, in this process."""
-    from litgrpo.learner.config import UpdateConfig
-    from litgrpo.rollout.engines.local import LocalEngine
-    from litgrpo.rollout.engines.processes import ProcessEngine
-
-    threads, processes, staleness = SIDES[args.side]
+    side = SIDES[args.side]
+    if not side.collects:
+        gc.disable()
     size = Size(**asdict(SIZES[args.size]))
-    work = Work(size, args.group, args.max_new, args.hazard, threads=threads)
-    engine = ProcessEngine(processes) if processes else LocalEngine()
-    update = UpdateConfig(staleness=staleness)
-    return steps_of_ours(work, args.steps, args.warmup, engine=engine, update=update)
+    of_ends = (args.max_new, args.hazard)
+    work = Work(size, args.group, *of_ends, threads=side.threads, kernels=side.kernels)
+    update = UpdateConfig(staleness=side.staleness)
+    return steps_of_ours(work, args.steps, args.warmup, engine=side.engine, update=update)
 
 
 def main() -> None:

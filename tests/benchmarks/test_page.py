@@ -72,6 +72,30 @@ def test_tables_show_what_was_measured(tmp_path, monkeypatch):
     assert text.count("| tiny | 0.02 | float32 | 46, 45 |") == 1
 
 
+def test_what_was_not_reached_says_what_would_have_to_become_of_the_time():
+    ours = {"step_s": 10.0, "rollout_s": 4.0, "learn_s": 5.0, "floor": {"rollout_s": 1.0}}
+    found = {"size": "tiny", "hazard": 0.02, "bf16": False, "ours": ours, "memory_frac": 0.5}
+    shares = {"products": 0.5, "attention": 0.1}
+    profile = {"rollout": {"products": 0.25, "attention": 0.25}, "learning": shares}
+    results = {
+        f"step {page.STEPS[0]}": found | {"ratio_wall": 3.0},
+        page.before(page.STEPS[0]): found | {"ratio_wall": 1.4},
+        "profile --size tiny --hazard 0.02": profile,
+        f"step {page.STEPS[6]}": found | {"size": "100m", "ratio_wall": 5.0},
+    }
+    assert page.aims_table(results).splitlines()[2:] == [
+        # 10 x 3 / 4 = 7.5 s are allowed, and 4 / 2 + 5 x 0.6 = 5 taken.
+        "| tiny | 0.02 | float32 | times TRL | 4.00 | **3.00** | 5.00 | 5.00 | 2.50 |",
+        "| tiny | 0.02 | float32 | times 7f06854 | 1.40 | 1.40 |  |  |  |",
+        # 1 / 0.25 = 4 s are allowed.
+        f"| tiny | 0.02 | float32 | {page.ROLLOUT} | 25% | 25% |  |  |  |",
+        f"| tiny | 0.02 | float32 | {page.MEMORY} | 45% | **50%** |  |  |  |",
+        "| 100m | 0.02 | float32 | times TRL | 6.50 | **5.00** |  |  |  |",
+    ]
+    slower = found | {"ratio_wall": 1.0, "ours": ours | {"floor": {"rollout_s": 0.25}}}
+    assert page.aim(page.ROLLOUT, 0.25, slower, profile)[2:] == ["2.00", "2.00", "below 0"]
+
+
 def test_times_are_compared_at_equal_lengths():
     ours = {"step_s": 2.0, "cpu_s": 2.0, "rollout_s": 1.0, "learn_s": 1.0, "peak_rss_mib": 5.0}
     peer = {"step_s": 12.0, "cpu_s": 24.0, "gen_s": 3.0, "train_s": 9.0, "peak_rss_mib": 50.0}
