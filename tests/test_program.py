@@ -1,9 +1,11 @@
+import gc
 import subprocess
 import sys
 
 import pytest
 
 from litgrpo import __version__
+from litgrpo.program import quick_imports
 from tests.cli.running import ROOT, cli, in_a_process  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
@@ -61,3 +63,27 @@ def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):  # n
     monkeypatch.setattr("litgrpo.program.run", interrupted)
     said = "interrupted, with nothing to save yet\n"
     assert cli("fit", "-c", "recipe.yaml") == (130, "", said)
+
+
+def test_garbage_is_looked_for_after_imports_and_not_during_them(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: len(frozen))
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+
+    def broken():
+        with quick_imports():
+            assert not gc.isenabled()
+            raise ImportError("broken")
+
+    for _ in range(2):
+        with pytest.raises(ImportError, match="broken"):
+            broken()
+        assert gc.isenabled()
+    assert len(frozen) == 1
+    gc.disable()
+    try:
+        with quick_imports():
+            pass
+        assert not gc.isenabled()  # as the caller had it
+    finally:
+        gc.enable()
