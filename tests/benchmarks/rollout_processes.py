@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,9 @@ from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.kernels.linear import KernelChoice
 from litgrpo.rollout.engines import rollout_worker
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.processes import ProcessEngine, rows_of, together
+from litgrpo.rollout.engines.processes import ProcessEngine, together
 from litgrpo.rollout.interface import Requests
-from litgrpo.types import PromptBatch, Rollout
+from litgrpo.types import Rollout
 from tests.benchmarks.step import ROOT, steps_of_ours
 from tests.benchmarks.workload import SIZES, Size, Work
 
@@ -45,13 +45,10 @@ class HalvesEngine(LocalEngine):
 
         def sampled(share: torch.Tensor) -> rollout_worker.Arrays:
             torch.set_num_threads(1)
-            batch = requests.prompts
-            tensors = batch.prompt_ids[share], batch.prompt_mask[share]
-            own = PromptBatch(*tensors, [""] * len(share), {}, batch.index[share])
-            uniforms = requests.uniforms[rows_of(share, requests.group_size)]
             policy = copy.copy(requests.policy)  # a decoder of its own, the same weights
-            half = replace(requests, policy=policy, prompts=own, uniforms=uniforms)
-            return rollout_worker.arrays_of(LocalEngine.generate(self, half))
+            half = ProcessEngine().share(requests, share, len(shares))
+            rollout = LocalEngine.generate(self, rollout_worker.requests(policy, half))
+            return rollout_worker.arrays_of(rollout)
 
         with ThreadPoolExecutor(len(shares)) as pool:
             return together(requests, shares, list(pool.map(sampled, shares)))
