@@ -1,25 +1,15 @@
-"""The house rules: who may import whom, how large things may be, and that every page is true."""
+"""House rules: import layers, no import cycles, and pages that name only what exists."""
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from litgrpo.algorithm.objective import Objective, PerToken
-from litgrpo.models.loading import Precision, as_policy
-from litgrpo.rewards.runner.in_process import InProcessRunner
-from litgrpo.rollout.engines.local import LocalEngine
-from tests.conftest import byte_tokenizer, tiny_model
 from tests.house import pages
-from tests.house.__main__ import parts_of
-from tests.house.iteration_trace import IterationTrace
 from tests.house.source import File, circles, files_of
-from tests.modules.test_grpo import batches, module, train, vowels
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "litgrpo"
@@ -58,67 +48,7 @@ MAY_IMPORT = {
         "rewards/library/verify.py",
     ),
 }
-NAMELESS = {"utils", "common", "helpers", "base", "registry", "misc"}
-# {file: the test that covers it, where that is not the file of its name}
-TESTED_ELSEWHERE = {
-    "__main__.py": "tests/test_program.py",
-    "cli/verbs.py": "tests/test_program.py",
-    "cli/plan_keys.py": "tests/tools/plan/test_command.py",
-    # What a model computes does not depend on how: each kind of model is held against plain rows.
-    "models/attention/cross.py": "tests/models/test_seq2seq.py",
-    "models/attention/packed_flash.py": "tests/models/attention/test_packed_shared_prefix.py",
-    "models/attention/static.py": "tests/rollout/engines/test_static.py",
-    "models/causal_static.py": "tests/rollout/engines/test_static.py",
-    "models/policy.py": "tests/models/test_causal.py",
-    "models/static_decoder.py": "tests/rollout/engines/test_static.py",
-    "models/reference.py": "tests/learner/test_schedules.py",
-    "parallel/random_state.py": "tests/parallel/test_device.py",
-    "data/files.py": "tests/data/test_sources.py",
-    "algorithm/estimators.py": "tests/algorithm/test_advantages.py",
-    "algorithm/weighting.py": "tests/algorithm/test_objective.py",
-    "models/sharded.py": "tests/parallel/fsdp/test_strategy.py",
-    "rollout/gathered.py": "tests/parallel/fsdp/test_strategy.py",
-    "parallel/machine.py": "tests/parallel/test_device.py",
-    "parallel/memory.py": "tests/parallel/test_device.py",
-    "modules/optimizers.py": "tests/modules/test_trainer.py",
-    "learner/skipped_steps.py": "tests/learner/test_learner.py",
-    "rollout/filters.py": "tests/rollout/test_sampling.py",
-    "rollout/engines/served.py": "tests/rollout/engines/test_server.py",
-    "rollout/engines/vllm_server.py": "tests/rollout/engines/test_server.py",
-    "rollout/engines/publishing.py": "tests/rollout/engines/test_server.py",
-    "rollout/engines/vllm_uniforms.py": "tests/vllm/test_vllm.py",  # runs in vLLM only
-    "rollout/engines/stopped.py": "tests/rollout/test_stop_strings.py",
-    # They run in sandboxes only.
-    "sandbox/examinee.py": "tests/rewards/test_code.py",
-    "sandbox/inside.py": "tests/sandbox/test_bubblewrap.py",
-    "sandbox/referee.py": "tests/rewards/test_code.py",
-    "sandbox/scorer.py": "tests/rewards/library/test_reasoning_gym.py",
-    "sandbox/system_calls.py": "tests/sandbox/test_bubblewrap.py",
-    "rewards/public.py": "tests/rewards/test_lookup.py",
-    "environments/failures.py": "tests/environments/test_worker_pool.py",
-    "processes/failures.py": "tests/processes/test_worker.py",
-    "rewards/runner/troubles.py": "tests/rewards/runner/test_runner.py",
-    "rewards/runner/marks.py": "tests/rewards/runner/test_runner.py",
-    "rewards/runner/coroutines.py": "tests/rewards/runner/test_in_process.py",
-    "rewards/runner/event_loop.py": "tests/rewards/runner/test_in_process.py",
-    "rewards/runner/calls.py": "tests/rewards/runner/test_runner.py",
-    "rewards/parts.py": "tests/rewards/test_scorer.py",
-    "rewards/shaping.py": "tests/rewards/test_scorer.py",
-    "doctor/rule.py": "tests/doctor/test_diagnosis.py",
-    "doctor/finding.py": "tests/doctor/test_diagnosis.py",
-    **dict.fromkeys(
-        [f"doctor/rules_{name}.py" for name in ("signal", "reward", "update", "text")],
-        "tests/doctor/test_rules.py",
-    ),
-    "doctor/trend.py": "tests/doctor/test_rules.py",
-    **dict.fromkeys(
-        [f"tools/plan/{name}.py" for name in ("on_devices", "telling", "data_here")],
-        "tests/tools/plan/test_command.py",
-    ),
-}
-LINES_OF_FILE, LINES_OF_FUNCTION, METHODS, ABSTRACT = 600, 60, 20, 5
-FILES_OF_ITERATION, LINES_OF_ITERATION = 20, 5_000
-IFS, IFS_OF_CORE, CORE = 4.5, 3.5, ("algorithm", "learner", "rollout")
+NAMELESS = {"utils", "common", "helpers", "registry", "misc"}
 names = [file.name for file in FILES]
 each_file = pytest.mark.parametrize("file", FILES, ids=names)
 
@@ -163,55 +93,22 @@ def test_a_circle_is_found_also_where_it_is_only_of_types(tmp_path):
 
 
 @each_file
-def test_a_file_and_its_functions_can_be_read_at_a_sitting(file):
-    assert file.lines <= LINES_OF_FILE
+def test_a_file_is_named_for_what_it_holds_and_nothing_is_left_unfinished(file):
     assert file.path.stem not in NAMELESS
-    long = {name: size for name, size in file.functions if size > LINES_OF_FUNCTION}
-    assert not long
-
-
-def test_classes_are_small_and_ask_little_of_their_subclasses():
-    classes = [each for file in FILES for each in file.classes()]
-    assert not {each.name: len(each.methods) for each in classes if len(each.methods) > METHODS}
-    assert not {each.name: each.abstract for each in classes if each.abstract > ABSTRACT}
-
-
-@pytest.mark.parametrize("room", [None, *CORE])
-def test_code_branches_seldom(room):
-    chosen = [file for file in FILES if room in (None, file.room)]
-    ifs, lines = sum(file.ifs for file in chosen), sum(file.lines for file in chosen)
-    assert 100 * ifs / lines <= (IFS if room is None else IFS_OF_CORE)
-
-
-@each_file
-def test_nothing_is_guessed_at_or_left_unfinished(file):
     assert not re.search(r"\bTODO\b|\bFIXME\b|NotImplementedError", file.text)
     for node in file.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id != "hasattr"
-            assert not (node.func.id == "getattr" and len(node.args) == 3)
         if isinstance(node, ast.ExceptHandler):
             assert not (len(node.body) == 1 and isinstance(node.body[0], ast.Pass))
 
 
-def without_test() -> list[str]:
-    """Files whose test neither mirrors their place nor is named above."""
-    missing = []
-    for file in FILES:
-        path = Path(file.name)
-        mirror = ROOT / "tests" / path.parent / f"test_{path.name}"
-        other = ROOT / TESTED_ELSEWHERE.get(file.name, mirror)
-        if path.name != "__init__.py" and not (mirror.exists() or other.exists()):
-            missing.append(file.name)
-    return missing
-
-
-def test_every_file_has_its_test_file():
-    assert not without_test()
-
-
-def test_a_file_that_is_tested_elsewhere_is_there():
-    assert not [name for name in TESTED_ELSEWHERE if name not in names]
+def test_every_package_has_tests():
+    packages = {Path(name).parent for name in names if "/" in name}
+    missing = [
+        str(package)
+        for package in packages
+        if not list((ROOT / "tests" / package).glob("test_*.py"))
+    ]
+    assert not missing
 
 
 def test_nothing_in_the_core_depends_on_what_is_beside_the_project():
@@ -288,30 +185,3 @@ def test_a_stale_name_is_found_and_a_good_one_is_not(text, line, tmp_path, monke
     page.write_text(text)
     (found,) = pages.stale(page)
     assert found.startswith(line)
-
-
-def traced(folder: Path) -> dict[str, list[str]]:
-    """Files of one iteration like the quickstart's, without what only makes it faster or safer."""
-    grpo = module(
-        reward=vowels,
-        objective=Objective(weighting=PerToken()),
-        engine=LocalEngine(fused=False),
-        reward_runner=InProcessRunner(),
-        lr_scheduler=torch.optim.lr_scheduler.ConstantLR,
-        max_iterations=3,
-    )
-    plain = Precision(share_prompts=False, selective_recompute=False, kernels="plain")
-    grpo.policy = as_policy(tiny_model("gemma2"), byte_tokenizer(), precision=plain)
-    report = folder / "trace.json"
-    trace = {"callbacks": [IterationTrace(str(report))]}
-    train(grpo, batches("a", "hello there", "xyz"), **trace)
-    found = json.loads(report.read_text())
-    return parts_of(found["step"], found["around"])
-
-
-def test_one_iteration_passes_through_few_files_and_lines(tmp_path):
-    step = traced(tmp_path)["step"]
-    lines = {file.name: file.lines for file in FILES}
-    assert {"modules/grpo.py", "learner/learner.py", "tensors.py"} <= {*step}
-    assert len(step) <= FILES_OF_ITERATION, step
-    assert sum(lines[name] for name in step) <= LINES_OF_ITERATION
