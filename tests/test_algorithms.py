@@ -16,13 +16,14 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithm import advantages, credit, estimators, surrogates, weighting
-from litgrpo.algorithm import objective as objectives
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.surrogates import PolicyGradient
+from litgrpo.algorithms import advantages, estimators, surrogates, weighting
+from litgrpo.algorithms import losses as objectives
+from litgrpo.algorithms import turn_credit as credit
+from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.program import main
 from litgrpo.types import Experience, TokenLogprobs
-from tests.algorithms import PUBLISHED
+from tests.support.algorithms import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
@@ -39,7 +40,7 @@ model:
       surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, cap: 7.0}}
       weighting: {class_path: Constant, init_args: {by_limit: false}}
       kl_coef: 0.7
-      kl: litgrpo.algorithm.kl.absolute
+      kl: litgrpo.algorithms.kl.absolute
       kl_bias_correction: true
       mask_truncated: true
 """

@@ -11,14 +11,14 @@ import pytest
 import torch
 import yaml
 
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.completions import first_groups
 from litgrpo.callbacks.run_folder import saved_config
-from litgrpo.learner.micro_batches import check_centered
 from litgrpo.models.loading import load_tokenizer
-from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.micro_batches import check_centered
 from litgrpo.types import RewardTable, Rollout
 from tests.conftest import prompt_batch, tiny_model
 from tests.test_recipes import CONFIGS, TINY, program, samples_of  # noqa: F401
@@ -26,7 +26,7 @@ from tests.test_recipes import CONFIGS, TINY, program, samples_of  # noqa: F401
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 # The embedded model is asked in its own words, so that it answers with reasoning.
 PLAIN = {"columns": {}, "extract": {}, "template": "{{ prompt }}", "chat": False}
-PROBLEMS = "python:litgrpo.data.problems."
+PROBLEMS = "python:litgrpo.data.examples.problems."
 CONSTANT = {"class_path": "torch.optim.lr_scheduler.ConstantLR", "init_args": {}}
 
 

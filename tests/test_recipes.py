@@ -15,7 +15,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from litgrpo.algorithm.importance import SamplerCorrection
+from litgrpo.algorithms.importance import SamplerCorrection
 from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row

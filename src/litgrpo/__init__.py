@@ -6,12 +6,12 @@ from typing import Any
 __version__ = "0.1.0"
 # Public names and where they are; imported when asked for, so that `import litgrpo` is fast.
 PUBLIC = {
-    "GRPO": "litgrpo.modules.grpo",
-    "SFT": "litgrpo.modules.sft",
-    "PromptData": "litgrpo.modules.prompt_data",
-    "PairData": "litgrpo.modules.pair_data",
-    "WarmupCosine": "litgrpo.learner.optimization",
-    "WarmupLinear": "litgrpo.learner.optimization",
+    "GRPO": "litgrpo.training.grpo",
+    "SFT": "litgrpo.training.sft",
+    "PromptData": "litgrpo.data.prompt_data",
+    "PairData": "litgrpo.data.pair_data",
+    "WarmupCosine": "litgrpo.training.optim",
+    "WarmupLinear": "litgrpo.training.optim",
 }
 __all__ = ["GRPO", "SFT", "PairData", "PromptData", "WarmupCosine", "WarmupLinear"]
 

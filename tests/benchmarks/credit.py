@@ -43,7 +43,7 @@ from litgrpo.rewards import Reward
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.tools.compare import holm
-from tests.algorithms import PUBLISHED
+from tests.support.algorithms import PUBLISHED
 
 RESULTS = Path(__file__).parents[2] / "docs" / "credit.json"
 RULES = ("grpo", "gigpo", "mt_grpo", "gtpo", "rebn", "simpletir")

@@ -23,13 +23,13 @@ from typing import Any
 
 import yaml
 
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.evaluation.dialogue import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.models.loading import load_policy
-from litgrpo.modules.prompt_data import PromptData
-from litgrpo.rewards.library.dialogue import lapdog
+from litgrpo.rewards.builtin.dialogue import lapdog
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.text.overlap import bleu, distinct_n
 from tests.benchmarks.lapdog_released import OVERLAY as RELEASED

@@ -8,8 +8,8 @@ Prints Markdown: medians over repetitions of 32 episodes of 3 turns.
 import statistics
 import time
 
-from litgrpo.environments.interface import Heard, Start
-from litgrpo.environments.worker_pool import episode_pool
+from litgrpo.environments.base import Heard, Start
+from litgrpo.environments.workers import episode_pool
 
 EPISODES, TURNS, REPETITIONS, WAIT_S = 32, 3, 9, 0.05
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm.advantages import Advantages, Groups
-from litgrpo.learner.learner import Learner
-from litgrpo.modules.grpo import GRPO
+from litgrpo.algorithms.advantages import Advantages, Groups
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.learner import Learner
 from litgrpo.types import Experience, RewardTable, Rollout, RolloutLogprobs
 
 OVERLAY: dict[str, Any] = {

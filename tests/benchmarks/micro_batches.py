@@ -26,7 +26,7 @@ from tests.benchmarks.workload import SIZES, Work
 
 def turn(args: argparse.Namespace) -> dict[str, Any]:
     """A turn of one choice, in this process."""
-    from litgrpo.learner.config import UpdateConfig
+    from litgrpo.training.update_config import UpdateConfig
 
     size = SIZES[args.size]
     tokens, recompute, kernels = args.turn

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from litgrpo.cli.recipes import with_classes
-from litgrpo.parallel.device import threads
+from litgrpo.distributed.device import threads
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.devices import Span
 from litgrpo.tools.plan.on_devices import plan_of

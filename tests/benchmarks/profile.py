@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.models.attention.packing import family_buckets
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.linear import Kernels
+from litgrpo.models.packing import family_buckets
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import Rollout, TokenRows
 from tests.benchmarks.workload import SIZES, Work
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from litgrpo.learner.config import UpdateConfig
 from litgrpo.models.kernels.linear import KernelChoice
 from litgrpo.rollout.engines import rollout_worker
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.processes import ProcessEngine, together
-from litgrpo.rollout.interface import Requests
+from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import Rollout
 from tests.benchmarks.step import ROOT, steps_of_ours
 from tests.benchmarks.workload import SIZES, Size, Work

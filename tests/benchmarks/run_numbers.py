@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from litgrpo.callbacks.doctor import Doctor
 from litgrpo.callbacks.run_numbers import RunNumbers
-from litgrpo.modules.grpo import GRPO
+from litgrpo.tools.doctor.callback import Doctor
+from litgrpo.training.grpo import GRPO
 
 SECONDS: dict[str, list[float]] = defaultdict(list)
 ITERATIONS = 40

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.prompt_data import PromptData
-from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.rewards import correctness
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
-from tests.gloo import run_by
+from litgrpo.training.grpo import GRPO
+from tests.support.gloo import run_by
 
 SIDES = {"1 process": 1, "2 processes, DDP": 2, "2 processes, FSDP2": 2}
 
@@ -71,7 +71,7 @@ def learn(processes: int, side: str, iterations: int, file: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, PromptData("python:litgrpo.data.problems.train", batch_size=16))
+    trainer.fit(module, PromptData("python:litgrpo.data.examples.problems.train", batch_size=16))
     if trainer.is_global_zero:
         torch.save(watch.seconds, file)
 

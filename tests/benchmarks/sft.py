@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from litgrpo.data.pairs import PairBatch, PairSet
-from litgrpo.modules.sft import SFT
+from litgrpo.training.sft import SFT
 from tests.benchmarks.workload import SIZES, Work
 
 Timed = list[tuple[float, float]]

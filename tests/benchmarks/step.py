@@ -51,9 +51,9 @@ def steps_of_ours(
     import torch
     from lightning import Callback, Trainer, seed_everything
 
-    from litgrpo.algorithm.objective import Objective, PerToken
-    from litgrpo.modules.grpo import GRPO
+    from litgrpo.algorithms.losses import Objective, PerToken
     from litgrpo.rewards.parts import Reward
+    from litgrpo.training.grpo import GRPO
 
     torch.set_num_threads(work.threads)
     seed_everything(work.seed, verbose=False)

@@ -5,11 +5,11 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.surrogates import PolicyGradient
-from litgrpo.learner.learner import Learner
+from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.training.learner import Learner
 from tests.benchmarks.dialogue import (
     by_persona,
     corpus_bleu,

@@ -1,7 +1,7 @@
 import torch
 
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.benchmarks.rollout_processes import HalvesEngine
 from tests.benchmarks.workload import Size, Work

@@ -41,7 +41,7 @@ def reward_of(name: str, entry: dict[str, Any], ends: set[int]) -> Any:
     return reward
 
 
-def main() -> None:  # noqa: PLR0915 (a script)
+def main() -> None:
     """Train, and leave weights and steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)

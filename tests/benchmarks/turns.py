@@ -59,10 +59,10 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     from lightning import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader
 
-    from litgrpo.algorithm.objective import Objective, PerToken
-    from litgrpo.modules.grpo import GRPO
+    from litgrpo.algorithms.losses import Objective, PerToken
     from litgrpo.rewards.parts import Reward
     from litgrpo.rollout.episode_settings import EpisodeSettings
+    from litgrpo.training.grpo import GRPO
 
     torch.set_num_threads(args.threads)
     seed_everything(0, verbose=False)

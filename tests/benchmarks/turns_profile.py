@@ -13,13 +13,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.learner.learner import Learner
-from litgrpo.models.attention.rows_away import CachedRowsAway
 from litgrpo.models.causal import CausalPolicy
+from litgrpo.models.offloaded_rows import CachedRowsAway
 from litgrpo.rollout.engines.local import _Decoding
 from litgrpo.rollout.engines.turns import Conversation, TurnRows
 from litgrpo.rollout.episodes import Episodes, PoolListener
 from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.training.learner import Learner
 from tests.benchmarks.turns import add_arguments, steps_of_ours
 
 PARTS: dict[str, tuple[Any, str]] = {

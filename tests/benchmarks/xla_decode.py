@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from litgrpo.distributed.device import Backend
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.device import Backend
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
 from tests.conftest import tiny_policy
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     policy = tiny_policy("gemma2", **SIZES)
     policy.eos_ids = ()  # every row says all of its tokens
-    backend = import_module("litgrpo.parallel.xla.backend").XlaBackend
+    backend = import_module("litgrpo.xla.backend").XlaBackend
     policy.model.to("xla")
     modes = {"graphs": backend.compile, "lazy": lazily}
     for rows in args.rows:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
 
-from tests.standin import StandIn, StandInData
+from tests.support.standin import StandIn, StandInData
 
 QUIET = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
 

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from litgrpo.callbacks.completions import Completions, cell, cells, markdown_table, sample_rows
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn, prompts, rewards_of, rollout_of
+from tests.support.standin import StandIn, prompts, rewards_of, rollout_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

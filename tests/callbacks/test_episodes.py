@@ -5,7 +5,7 @@ import torch
 from litgrpo.callbacks import episodes
 from litgrpo.callbacks.completions import cells, markdown_table, sample_rows
 from litgrpo.rollout.record import Episode
-from tests.standin import prompts, rewards_of, rollout_of
+from tests.support.standin import prompts, rewards_of, rollout_of
 
 SAID = [
     {"role": "assistant", "content": "<call>2*3</call>"},

@@ -6,7 +6,7 @@ import torch
 from litgrpo.callbacks.evaluation_files import EvaluationFiles, each_once, prompt_rows
 from litgrpo.evaluation.evaluator import Evaluated
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn, prompts, rewards_of, rollout_of
+from tests.support.standin import StandIn, prompts, rewards_of, rollout_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

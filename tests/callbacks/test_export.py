@@ -9,7 +9,7 @@ from litgrpo.callbacks.run_folder import checkpoint_file
 from litgrpo.models.loading import LoRA, as_policy
 from tests.callbacks.fitting import fit
 from tests.conftest import byte_tokenizer, tiny_model
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from litgrpo.callbacks import invariant_checks
 from litgrpo.callbacks.invariant_checks import InvariantChecks, first_batch
 from litgrpo.checks.invariants import Finding
-from litgrpo.modules.prompt_data import PromptData
-from tests.modules.test_grpo import batches, module, train
+from litgrpo.data.prompt_data import PromptData
+from tests.training.test_grpo import batches, module, train
 
 FAILS = Finding("6 groups are contiguous", 1.0, 0.0)
 HOLDS = Finding("6 groups are contiguous", 0.0, 0.0)

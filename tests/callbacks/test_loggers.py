@@ -15,7 +15,7 @@ from litgrpo.callbacks.loggers import (
 )
 from litgrpo.callbacks.summary import Summary
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 CONFIG = """
 model:

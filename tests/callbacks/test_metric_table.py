@@ -4,23 +4,23 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.metric_table import METRICS, definition, entry, page
 from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.data.pair_data import PairData
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.learner.schedules import Controllers, EntropyTarget
-from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.pair_data import PairData
-from litgrpo.modules.prompt_data import PromptData
-from litgrpo.modules.sft import SFT
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Reward
+from litgrpo.training.controllers import Controllers, EntropyTarget
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.sft import SFT
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 MODEL = "builtin:tiny-gemma2"
 # Logged by other tests: a step with a NaN, a corpus of dialogues.
-# Of runs with an environment; see tests/modules/test_episodes_of.py.
+# Of runs with an environment; see tests/training/test_episode_setup.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/heard_frac"}
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/called_frac"}

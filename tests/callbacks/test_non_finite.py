@@ -3,7 +3,7 @@ import pytest
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.types import StepReport
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*eval mode")
 

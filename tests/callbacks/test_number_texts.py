@@ -1,5 +1,5 @@
 from litgrpo.callbacks.number_texts import aligned, entries, finite, markdown
-from tests.standin import prompts, rewards_of, rollout_of
+from tests.support.standin import prompts, rewards_of, rollout_of
 
 
 def test_a_bound_stands_in_brackets_and_not_on_a_line_of_its_own():

@@ -5,7 +5,7 @@ from lightning.pytorch import Trainer
 
 from litgrpo.callbacks.predictions import Predictions, readable
 from tests.callbacks.fitting import QUIET
-from tests.standin import StandIn, StandInData
+from tests.support.standin import StandIn, StandInData
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

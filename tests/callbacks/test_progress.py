@@ -4,7 +4,7 @@ import pytest
 
 from litgrpo.callbacks.progress import Progress, headlines, short
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

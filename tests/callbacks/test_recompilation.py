@@ -5,7 +5,7 @@ import torch
 
 from litgrpo.callbacks import recompilation
 from litgrpo.callbacks.recompilation import Recompilation
-from litgrpo.parallel.device import Backend
+from litgrpo.distributed.device import Backend
 
 
 class Module:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from litgrpo.callbacks.run_numbers import RunNumbers, clipped, loops, of_success, of_tokens
-from litgrpo.learner.config import UpdateConfig
+from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import StepReport
-from tests.modules.test_grpo import batches, letters, module, train
+from tests.training.test_grpo import batches, letters, module, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

@@ -5,7 +5,7 @@ import pytest
 from litgrpo.callbacks.summary import Summary, samples_page, table
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

@@ -12,7 +12,7 @@ from litgrpo.callbacks.trainer_options import (
     refuse_sharding,
 )
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 
 SOUND = {
     "strategy": "auto",
@@ -66,9 +66,9 @@ def test_what_goes_with_them_passes():
     check_trainer_options(SOUND | {"strategy": "ddp", "devices": 2}, BY_HAND)
     check_trainer_options(SOUND | {"strategy": DDPStrategy()}, BY_HAND)
     check_trainer_options(SOUND | {"devices": -1, "accelerator": "cuda"}, BY_HAND)
-    xla = {"class_path": "litgrpo.parallel.xla.strategy.XLASPMDStrategy"}
+    xla = {"class_path": "litgrpo.xla.strategy.XLASPMDStrategy"}
     check_trainer_options(SOUND | {"strategy": xla}, BY_HAND)
-    ours = {"class_path": "litgrpo.parallel.fsdp.strategy.FSDP2Strategy"}
+    ours = {"class_path": "litgrpo.distributed.fsdp.strategy.FSDP2Strategy"}
     check_trainer_options(SOUND | {"strategy": ours}, BY_HAND)
     refuse_sharding(FSDP2Strategy())
 

@@ -8,7 +8,7 @@ import pytest
 
 from litgrpo.callbacks.watchdog import Watchdog
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 ROOT = Path(__file__).parents[2]
 

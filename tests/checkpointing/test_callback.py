@@ -9,7 +9,7 @@ from litgrpo.callbacks.run_folder import RunFolder, saved_config
 from litgrpo.checkpointing import io as checkpoint_io
 from litgrpo.checkpointing.callback import IterationCheckpoint, best_of, goodness
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

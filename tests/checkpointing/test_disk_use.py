@@ -7,7 +7,7 @@ from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.disk_use import checkpoint_bytes, say_disk_use
 from tests.callbacks.fitting import fit
 from tests.checkpointing.test_recipe_settings import Learns
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 
 @pytest.mark.parametrize(("save", "copies"), [("everything", 3), ("weights", 1)])

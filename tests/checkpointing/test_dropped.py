@@ -10,14 +10,14 @@ import pytest
 import torch
 from lightning import Callback
 
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.rng_state import RngState
-from litgrpo.learner.schedules import Controllers, EntropyTarget, KLTarget
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import LoRA, Precision, as_policy
-from litgrpo.modules.prompt_data import PromptData
+from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget
 from tests.conftest import byte_tokenizer, tiny_model
-from tests.modules.test_grpo import module, train
+from tests.training.test_grpo import module, train
 
 TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

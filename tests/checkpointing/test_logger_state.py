@@ -9,7 +9,7 @@ from litgrpo.checkpointing import logger_state as journal
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.logger_state import LoggerState, never_failing
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

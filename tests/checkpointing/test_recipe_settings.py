@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.recipe_settings import RecipeSettings
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 ADAMW = partial(AdamW, lr=0.1)
 STEPS = 3  # optimizer steps of an iteration of the stand-in

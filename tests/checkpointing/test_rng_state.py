@@ -6,7 +6,7 @@ import torch
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.rng_state import RngState, all_random_state, set_all_random_state
 from tests.callbacks.fitting import fit
-from tests.standin import StandIn
+from tests.support.standin import StandIn
 
 
 def drawn() -> list[float]:

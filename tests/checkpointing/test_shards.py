@@ -9,8 +9,8 @@ import torch
 from litgrpo.checkpointing.io import CheckedIO
 from litgrpo.checkpointing.manifest import Damaged
 from litgrpo.checkpointing.shards import read_any, remove, sha256_of, tensors_of
-from tests.gloo import run_by
-from tests.parallel.fsdp import training
+from tests.distributed.fsdp import training
+from tests.support.gloo import run_by
 
 pytestmark = pytest.mark.timeout(900)
 SECOND = "whole/checkpoints/iteration=000002.ckpt"

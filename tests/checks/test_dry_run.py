@@ -15,7 +15,7 @@ from litgrpo.checks.dry_run import (
     some_ends,
 )
 from tests.conftest import prompt_batch
-from tests.modules.test_grpo import module
+from tests.training.test_grpo import module
 
 
 def dry_run():

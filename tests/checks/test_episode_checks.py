@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.losses import Objective
 from litgrpo.checks import dry_run
 from litgrpo.checks.episode_checks import unrepeated
 from litgrpo.checks.invariants import (
@@ -18,18 +18,18 @@ from litgrpo.checks.invariants import (
     measured,
     refuse,
 )
-from litgrpo.learner.learner import Learner
 from litgrpo.models.reference import FrozenModel
 from litgrpo.rollout.bridge_proof import CASES, proved
 from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
-from tests.algorithms import PUBLISHED
+from litgrpo.training.learner import Learner
 from tests.conftest import prompt_batch, tiny_policy
 from tests.environments import faulty
-from tests.learner.parts import learner_of, rollouter_of
 from tests.rollout.chat_templates import QWEN, chat_format
 from tests.rollout.playing import Echo, episodes_of
+from tests.support.algorithms import PUBLISHED
+from tests.training.parts import learner_of, rollouter_of
 
 PROMPTS = prompt_batch("a", "hello there", "what is it?")
 OBJECTIVE = Objective(gamma=0.9, kl_coef=0.1, entropy_coef=0.01)

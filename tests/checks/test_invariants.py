@@ -10,30 +10,31 @@ from lightning import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
-from litgrpo.algorithm.advantages import Normalized
-from litgrpo.algorithm.objective import Objective, PerSequence
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithms.advantages import Normalized
+from litgrpo.algorithms.losses import Objective, PerSequence
+from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.learner import Learner
-from litgrpo.learner.micro_batches import Limits
-from litgrpo.models import causal, seq2seq
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.models import causal
 from litgrpo.models import policy as policies
-from litgrpo.models.attention import decode_shared_prefix as attention
-from litgrpo.models.attention.packing import Packing
-from litgrpo.models.kernels.fused_decoder import FusedDecoder
+from litgrpo.models import shared_prefix as attention
+from litgrpo.models import t5 as seq2seq
+from litgrpo.models.fused_decode import FusedDecoder
 from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.packing import Packing
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
-from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines import local as local_engine
 from litgrpo.rollout.engines.local import CompletionBuffer
 from litgrpo.rollout.sampling import Sampling
-from tests.algorithms import PUBLISHED
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.learner import Learner
+from litgrpo.training.micro_batches import Limits
+from litgrpo.training.update_config import UpdateConfig
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.algorithms import PUBLISHED
 
 TEXTS = ("a", "hello there", "xyz")
 KL = Objective(kl_coef=0.1)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from litgrpo.checks.reference_forward import kept, reference_forward
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.plain import filtered

@@ -13,9 +13,9 @@ from litgrpo.program import main
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 model:
-  class_path: tests.standin.StandIn
+  class_path: tests.support.standin.StandIn
 data:
-  class_path: tests.standin.StandInData
+  class_path: tests.support.standin.StandInData
 checkpoint:
   every_n_iterations: 2
 """
@@ -25,7 +25,7 @@ model:
   init_args:
     pretrained: nowhere
     rewards:
-      correct: {function: litgrpo.rewards.library.math.correctness}
+      correct: {function: litgrpo.rewards.builtin.math.correctness}
 data:
   class_path: PromptData
   init_args:

@@ -6,6 +6,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from litgrpo.arguments import import_by_path
 from litgrpo.cli.errors import OF_VERBS, constructor_reason, explain
+from litgrpo.cli.verbs import COMMANDS
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 
@@ -85,7 +86,7 @@ def test_a_function_is_given_by_its_import_path(cli):  # noqa: F811
     assert (code, err) == (
         2,
         "error: model.objective.kl is 'k1', but a function is given by its import path: "
-        "litgrpo.algorithm.kl.k1 (there: k1, k2, k3, absolute)\n",
+        "litgrpo.algorithms.kl.k1 (there: k1, k2, k3, absolute)\n",
     )
 
 
@@ -111,7 +112,7 @@ def test_a_key_of_another_verb_or_trainer_is_sent_there(cli, words, said):  # no
 def test_keys_of_other_verbs_are_theirs():
     for key, verb in OF_VERBS.items():
         if verb != "plan":
-            function = import_by_path(f"litgrpo.tools.{verb}.{verb}")
+            function = import_by_path(f"{COMMANDS[verb][0]}.{verb}")
             assert key in inspect.signature(function).parameters
 
 

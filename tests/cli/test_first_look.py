@@ -28,14 +28,14 @@ def recipe(tmp_path):
 
 @pytest.mark.parametrize("module", [GRPO, SFT, PromptData, PairData])
 def test_the_source_has_the_arguments_that_the_class_has(module):
-    file = PACKAGE / "modules" / f"{MODULES[module.__name__]}.py"
+    file = PACKAGE / f"{MODULES[module.__name__]}.py"
     found = arguments_of(file, module.__name__)
     assert list(found) == list(inspect.signature(module).parameters)
 
 
 def test_the_source_of_each_dataclass_has_its_fields():
-    found = arguments_of(PACKAGE / "modules" / "grpo.py", "GRPO")
-    grpo = Source(PACKAGE / "modules" / "grpo.py", "GRPO", "GRPO")
+    found = arguments_of(PACKAGE / "training" / "grpo.py", "GRPO")
+    grpo = Source(PACKAGE / "training" / "grpo.py", "GRPO", "GRPO")
     inner = {name: source for name in found if (source := grpo.dataclass_of(name))}
     assert {"objective", "sampling", "update", "evaluation", "lora", "precision"} <= inner.keys()
     for source in inner.values():

@@ -51,7 +51,7 @@ def test_defaults_that_say_something_are_shown():
 
 
 def test_docstrings_are_read_without_an_import():
-    read = documented(PACKAGE / "modules" / "sft.py", "SFT")
+    read = documented(PACKAGE / "training" / "sft.py", "SFT")
     assert list(read) == list(inspect.signature(SFT).parameters)
     assert read["max_iterations"].startswith(
         "stop after so many optimizer steps; None: after three"

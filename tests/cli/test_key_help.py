@@ -4,9 +4,9 @@ import pytest
 
 from litgrpo.cli.key_help import asked, class_named, keys_of, roots_of, subclasses
 from litgrpo.models.loading import LoRA
-from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.sft import SFT
-from litgrpo.rollout.interface import RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.sft import SFT
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 
@@ -19,7 +19,7 @@ from tests.cli.running import cli  # noqa: F401 (a fixture)
         ("model.rewards.correct", "--model.rewards.correct.kwargs: dict[str, Any] = {}"),
         ("model.controllers.kl", "--model.controllers.kl.target: float"),
         ("model.objective.surrogate", "clip_low: float = 0.2"),
-        ("model.objective.kl", "litgrpo.algorithm.kl.k1"),
+        ("model.objective.kl", "litgrpo.algorithms.kl.k1"),
         ("model.engine", "StaticEngine:"),
         ("model.engine.max_rows", "--model.engine.max_rows: int | null = null"),
         ("model.optimizer", "--model.optimizer.weight_decay: float = 0.01"),

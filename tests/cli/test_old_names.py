@@ -13,8 +13,8 @@ import yaml
 from litgrpo import GRPO
 from litgrpo.checkpointing.manifest import manifest_of
 from litgrpo.cli.old_names import KEYS, OldNames, current_recipe, current_words
-from litgrpo.modules.old_paths import PATHS
 from litgrpo.rewards.lookup import resolved
+from litgrpo.training.old_paths import PATHS
 from tests.cli.running import cli  # noqa: F401
 
 OLD = Path(__file__).parent / "old_recipes"
@@ -60,12 +60,12 @@ def test_every_new_key_is_taken():
     [
         # Those of reward functions are left to rewards.lookup.
         ("litgrpo.rewards.math.correctness", "litgrpo.rewards.math.correctness"),
-        ("litgrpo.objectives.kl.k1", "litgrpo.algorithm.kl.k1"),
+        ("litgrpo.objectives.kl.k1", "litgrpo.algorithms.kl.k1"),
         ("litgrpo.rewards.process_guard.ProcessGuard", "litgrpo.rewards.ProcessRunner"),
-        ("litgrpo.strategies.xla.XLASPMDStrategy", "litgrpo.parallel.xla.strategy.XLASPMDStrategy"),
+        ("litgrpo.strategies.xla.XLASPMDStrategy", "litgrpo.xla.strategy.XLASPMDStrategy"),
         ("EagerEngine", "LocalEngine"),
         ("litgrpo.rewards.mathematics.right", "litgrpo.rewards.mathematics.right"),
-        ("litgrpo.rewards.models.RewardModel", "litgrpo.rewards.models.RewardModel"),
+        ("litgrpo.rewards.reward_model.RewardModel", "litgrpo.rewards.reward_model.RewardModel"),
         ("mine.objectives.kl", "mine.objectives.kl"),
     ],
 )
@@ -77,11 +77,11 @@ def test_a_recipe_keeps_everything_but_the_names():
     names = OldNames()
     old = (OLD / "reward_model_qwen2.5_1.5b.yaml").read_text()
     new = names.text(old)
-    by_hand = old.replace("litgrpo.modules.grpo.GRPO", "litgrpo.GRPO")
+    by_hand = old.replace("litgrpo.training.grpo.GRPO", "litgrpo.GRPO")
     by_hand = by_hand.replace("litgrpo.data.prompts.PromptData", "litgrpo.PromptData")
     assert new == by_hand.replace("    learning: {", "    update: {")
     assert names.met.keys() == {
-        "litgrpo.modules.grpo.GRPO",
+        "litgrpo.training.grpo.GRPO",
         "litgrpo.data.prompts.PromptData",
         "model.learning",
     }
@@ -156,7 +156,7 @@ def test_an_old_recipe_is_read_as_the_new_one(recipe, cli):
     assert [code for code, _, _ in shown] == [0, 0]
     contents = [with_functions(yaml.safe_load(out)) for _, out, _ in shown]
     assert contents[0] == contents[1]
-    assert "warning: litgrpo.modules.grpo.GRPO is now litgrpo.GRPO" in shown[0][2]
+    assert "warning: litgrpo.training.grpo.GRPO is now litgrpo.GRPO" in shown[0][2]
     assert shown[1][2] == ""
 
 
@@ -176,7 +176,7 @@ def test_plan_and_audit_read_old_recipes(cli, caplog):
     code, out, err = cli("audit", "-c", str(OLD / "quickstart.yaml"), "--limit", "5")
     assert code == 0
     assert "PASS" in out
-    assert "warning: litgrpo.modules.grpo.GRPO is now litgrpo.GRPO" in err
+    assert "warning: litgrpo.training.grpo.GRPO is now litgrpo.GRPO" in err
     moved = "litgrpo.rewards.math.correctness is now litgrpo.rewards.correctness"
     assert moved in caplog.text
 
@@ -189,7 +189,7 @@ def test_a_run_and_its_checkpoint_of_the_previous_version_are_understood(cli):
     checkpoint = torch.load(path, weights_only=True)
     # As the previous version wrote it.
     config = checkpoint["callbacks"]["RunFolder"]["config"]
-    back = {"litgrpo.GRPO": "litgrpo.modules.grpo.GRPO", "    update:": "    learning:"}
+    back = {"litgrpo.GRPO": "litgrpo.training.grpo.GRPO", "    update:": "    learning:"}
     back |= {"engines.local.LocalEngine": "eager_engine.EagerEngine"}
     for new, old in back.items():
         assert new in config
@@ -211,14 +211,14 @@ def test_a_run_and_its_checkpoint_of_the_previous_version_are_understood(cli):
     code, out, err = cli("fit", *resume, "--model.max_iterations", "2")
     assert code == 0
     assert "2 iterations, " in out
-    assert "warning: litgrpo.modules.grpo.GRPO is now litgrpo.GRPO" in err
+    assert "warning: litgrpo.training.grpo.GRPO is now litgrpo.GRPO" in err
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        "{class_path: litgrpo.rollout.interface.SingleTurn}",
-        "\n    class_path: litgrpo.rollout.interface.SingleTurn",
+        "{class_path: litgrpo.rollout.engines.base.SingleTurn}",
+        "\n    class_path: litgrpo.rollout.engines.base.SingleTurn",
         "{class_path: SingleTurn, init_args: {}}",
         "SingleTurn",
     ],

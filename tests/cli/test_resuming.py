@@ -32,7 +32,7 @@ def refused(run, *words: str) -> str:
 
 def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):  # noqa: F811
     cli(*FIT)
-    other_model = ("--model", "tests.standin.OtherModel", "--model.max_iterations", "9")
+    other_model = ("--model", "tests.support.standin.OtherModel", "--model.max_iterations", "9")
     assert "of another model" in refused(cli, *other_model, "--ckpt_path", "last")
     with pytest.warns(UserWarning, match="not resumed from"):
         assert "no checkpoint of this run" in refused(cli, *other_model, "--auto_resume", "true")
@@ -43,7 +43,7 @@ def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):  # noqa: F81
 
 
 def test_a_start_that_fails_before_training_leaves_no_event_file(cli):  # noqa: F811
-    words = ("--model", "tests.standin.FailsToStart", "--run_dir", "runs/failed")
+    words = ("--model", "tests.support.standin.FailsToStart", "--run_dir", "runs/failed")
     with pytest.raises(RuntimeError, match="a bug"):
         cli(*FIT, *words)
     assert Path("runs/failed/config.yaml").exists()
@@ -54,7 +54,7 @@ def test_an_overwritten_run_is_there_until_the_new_one_is_known_to_train(cli):  
     cli(*FIT)
     before = content(Path("runs/recipe"))
     with pytest.raises(RuntimeError, match="no weights"):
-        cli(*FIT, "--model", "tests.standin.WithoutWeights", "--overwrite", "true")
+        cli(*FIT, "--model", "tests.support.standin.WithoutWeights", "--overwrite", "true")
     assert content(Path("runs/recipe")) == before
     code, _, _ = cli(*FIT, "--overwrite", "true", "--model.max_iterations", "2")
     assert code == 0

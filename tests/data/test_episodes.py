@@ -1,8 +1,8 @@
 import pytest
 
 from litgrpo.data import Episodes
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.rows import Table
-from litgrpo.modules.prompt_data import PromptData
 
 PLAIN = Table(columns={}, extract={}, val_fraction=0.0, overlap="drop")
 

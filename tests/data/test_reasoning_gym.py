@@ -5,10 +5,10 @@ import pytest
 import yaml
 
 from litgrpo.data import ReasoningGym
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.reasoning_gym import row_of
 from litgrpo.data.sources import Source, read, several, weights_of
-from litgrpo.modules.prompt_data import PromptData
-from litgrpo.sandbox.wire import loads
+from litgrpo.workers.sandbox.wire import loads
 
 ENTRY = {"question": "1 + 1 =", "answer": None, "metadata": {(0, 1): {2, 3}, "n": [1.5, (None,)]}}
 

@@ -5,9 +5,9 @@ import datasets
 import pytest
 
 from litgrpo.data import streaming
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sources import Source, read
 from litgrpo.data.streaming import LINES, Lines, rows_of, streams
-from litgrpo.modules.prompt_data import PromptData
 from tests.conftest import byte_tokenizer
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]

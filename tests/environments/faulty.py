@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.base import Heard
 
 TOLD = []  # a module's own list
 

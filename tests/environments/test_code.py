@@ -3,9 +3,9 @@ import pickle
 import pytest
 from transformers.utils import get_json_schema
 
-from litgrpo import sandbox
 from litgrpo.arguments import import_by_path
-from litgrpo.sandbox import bubblewrap
+from litgrpo.workers import sandbox
+from litgrpo.workers.sandbox import bubblewrap
 
 PATH = "litgrpo.environments.code.run_python"
 in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from litgrpo.environments.base import Failed, Heard, Start
 from litgrpo.environments.episode import (
     Stage,
     Turns,
@@ -15,7 +16,6 @@ from litgrpo.environments.episode import (
     seed_generators,
     shortened,
 )
-from litgrpo.environments.interface import Failed, Heard, Start
 from tests.environments.faulty import Echo
 
 

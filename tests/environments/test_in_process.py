@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from litgrpo.environments.base import Failed
 from litgrpo.environments.failures import EnvironmentFailure
 from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.interface import Failed
-from litgrpo.environments.worker_pool import EpisodeWorkers
+from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.faulty import Dice, Echo
-from tests.environments.test_worker_pool import answers, starts, texts
+from tests.environments.test_workers import answers, starts, texts
 
 
 def test_both_pools_hear_the_same() -> None:

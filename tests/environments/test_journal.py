@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from litgrpo.environments.interface import Failed, Heard, Start
+from litgrpo.environments.base import Failed, Heard, Start
 from litgrpo.environments.journal import Journal
 
 START = Start({"prompt": "p"}, 7, (12, 0, 3, 1))

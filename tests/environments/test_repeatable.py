@@ -4,9 +4,9 @@ import pytest
 
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.repeatable import deviations
-from litgrpo.environments.worker_pool import EpisodeWorkers
+from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.faulty import Clock, Counting, Dice, Echo, Telling
-from tests.environments.test_worker_pool import starts
+from tests.environments.test_workers import starts
 
 SAID = ("1", "two", "three words now")
 

@@ -1,6 +1,6 @@
 """Classes and functions for TRL's GRPOTrainer, played by TRL's own loop and by ours.
 
-`python -m tests.environments.foreign trl` runs this where TRL is installed.
+`python -m tests.environments.adapters.foreign trl` runs this where TRL is installed.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 from litgrpo.environments import Tools
 from tests.conftest import byte_tokenizer, tiny_model
 
-trl = pytest.importorskip("trl", reason="run by: python -m tests.environments.foreign trl")
+trl = pytest.importorskip("trl", reason="run by: python -m tests.environments.adapters.foreign trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

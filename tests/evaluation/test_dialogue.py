@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 
 from litgrpo.evaluation.dialogue import DialogueScores, reply_counts
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.overlap import token_f1, without_articles
+from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
 from tests.conftest import prompt_batch, tiny_policy
 

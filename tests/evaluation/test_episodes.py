@@ -5,7 +5,7 @@ import torch
 
 from litgrpo.evaluation.episodes import Played
 from litgrpo.rollout.record import Episode
-from tests.standin import prompts, rollout_of
+from tests.support.standin import prompts, rollout_of
 
 SAID = {"role": "assistant", "content": "a"}
 

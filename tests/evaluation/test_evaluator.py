@@ -10,7 +10,7 @@ from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
-from tests.learner.parts import letters, rollouter_of
+from tests.training.parts import letters, rollouter_of
 
 BATCH = prompt_batch("a", "hello there", "xyz")
 

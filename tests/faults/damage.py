@@ -73,7 +73,7 @@ def other_model(run: Run) -> None:
 
 
 def other_data(run: Run) -> None:
-    train = "python:litgrpo.data.problems.train?size=28&seed=5"
+    train = "python:litgrpo.data.examples.problems.train?size=28&seed=5"
     run.recipe = merged(run.recipe, {"data": {"init_args": {"train": train}}})
 
 

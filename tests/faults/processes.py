@@ -18,7 +18,7 @@ from tests.faults.running import EVERY, ITERATIONS, RECIPE, Run, calls, differen
 if TYPE_CHECKING:
     from tests.faults.cases import Bench, Found
 
-FSDP2 = {"class_path": "litgrpo.parallel.fsdp.strategy.FSDP2Strategy"}
+FSDP2 = {"class_path": "litgrpo.distributed.fsdp.strategy.FSDP2Strategy"}
 STRATEGIES: dict[str, Any] = {"DDP": "ddp", "FSDP2": FSDP2}
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

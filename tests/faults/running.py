@@ -38,8 +38,8 @@ RECIPE: dict[str, Any] = {
     },
     "data": {
         "init_args": {
-            "train": "python:litgrpo.data.problems.train?size=28",
-            "val": {"path": "python:litgrpo.data.problems.held_out", "limit": 16},
+            "train": "python:litgrpo.data.examples.problems.train?size=28",
+            "val": {"path": "python:litgrpo.data.examples.problems.held_out", "limit": 16},
             "batch_size": 8,
             "eval_batch_size": 8,
         }
@@ -52,8 +52,8 @@ SUPERVISED: dict[str, Any] = {
     "model": {"init_args": {"max_iterations": ITERATIONS, "precision": {"dropout": True}}},
     "data": {
         "init_args": {
-            "train": "python:litgrpo.data.problems.supervised?size=200",
-            "val": {"path": "python:litgrpo.data.problems.held_out", "limit": 16},
+            "train": "python:litgrpo.data.examples.problems.supervised?size=200",
+            "val": {"path": "python:litgrpo.data.examples.problems.held_out", "limit": 16},
             "batch_size": 64,
             "num_workers": 0,
         }

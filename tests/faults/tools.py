@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from zlib import crc32
 
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.base import Heard
 
 
 class Numbers:

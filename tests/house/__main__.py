@@ -21,7 +21,7 @@ from tests.house.source import File, circles, files_of, inherited
 
 HERE = Path(__file__).parents[2]
 REPORTING = ("callbacks/", "checkpointing/", "cli/")
-REWARDS = ("rewards/library/", "text/")
+REWARDS = ("rewards/builtin/", "text/")
 PLAIN = """
     --model.engine.fused false --model.precision.share_prompts false
     --model.precision.selective_recompute false

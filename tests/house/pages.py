@@ -17,11 +17,11 @@ from lightning.pytorch.cli import LightningCLI
 
 from litgrpo.cli.trainer_cli import CALLBACKS, READING, LitGRPOCLI, keep_quiet
 from litgrpo.cli.verbs import COMMANDS, LIGHTNING_VERBS
-from litgrpo.modules.grpo import GRPO
-from litgrpo.modules.old_paths import PATHS
-from litgrpo.modules.sft import SFT
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.report.command import run_words
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.old_paths import PATHS
+from litgrpo.training.sft import SFT
 
 ROOT = Path(__file__).parents[2]
 SPAN = re.compile(r"`([^`\n]+)`")

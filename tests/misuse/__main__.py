@@ -30,9 +30,6 @@ def probes(topic: str) -> list[Probe]:
 
 def warm() -> None:
     """Import once what every child needs."""
-    import litgrpo.cli.trainer_cli
-    import litgrpo.modules.grpo
-    import litgrpo.modules.prompt_data  # noqa: F401
 
 
 def main() -> int:

@@ -24,16 +24,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.losses import Objective
 from litgrpo.checks.invariants import Conditions, Finding, measured
-from litgrpo.learner.stepper import PlainStepper
 from litgrpo.models.architectures import ARCHITECTURES
-from litgrpo.models.library import LibraryPolicy
+from litgrpo.models.generic import LibraryPolicy
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import language_part, model_class
+from litgrpo.training.stepper import PlainStepper
 from tests.conftest import byte_tokenizer, prompt_batch
-from tests.learner.parts import learner_of, rollouter_of, sampled
+from tests.training.parts import learner_of, rollouter_of, sampled
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 WIDE = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "dim_model", "emb_dim")

@@ -2,7 +2,7 @@ import pytest
 from transformers import AutoConfig
 
 from litgrpo.models.architectures import ARCHITECTURES, has_known_layers, rope_types
-from litgrpo.models.kernels.fused_decoder import is_known
+from litgrpo.models.fused_decode import is_known
 from tests.conftest import tiny_model
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import ARCHITECTURES, tiny_policy
-from tests.models.attention.test_packed_shared_prefix import rows
+from tests.models.test_packed_shared_prefix import rows
 
 
 class Sums(TorchDispatchMode):

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm import kl
-from litgrpo.algorithm.advantages import Advantages, Normalized
-from litgrpo.algorithm.estimators import DecoupledNormalized
-from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import (
+from litgrpo.algorithms import kl
+from litgrpo.algorithms.advantages import Advantages, Normalized
+from litgrpo.algorithms.estimators import DecoupledNormalized
+from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.losses import (
     Clipped,
     Normalizers,
     Objective,
@@ -27,8 +27,8 @@ from litgrpo.algorithm.objective import (
     PerToken,
     Surrogate,
 )
-from litgrpo.algorithm.surrogates import CISPO, SAPO, VESPO
-from litgrpo.algorithm.weighting import Constant, PerTokenOfMicroBatch
+from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO
+from litgrpo.algorithms.weighting import Constant, PerTokenOfMicroBatch
 from litgrpo.types import Experience, RewardTable, TokenLogprobs
 
 Case = Mapping[str, Any]

@@ -1,6 +1,6 @@
 """Which tasks of reasoning-gym execute the answer that they score: tried, task by task.
 
-`python -m tests.oracle.reasoning_gym` prints the table of `rewards/library/reasoning_gym.py`. Each
+`python -m tests.oracle.reasoning_gym` prints the table of `rewards/builtin/reasoning_gym.py`. Each
 task scores answers that would make a folder; what makes it is executed. It runs what it finds: the
 answers do nothing but make that folder.
 """
@@ -10,7 +10,7 @@ import signal
 import tempfile
 from importlib.metadata import version
 
-from litgrpo.rewards.library.reasoning_gym import EXECUTED
+from litgrpo.rewards.builtin.reasoning_gym import EXECUTED
 
 
 def attempts(gold: str | None, code: str) -> list[str]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.surrogates import CISPO
+from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.surrogates import CISPO
 from tests.oracle.adapter import advantages, importance, loss
 
 FOLDER = Path(__file__).parents[3] / "shared" / "oracle"

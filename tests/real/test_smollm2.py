@@ -46,7 +46,12 @@ def test_the_folder_has_the_logits_of_transformers_own_loader_and_its_chat_templ
 def test_two_iterations_of_the_recipe_with_all_invariants(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     words = ["fit", "-c", RECIPE, "--run_dir", tmp_path / "run"]
-    words += ["--model.max_iterations", "2", "--data.val", "python:litgrpo.data.topics.settings"]
+    words += [
+        "--model.max_iterations",
+        "2",
+        "--data.val",
+        "python:litgrpo.data.examples.topics.settings",
+    ]
     words += ["--data.eval_batch_size", "20", "--trainer.val_check_interval", "2"]
     monkeypatch.setattr(sys, "argv", ["cli.py", *map(str, words)])
     assert main() == 0

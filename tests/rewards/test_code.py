@@ -3,9 +3,9 @@
 
 import pytest
 
-from litgrpo import sandbox
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.code import extract_code, read_tests, unit_tests
+from litgrpo.workers import sandbox
 
 in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
 SQUARES = ["assert f(2) == 4", "assert f(-3) == 9"]

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.base import Heard
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from tests.conftest import prompt_batch, tiny_policy
-from tests.learner.parts import rollouter_of
 from tests.rollout.playing import Echo, episodes_of
+from tests.training.parts import rollouter_of
 
 
 class Breaking(Echo):

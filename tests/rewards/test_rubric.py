@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
-from litgrpo.rewards.models import Judge, load_judges
+from litgrpo.rewards.reward_model import Judge, load_judges
 from litgrpo.rewards.rubric import Criterion, Rubric
 
 TEXTS = ["short and right", "wrong", "", "right"]

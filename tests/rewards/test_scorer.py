@@ -17,7 +17,7 @@ from litgrpo.rewards import (
     RewardFailure,
     Scorer,
 )
-from litgrpo.rewards.library.math import correctness
+from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.parts import named_rewards
 
 PROMPTS = ["p", "p", "q", "q"]
@@ -155,15 +155,15 @@ def test_partials_and_callable_objects_are_functions_too() -> None:
     [
         ("litgrpo.rewards.corectness",
         "'litgrpo.rewards' has no 'corectness' .did you mean 'litgrpo.rewards.correctness'"),
-        ("litgrpo.rewards.library.math.corectness",
-        "'litgrpo.rewards.library.math' has no 'corectness' .did you mean 'litgrpo.rewards.corr"),
+        ("litgrpo.rewards.builtin.math.corectness",
+        "'litgrpo.rewards.builtin.math' has no 'corectness' .did you mean 'litgrpo.rewards.corr"),
         ("tests.rewards.faulty.lengthz", "did you mean 'tests.rewards.faulty.lengths'"),
         ("litgrpo.rewards.maths.correctness",
         "cannot import module 'litgrpo.rewards.maths'.*'litgrpo.rewards.correctness'"),
         ("correctnes",
         "'correctnes' is not an import path.*did you mean 'litgrpo.rewards.correctness'"),
         ("no_such_module.f", "reward 'r': cannot import module 'no_such_module'"),
-        ("litgrpo.rewards.library.math.Fraction", "must be a function"),
+        ("litgrpo.rewards.builtin.math.Fraction", "must be a function"),
         ("litgrpo.rewards.runner.calls.DOUBLE_EPS", "must be a function"), ("", "has no function; name one"),  # noqa: E501
         (".math.correctness", "is not an import path"),
     ],

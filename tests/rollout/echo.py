@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.base import Heard
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import CompletionBuffer
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.types import Rollout
 

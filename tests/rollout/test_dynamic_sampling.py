@@ -6,12 +6,12 @@ import pytest
 import torch
 from lightning import Callback
 
-from litgrpo.algorithm.credit import GTPO, MTGRPO, ReBN
-from litgrpo.algorithm.objective import Objective
-from litgrpo.algorithm.turns import Turns
-from litgrpo.modules.prompt_data import PromptData
-from litgrpo.parallel.comm import SingleProcess
-from litgrpo.parallel.device import Clock
+from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN
+from litgrpo.algorithms.turns import Turns
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.device import Clock
 from litgrpo.rollout.dynamic_sampling import (
     DynamicSampling,
     informative,
@@ -20,12 +20,12 @@ from litgrpo.rollout.dynamic_sampling import (
 )
 from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
-from tests.algorithm.test_turns import rollout as turns_rollout
-from tests.algorithm.test_turns import table as turns_table
-from tests.algorithms import PUBLISHED
+from tests.algorithms.test_turns import rollout as turns_rollout
+from tests.algorithms.test_turns import table as turns_table
 from tests.conftest import prompt_batch, tiny_policy
-from tests.learner.parts import rollouter_of
-from tests.modules.test_grpo import GROUP, loader, module, train
+from tests.support.algorithms import PUBLISHED
+from tests.training.parts import rollouter_of
+from tests.training.test_grpo import GROUP, loader, module, train
 
 TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
 

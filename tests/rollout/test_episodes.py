@@ -3,14 +3,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from litgrpo.environments.base import Heard
 from litgrpo.environments.failures import EnvironmentFailure
-from litgrpo.environments.interface import Heard
 from litgrpo.rollout.dynamic_sampling import with_groups
 from litgrpo.rollout.episodes import Named, episode_seed
 from litgrpo.rollout.sampling import Purpose
 from tests.conftest import prompt_batch, tiny_policy
-from tests.learner.parts import learner_of, rewards_of, rollouter_of
 from tests.rollout.playing import Echo, episodes_of
+from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 PROMPTS = prompt_batch("a", "hello there")
 

@@ -1,6 +1,6 @@
 import math
 
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.base import Heard
 from litgrpo.rollout.record import Record
 
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import RolloutEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
-from tests.learner.parts import GROUP, LENGTH, rollouter_of
+from tests.training.parts import GROUP, LENGTH, rollouter_of
 
 TEXTS = ("a", "hello there")
 

@@ -16,15 +16,15 @@ mpl.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from litgrpo.algorithm.advantages import Normalized
-from litgrpo.algorithm.objective import Clipped, Tokens
-from litgrpo.models.attention.packing import Packing
-from litgrpo.parallel.comm import SingleProcess
+from litgrpo.algorithms.advantages import Normalized
+from litgrpo.algorithms.losses import Clipped, Tokens
+from litgrpo.distributed.comm import SingleProcess
+from litgrpo.models.packing import Packing
 from litgrpo.types import RewardTable, TokenRows
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-RUNS = ROOT / "tests" / "doctor" / "labelled" / "dev.jsonl.gz"
+RUNS = ROOT / "tests" / "tools" / "doctor" / "labelled" / "dev.jsonl.gz"
 BLUE, ORANGE, GREEN, RED, GREY = "#2166ac", "#e08214", "#1b7837", "#b2182b", "#bbbbbb"
 STYLE = {
     "svg.hashsalt": "litgrpo",

@@ -20,7 +20,7 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "Keys of model",
         "What is trained, on which reward, and how. `GRPO` is the default; "
         "`class_path: litgrpo.SFT` fine-tunes.",
-        {"model": ["litgrpo.modules.grpo.GRPO", "litgrpo.modules.sft.SFT"]},
+        {"model": ["litgrpo.training.grpo.GRPO", "litgrpo.training.sft.SFT"]},
     ),
     "data": (
         "Keys of data",
@@ -28,8 +28,8 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "(`PairData`). [Data](/data.md) has examples.",
         {
             "data": [
-                "litgrpo.modules.prompt_data.PromptData",
-                "litgrpo.modules.pair_data.PairData",
+                "litgrpo.data.prompt_data.PromptData",
+                "litgrpo.data.pair_data.PairData",
                 "litgrpo.data.Episodes",
                 "litgrpo.data.ReasoningGym",
             ]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from litgrpo.algorithm.objective import Clipped
+from litgrpo.algorithms.losses import Clipped
 from tests.site import pictures
 
 PAGE = (pictures.ROOT / "docs" / "iteration.md").read_text(encoding="utf-8")

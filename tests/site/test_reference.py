@@ -7,10 +7,10 @@ import pytest
 
 import litgrpo
 from litgrpo import GRPO, SFT, PairData, PromptData
-from litgrpo.algorithm.surrogates import SAPO
+from litgrpo.algorithms.surrogates import SAPO
 from litgrpo.callbacks.watchdog import Watchdog
-from litgrpo.learner.schedules import KLTarget
 from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.training.controllers import KLTarget
 from tests.site import recipes, reference
 from tests.site.text import cell
 
@@ -65,7 +65,7 @@ def test_every_public_name_is_documented(pages):
     for module, names in reference.API.items():
         documented = re.findall(r"auto\w+:: \S+\.(\w+)", pages[f"reference/{module}"])
         assert documented or not names
-    assert "litgrpo.rewards.library.math.correctness" in pages["reference/litgrpo.rewards"]
+    assert "litgrpo.rewards.builtin.math.correctness" in pages["reference/litgrpo.rewards"]
 
 
 def test_every_recipe_has_a_page_and_a_row():

@@ -9,8 +9,8 @@ import torch
 
 from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import load_policy
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.colocated import ColocatedEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
 

@@ -2,12 +2,12 @@
 
 import torch
 
+from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import ASSETS
 from litgrpo.models.shard_files import full_weights
-from litgrpo.modules.prompt_data import PromptData
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.server import ServerEngine
-from tests.parallel.fsdp import training
+from tests.distributed.fsdp import training
 
 KIND, LENGTH = "tiny-gemma2", 40
 TEXTS = ["12+5=", "3+4=", "What is 7+88?", "6+6="]

@@ -9,21 +9,21 @@ import torch
 
 from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import export, load_policy
-from litgrpo.modules.grpo import GRPO
 from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.bridge import Inline
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.publishing import FolderSender
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.engines.vllm_server import ServerFailure
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
-from tests.gloo import run_by
-from tests.modules.test_grpo import loader, train
 from tests.rollout.engines.test_turns import NAMED
 from tests.rollout.engines.test_turns import assert_same as assert_same_turns
 from tests.rollout.playing import Echo, episodes_of
+from tests.support.gloo import run_by
+from tests.training.test_grpo import loader, train
 from tests.vllm import divided
 from tests.vllm.serving import CPU, PROCESSED, PYTHON, ROOT, UNIFORMS, served
 

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from litgrpo.parallel.device import to_host
+from litgrpo.distributed.device import to_host
 from litgrpo.program import main
 from litgrpo.types import Rollout
 from tests.faults.running import merged
@@ -38,8 +38,8 @@ SMALL: dict[str, Any] = {
     },
     "data": {
         "init_args": {
-            "train": "python:litgrpo.data.problems.train?size=28",
-            "val": {"path": "python:litgrpo.data.problems.held_out", "limit": 8},
+            "train": "python:litgrpo.data.examples.problems.train?size=28",
+            "val": {"path": "python:litgrpo.data.examples.problems.held_out", "limit": 8},
             "batch_size": 4,
             "eval_batch_size": 8,
         }

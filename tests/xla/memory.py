@@ -11,7 +11,7 @@ import sys
 import torch
 from transformers import Gemma2Config
 
-from litgrpo.parallel.sharding import shard_dim
+from litgrpo.distributed.sharding import shard_dim
 from litgrpo.tools.plan.division import Chips
 from litgrpo.tools.plan.memory import Blueprint, Work, account
 from tests.xla.own_process import ENVIRONMENT, ROOT

@@ -10,9 +10,15 @@ from tests.faults.running import EVERY, RECIPE, Run, merged
 from tests.xla.own_process import ROOT, own_process
 
 OVERLAY = yaml.safe_load((ROOT / "configs/hardware/xla_cpu.yaml").read_text())
+TRAIN = "python:litgrpo.data.examples.problems.train?size=14"
 FEWER = {
     "model": {"init_args": {"group_size": 2, "max_iterations": 4, "max_completion_len": 24}},
-    "data": {"init_args": {"batch_size": 4, "train": "python:litgrpo.data.problems.train?size=14"}},
+    "data": {
+        "init_args": {
+            "batch_size": 4,
+            "train": "python:litgrpo.data.examples.problems.train?size=14",
+        }
+    },
     "trainer": {"val_check_interval": 2},
     "watchdog": {"timeout_s": 120},  # a hang shows its stacks
 }

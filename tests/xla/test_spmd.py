@@ -6,7 +6,7 @@ from typing import Any
 from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
 from tests.xla.own_process import own_process
 
-FOUR = {"trainer": {"strategy": {"class_path": "litgrpo.parallel.xla.strategy.XLASPMDStrategy"}}}
+FOUR = {"trainer": {"strategy": {"class_path": "litgrpo.xla.strategy.XLASPMDStrategy"}}}
 KINDS: dict[str, list[str]] = {"cache": [], "batch": [], "gradients": []}
 
 
@@ -32,7 +32,7 @@ def is_cut(spec: str) -> bool:
 
 def note_caches_and_batches(monkey) -> None:
     """Look at the cache after each token, and at every tensor of rows that goes to the device."""
-    from litgrpo.parallel.xla.backend import SpmdBackend
+    from litgrpo.xla.backend import SpmdBackend
 
     compile_steps, rows_to = SpmdBackend.compile, SpmdBackend.rows_to
 
@@ -59,8 +59,8 @@ def note_gradients(monkey) -> None:
     """Look at gradients where the program of a micro-batch has ended."""
     import torch_xla
 
-    from litgrpo.parallel.xla.backend import SpmdBackend
-    from litgrpo.parallel.xla.strategy import XLASPMDStrategy
+    from litgrpo.xla.backend import SpmdBackend
+    from litgrpo.xla.strategy import XLASPMDStrategy
 
     flush, post_backward = SpmdBackend.flush, XLASPMDStrategy.post_backward
     models, fresh = [], []

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from litgrpo.models.policy import Policy
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms, sample
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.reference_engine import ReferenceEngine

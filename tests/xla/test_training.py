@@ -15,7 +15,7 @@ LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the overlay
 def test_the_quickstart_is_the_run_of_the_cpu_and_is_compiled_once():
     import torch_xla
 
-    from litgrpo.parallel.device import backend
+    from litgrpo.distributed.device import backend
 
     torch_xla.device()  # autograd counts devices at its first backward pass, on the CPU here
     expected = fit("cpu", 1, SMALL)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.run_folder import TRAINING_STATE, NotSaved, run_folder, writes_files
-from litgrpo.parallel.fsdp.units import is_divided
+from litgrpo.distributed.fsdp.units import is_divided
 
 NAME = re.compile(r"checkpoint-(\d+)")
 

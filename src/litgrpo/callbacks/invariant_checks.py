@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from litgrpo.checks.invariants import Conditions, measured, refuse
-from litgrpo.parallel.device import backend
-from litgrpo.parallel.fsdp.units import gathered
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.device import backend
+from litgrpo.distributed.fsdp.units import gathered
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.types import PromptBatch
 
 

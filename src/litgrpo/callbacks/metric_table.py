@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from litgrpo.doctor.names import READINGS, Reading
+from litgrpo.callbacks.metric_readings import READINGS, Reading
 
 # {name: definition}. <part> is the name of a reward, <k> a number, <set> the name of a set of
 # validation prompts, which is left out where there is only one. `test/` is as `val/`.

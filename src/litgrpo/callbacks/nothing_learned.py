@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info
 
 
 class NothingLearned(Callback):

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from litgrpo.arguments import at_least
-from litgrpo.parallel.device import backend
+from litgrpo.distributed.device import backend
 
 MOST_NAMED = 3
 

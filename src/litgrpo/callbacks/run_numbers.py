@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from litgrpo.callbacks.lightning_internals import log_numbers
 from litgrpo.callbacks.nothing_learned import NothingLearned
-from litgrpo.learner.learner import averages
-from litgrpo.parallel.device import backend, to_host
+from litgrpo.distributed.device import backend, to_host
 from litgrpo.tensors import local
+from litgrpo.training.learner import averages
+from litgrpo.training.lightning_compat import log_numbers
 from litgrpo.types import RewardTable, Rollout, Stats, StepReport, mean_and_extremes
 
 LOOP_TOKENS, LOOP_TIMES = 4, 4

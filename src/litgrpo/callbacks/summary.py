@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, Trainer
 
 from litgrpo.callbacks import episodes
 from litgrpo.callbacks.evaluation_files import measured
-from litgrpo.callbacks.lightning_internals import validate_now
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.number_texts import (
     BOUNDS,
@@ -29,6 +28,7 @@ from litgrpo.callbacks.number_texts import (
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.evaluation.paired import Comparison, compared
 from litgrpo.text.visible import visible
+from litgrpo.training.lightning_compat import validate_now
 
 # report {name: number}, n, reward_names, samples, of_prompts {set: {name: one number per prompt}}
 Evaluation = dict[str, Any]

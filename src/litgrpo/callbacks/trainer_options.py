@@ -22,7 +22,7 @@ SHARDING = ("fsdp", "modelparallel", "deepspeed")
 OURS = "FSDP2Strategy"
 INSTEAD_OF_SHARDING = (
     "FSDP1, tensor parallelism and DeepSpeed are not supported: to divide the weights over "
-    "processes take trainer.strategy {class_path: litgrpo.parallel.fsdp.strategy.FSDP2Strategy} "
+    "processes take trainer.strategy {class_path: litgrpo.distributed.fsdp.strategy.FSDP2Strategy} "
     "(configs/hardware/fsdp2.yaml)."
 )
 INSTEAD_OF_CALLBACKS: dict[type, str] = {

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from litgrpo.arguments import at_least, one_of, require
-from litgrpo.callbacks.lightning_internals import validate_now, validation_is_due
 from litgrpo.callbacks.number_texts import plain_names
 from litgrpo.callbacks.run_folder import (
     BEST,
@@ -33,8 +32,9 @@ from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_sta
 from litgrpo.checkpointing.shards import remove
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.sampler import BatchLoader
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.loading import check_weights
-from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
+from litgrpo.training.lightning_compat import validate_now, validation_is_due
 
 SIGN = {"max": 1.0, "min": -1.0}
 # What a checkpoint of `save: weights` does not hold.

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.callbacks.lightning_internals import WrappingCheckpointIO
 from litgrpo.callbacks.run_folder import by_age
 from litgrpo.checkpointing.manifest import (
     MANIFEST,
@@ -23,6 +22,7 @@ from litgrpo.checkpointing.manifest import (
     on_host,
 )
 from litgrpo.checkpointing.shards import read_any, sync_folder, whole_room, write_folder
+from litgrpo.training.lightning_compat import WrappingCheckpointIO
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from litgrpo.callbacks.lightning_internals import numbers_to_log
 from litgrpo.callbacks.metrics_csv import MetricsCSV, loggers_of
 from litgrpo.callbacks.run_folder import run_folder, writes_files
+from litgrpo.training.lightning_compat import numbers_to_log
 
 KEY = "loggers"
 EVENTS = "events.out.tfevents.*"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.callbacks.run_folder import versions
-from litgrpo.parallel.device import backend, to_host
+from litgrpo.distributed.device import backend, to_host
 
 MANIFEST, OWN = "manifest", "sha256"
 # Without these a training cannot go on where it stopped.

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from litgrpo.arguments import require
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info
 
 KEY = "optimizers"
 PARAMS = "params"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from litgrpo.parallel.random_state import random_state, set_random_state
+from litgrpo.distributed.random_state import random_state, set_random_state
 
 KEY = "random_state"
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from litgrpo.checks.episode_checks import small_episodes
-from litgrpo.learner.learner import Learner
+from litgrpo.distributed.fsdp.units import sharing_copy
+from litgrpo.distributed.precision import matmul_precision
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.fsdp.units import sharing_copy
-from litgrpo.parallel.precision import matmul_precision
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.training.learner import Learner
 from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
 
 # A handful of short rows, whatever the size of the run.

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm.objective import PerToken
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithms.losses import PerToken
+from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
 from litgrpo.data.prompts import pad_left
+from litgrpo.environments.base import Heard, Start
 from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.interface import Heard, Start
 from litgrpo.environments.repeatable import deviations
-from litgrpo.learner.learner import Coefficients, Learner
-from litgrpo.models.attention.packing import pack_left
+from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.episodes import Episodes
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_sequences import StopStrings
+from litgrpo.training.learner import Coefficients, Learner
 from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, RolloutLogprobs
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from litgrpo.algorithm.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
     FULL_TOLERANCE,
@@ -29,13 +29,13 @@ from litgrpo.checks.dry_run import (
 )
 from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error, unrepeated
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
-from litgrpo.learner.learner import Learner
-from litgrpo.learner.micro_batches import Limits
-from litgrpo.parallel.comm import Comm
+from litgrpo.distributed.comm import Comm
 from litgrpo.rollout.bridge_proof import wrong_conversations
 from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
+from litgrpo.training.learner import Learner
+from litgrpo.training.micro_batches import Limits
 from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
 
 ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding

@@ -22,7 +22,12 @@ from litgrpo.cli.errors import unknown_argument
 from litgrpo.cli.help_page import PACKAGE, file_of
 from litgrpo.cli.recipes import CLASSES, RECIPE_FLAGS, plain
 
-MODULES = {"GRPO": "grpo", "SFT": "sft", "PromptData": "prompt_data", "PairData": "pair_data"}
+MODULES = {
+    "GRPO": "training/grpo",
+    "SFT": "training/sft",
+    "PromptData": "data/prompt_data",
+    "PairData": "data/pair_data",
+}
 CLASS_OPTIONS = [f"--{key}{end}" for key in CLASSES for end in ("", ".class_path")]
 QUESTION = "help"  # as in --model.lora.help
 # How a type is written in source, and in a message; what else a type may be is not judged here.
@@ -136,7 +141,7 @@ def _named(class_path: Any) -> Source | None:
     """One of our modules by what a recipe calls it, or None for anybody else's class."""
     package, _, name = str(class_path).rpartition(".")
     ours = name in MODULES and package.partition(".")[0] in ("", "litgrpo")
-    return Source(PACKAGE / "modules" / f"{MODULES[name]}.py", name, name) if ours else None
+    return Source(PACKAGE / f"{MODULES[name]}.py", name, name) if ours else None
 
 
 def trainer() -> Source:

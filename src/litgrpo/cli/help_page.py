@@ -27,8 +27,8 @@ DATA_KEYS = [
     *("max_prompt_len", "val_fraction"),
 ]
 GROUPS = (
-    ("model", "GRPO", "modules/grpo.py", MODEL_KEYS, "SFT"),
-    ("data", "PromptData", "modules/prompt_data.py", DATA_KEYS, "PairData"),
+    ("model", "GRPO", "training/grpo.py", MODEL_KEYS, "SFT"),
+    ("data", "PromptData", "data/prompt_data.py", DATA_KEYS, "PairData"),
 )
 MORE = """
 --trainer.KEY, of Lightning's Trainer: accelerator, devices, strategy, precision, logger, ...

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from litgrpo.cli.recipes import EnvironmentKeys, Sources, recipe_file, refuse_repeated_keys
-from litgrpo.modules.old_paths import current_path, longest_row
+from litgrpo.training.old_paths import current_path, longest_row
 
 KEYS = {
     "model.learning": "model.update",
@@ -22,7 +22,7 @@ OF_TORCH = {"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}
 # The environment of earlier versions that left every completion as it is.
 SINGLE_TURN = tuple(
     f"{path}SingleTurn"
-    for path in ("", "litgrpo.rollout.interface.", "litgrpo.rollout.environment.")
+    for path in ("", "litgrpo.rollout.engines.base.", "litgrpo.rollout.environment.")
 )
 RECIPE_FLAGS = ("c", "config")
 
@@ -44,7 +44,7 @@ class OldNames:
 
         Example:
             >>> OldNames().path("litgrpo.objectives.kl.k1")
-            'litgrpo.algorithm.kl.k1'
+            'litgrpo.algorithms.kl.k1'
         """
         if path in SINGLE_TURN:
             self.met["environment: SingleTurn"] = "environment: null"

@@ -24,13 +24,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that recipes may say GRPO, SFT, PromptData, PairData, StaticEngine without the module.
-import litgrpo.modules.grpo
-import litgrpo.modules.pair_data
-import litgrpo.modules.prompt_data
-import litgrpo.rollout.engines.static  # noqa: F401
 from litgrpo.arguments import import_by_path, require
 from litgrpo.callbacks.completions import Completions
-from litgrpo.callbacks.doctor import Doctor
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
 from litgrpo.callbacks.export import CheckpointFolders, Export
 from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
@@ -62,9 +57,10 @@ from litgrpo.cli.errors import explain
 from litgrpo.cli.key_help import asked, explained, roots_of
 from litgrpo.cli.old_names import current_recipe
 from litgrpo.cli.run_keys import RUN_KEYS
-from litgrpo.modules.sft import SFT
-from litgrpo.parallel.machine import check_machine
-from litgrpo.parallel.restarts import meet_anew
+from litgrpo.distributed.machine import check_machine
+from litgrpo.distributed.restarts import meet_anew
+from litgrpo.tools.doctor.callback import Doctor
+from litgrpo.training.sft import SFT
 
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,

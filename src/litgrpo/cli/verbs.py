@@ -10,10 +10,10 @@ LIGHTNING_VERBS = {
 }
 # {verb: the module with the function of that name, what it does}
 COMMANDS = {
-    "export": ("litgrpo.tools.export", "write a checkpoint's policy as a Hugging Face folder"),
+    "export": ("litgrpo.cli.export", "write a checkpoint's policy as a Hugging Face folder"),
     "convert": ("litgrpo.tools.convert", "turn a Gemma 2 reasoning trainer's JSON into a recipe"),
     "audit": (
-        "litgrpo.tools.audit",
+        "litgrpo.tools.audit.command",
         "test the rewards of a recipe: fair to right answers, hard to game?",
     ),
     "plan": (
@@ -24,7 +24,10 @@ COMMANDS = {
         "litgrpo.tools.compare",
         "train by several algorithms and seeds; which gains are real?",
     ),
-    "doctor": ("litgrpo.tools.doctor", "what is wrong with a run, since when, what to change"),
+    "doctor": (
+        "litgrpo.tools.doctor.command",
+        "what is wrong with a run, since when, what to change",
+    ),
     "replay": ("litgrpo.tools.replay", "print an episode of a run, turn by turn"),
     "report": (
         "litgrpo.tools.report.command",

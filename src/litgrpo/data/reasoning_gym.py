@@ -10,7 +10,7 @@ from typing import Any
 from litgrpo.arguments import above, at_least, did_you_mean, require
 from litgrpo.data.mixing import quotas
 from litgrpo.data.sources import Generated
-from litgrpo.sandbox.wire import dumps
+from litgrpo.workers.sandbox.wire import dumps
 
 INSTALL = "needs `pip install reasoning-gym` (or `pip install litgrpo[reasoning_gym]`)"
 

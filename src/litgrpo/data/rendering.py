@@ -13,7 +13,7 @@ import jinja2
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.sources import Row
 from litgrpo.data.special_tokens import plain_ids, special_texts
-from litgrpo.parallel.messages import rank_zero_warn
+from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.types import PromptBatch
 
 if TYPE_CHECKING:  # slow to import; only named here

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from litgrpo.arguments import one_of, require
 from litgrpo.data.sources import Row, SetsLike, SourceLike, read
-from litgrpo.parallel.messages import rank_zero_info, rank_zero_warn
+from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 
 Overlap = Literal["drop", "error", "keep"]
 NAMES_OF_REWARDS = {

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from litgrpo.arguments import above, at_least, did_you_mean, import_by_path, require
 from litgrpo.data.files import ENDINGS, READERS, Placed, from_list
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info
 
 PYTHON = "python:"
 GIVEN = "the given list"

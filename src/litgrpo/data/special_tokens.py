@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info
 
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase

@@ -1,11 +1,11 @@
 """What answers the policy between its turns: tools, games, and environments of other libraries."""
 
-from litgrpo.environments.calls import Hermes, Python, Tags
-from litgrpo.environments.interface import Environment, Heard, Message
-from litgrpo.environments.openenv import OpenEnv
-from litgrpo.environments.skyrl import SkyRL
-from litgrpo.environments.text import Text
-from litgrpo.environments.textarena import TextArena
+from litgrpo.environments.adapters.gymnasium_env import Text
+from litgrpo.environments.adapters.openenv import OpenEnv
+from litgrpo.environments.adapters.skyrl import SkyRL
+from litgrpo.environments.adapters.textarena import TextArena
+from litgrpo.environments.base import Environment, Heard, Message
+from litgrpo.environments.tool_calls import Hermes, Python, Tags
 from litgrpo.environments.tools import Tools
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from litgrpo import sandbox
 from litgrpo.arguments import require
+from litgrpo.workers import sandbox
 
 SECONDS, MEMORY_MIB, CHARS = 5.0, 256, 2_000
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np  # its generator must not first exist in the middle of an episode
 
-from litgrpo.environments.interface import Environment, Failed, Heard, Message, Start
-from litgrpo.processes.failures import cause_of
+from litgrpo.environments.base import Environment, Failed, Heard, Message, Start
+from litgrpo.workers.failures import cause_of
 
 Said = str | list[Message]
 Generators = dict[str, Any]

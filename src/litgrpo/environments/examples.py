@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 from litgrpo.arguments import at_least, require
-from litgrpo.environments.calls import after_thoughts
-from litgrpo.environments.interface import Heard
+from litgrpo.environments.base import Heard
+from litgrpo.environments.tool_calls import after_thoughts
 
 MOST_CHARS = 200  # of an expression
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from litgrpo.arguments import at_least, at_most
-from litgrpo.environments.interface import Failed, Start
-from litgrpo.processes.failures import WorkerError
+from litgrpo.environments.base import Failed, Start
+from litgrpo.workers.failures import WorkerError
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from litgrpo.environments.base import Environment, EpisodePool, Failed, Message, Start
 from litgrpo.environments.episode import Stage, Turns, generators, put_generators
 from litgrpo.environments.failures import Failures
-from litgrpo.environments.interface import Environment, EpisodePool, Failed, Message, Start
 
 
 class EpisodesHere(EpisodePool):

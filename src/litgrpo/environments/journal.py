@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgrpo.environments.interface import Failed, Heard, Start
+from litgrpo.environments.base import Failed, Heard, Start
 
 Answer = str | list[dict[str, Any]] | Heard | Failed
 Key = tuple[int | str, ...]

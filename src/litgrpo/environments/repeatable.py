@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from litgrpo.environments.interface import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.environments.base import EpisodePool, Failed, Heard, Message, Start
 
 Played = list[str | list[Message] | Heard | Failed]  # what an episode heard, its opening first
 

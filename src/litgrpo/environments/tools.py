@@ -11,9 +11,8 @@ from math import isnan
 from typing import Any, Literal
 
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
-from litgrpo.environments.calls import Call, CallFormat, after_thoughts, format_of
+from litgrpo.environments.base import Heard, Message
 from litgrpo.environments.episode import shortened
-from litgrpo.environments.interface import Heard, Message
 from litgrpo.environments.schema import name_of, schema_of
 from litgrpo.environments.tool import (
     UNKNOWN,
@@ -26,6 +25,7 @@ from litgrpo.environments.tool import (
     outcomes,
     settled,
 )
+from litgrpo.environments.tool_calls import Call, CallFormat, after_thoughts, format_of
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 COLUMN = "environment"  # names a row's class, where there are several
@@ -70,7 +70,7 @@ class Tools:
             Or {name: class}: the column `environment` names a row's.
         kwargs: arguments of `make`.
         calls: how tools are called: `hermes`, `tags` or `python`; or a format of its own, such as
-            `litgrpo.environments.calls.Tags` with other tags.
+            `litgrpo.environments.tool_calls.Tags` with other tags.
         call_cost: is taken off the reward for each call, also one that fails.
         reward: attribute or method of the class that holds the reward; by default `get_reward`,
             where it has one.

@@ -14,11 +14,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from litgrpo.arguments import one_of, require
+from litgrpo.distributed.comm import Comm, SingleProcess
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.evaluation.episodes import Played
 from litgrpo.evaluation.fluency import Fluency, StartFluency
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.parallel.comm import Comm, SingleProcess
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose, Sampling

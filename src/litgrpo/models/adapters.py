@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from litgrpo.arguments import require
-from litgrpo.parallel.device import to_host
-from litgrpo.parallel.messages import rank, rank_zero_info
+from litgrpo.distributed.device import to_host
+from litgrpo.distributed.messages import rank, rank_zero_info
 from litgrpo.tensors import whole
 
 if TYPE_CHECKING:

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from litgrpo.models.attention.decode_shared_prefix import (
+from litgrpo.distributed.device import threads
+from litgrpo.models.causal_static import CausalStaticDecoder
+from litgrpo.models.fused_decode import FusedDecoder, is_known
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.kernels.selective_recompute import Recomputed, recomputed_of, recomputing
+from litgrpo.models.offloaded_rows import CachedRowsAway
+from litgrpo.models.packed_shared_prefix import PACKED
+from litgrpo.models.packing import WORTH, Packing, can_share, sharing_pays
+from litgrpo.models.policy import DecodeState, Policy, lower_precision
+from litgrpo.models.shared_prefix import (
     SHARED_PREFIX,
     SharedPrefixCache,
     attention,
 )
-from litgrpo.models.attention.packed_shared_prefix import PACKED
-from litgrpo.models.attention.packing import WORTH, Packing, can_share, sharing_pays
-from litgrpo.models.attention.rows_away import CachedRowsAway
-from litgrpo.models.causal_static import CausalStaticDecoder
-from litgrpo.models.kernels import linear as linears
-from litgrpo.models.kernels.fused_decoder import FusedDecoder, is_known
-from litgrpo.models.kernels.selective_recompute import Recomputed, recomputed_of, recomputing
-from litgrpo.models.policy import DecodeState, Policy, lower_precision
-from litgrpo.parallel.device import threads
 from litgrpo.tensors import padding_mask, positions, predicting, softcapped, widened
 from litgrpo.types import TokenRows
 

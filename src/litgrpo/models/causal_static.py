@@ -14,10 +14,10 @@ from litgrpo.models.architectures import (
     has_known_layers,
     rope_types,
 )
-from litgrpo.models.attention.decode_shared_prefix import (
+from litgrpo.models.shared_prefix import (
     attention,
 )
-from litgrpo.models.attention.static import STATIC, StaticPrompts, StaticRows, StaticState, per_row
+from litgrpo.models.static_cache import STATIC, StaticPrompts, StaticRows, StaticState, per_row
 from litgrpo.models.static_decoder import StaticDecoder
 from litgrpo.tensors import (
     positions,

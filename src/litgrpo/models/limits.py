@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from litgrpo.arguments import require
+from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.messages import rank_zero_warn
 
 # What configs call the number of positions, and how models name a table of them.
 NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length")

@@ -16,6 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from litgrpo.arguments import require
+from litgrpo.distributed.device import backend, to_host
+from litgrpo.distributed.fsdp.units import is_divided
+from litgrpo.distributed.messages import rank
 from litgrpo.models.adapters import (
     LoRA,
     merged,
@@ -23,10 +26,9 @@ from litgrpo.models.adapters import (
     save_adapter,
     with_adapters,
 )
-from litgrpo.models.attention.decode_shared_prefix import same_attention_again
+from litgrpo.models.generic import decoder_only
 from litgrpo.models.gguf import PACKAGE, SUFFIX, from_gguf, packaged
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.library import decoder_only
 from litgrpo.models.policy import Policy
 from litgrpo.models.quantized import (
     Quantization,
@@ -36,18 +38,16 @@ from litgrpo.models.quantized import (
     merged_into_dequantized,
 )
 from litgrpo.models.reference import AdapterAtStart, AdapterOff, FrozenModel, Reference
-from litgrpo.models.seq2seq import Seq2SeqPolicy
 from litgrpo.models.shard_files import adapters_in_memory, exported, write_model
 from litgrpo.models.sharded import Divide, left_whole
+from litgrpo.models.shared_prefix import same_attention_again
+from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.models.weights import (
     check_vocabulary,
     language_part,
     load_weights,
     other_files,
 )
-from litgrpo.parallel.device import backend, to_host
-from litgrpo.parallel.fsdp.units import is_divided
-from litgrpo.parallel.messages import rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from litgrpo.models.attention.leaving import RowsAway
-from litgrpo.models.attention.packing import pack_left
+from litgrpo.distributed.device import backend
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.leaving import RowsAway
+from litgrpo.models.packing import pack_left
 from litgrpo.models.static_decoder import StaticDecoder
-from litgrpo.parallel.device import backend
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from litgrpo.arguments import require
+from litgrpo.distributed.fsdp.units import is_divided
 from litgrpo.models.adapters import LoRA
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.policy import Policy
 from litgrpo.models.shard_files import empty_model, fill_from, weight_files
-from litgrpo.parallel.fsdp.units import is_divided
 
 # What computes with a policy's weights; each gathers those outside of its layers.
 ENTRIES = ("logprobs", "predictors", "dense_logits", "prefill", "step")
@@ -40,7 +40,7 @@ class Divides(Protocol):
         entries: Iterable[str],
         compute: torch.dtype | None,
     ) -> None:
-        """Divide a module; see `litgrpo.parallel.fsdp.units.divide`."""
+        """Divide a module; see `litgrpo.distributed.fsdp.units.divide`."""
 
     def shards_for(self, tensor: Tensor) -> Tensor:
         """Room for this process's shard of a tensor."""

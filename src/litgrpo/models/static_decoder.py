@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.models.attention.static import StaticState
-from litgrpo.parallel.device import backend
+from litgrpo.distributed.device import backend
+from litgrpo.models.static_cache import StaticState
 from litgrpo.tensors import Head, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from litgrpo.arguments import require
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

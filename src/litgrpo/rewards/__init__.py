@@ -11,9 +11,9 @@ from litgrpo.arguments import import_by_path
 from litgrpo.rewards.public import PATHS
 
 if TYPE_CHECKING:
-    from litgrpo.rewards.models import Judge, RewardModel
+    from litgrpo.rewards.llm_judge import RemoteJudge
     from litgrpo.rewards.parts import Reward
-    from litgrpo.rewards.remote_judge import RemoteJudge
+    from litgrpo.rewards.reward_model import Judge, RewardModel
     from litgrpo.rewards.rubric import Criterion, Rubric
     from litgrpo.rewards.runner.in_process import InProcessRunner
     from litgrpo.rewards.runner.marks import pure, whole_batch

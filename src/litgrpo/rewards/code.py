@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from litgrpo import sandbox
 from litgrpo.arguments import above, require
 from litgrpo.rewards.runner.marks import isolated
 from litgrpo.text.answers import Completions, text_of
+from litgrpo.workers import sandbox
 
 FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")

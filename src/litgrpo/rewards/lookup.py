@@ -81,7 +81,7 @@ def _current(path: str) -> str:
     if old is None:
         return path
     module, name = old.groups()
-    moved = f"litgrpo.rewards.library.{module}.{name}"
+    moved = f"litgrpo.rewards.builtin.{module}.{name}"
     new = PUBLIC[name] if PATHS.get(name) == moved else moved
     log.warning("the reward function %s is now %s; the old path will go", path, new)
     return new

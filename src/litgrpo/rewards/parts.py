@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Literal, get_args
 
 from litgrpo.arguments import did_you_mean, one_of, require
-from litgrpo.rewards.library.episode import environment
+from litgrpo.rewards.builtin.episode import environment
 from litgrpo.rewards.lookup import resolved
 from litgrpo.types import RewardTable
 

@@ -5,9 +5,9 @@
 CLASSES = {
     "parts": ("Reward",),
     "scorer": ("Scorer",),
-    "models": ("Judge", "RewardModel"),
+    "reward_model": ("Judge", "RewardModel"),
     "rubric": ("Criterion", "Rubric"),
-    "remote_judge": ("RemoteJudge",),
+    "llm_judge": ("RemoteJudge",),
     "runner.marks": ("pure", "whole_batch"),
     "runner.runner": ("RewardRunner",),
     "runner.troubles": ("RewardFailure",),
@@ -15,21 +15,21 @@ CLASSES = {
     "runner.process_runner": ("ProcessRunner",),
 }
 FUNCTIONS = {
-    "library.math": ("correctness", "gsm8k", "exact", "closeness"),
-    "library.verify": ("math_verify",),
-    "library.format": (
+    "builtin.math": ("correctness", "gsm8k", "exact", "closeness"),
+    "builtin.verify": ("math_verify",),
+    "builtin.format": (
         *("reasoning_answer", "think_format", "length", "soft_overlong", "repetition"),
     ),
-    "library.length": ("cosine_length",),
-    "library.reasoning": ("steps", "connectives", "arithmetic", "relevance", "coherence"),
-    "library.quality": ("explanation_quality", "quality"),
-    "library.safety": ("safety",),
-    "library.sentiment": ("cheerful",),
-    "library.structured": ("json_fields",),
-    "library.diversity": ("distinct", "group_diversity"),
+    "builtin.length": ("cosine_length",),
+    "builtin.reasoning": ("steps", "connectives", "arithmetic", "relevance", "coherence"),
+    "builtin.quality": ("explanation_quality", "quality"),
+    "builtin.safety": ("safety",),
+    "builtin.sentiment": ("cheerful",),
+    "builtin.structured": ("json_fields",),
+    "builtin.diversity": ("distinct", "group_diversity"),
     "code": ("unit_tests",),
-    "library.reasoning_gym": ("reasoning_gym",),
-    "library.dialogue": ("f1", "rouge_l", "bleu", "lapdog"),
+    "builtin.reasoning_gym": ("reasoning_gym",),
+    "builtin.dialogue": ("f1", "rouge_l", "bleu", "lapdog"),
 }
 PATHS = {
     name: f"litgrpo.rewards.{module}.{name}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from litgrpo.arguments import require
-from litgrpo.rewards.models import Judge
+from litgrpo.rewards.reward_model import Judge
 from litgrpo.rewards.runner.event_loop import gathered
 
 Mark = float | None

@@ -13,9 +13,9 @@ import torch
 from litgrpo.arguments import one_of
 from litgrpo.rewards import of_episodes
 from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.models import waiting, with_budget
 from litgrpo.rewards.of_episodes import OF_EPISODES
 from litgrpo.rewards.parts import Reward, RewardFormat, checked, lacking, named_rewards
+from litgrpo.rewards.reward_model import waiting, with_budget
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
 from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner

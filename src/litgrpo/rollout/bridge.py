@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from litgrpo.arguments import require
 from litgrpo.data.special_tokens import plain_ids, special_texts
-from litgrpo.environments.interface import Message
+from litgrpo.environments.base import Message
 
 if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import require
 from litgrpo.data.rendering import ChatStyle, Messages, PromptStyle
-from litgrpo.parallel.messages import rank_zero_info
+from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.rollout.bridge import Bridge
 from litgrpo.rollout.chat_bridge import (
     TEMPLATE_ERRORS,

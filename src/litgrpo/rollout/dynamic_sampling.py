@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from litgrpo.algorithm.advantages import Groups
-from litgrpo.algorithm.credit import TurnAdvantages
-from litgrpo.algorithm.turns import Turns
+from litgrpo.algorithms.advantages import Groups
+from litgrpo.algorithms.turn_credit import TurnAdvantages
+from litgrpo.algorithms.turns import Turns
 from litgrpo.arguments import require
-from litgrpo.parallel.comm import Comm, SingleProcess
+from litgrpo.distributed.comm import Comm, SingleProcess
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 

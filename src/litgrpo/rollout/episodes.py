@@ -14,10 +14,10 @@ import torch
 from litgrpo.arguments import require
 from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import LeftOut
-from litgrpo.environments.interface import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.environments.base import EpisodePool, Failed, Heard, Message, Start
 from litgrpo.rollout.bridge import Bridge
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.record import Record
 from litgrpo.rollout.sampling import PURPOSES, Purpose

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.parallel.fsdp.units import gathered
-from litgrpo.rollout.interface import RolloutEngine
+from litgrpo.distributed.fsdp.units import gathered
+from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import PromptBatch, Rollout
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from litgrpo.environments.interface import Heard, Message
+from litgrpo.environments.base import Heard, Message
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from litgrpo.distributed.device import Clock, timed, with_halving
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.device import Clock, timed, with_halving
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.episodes import Episodes, Named
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
-from litgrpo.rollout.stop_strings import StopStrings, check_stop_tokens
+from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from litgrpo.models.attention import packed_flash as flash
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.kernels import packed_flash as flash
 from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
 from tests.conftest import byte_tokenizer, tiny_model, tiny_policy

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from litgrpo.processes.failures import WorkerError
-from litgrpo.processes.pool import WorkerPool
 from litgrpo.rewards import InProcessRunner, pure, whole_batch
 from litgrpo.rewards.runner.batch import Attempt, Batch, Task, stripes
 from litgrpo.rewards.runner.calls import Call, Scores, failed
 from litgrpo.rewards.runner.process_runner import HANDLER
+from litgrpo.workers.failures import WorkerError
+from litgrpo.workers.pool import WorkerPool
 
 
 def batch(function=len, rows=4, workers=2) -> Batch:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.losses import Objective
 from litgrpo.rewards import InProcessRunner, ProcessRunner, Reward, RewardFailure, Scorer
-from litgrpo.rewards.library.math import correctness
+from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.runner.calls import Call
 from litgrpo.rewards.runner.process_runner import is_trusted, state_of
 from tests.rewards import faulty
@@ -392,7 +392,7 @@ def test_a_runner_can_be_copied_and_starts_its_own_workers(runner) -> None:
 def test_a_recipe_chooses_its_runner(tmp_path) -> None:
     import jsonargparse
 
-    from litgrpo.modules.grpo import GRPO
+    from litgrpo.training.grpo import GRPO
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(GRPO, "model")

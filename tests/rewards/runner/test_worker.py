@@ -2,9 +2,9 @@
 
 import pickle
 
-from litgrpo.processes.failures import WorkerError
 from litgrpo.rewards.runner.calls import MalformedResult
 from litgrpo.rewards.runner.worker import Message, Question, answered
+from litgrpo.workers.failures import WorkerError
 from tests.rewards import faulty
 
 FUNCTIONS = {"r": (faulty.odd_values, {"value": 2.0}), "raises": (faulty.raises, {})}

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
 from tests.conftest import prompt_batch, tiny_policy

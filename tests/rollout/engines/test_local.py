@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Drawn, Sampling
 from litgrpo.tensors import compacted
 from tests.conftest import prompt_batch, tiny_policy

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithm.importance import SamplerCorrection
-from litgrpo.algorithm.objective import Objective
+from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.losses import Objective
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.processes import (
     ProcessEngine,
@@ -19,15 +20,14 @@ from litgrpo.rollout.engines.processes import (
 )
 from litgrpo.rollout.engines.rollout_worker import arrays_of
 from litgrpo.rollout.engines.stopped import Stopped
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch
 from tests.conftest import prompt_batch, tiny_policy
-from tests.modules.test_grpo import loader, module, train
 from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.playing import Echo
-from tests.rollout.test_ahead import Sequential, all_batches, assert_same_weights, run
+from tests.rollout.test_async_rollout import Sequential, all_batches, assert_same_weights, run
+from tests.training.test_grpo import loader, module, train
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,15 @@ import torch
 
 from litgrpo.arguments import require
 from litgrpo.models.loading import LoRA, as_policy, export, load_policy
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.publishing import Folder, Native
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.engines.vllm_server import Away, Server, ServerFailure, ServersAway
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_sequences import StopStrings
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.modules.test_grpo import loader, module, train
 from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.engines.test_turns import TEXTS as EPISODES
 from tests.rollout.engines.test_turns import assert_same as assert_same_turns
@@ -25,6 +24,7 @@ from tests.rollout.engines.test_turns import ending, played, requests_of
 from tests.rollout.engines.two_processes import one_of_two
 from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.rollout.playing import Echo
+from tests.training.test_grpo import loader, module, train
 
 GENERATE = "/inference/v1/generate"
 

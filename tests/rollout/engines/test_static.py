@@ -8,17 +8,17 @@ from jsonargparse import ArgumentParser
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from litgrpo.distributed.device import Backend
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading import LoRA, as_policy
-from litgrpo.parallel.device import Backend
 from litgrpo.rollout.engines import static as static_engine
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.models.attention.test_packed_shared_prefix import SPECIAL, model_of_type
-from tests.models.test_seq2seq import VARIANTS, variant
+from tests.models.test_packed_shared_prefix import SPECIAL, model_of_type
+from tests.models.test_t5 import VARIANTS, variant
 from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.reference_engine import ReferenceEngine
 

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from litgrpo.models.attention.rows_away import CachedRowsAway
+from litgrpo.models.offloaded_rows import CachedRowsAway
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import Named
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_sequences import StopStrings
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.playing import Echo, SlowPool, episodes_of
 from tests.rollout.reference_engine import ReferenceEngine

@@ -3,9 +3,9 @@
 import torch
 from torch import distributed
 
-from litgrpo.parallel.together import several
+from litgrpo.distributed.together import several
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.server import ServerEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling
 from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.engines.test_engines import GROUP, TEXTS, ragged, uniforms_for

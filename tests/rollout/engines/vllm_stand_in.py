@@ -16,8 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 from litgrpo.models.loading import load_policy
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
 

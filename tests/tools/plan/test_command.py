@@ -95,7 +95,7 @@ def test_without_division_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: 
     ("words", "said"),
     [
         ((), "Optimizer AdamW, lr 0.0003, "),
-        (("--model.optimizer", "litgrpo.learner.optimization.DefaultAdamW"), "AdamW, lr 0.0003, "),
+        (("--model.optimizer", "litgrpo.training.optim.DefaultAdamW"), "AdamW, lr 0.0003, "),
         (("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"), "SGD, lr 0.5, "),
     ],
 )
@@ -126,7 +126,7 @@ def test_rows_that_cannot_be_divided_do_not_fit(cli):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["gsm8k_small_sft.yaml", "reasoning_gemma2_2b_sft.yaml"])
 def test_supervised_recipes_have_no_rollout(cli, name):  # noqa: F811
-    strategy = "litgrpo.parallel.xla.strategy.XLASPMDStrategy"
+    strategy = "litgrpo.xla.strategy.XLASPMDStrategy"
     _, out, err = cli("plan", "-c", str(CONFIGS / name), "--trainer.strategy", strategy)
     assert err == ""
     assert "| rollout " not in out

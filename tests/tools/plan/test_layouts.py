@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from litgrpo.distributed.fsdp.units import divide
 from litgrpo.models.sharded import ENTRIES, units_of
-from litgrpo.parallel.fsdp.units import divide
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.division import FullShard
 from litgrpo.tools.plan.layouts import layout_of
 from litgrpo.tools.plan.memory import Blueprint, optimizer_states, states_share
 from litgrpo.tools.plan.on_devices import plan_of
 from tests.conftest import tiny_model, tiny_policy
-from tests.gloo import run_by
+from tests.support.gloo import run_by
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 WORDS = ["-c", str(CONFIGS / "quickstart.yaml"), "-c", str(CONFIGS / "hardware" / "fsdp2.yaml")]

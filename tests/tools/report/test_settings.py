@@ -24,7 +24,7 @@ def test_what_differs_from_the_recipe_comes_first(tmp_path):
 
 
 def test_a_class_named_by_its_last_word_is_the_same():
-    key, used = "objective.class_path", "litgrpo.algorithm.objective.PerToken"
+    key, used = "objective.class_path", "litgrpo.algorithms.losses.PerToken"
     assert not Setting(key, "PerToken", used).differs
     assert Setting(key, "Token", used).differs
     assert Setting("name", "PerToken", used).differs

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import ceil, nan
 
-from litgrpo.processes.failures import WorkerError
-from litgrpo.processes.pool import Worker, WorkerPool
 from litgrpo.rewards.runner.calls import Call, Scores, failed
 from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import RewardRunner
 from litgrpo.rewards.runner.worker import Message, Question
+from litgrpo.workers.failures import WorkerError
+from litgrpo.workers.pool import Worker, WorkerPool
 
 GRACE_S = 0.5  # for coroutines to be stopped from within
 

@@ -16,9 +16,9 @@ from numbers import Real
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.processes.failures import WorkerError, cause_of
 from litgrpo.rewards.runner.event_loop import gathered
 from litgrpo.rewards.runner.marks import Function
+from litgrpo.workers.failures import WorkerError, cause_of
 
 DOUBLE_EPS = sys.float_info.epsilon
 LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance

@@ -10,11 +10,11 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from math import nan
 from typing import Any
 
-from litgrpo.processes.failures import MAX_PRINTED, MAX_SHOWN
 from litgrpo.rewards.runner.calls import Call, Scores, answer, failed
 from litgrpo.rewards.runner.coroutines import scored_together
 from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
+from litgrpo.workers.failures import MAX_PRINTED, MAX_SHOWN
 
 
 class PrintedTooMuch(RuntimeError):

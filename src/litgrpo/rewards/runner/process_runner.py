@@ -14,12 +14,12 @@ from types import CellType
 from typing import Any
 
 from litgrpo.arguments import at_least
-from litgrpo.processes.pool import WorkerPool
 from litgrpo.rewards.runner.batch import Batch
 from litgrpo.rewards.runner.calls import Call, Scores
 from litgrpo.rewards.runner.in_process import run_here
 from litgrpo.rewards.runner.marks import is_marked
 from litgrpo.rewards.runner.runner import Finish, RewardRunner
+from litgrpo.workers.pool import WorkerPool
 
 OURS = "litgrpo.rewards."
 MOST_WORKERS = 4

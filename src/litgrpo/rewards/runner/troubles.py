@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from litgrpo.processes.failures import cause_of
 from litgrpo.rewards.runner.calls import Call, Scores
+from litgrpo.workers.failures import cause_of
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ import asyncio
 import time
 from typing import Any, NamedTuple
 
-from litgrpo.processes.failures import portable
-from litgrpo.processes.worker import Send
 from litgrpo.rewards.runner.calls import (
     MalformedResult,
     Scores,
@@ -16,6 +14,8 @@ from litgrpo.rewards.runner.calls import (
 )
 from litgrpo.rewards.runner.coroutines import awaited_answer
 from litgrpo.rewards.runner.marks import Function
+from litgrpo.workers.failures import portable
+from litgrpo.workers.worker import Send
 
 Answer = tuple[int, Scores, float]  # number of the question, scores, seconds that it took
 

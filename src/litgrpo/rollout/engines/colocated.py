@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from litgrpo.arguments import at_least, require
+from litgrpo.distributed.together import several
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.together import several
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.publishing import Folder, FolderSender
 from litgrpo.rollout.engines.served import Answer, Ask, Channel, ServedEngine
-from litgrpo.rollout.interface import Requests
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.turns import said_and_heard
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compacted
 from litgrpo.types import PromptBatch, Rollout

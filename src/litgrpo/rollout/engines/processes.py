@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import above, at_least
+from litgrpo.distributed.messages import log
+from litgrpo.distributed.precision import matmul_precision
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.messages import log
-from litgrpo.parallel.precision import matmul_precision
-from litgrpo.processes.failures import WorkerError
-from litgrpo.processes.pool import Worker, WorkerPool
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.rollout_worker import POLICY, Arrays, Failed, Share
 from litgrpo.rollout.engines.shared_policy import SharedPolicy
-from litgrpo.rollout.interface import Requests, RolloutEngine
 from litgrpo.types import Rollout
+from litgrpo.workers.failures import WorkerError
+from litgrpo.workers.pool import Worker, WorkerPool
 
 HANDLER = "litgrpo.rollout.engines.rollout_worker:sample"
 

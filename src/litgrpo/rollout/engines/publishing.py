@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from litgrpo.arguments import one_of, require
+from litgrpo.distributed.messages import rank
+from litgrpo.distributed.together import from_all, from_first
 from litgrpo.models.adapters import merged
 from litgrpo.models.loading import export, export_shards
 from litgrpo.models.policy import Policy
 from litgrpo.models.shard_files import full_weights
-from litgrpo.parallel.messages import rank
-from litgrpo.parallel.together import from_all, from_first
 from litgrpo.rollout.engines.vllm_server import Away, Server
 
 Dtype = Literal["float32", "bfloat16", "float16"]

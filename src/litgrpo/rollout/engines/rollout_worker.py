@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from litgrpo.distributed.memory import is_out_of_memory
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.memory import is_out_of_memory
-from litgrpo.processes.failures import WorkerError, portable
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.interface import Requests
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
+from litgrpo.workers.failures import WorkerError, portable
 
 POLICY = "policy"  # the name under which a process keeps it
 SAMPLED = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated", "candidate_ids")
@@ -62,7 +62,7 @@ class Failed:
 
 
 def sample(loaded: dict[str, Any], share: Share, send: Callable[[Any], None]) -> Arrays | Failed:
-    """Sample a share; see `litgrpo.processes.worker.Handler`."""
+    """Sample a share; see `litgrpo.workers.worker.Handler`."""
     policy: Policy = loaded[POLICY] if share.policy is None else share.policy.eval()
     loaded[POLICY], policy.eos_ids = policy, share.eos_ids
     torch.set_float32_matmul_precision(share.matmul)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.rollout.interface import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.types import Rollout
 
 LOOK_S = 0.02  # between looks for answers while an environment is waited for, too

@@ -16,9 +16,10 @@ from functools import cached_property
 from typing import Literal
 
 from litgrpo.arguments import above, at_least, one_of, require
+from litgrpo.distributed.messages import log, rank
+from litgrpo.distributed.together import from_first
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.messages import log, rank
-from litgrpo.parallel.together import from_first
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.publishing import Folder, Sender, Weights
 from litgrpo.rollout.engines.served import Answer, Ask, Channel, ServedEngine
 from litgrpo.rollout.engines.vllm_server import (
@@ -29,7 +30,6 @@ from litgrpo.rollout.engines.vllm_server import (
     Stale,
     checked_url,
 )
-from litgrpo.rollout.interface import Requests
 
 PAUSE_S = 0.5  # between two attempts where all servers are away
 # {numbers: vLLM's `--logprobs-mode`}; a server that draws with our numbers leaves one token.

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from litgrpo.arguments import at_least, require
-from litgrpo.models.attention.static import StaticState, index_copy
+from litgrpo.distributed.device import Backend, backend
 from litgrpo.models.policy import Policy
-from litgrpo.parallel.device import Backend, backend
-from litgrpo.rollout.interface import Requests, RolloutEngine
+from litgrpo.models.static_cache import StaticState, index_copy
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
 
 

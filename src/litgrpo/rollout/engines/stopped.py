@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from litgrpo.rollout.interface import Requests, RolloutEngine
-from litgrpo.rollout.stop_strings import StopStrings
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import Rollout
 
 

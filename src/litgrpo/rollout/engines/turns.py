@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.models.attention.leaving import RowsAway
-from litgrpo.rollout.interface import Requests
+from litgrpo.models.leaving import RowsAway
+from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.sampling import Drawn
 from litgrpo.tensors import compacted

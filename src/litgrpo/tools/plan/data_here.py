@@ -12,8 +12,8 @@ from lightning.pytorch.cli import instantiate_module
 from litgrpo.arguments import import_by_path, require
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
-from litgrpo.modules.defaults import PASSES
 from litgrpo.tools.plan.training import Training, row_length
+from litgrpo.training.defaults import PASSES
 
 
 def sets_of(settings: Namespace) -> dict[str, Any]:

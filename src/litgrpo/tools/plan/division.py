@@ -9,7 +9,7 @@ from math import prod
 
 from torch import Tensor
 
-from litgrpo.parallel.sharding import MIN_SHARD_SIZE, share_of
+from litgrpo.distributed.sharding import MIN_SHARD_SIZE, share_of
 
 
 def size(tensor: Tensor) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from litgrpo.distributed.device import DIVIDING
 from litgrpo.models.loading import LoRA
-from litgrpo.parallel.device import DIVIDING
 from litgrpo.tools.plan.devices import Device
 from litgrpo.tools.plan.division import Chips, FullShard
 from litgrpo.tools.plan.memory import Item, peak

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.optim import AdamW, Optimizer
 
-from litgrpo.learner.optimization import DefaultAdamW
 from litgrpo.tools.plan.devices import Session, Span
 from litgrpo.tools.plan.fitting import OVERLAYS, SIZES, Room, remedies
 from litgrpo.tools.plan.layouts import layout_of
@@ -18,6 +17,7 @@ from litgrpo.tools.plan.memory import peak
 from litgrpo.tools.plan.on_devices import Plan
 from litgrpo.tools.plan.schedule import Schedule
 from litgrpo.tools.plan.seconds import Phase, total
+from litgrpo.training.optim import DefaultAdamW
 
 HOUR_S = 3600.0
 MINUTE_S = 60.0

@@ -14,17 +14,17 @@ import yaml
 from jsonargparse import Namespace
 
 from litgrpo.arguments import import_by_path, require
-from litgrpo.learner.config import UpdateConfig
-from litgrpo.learner.optimization import DefaultAdamW
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
+from litgrpo.distributed.sharding import MIN_SHARD_SIZE, DividesWeights
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.loading import ASSETS, LoRA, resolve, with_adapters
 from litgrpo.models.weights import attention_of
-from litgrpo.modules.defaults import GRPO_RATES, SFT_RATES, UsualRates
-from litgrpo.parallel.fsdp.strategy import FSDP2Strategy
-from litgrpo.parallel.sharding import MIN_SHARD_SIZE, DividesWeights
 from litgrpo.tools.plan.division import Alone, Chips, Division, FullShard, Replicas
 from litgrpo.tools.plan.memory import Blueprint, Item, Work, account, optimizer_states
 from litgrpo.tools.plan.schedule import Schedule, schedule_of
+from litgrpo.training.defaults import GRPO_RATES, SFT_RATES, UsualRates
+from litgrpo.training.optim import DefaultAdamW
+from litgrpo.training.update_config import UpdateConfig
 
 # Where an engine samples that is not the trainer's own.
 SAMPLED: dict[str, Literal["elsewhere", "colocated"]] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.run_folder import REPORT
-from litgrpo.doctor import run_files
-from litgrpo.doctor.diagnosis import examine
+from litgrpo.tools.doctor import run_files
+from litgrpo.tools.doctor.diagnosis import examine
 from litgrpo.tools.report.page import Diagnosis, page
 from litgrpo.tools.report.run_files import METRICS, read
 

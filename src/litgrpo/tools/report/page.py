@@ -22,7 +22,7 @@ MOST_NAMES = 400  # of numbers in the last table
 
 
 class Finding(Protocol):
-    """What the page asks of a finding; `litgrpo.doctor` makes them."""
+    """What the page asks of a finding; `litgrpo.tools.doctor` makes them."""
 
     @property
     def what(self) -> str:

@@ -1,0 +1,270 @@
+"""What a device can do, asked for by capability: `backend(device)`; no room asks for its name."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from litgrpo.arguments import import_by_path
+from litgrpo.distributed.memory import free_memory, is_out_of_memory
+from litgrpo.types import Stats
+
+Function = Callable[..., Any]
+# By kind of device: what it needs more than `Backend`; what divides weights; what checks machines.
+BACKENDS = {"cuda": "litgrpo.distributed.cuda.CudaBackend"}
+BACKENDS["xla"] = "litgrpo.xla.backend.XlaBackend"
+DIVIDING = {"cuda": "litgrpo.distributed.fsdp.strategy.FSDP2Strategy"}
+DIVIDING["tpu"] = "litgrpo.xla.strategy.XLASPMDStrategy"
+PREFLIGHTS = ("litgrpo.xla.preflight.check",)
+
+
+class Backend:
+    """The capabilities of a device; the defaults are those of the CPU.
+
+    `static_shapes`: whether the device compiles a program for each set of shapes, which takes
+    seconds. Then shapes must not follow the content, and rollouts and numbers stay on the host.
+    `num_chips`: the device stands for so many; the rows of a micro-batch are divided among them.
+
+    Args:
+        device: one device of the process.
+    """
+
+    static_shapes = False
+    num_chips = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def data_device(self) -> torch.device:
+        """Where prompts, rollouts and numbers to log are: on the host where shapes are static."""
+        return torch.device("cpu") if self.static_shapes else self.device
+
+    def prepare(self) -> None:
+        """Set up what torch expects of a device; called before a model is put there."""
+
+    def seed(self, number: int) -> None:
+        """Seed the device's own random numbers, where `torch.manual_seed` does not reach them."""
+
+    def random_state(self) -> dict[str, Any]:
+        """Where these numbers stand, by a name that no other backend uses."""
+        return {}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Put back what `random_state` returned."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed everything that was asked for."""
+
+    def flush(self) -> None:
+        """Start what was asked for so far, where a device only records it; do not wait."""
+
+    def compile(self, function: Function, *, replay: bool = False) -> Function:
+        """The same function, prepared for many calls with the same shapes.
+
+        The first call with new shapes may take long. Weights of modules among the arguments may
+        change in place. By default this is the function itself.
+
+        Args:
+            function: of a module, tensors and constants, defined at the top of a file. No shape may
+                depend on a value, and no value is looked at.
+            replay: what one call returns is the input of the next one and good until then; the
+                device may reuse memory.
+        """
+        return function
+
+    def optimization_barrier(self, hidden: Tensor) -> Tensor:
+        """The same values, as something that a compiler does not merge with equal computations.
+
+        Without it activations that are computed a second time, to save memory, would be merged
+        with the first ones, and kept.
+        """
+        return hidden
+
+    def to_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies in the host's memory, by one wait for the device."""
+        return [tensor.detach().cpu() for tensor in tensors]
+
+    def rows_to(self, tensor: Tensor) -> Tensor:
+        """A tensor of rows on the device, its rows divided among the chips."""
+        return tensor.to(self.device)
+
+    def number_to(self, number: Tensor) -> Tensor:
+        """A number [] on the device; programs that differ in its value alone are the same."""
+        return number.to(self.device)
+
+    def note_shapes(self, program: str, **tensors: Tensor) -> None:
+        """Note the shapes that a program is given; new ones are what it is compiled anew for."""
+
+    def new_shapes(self) -> list[str]:
+        """Shapes that were noted for the first time since the last call of this."""
+        return []
+
+    def counters(self) -> dict[str, int]:
+        """What the device has compiled so far in this process; empty where nothing is compiled.
+
+        `compilations`: programs compiled. `host_reads`: times that the host waited for values of
+        the device. `cpu_fallbacks`: calls of operators that the device does not have.
+        """
+        return {}
+
+    def peak_memory_gib(self) -> float:
+        """Most memory in use so far: of the device where it says, else of this process."""
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+_known: dict[torch.device, Backend] = {}
+
+
+def backend(device: torch.device) -> Backend:
+    """The capabilities of a device, the same object in every call."""
+    if device not in _known:
+        kind = import_by_path(BACKENDS.get(device.type, "litgrpo.distributed.device.Backend"))
+        install(kind(device))
+    return _known[device]
+
+
+def install(own: Backend) -> None:
+    """Use this for its device from now on; for strategies that know more about the device."""
+    _known[own.device] = own
+
+
+def known_backends() -> list[Backend]:
+    """Of the devices that were asked for so far."""
+    return list(_known.values())
+
+
+def to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one device in the host's memory, by one wait for it."""
+    return backend(tensors[0].device).to_host(tensors) if tensors else []
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Compute with so many threads of the processor, or with fewer if there are fewer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(number, before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Method = Callable[..., Any]
+
+
+class Clock:
+    """Seconds of the phases of one iteration.
+
+    Args:
+        device: is waited for at the end of each phase.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin an iteration."""
+        self.seconds, self.began = {}, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of what is done within to the phase of this name."""
+        started = time.perf_counter()
+        yield
+        backend(self.device).synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def stats(self, tokens: int) -> Stats:
+        """The seconds of each phase and of the step, and tokens per second of the phases, to log.
+
+        The step is the iteration up to here.
+        """
+        numbers = self.seconds | {"perf/tokens_per_s": tokens / sum(self.seconds.values())}
+        numbers["time/step_s"] = time.perf_counter() - self.began
+        return {name: torch.tensor(number) for name, number in numbers.items()}
+
+
+def timed(name: str) -> Callable[[Method], Method]:
+    """Count every call of a method as a phase, on the `clock` of its object."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.clock.phase(name):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+Result = TypeVar("Result")
+
+
+def with_halving(
+    attempt: Callable[[int | None], Result],
+    *,
+    rows: Callable[[], int],
+    limit: int | None,
+    on_halved: Callable[[int], None],
+    what: str,
+    setting: str,
+    unchanged: str,
+    remedy: str,
+    least: int = 1,
+) -> Result:
+    """The result of an attempt, repeated with half as many rows at once while memory is short.
+
+    Only for what may be repeated: the attempt must begin anew when it is called again, and no
+    other process may wait for this one in the middle of it.
+
+    Args:
+        attempt: called with the limit on rows at once; None: no limit.
+        rows: how many rows the attempt that failed had at once; may be fewer than the limit.
+        limit: of the first attempt.
+        on_halved: called with each lower limit, so that later computations begin with it.
+        what: which part of the iteration, for messages.
+        setting: which setting the limit is, for messages.
+        unchanged: what a lower limit does not change, for messages.
+        remedy: what the user can do where nothing is left to halve.
+        least: the lowest limit; rows below it cannot be divided.
+
+    Returns:
+        What the first attempt with enough memory returned.
+
+    Raises:
+        RuntimeError: memory does not suffice for `least` rows either.
+    """
+    while True:
+        try:
+            return attempt(limit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = rows()
+            if failed <= least:
+                at_once = "a single row" if least == 1 else f"{least} rows"
+                raise RuntimeError(
+                    f"Out of memory in {what}, with {at_once} at once: {remedy}."
+                ) from error
+        # Here, behind the handler, the error is gone, and with it the frames that held tensors.
+        limit = max(least, failed // 2)
+        on_halved(limit)
+        free_memory()
+        warnings.warn(
+            f"out of memory in {what}: {setting} is {limit} from now on "
+            f"({unchanged} will be the same)",
+            stacklevel=2,
+        )

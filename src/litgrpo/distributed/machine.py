@@ -1,0 +1,20 @@
+"""Whether this machine has what a trainer needs, asked before one is built."""
+
+from typing import Any
+
+from litgrpo.arguments import import_by_path
+from litgrpo.distributed import device
+
+
+def check_machine(trainer: Any, rows: int | None) -> None:
+    """Refuse a trainer for which this machine lacks something.
+
+    Args:
+        trainer: settings of the Trainer, `accelerator` and `strategy` among them.
+        rows: N = B * G rows of a rollout, or None.
+
+    Raises:
+        ValueError: what is missing and what to do.
+    """
+    for path in device.PREFLIGHTS:
+        import_by_path(path)(trainer, rows)

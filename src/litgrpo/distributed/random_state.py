@@ -1,0 +1,26 @@
+"""Where the random numbers of the host and of every device in use stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from litgrpo.distributed.device import known_backends
+
+
+def random_state() -> dict[str, Any]:
+    """Where torch's random numbers stand on the host and on each device, as tensors and numbers."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    for each in known_backends():
+        state |= each.random_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned, as far as the devices are there."""
+    torch.set_rng_state(state["cpu"])
+    for number, own in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(own, number)
+    for each in known_backends():
+        each.set_random_state(state)

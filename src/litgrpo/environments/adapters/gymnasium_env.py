@@ -1,0 +1,152 @@
+"""Environments with gymnasium's signature: GEM, gymnasium's own games, yours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from litgrpo.arguments import require
+from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played, refused
+from litgrpo.environments.adapters.toy_text import DESCRIBERS, NAMES
+from litgrpo.environments.base import Heard
+from litgrpo.environments.tool import imported
+from litgrpo.environments.tool_calls import after_thoughts
+
+SEEDS = 2**31  # numpy's global generator takes no larger ones than 2**32 - 1
+
+
+@dataclass(eq=False)
+class Text(Foreign):
+    """A game with gymnasium's signature, played by what the policy says.
+
+    `reset(seed=)` returns (observation, info), `step(action)` (observation, reward, terminated,
+    truncated, info). A game of numbered actions takes the last word of a turn that is the name
+    or the number of one; any other game takes the text. A turn without an action, and one whose
+    step raises ValueError, is answered by `invalid` and counts as a failed call.
+
+    Args:
+        id: of a game of gymnasium, such as FrozenLake-v1.
+        make: instead of it, a class or function that makes the game, or its import path:
+            `gem.envs.registration.make`, `my_games.Maze`.
+        kwargs: its arguments.
+        actions: names of numbered actions, in their order; those of FrozenLake, CliffWalking, Taxi
+            and Blackjack are known.
+        pattern: regular expression; the action is in the first group of its last match.
+        describe: `describe(observation, game) -> text`, or its import path; for those four games
+            there is one, else an observation is written as it is.
+        invalid: the text; {actions} are the names.
+    """
+
+    id: str | None = None
+    make: str | Callable[..., Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    actions: Sequence[str] | None = None
+    pattern: str | None = None
+    describe: str | Callable[..., str] | None = None
+    invalid: str = "That is no action. {actions}"
+
+    def __post_init__(self) -> None:
+        """Make a game once, and look whether it can be played by texts."""
+        alone = (self.id is None) != (self.make is None)
+        require(alone, "Text needs either id: FrozenLake-v1, or make: an.import.path.")
+        if self.pattern is not None:
+            _check_pattern(self.pattern)
+        game = self._made()
+        kind = type(_bare(game)).__name__
+        self._describe = self._describer(kind, _space(game, "observation_space"))
+        self._numbers = self._numbered(kind, _space(game, "action_space"))
+        listed = ", ".join(name for name in self._numbers if not name.isdecimal())
+        numbers = f"the numbers {', '.join(self._numbers)}"
+        self._actions = f"Actions: {listed or numbers}." if self._numbers else ""
+        self._game = game
+        self.close()
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Begin a game, and tell its actions; see `Environment.reset`."""
+        self.close()
+        self._game = self._made()
+        observation, info = self._game.reset(seed=seed % SEEDS)
+        return opening(row, f"{self._told(observation, info)}\n{self._actions}")
+
+    def step(self, said: str) -> Heard:
+        """Play one action; see `Environment.step`."""
+        fixed = self.invalid.replace("{actions}", self._actions).strip()
+        action = self._action(said)
+        if action is None:
+            return refused(fixed)
+        try:
+            observation, reward, terminated, truncated, info = self._game.step(action)
+        except ValueError:
+            return refused(fixed)
+        text = self._told(observation, info)
+        return played(text, reward, done=bool(terminated or truncated), state=text)
+
+    def _made(self) -> Any:
+        if self.make is None:
+            gymnasium = package("gymnasium", '"gymnasium[toy-text]"')
+            return opened(f"id: {self.id}", lambda: gymnasium.make(self.id, **self.kwargs))
+        make = imported("make", self.make)
+        require(callable(make), f"make is {self.make!r}; it must be a class or a function.")
+        return opened(f"make: {self.make}", lambda: make(**self.kwargs))
+
+    def _describer(self, kind: str, space: Any) -> Callable[[Any, Any], str]:
+        if self.describe is not None:
+            describe: Callable[[Any, Any], str] = imported("describe", self.describe)
+            return describe
+        flat = space is None or len(space.shape or ()) < 2  # noqa: PLR2004 - rows and columns
+        require(flat, f"{kind} is seen as images; give describe: my.function to write them.")
+        return DESCRIBERS.get(kind, lambda observation, _: str(observation))
+
+    def _numbered(self, kind: str, space: Any) -> dict[str, int]:
+        """{name or number as a text: action}; nothing where actions are texts."""
+        form = "Text" if space is None else type(space).__name__
+        fits = form in ("Text", "Discrete")
+        require(fits, f"{kind} takes actions of {form}; only texts and Discrete can be said.")
+        if form == "Text":
+            return {}
+        first, number = int(space.start), int(space.n)
+        names = list(NAMES.get(kind, ()) if self.actions is None else self.actions)
+        full = not names or len({name.casefold() for name in names}) == number
+        require(full, f"actions has {names}; {kind} has {number} actions, each with its own name.")
+        words = all(re.fullmatch(r"[^\W\d][\w-]*", name) for name in names)
+        require(words, f"actions has {names}; a name is one word that is no number.")
+        numbers = {str(first + n): first + n for n in range(number)}
+        return {name.casefold(): first + n for n, name in enumerate(names)} | numbers
+
+    def _action(self, said: str) -> str | int | None:
+        """The action that was said; None for none."""
+        text = said
+        if self.pattern is not None:
+            found = [match[1] for match in re.finditer(self.pattern, after_thoughts(said))]
+            text = (found or [None])[-1]
+        if text is None or not self._numbers:
+            return text
+        words = re.findall(r"[\w.-]+", after_thoughts(text).casefold())
+        known = [word.rstrip(".-") for word in words if word.rstrip(".-") in self._numbers]
+        return self._numbers[known[-1]] if known else None
+
+    def _told(self, observation: Any, info: dict[str, Any]) -> str:
+        """An observation as a text, and what GEM would say after it."""
+        text = self._describe(observation, _bare(self._game))
+        return f"{text}\n{info.get('suffix') or ''}".strip()
+
+
+def _bare(game: Any) -> Any:
+    """A game without the wrappers of gymnasium, where it has some."""
+    return game.unwrapped if "unwrapped" in dir(game) else game
+
+
+def _space(game: Any, name: str) -> Any:
+    """A space of a game; None where it has none."""
+    return getattr(game, name) if name in dir(game) else None
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuse a pattern that is no regular expression with a group."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"pattern is {pattern!r}, no regular expression: {error}.") from error
+    require(groups > 0, f"pattern is {pattern!r}; put the action in (parentheses).")

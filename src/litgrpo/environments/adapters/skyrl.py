@@ -1,0 +1,99 @@
+"""Environments of SkyRL-Gym, and yours that have its signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from litgrpo.arguments import require
+from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played
+from litgrpo.environments.base import Heard, Message
+from litgrpo.environments.tool import imported
+
+
+@dataclass(eq=False)
+class SkyRL(Foreign):
+    """An environment with `BaseTextEnv`'s signature: `init(prompt)`, `step(text)`.
+
+    It is made anew for each episode, with the row as `extras`. It gets no seed. What `init` adds to
+    the prompt is heard before the first turn. A state is the conversation so far, as a hash.
+
+    Args:
+        id: of an environment of SkyRL-Gym, such as gsm8k_multi_turn.
+        make: instead of it, a class, or its import path.
+        kwargs: arguments of the environment besides `extras`, such as `env_config`.
+        extras: {entry: column} of the data, dots for entries inside entries, such as
+            {reward_spec.ground_truth: answer}. The other columns are there under their own names.
+        settings: {entry: value} for every row, such as {max_turns: 3}.
+    """
+
+    id: str | None = None
+    make: str | Callable[..., Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Look whether the environment is there; it is made when there is a row."""
+        alone = (self.id is None) != (self.make is None)
+        require(alone, "SkyRL needs either id: gsm8k_multi_turn, or make: an.import.path.")
+        if self.id is not None:
+            gym = package("skyrl_gym", "skyrl-gym")
+            opened(f"id: {self.id}", lambda: gym.spec(self.id))
+        if self.make is not None:
+            is_callable = callable(imported("make", self.make))
+            require(is_callable, f"make is {self.make!r}; it must be a class or a function.")
+
+    def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
+        """Make the environment for a row; see `Environment.reset`.
+
+        Raises:
+            ValueError: the data lack a column, or the environment cannot be made from the row.
+        """
+        self.close()
+        extras = dict(row) | self.settings
+        for entry, column in self.extras.items():
+            known = ", ".join(row)
+            require(
+                column in row, f"extras: the data have no column {column!r}; they have: {known}."
+            )
+            _put(extras, entry.split("."), row[column])
+        kwargs = {**self.kwargs, "extras": extras}
+        self._game = opened(f"SkyRL environment {self.id or self.make}", lambda: self._made(kwargs))
+        prompt = [{"role": "user", "content": str(row.get("prompt", ""))}]
+        messages, _ = self._game.init(list(prompt))
+        self._heard = [*messages]
+        kept = list(messages[:1]) == prompt
+        require(kept, "init changed the prompt; it may only add messages. Put it into the data.")
+        new = _text_or_messages(messages[1:])
+        return opening(row, new) if new and isinstance(new, str) else new
+
+    def step(self, said: str) -> Heard:
+        """Answer one turn; see `Environment.step`."""
+        given = self._game.step(said)
+        new = [dict(each) for each in given["observations"]]
+        self._heard += [{"role": "assistant", "content": said}, *new]
+        state = repr(self._heard)
+        return played(
+            _text_or_messages(new), given["reward"], done=bool(given["done"]), state=state
+        )
+
+    def _made(self, kwargs: dict[str, Any]) -> Any:
+        if self.make is not None:
+            return imported("make", self.make)(**kwargs)
+        return package("skyrl_gym", "skyrl-gym").make(self.id, **kwargs)
+
+
+def _text_or_messages(messages: Sequence[Message]) -> str | list[Message]:
+    """A text where the user says everything, so that it can also be heard without a template."""
+    alone = all(each["role"] == "user" for each in messages)
+    return "\n\n".join(each["content"] for each in messages) if alone else [*messages]
+
+
+def _put(entries: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set an entry inside entries; those on the way are copied or made."""
+    for name in path[:-1]:
+        entries[name] = dict(entries.get(name) or {})
+        entries = entries[name]
+    entries[path[-1]] = value

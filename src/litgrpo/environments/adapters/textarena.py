@@ -1,0 +1,76 @@
+"""Games of TextArena for one player."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played
+from litgrpo.environments.base import Heard
+
+SEEDS = 2**31
+
+
+@dataclass(eq=False)
+class TextArena(Foreign):
+    """A game of TextArena for one player, such as GuessTheNumber-v0.
+
+    Observations of TextArena hold all that was said before: only what is new is heard, without the
+    echo of the policy's own turn. A game answers an invalid move itself and ends after some of
+    them; they count as failed calls. The reward comes when the game is over. Its state is the
+    whole observation, so that games are equal only after equal moves. TextArena seeds the global
+    generator of `random`.
+
+    Args:
+        id: of the game.
+        kwargs: settings of the game, as `textarena.make` takes them.
+    """
+
+    id: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin a game once, to see that it is for one player."""
+        arena = package("textarena", "textarena")
+        opened(f"id: {self.id}", lambda: arena.make(self.id, **self.kwargs))
+        opened(f"id: {self.id} for one player", lambda: self.reset({}, 0))
+        self.close()
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Begin a game; see `Environment.reset`."""
+        self.close()
+        self._game = package("textarena", "textarena").make(self.id, **self.kwargs)
+        self._game.reset(num_players=1, seed=seed % SEEDS)
+        self._seen = self._observation()
+        return opening(row, self._seen)
+
+    def step(self, said: str) -> Heard:
+        """Make a move; see `Environment.step`."""
+        done, _ = self._game.step(said)
+        state = self._game.state
+        failed = bool(state.error_count or state.game_info[0]["invalid_move"])
+        if done:
+            rewards, _ = self._game.close()
+            self._game = None
+            return played("", rewards[0], done=True, state=f"{self._seen}{said}", failed=failed)
+        before, self._seen = self._seen, self._observation()
+        new = without_echo(self._seen.removeprefix(before), said).strip()
+        return played(new, 0.0, done=False, state=self._seen, failed=failed)
+
+    def close(self) -> None:
+        """Leave the game; TextArena's own `close` only tells its rewards."""
+        self._game = None
+
+    def _observation(self) -> str:
+        return str(self._game.get_observation()[1])
+
+
+def without_echo(new: str, said: str) -> str:
+    r"""What is new without the line that repeats the move, which may have been put in brackets.
+
+    Example:
+        >>> without_echo("\n[Player] [up]\n[GAME] 2 4", "up")
+        '\n[GAME] 2 4'
+    """
+    return re.sub(rf"^\s*\[[^\]\n]*\] \[?{re.escape(said)}\]?(?=\n|$)", "", new)

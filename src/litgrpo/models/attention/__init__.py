@@ -1,1 +1,0 @@
-"""Attention over prompts that several completions share."""

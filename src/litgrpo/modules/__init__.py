@@ -1,1 +1,0 @@
-"""The trainable modules: the only place where the rooms meet."""

@@ -1,0 +1,177 @@
+"""The audit of an environment: samples of the start model, and scripted policies beside them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from litgrpo.arguments import require
+from litgrpo.cli.trainer_cli import keep_quiet
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.sources import read
+from litgrpo.environments.base import Start
+from litgrpo.environments.workers import EpisodeWorkers
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.rewards import ProcessRunner, Scorer
+from litgrpo.rollout.episodes import Named, episode_seed
+from litgrpo.text.tables import markdown_table
+from litgrpo.tools.audit.episodes import EpisodeReport, audit_episodes
+from litgrpo.tools.audit.run import PATIENCE_S
+from litgrpo.training.grpo import GRPO
+from litgrpo.types import Rollout
+
+MOST_ROWS, SAMPLES = 32, 4
+WORKERS = 8
+# What decides how the start model's episodes look; the rest is about learning.
+TAKEN = (
+    *("pretrained", "rewards", "max_completion_len", "sampling", "precision", "lora"),
+    *("reward_format", "environment", "episode", "seed"),
+)
+
+
+class Sampled(Callback):
+    """Keeps the rollouts of a validation and their rewards."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any
+    ) -> None:
+        """Keep a batch."""
+        self.seen.append(outputs)
+
+
+def audit_environment(
+    recipe: Mapping[str, Any], scorer: Scorer, gold: str | None, limit: int
+) -> EpisodeReport:
+    """Sample episodes of the start model, and let scripted policies play the same rows.
+
+    Args:
+        recipe: with model and data.
+        scorer: its rewards.
+        gold: another source of the rows.
+        limit: of the rows.
+    """
+    settings = dict(recipe["model"]["init_args"])
+    require(
+        settings.get("pretrained") is not None,
+        "the recipe has no model.pretrained, whose episodes are compared",
+    )
+    data = data_of(recipe, gold, limit)
+    module = module_of({key: settings[key] for key in TAKEN if key in settings})
+    rollout, rewards = samples_of(module, data, str(settings["pretrained"]))
+    starts = starts_of(rollout, data, module.settings.seed)
+    episode = module.settings.episode
+    pool = EpisodeWorkers(
+        module.settings.environment,  # type: ignore[arg-type]
+        workers=min(WORKERS, episode.workers or WORKERS),
+        timeout_s=episode.timeout_s,
+        max_heard_chars=episode.max_heard_chars,
+        max_failed_frac=1.0,
+    )
+    size = rollout.group_size
+    spoken = [each.spoken for each in rollout.episodes]
+    groups = [spoken[first : first + size] for first in range(0, len(spoken), size)]
+    with (
+        closing(ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)) as runner,
+        closing(pool),
+    ):
+        patient = Scorer(scorer.parts, scorer.reward_format, runner)
+        turns = episode.max_turns
+        environment = module.settings.environment
+        return audit_episodes(pool, environment, patient, starts, rewards, groups, max_turns=turns)
+
+
+def data_of(recipe: Mapping[str, Any], gold: str | None, limit: int) -> PromptData:
+    """The recipe's data, whose validation set is a few rows of the training source."""
+    known = "data" in recipe or gold is not None
+    require(known, "the recipe has no data; give rows: --gold rows.jsonl")
+    node = recipe.get("data", {"class_path": "litgrpo.PromptData"})
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    data = parser.instantiate(parser.parse_object({"data": node})).data
+    if not isinstance(data, PromptData):
+        raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
+    source: Any = data.sources["train"] if gold is None else gold
+    require(source is not None, "the recipe has no training data; give rows: --gold rows.jsonl")
+    rows = read(source)
+    wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
+    data.sources = dict.fromkeys(data.sources)
+    data.sources["val"] = [row.values for row in rows[:: len(rows) // wanted][:wanted]]
+    data.eval_batch_size = wanted
+    return data
+
+
+def module_of(settings: Mapping[str, Any]) -> GRPO:
+    """A GRPO of these settings that samples a few episodes of each row when it is validated."""
+    parser = ArgumentParser(exit_on_error=False)
+    parameters = {*inspect.signature(GRPO).parameters}
+    parsed = {name: value for name, value in settings.items() if name != "environment"}
+    skipped = parameters - parsed.keys()
+    parser.add_class_arguments(GRPO, "model", skip=skipped, instantiate=False)
+    made = parser.instantiate(parser.parse_object({"model": parsed})).model
+    evaluation = Evaluation(samples=SAMPLES, greedy=False, fluency=False)
+    return GRPO(**vars(made), environment=settings["environment"], evaluation=evaluation)
+
+
+def samples_of(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tensor]:
+    """Episodes of the start model, and their [B, k] total rewards; NaN where they failed."""
+    print(f"playing {SAMPLES} episodes of {data.eval_batch_size} rows by {name}")
+    keep_quiet()
+    sampled = Sampled()
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    options: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0}
+    trainer = Trainer(callbacks=[sampled], devices=1, **options)
+    trainer.validate(module, data, verbose=False)
+    (seen,) = sampled.seen
+    table = seen["rewards"]
+    return seen["rollout"], table.total.masked_fill(~table.valid, torch.nan)
+
+
+def starts_of(rollout: Rollout, data: PromptData, seed: int) -> list[Start]:
+    """How the episodes of a rollout began: the same games, from the prompts before `reset`."""
+    prompts, texts = rollout.prompts, data.sets["val"].texts
+    named = Named(seed, "val", 0, 0)
+    numbers = {index: place for place, index in enumerate(data.sets["val"].index)}
+    return [
+        Start(
+            {name: values[row] for name, values in prompts.columns.items()}
+            | {"prompt": texts[numbers[index]]},
+            seed=episode_seed(named, index),
+            key=(0, 0, index, 0),
+        )
+        for row, index in enumerate(prompts.index.tolist())
+    ]
+
+
+def episode_lines(report: EpisodeReport) -> list[str]:
+    """The report of an audit of an environment in lines."""
+    rows = [
+        (
+            *(line.policy, f"{line.mean:.3g}", f"{line.paid} of {line.count}"),
+            *(f"{line.turns:.1f}", line.failed, line.beats, line.above_mean),
+        )
+        for line in sorted(report.lines, key=lambda line: -line.mean)
+    ]
+    head = ("policy", "mean reward", "paid", "turns", "failed", "beats the best sample")
+    return [
+        f"{report.rows} rows; {report.samples} episodes of each by the start model earn "
+        f"{report.mean:.3g} on average, the best of them {report.best:.3g}",
+        "",
+        *markdown_table((*head, "beats the mean"), rows),
+        "",
+        *(f"remark: {remark}" for remark in report.remarks),
+        *(f"FAULT: {fault}" for fault in report.faults),
+        "PASS" if report.passed else f"FAIL: {len(report.faults)} faults",
+    ]

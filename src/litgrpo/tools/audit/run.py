@@ -1,0 +1,273 @@
+"""Tests a set of rewards before training: would it be fair, and could it be gamed?"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from litgrpo.arguments import one_of, require
+from litgrpo.rewards import ProcessRunner, Reward, Scorer
+from litgrpo.tools.audit.cases import (
+    HONEST,
+    RIGHT,
+    WRONG,
+    Case,
+    Form,
+    Problem,
+    hacks,
+    nasty_texts,
+    out_of_form,
+    right_answers,
+)
+from litgrpo.tools.audit.report import NASTY_SIZE, SLOW_S, Line, Part, Report, slack
+from litgrpo.types import RewardTable
+
+TOKEN = re.compile(r"\w+|[^\w\s]")
+COSINE = "reward/cosine_"
+PROBLEMS_AT_ONCE = 64
+PATIENCE_S = 10.0
+MOSTLY = 0.75  # of the plain right answers have the best, where a part judges answers
+
+
+def audit_rewards(
+    scorer: Scorer,
+    problems: Sequence[Problem],
+    *,
+    success: str | None = None,
+    threshold: float = 1.0,
+    form: Form | None = None,
+    seed: int = 0,
+) -> Report:
+    """Ask a set of rewards about right answers in many renderings, and about ways to cheat.
+
+    Args:
+        scorer: the rewards.
+        problems: questions with gold answers.
+        success: the reward that says whether an answer is right; default: the first.
+        threshold: from which it does.
+        form: how a completion should look; default: the tags that the rewards' kwargs name.
+        seed: of the noise in the attacks.
+
+    Returns:
+        The report; `passed` is the verdict.
+    """
+    success = success or next(iter(scorer.parts))
+    one_of("success", success, scorer.parts)
+    require(len(problems) > 0, "there are no problems to audit with")
+    form = form or form_of(scorer)
+    answers = _Answers(success, threshold, partial(_cases, form=form, seed=seed))
+    # Every failure is to be counted, none is to stop the audit.
+    runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
+    patient = Scorer(scorer.parts, scorer.reward_format, runner)
+    with no_warnings(), closing(runner):
+        for start in range(0, len(problems), PROBLEMS_AT_ONCE):
+            answers.ask(patient, problems[start : start + PROBLEMS_AT_ONCE])
+        known = problems[0].columns
+        times = {
+            name: slowest(part, scorer.reward_format, known) for name, part in scorer.parts.items()
+        }
+    failed = patient.failures
+    lines = [answers.line(kind) for kind in answers.kinds()]
+    return Report(
+        success=success,
+        problems=len(problems),
+        renderings=[line for line in lines if line.kind in RIGHT],
+        attacks=[line for line in lines if line.kind not in RIGHT],
+        parts=[answers.part(name, failed.get(name, {}), *time) for name, time in times.items()],
+        conflicts=answers.conflicts(),
+    )
+
+
+def _cases(problem: Problem, form: Form, seed: int) -> list[Case]:
+    """Every completion of a problem, the honest right answer first."""
+    cheats = hacks(problem, form, random.Random(seed))
+    return [*right_answers(problem, form), *cheats, out_of_form(problem)]
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """The failures that the runner would warn of are in the report."""
+    log = logging.getLogger("litgrpo.rewards.runner")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def form_of(scorer: Scorer) -> Form:
+    """Tags as the rewards' kwargs name them."""
+    kwargs = {k: v for part in scorer.parts.values() for k, v in part.kwargs.items()}
+    reasoning = kwargs.get("reasoning_tag", "reasoning")
+    answer = kwargs.get("answer_tag", "answer")
+    return Form(f"<{reasoning}>\n{{reasoning}}\n</{reasoning}>\n<{answer}>{{answer}}</{answer}>")
+
+
+def slowest(
+    part: Reward, reward_format: Any, columns: Mapping[str, Any] | None = None
+) -> tuple[float, str]:
+    """The longest that a reward function needs for one long text, and the kind of text.
+
+    Args:
+        part: the reward.
+        reward_format: as in Scorer.
+        columns: what the function may ask for besides, of any problem.
+    """
+    runner = ProcessRunner(timeout_s=2 * SLOW_S, max_failed_frac=1.0, workers=1)
+    scorer = Scorer({"part": Reward(part.function, kwargs=part.kwargs)}, reward_format, runner)
+    problem = Problem("How much is 40 + 32?", "72", columns or {})
+    worst = (0.0, "")
+    with closing(runner):
+        judge(scorer, [[Case("", "", "72")]], [problem])  # starts the worker, warms up
+        for kind, text in nasty_texts(NASTY_SIZE).items():
+            start = time.perf_counter()
+            judge(scorer, [[Case(kind, text, "72")]], [problem])
+            worst = max(worst, (time.perf_counter() - start, kind))
+            if worst[0] > SLOW_S:  # a fault already; each further text would take as long
+                break
+    return worst
+
+
+def judge(
+    scorer: Scorer, cases: Sequence[Sequence[Case]], problems: Sequence[Problem]
+) -> RewardTable:
+    """[problems, cases] rewards; a problem's completions are one group."""
+    flat = [case for row in cases for case in row]
+    owners = [problem for row, problem in zip(cases, problems, strict=True) for _ in row]
+    names = {name for problem in problems for name in problem.columns}
+    # Words and signs as numbers: an audit needs no tokenizer, and lengths are about right.
+    tokens = [TOKEN.findall(case.completion) for case in flat]
+    ids = [[zlib.crc32(token.encode()) % 65536 for token in row] for row in tokens]
+    columns: dict[str, list[Any]] = {
+        **{name: [problem.columns.get(name) for problem in owners] for name in names},
+        "answer": [case.answer for case in flat],
+        "completion_ids": ids,
+        "completion_lengths": [len(row) for row in ids],
+        "truncated": [False] * len(flat),
+    }
+    if all(case.answer is None for case in flat):  # open text
+        del columns["answer"]
+    prompts = [problem.prompt for problem in owners]
+    return scorer(prompts, [case.completion for case in flat], columns, len(cases[0]))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the rewards said of some problems, each of which has a completion of each kind."""
+
+    kinds: list[str]
+    problems: list[Problem]
+    table: RewardTable  # [problems, kinds]; the first kind is the honest right answer
+    stats: dict[str, Tensor]
+
+
+class _Answers:
+    """The rewards of all completions.
+
+    Args:
+        success: the reward that says whether an answer is right.
+        threshold: from which it does.
+        cases: every completion of a problem.
+    """
+
+    def __init__(
+        self, success: str, threshold: float, cases: Callable[[Problem], list[Case]]
+    ) -> None:
+        self.success, self.threshold, self.cases = success, threshold, cases
+        self.batches: list[_Batch] = []
+
+    def ask(self, scorer: Scorer, problems: Sequence[Problem]) -> None:
+        """Judge all completions of some problems.
+
+        Numbers have more renderings than texts, and all groups of a batch have one size: problems
+        with the same number of completions are asked about together.
+        """
+        pairs = [(self.cases(problem), problem) for problem in problems]
+        for size in sorted({len(cases) for cases, _ in pairs}):
+            rows = [cases for cases, _ in pairs if len(cases) == size]
+            same = [problem for cases, problem in pairs if len(cases) == size]
+            kinds = [case.kind for case in rows[0]]
+            table = judge(scorer, rows, same)
+            self.batches.append(_Batch(kinds, same, table, table.stats()))
+
+    def column(self, kind: str, of: Callable[[RewardTable], Tensor]) -> Tensor:
+        """[problems] one column of the tables, of all problems that have this kind."""
+        having = [batch for batch in self.batches if kind in batch.kinds]
+        return torch.cat([of(batch.table)[:, batch.kinds.index(kind)] for batch in having])
+
+    def kinds(self) -> list[str]:
+        """All kinds of completions, in the order asked."""
+        return list(dict.fromkeys(kind for batch in self.batches for kind in batch.kinds))
+
+    def line(self, kind: str) -> Line:
+        """The numbers of one kind of completion."""
+        total = self.column(kind, lambda table: table.total)
+        margin = self.column(kind, lambda table: table.total - table.total[:, :1])
+        right = self.column(kind, self._right)
+        # The example is one that was judged wrongly, if any was, and of these the best paid.
+        mistaken = right != (kind in RIGHT)
+        worst = max(zip(mistaken.tolist(), margin.tolist(), range(len(total)), strict=True))[2]
+        problems = [p for batch in self.batches if kind in batch.kinds for p in batch.problems]
+        examples = {case.kind: case.completion for case in self.cases(problems[worst])}
+        return Line(
+            kind=kind,
+            count=len(total),
+            right=int(right.sum()),
+            mean=float(total.mean()),
+            best_margin=float(margin.max()),
+            beats=int((margin > slack(total - margin)).sum()),
+            equals=int((margin.abs() <= slack(total - margin)).sum()),
+            example=examples[kind],
+        )
+
+    def _right(self, table: RewardTable) -> Tensor:
+        return (table.parts[self.success] >= self.threshold) & table.valid
+
+    def part(self, name: str, failed: dict[str, int], slowest_s: float, slowest_on: str) -> Part:
+        """What one reward did."""
+        kinds = {kind: self.column(kind, lambda table: table.parts[name]) for kind in self.kinds()}
+        values = torch.cat(list(kinds.values()))
+        known = values[~values.isnan()].tolist() or [0.0]
+        return Part(
+            name=name,
+            low=min(known),
+            high=max(known),
+            share=self._mean(f"reward/{name}_share", 1.0),
+            slowest_s=slowest_s,
+            slowest_on=slowest_on,
+            failed=failed,
+            unfair={} if name == self.success else _unfair(kinds),
+        )
+
+    def conflicts(self) -> dict[str, float]:
+        """{pair of rewards: mean cosine of their advantages}."""
+        names = [name for name in self.batches[0].stats if name.startswith(COSINE)]
+        return {name.removeprefix(COSINE): self._mean(name, 0.0) for name in names}
+
+    def _mean(self, name: str, default: float) -> float:
+        """The mean of a statistic over the batches; `default` where it is not kept."""
+        values = [float(batch.stats.get(name, default)) for batch in self.batches]
+        return sum(values) / len(values)
+
+
+def _unfair(kinds: dict[str, Tensor]) -> dict[str, int]:
+    """{rendering: right answers below the best}, of a reward that tells right from wrong."""
+    plain, wrong = kinds[HONEST].nan_to_num(0.0), kinds[WRONG].nan_to_num(0.0)
+    full = plain.max() - slack(plain.max())
+    judges = plain.mean() > wrong.mean() and (wrong >= full).double().mean() < MOSTLY
+    if not judges or (plain >= full).double().mean() < MOSTLY:
+        return {}
+    counts = {kind: int((kinds[kind] < full).sum()) for kind in sorted(RIGHT & kinds.keys())}
+    return {kind: count for kind, count in counts.items() if count}

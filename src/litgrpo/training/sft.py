@@ -1,0 +1,311 @@
+"""Supervised fine-tuning: learn to repeat demonstrations; its export is what GRPO starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.trainer_options import refuse_compiled
+from litgrpo.data.source_data import set_names
+from litgrpo.distributed.device import backend
+from litgrpo.models.in_memory import as_folder
+from litgrpo.models.loading import LoRA, Precision
+from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
+from litgrpo.tensors import head_chunk, token_logprobs, whole
+from litgrpo.training import kernel_choice
+from litgrpo.training import saved_arguments as arguments_kept
+from litgrpo.training.assembly import divide_of
+from litgrpo.training.context import check_data
+from litgrpo.training.defaults import SFT_RATES, settled
+from litgrpo.training.optim import DefaultAdamW
+from litgrpo.training.optimizers import optimizer_and_schedule
+from litgrpo.training.trainer_adapters import is_attached
+from litgrpo.types import StepReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from litgrpo.data.pairs import PairBatch
+    from litgrpo.models.policy import Policy
+
+
+class SFT(LightningModule):
+    """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
+
+    Args:
+        pretrained: hub id, folder, GGUF file, `builtin:<name>`; or give `scratch`. In Python also
+            a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
+        scratch: a new model and tokenizer instead of `pretrained`.
+        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
+        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is
+            stepped once per iteration, so give its length in iterations.
+        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        precision: dtype, gradient checkpointing and dropout.
+        lora: train adapters instead of the weights.
+        max_iterations: stop after so many optimizer steps; None: after three passes over the data,
+            unless the trainer sets a limit.
+        seed: of the initial weights of `scratch`.
+    """
+
+    max_generated_tokens: int | None = None  # `length_of` asks; nothing is generated here
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        scratch: Scratch | None = None,
+        optimizer: OptimizerCallable = DefaultAdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_grad_norm: float | None = 1.0,
+        precision: Precision | None = None,
+        lora: LoRA | None = None,
+        max_iterations: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.arguments = arguments_kept.kept(locals())
+        if (pretrained is None) == (scratch is None):
+            raise ValueError(
+                f"SFT starts from `pretrained` ({pretrained!r}) or from `scratch` ({scratch!r}): "
+                "give exactly one of them"
+            )
+        untrained = scratch is not None and lora is not None
+        require(not untrained, "lora adapts trained weights; `scratch` has none, leave lora out")
+        at_least("max_iterations", max_iterations, 1)
+        self.pretrained = as_folder(pretrained)
+        self.scratch = scratch
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.max_grad_norm = max_grad_norm
+        self.precision = precision
+        self.lora = lora
+        self.max_iterations = max_iterations
+        self.seed = seed
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.policy: Policy | None = None
+        self.evaluation_report: dict[str, float] = {}
+        self.evaluated_prompts: dict[str, dict[str, list[float]]] = {}  # nothing is sampled
+        self.complete_evaluation: Callable[[], dict[str, float]] = dict
+        self.reports: list[StepReport] = []
+        # {name of a validation set: mean loss and mean accuracy of its tokens}
+        self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
+
+    load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
+
+    def setup(self, stage: str) -> None:
+        """Refuse a device that would compile a program for every batch.
+
+        Raises:
+            ValueError: it would; GRPO alone learns in fixed shapes.
+        """
+        refuse_compiled(self)
+        device = self.trainer.strategy.root_device
+        self.means = {
+            name: (MeanMetric().to(device), MeanMetric().to(device))
+            for name in set_names(self.trainer)
+        }
+        require(
+            not backend(device).static_shapes,
+            f"Supervised training does not run on {device.type!r} devices, which compile a "
+            "program for each shape of a batch. Train on a CPU or a GPU (the overlays in "
+            "configs/hardware); GRPO from the export runs on either.",
+        )
+
+    @property
+    def iteration(self) -> int:
+        """Number of finished optimizer steps, resumed ones included."""
+        return self.trainer.global_step
+
+    def fit_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
+        """The tokenizer of `pretrained`, or with `scratch` one that is fitted to the texts, once.
+
+        Args:
+            texts: prompts and completions of the training set.
+        """
+        from litgrpo.models.loading import load_tokenizer
+
+        if self.tokenizer is None and self.scratch is not None:
+            self.tokenizer = self.scratch.build_tokenizer(texts)
+        elif self.tokenizer is None:
+            self.tokenizer = load_tokenizer(str(self.pretrained))
+        return self.tokenizer
+
+    def take_tokenizer(self, checkpoint: dict[str, Any]) -> None:
+        """With `scratch`, read with the tokenizer of a checkpoint instead of fitting one.
+
+        Args:
+            checkpoint: of such a training; older ones hold no tokenizer.
+        """
+        if self.scratch is not None and "tokenizer" in checkpoint:
+            self.tokenizer = tokenizer_from(checkpoint["tokenizer"])
+
+    def configure_model(self) -> None:
+        """Load or make the policy, once.
+
+        Raises:
+            ValueError: a new model has no tokenizer yet.
+        """
+        if self.policy is None:
+            self.policy = made_policy(self)
+        divide_of(self)(self.policy)
+        if is_attached(self):
+            check_data(self, self.policy, 0, "max_len")
+            kernel_choice.use_everywhere(self, self.policy)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over what is trained, and its schedule in iterations."""
+        return optimizer_and_schedule(self, *settled(self, SFT_RATES))
+
+    def score(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """How well the policy predicts the K target tokens of a batch.
+
+        Args:
+            batch: M pairs of length T.
+
+        Returns:
+            [K] float32 log-probabilities with gradient, and [K] bool, True where the target is the
+            most likely token.
+        """
+        policy, predictions = self.policy, []
+        assert policy is not None
+
+        def head(hidden: Tensor) -> Tensor:
+            logits = policy.head(hidden)
+            predictions.append(logits.argmax(-1))
+            return logits
+
+        hidden = policy.predictors(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        targets = batch.input_ids[batch.loss_mask]
+        chunk_size = head_chunk(len(hidden), policy.vocab_size)
+        logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
+        return logprobs, torch.cat(predictions) == targets
+
+    def training_step(self, batch: PairBatch, batch_idx: int) -> dict[str, Any]:
+        """Mean negative log-probability of all target tokens, over all processes.
+
+        Optimization is Lightning's own, so that `trainer.accumulate_grad_batches` works.
+
+        Returns:
+            The loss, and reports of the optimizer steps that end with this batch: one, or none.
+        """
+        logprobs, correct = self.score(batch)
+        num_targets = self._log_batch(batch, logprobs.detach(), correct)
+        # Lightning steps after this method; the hook below adds the report to this list.
+        self.reports = []
+        # Gradients are averaged over processes, so this makes their mean the mean over all tokens.
+        loss = -logprobs.sum() * self.trainer.world_size / num_targets
+        return {"loss": loss, "reports": self.reports}
+
+    def _log_batch(self, batch: PairBatch, logprobs: Tensor, correct: Tensor) -> Tensor:
+        """Log means over the tokens of all processes; gives the number of target tokens."""
+        counted = [logprobs.sum(), correct.sum(), batch.attention_mask.sum()]
+        sizes = [batch.loss_mask.sum(), torch.tensor(batch.input_ids.numel(), device=self.device)]
+        sums = torch.stack([value.double() for value in counted + sizes])
+        sums = self.trainer.strategy.reduce(sums, reduce_op="sum").float()
+        total_logprob, num_correct, num_real, num_targets, num_positions = sums
+        mean_loss = -total_logprob / num_targets
+        self.log("step", float(self.iteration + 1))  # loggers take it as their x-axis
+        self.log_dict(
+            {
+                "sft/loss": mean_loss,
+                "sft/perplexity": mean_loss.exp(),
+                "sft/token_accuracy": num_correct / num_targets,
+                "sft/padding_frac": 1 - num_real / num_positions,
+                "optim/lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+            }
+        )
+        return num_targets
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip here: gradients are unscaled and reduced over processes by now."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        grad_norm = whole(torch.nn.utils.clip_grad_norm_(trained, limit))
+        self.log("optim/grad_norm", grad_norm)
+        # All processes see the same gradient, so they skip the same steps.
+        skipped = None if bool(grad_norm.isfinite()) else dict[int, str]()
+        if skipped is not None:
+            # Optimizers pass over a parameter without a gradient: no moment, no decay.
+            for parameter in trained:
+                parameter.grad = None
+        self.reports.append(StepReport(lr=optimizer.param_groups[0]["lr"], skipped=skipped))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note what decides how results are rounded, and the tokenizer if it was fitted."""
+        assert self.policy is not None
+        checkpoint[arguments_kept.KEY] = self.arguments
+        checkpoint[kernel_choice.KEY] = kernel_choice.saved(self.policy)
+        if self.scratch is not None and self.tokenizer is not None:
+            checkpoint["tokenizer"] = tokenizer_files(self.tokenizer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Round as before."""
+        kernel_choice.restore(self, checkpoint)
+
+    def on_train_start(self) -> None:
+        """A resumed run may be done already."""
+        self.stop_when_done()
+
+    def on_train_batch_end(self, outputs: Any, batch: PairBatch, batch_idx: int) -> None:
+        """Stop after `max_iterations`."""
+        self.stop_when_done()
+
+    def stop_when_done(self) -> None:
+        """Stop after `max_iterations`."""
+        if self.max_iterations is not None and self.iteration >= self.max_iterations:
+            self.trainer.should_stop = True
+
+    def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
+        """Count loss and accuracy of a batch, weighted by its tokens."""
+        logprobs, correct = self.score(batch)
+        mean_loss, mean_accuracy = self.means[batch.set_name]
+        mean_loss.update(-logprobs)
+        mean_accuracy.update(correct.float())
+
+    def on_validation_epoch_end(self, stage: str = "val") -> None:
+        """Report loss, perplexity and token accuracy over the whole set, or each of several."""
+        report = {}
+        seen = {name: means for name, means in self.means.items() if means[0].update_called}
+        for name, (mean_loss, mean_accuracy) in seen.items():
+            path, loss = "/".join(filter(None, (stage, name))), mean_loss.compute()
+            report[f"{path}/loss"] = loss
+            report[f"{path}/perplexity"] = loss.exp()
+            report[f"{path}/token_accuracy"] = mean_accuracy.compute()
+            mean_loss.reset()
+            mean_accuracy.reset()
+        self.log("step", float(self.iteration))
+        self.log_dict(report)
+        self.evaluation_report = {name: float(value) for name, value in report.items()}
+
+    def test_step(self, batch: PairBatch, batch_idx: int) -> None:
+        """Like a validation step."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Like the end of a validation."""
+        self.on_validation_epoch_end("test")
+
+
+def made_policy(module: SFT) -> Policy:
+    """The policy that a supervised training starts from: loaded, or new."""
+    from litgrpo.models.loading import as_policy, load_policy
+
+    if module.scratch is None:
+        settings: Any = {"precision": module.precision, "lora": module.lora}
+        settings["divide"] = divide_of(module)
+        policy = load_policy(str(module.pretrained), tokenizer=module.tokenizer, **settings)
+    elif module.tokenizer is None:
+        raise ValueError(
+            "`scratch` has no tokenizer yet: call fit_tokenizer(texts) first, or train with a "
+            "data module, which does"
+        )
+    else:
+        model = module.scratch.build_model(module.tokenizer, seed=module.seed)
+        policy = as_policy(model, module.tokenizer, precision=module.precision)
+    return policy.train()

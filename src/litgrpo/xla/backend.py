@@ -1,0 +1,192 @@
+"""XLA devices under torch-xla. Imported when the first such device is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch_xla import backends
+from torch_xla.debug import metrics
+
+from litgrpo.distributed.device import Backend, Function
+from litgrpo.distributed.precision import matmul_precision
+
+# Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
+MAX_GRAPHS = 64
+# Torch's words for the precision of float32 products, and torch-xla's.
+MATMUL_PRECISION = {"highest": "highest", "high": "high", "medium": "default"}
+# Reads of single values, which torch-xla counts like an operator that the device does not have.
+READ = "aten::_local_scalar_dense"
+
+
+class XlaBackend(Backend):
+    """A device that compiles a program for each set of shapes."""
+
+    static_shapes = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.shapes: dict[str, set[str]] = {}
+        self.unread_shapes: list[str] = []
+
+    def prepare(self) -> None:
+        """See `Backend.prepare`."""
+        if "torch.xla" not in sys.modules:
+            # torch.utils.checkpoint asks for a module of this name before it does anything.
+            torch._register_device_module("xla", ModuleType("torch.xla"))
+        # Torch-xla would compute float32 products in bfloat16 on some chips; and it advises against
+        # setting the precision more than once.
+        wanted = MATMUL_PRECISION[matmul_precision()]
+        if backends.get_mat_mul_precision() != wanted:
+            backends.set_mat_mul_precision(wanted)
+
+    def seed(self, number: int) -> None:
+        """See `Backend.seed`."""
+        torch_xla.manual_seed(number)
+
+    def random_state(self) -> dict[str, Any]:
+        """See `Backend.random_state`."""
+        return {"xla": int(xm.get_rng_state())}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """See `Backend.set_random_state`."""
+        if "xla" in state:
+            xm.set_rng_state(state["xla"])
+
+    def synchronize(self) -> None:
+        """See `Backend.synchronize`."""
+        torch_xla.sync(wait=True)
+
+    def flush(self) -> None:
+        """See `Backend.flush`; torch-xla calls it `mark_step`."""
+        torch_xla.sync(wait=False)
+
+    def compile(self, function: Function, *, replay: bool = False) -> Function:
+        """See `Backend.compile`; one graph for each set of shapes, the weights among its inputs."""
+        return _compiled(function)
+
+    def optimization_barrier(self, hidden: Tensor) -> Tensor:
+        """See `Backend.optimization_barrier`."""
+        hidden = hidden.detach().clone().requires_grad_(hidden.requires_grad)
+        xm.optimization_barrier_([hidden])
+        return hidden
+
+    def to_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        """See `Backend.to_host`."""
+        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+
+    def number_to(self, number: Tensor) -> Tensor:
+        """See `Backend.number_to`.
+
+        Torch-xla keeps numbers by their value: one that happens to equal another would share its
+        place, and the program would be a new one. So it goes there as a vector of one element.
+        """
+        return number.view(1).to(self.device).view(())
+
+    def note_shapes(self, program: str, **tensors: Tensor) -> None:
+        """See `Backend.note_shapes`."""
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        known = self.shapes.setdefault(program, set())
+        # Where nobody reads them, the list must not grow for ever.
+        if shapes not in known and len(self.unread_shapes) <= MAX_GRAPHS:
+            known.add(shapes)
+            self.unread_shapes.append(f"{program}: {shapes}")
+
+    def new_shapes(self) -> list[str]:
+        """See `Backend.new_shapes`."""
+        found, self.unread_shapes = self.unread_shapes, []
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """See `Backend.counters`."""
+        missing = {name for name in metrics.counter_names() if name.startswith("aten::")} - {READ}
+        return {
+            "compilations": _calls("CompileTime"),
+            "host_reads": _calls("TransferFromDeviceTime"),
+            "cpu_fallbacks": sum(int(metrics.counter_value(name) or 0) for name in missing),
+        }
+
+
+class SpmdBackend(XlaBackend):
+    """Several chips that one process drives as one device; they share tensors by rows.
+
+    Args:
+        device: the one device.
+        num_chips: behind it.
+        divide: marks a tensor of rows on the device as divided among them.
+    """
+
+    def __init__(
+        self, device: torch.device, num_chips: int, divide: Callable[[Tensor], None]
+    ) -> None:
+        super().__init__(device)
+        self.num_chips, self.divide = num_chips, divide
+
+    def rows_to(self, tensor: Tensor) -> Tensor:
+        """See `Backend.rows_to`."""
+        there = tensor.to(self.device)
+        self.divide(there)
+        return there
+
+    def compile(self, function: Function, *, replay: bool = False) -> Function:
+        """A call becomes one program, whose results are divided by rows.
+
+        Traced anew in every call: torch-xla 2.9 crashes where it compiles ahead for several chips.
+        """
+
+        def call(*arguments: Any) -> Any:
+            self.flush()  # so that nothing else becomes a part of this program
+            results = function(*arguments)
+            # The compiler divides what it computes as its inputs are, but zeros have no inputs.
+            # What was passed through is left alone: marking it again would fetch it to the host.
+            given = set(map(id, tree_leaves(arguments)))
+            for result in tree_leaves(results):
+                if isinstance(result, Tensor) and id(result) not in given:
+                    self.divide(result)
+            self.flush()
+            return results
+
+        return call
+
+    def to_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        """See `Backend.to_host`.
+
+        Shard by shard: torch-xla would compile a program for each tensor to put it together.
+        """
+        tensors = [tensor.detach() for tensor in tensors]
+        self.synchronize()
+        shards = torch_xla._XLAC._get_local_shards(tensors)
+        places = torch_xla._XLAC._get_local_shard_replica_and_indices(tensors)
+        return list(map(_put_together, tensors, shards, places))
+
+
+def _put_together(tensor: Tensor, shards: list, places: list) -> Tensor:
+    """A tensor that is divided among chips, on the host."""
+    if shards[0][0].shape == tensor.shape:  # each chip holds all of it
+        return shards[0][0]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (shard, _), (_, place) in zip(shards, places, strict=True):
+        whole[place] = shard
+    return whole
+
+
+@cache
+def _compiled(function: Function) -> Function:
+    # Beyond its limit, 8, torch's compiler would refuse.
+    limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    torch._dynamo.config.recompile_limit = limit
+    return torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
+
+
+def _calls(metric: str) -> int:
+    """How often something happened so far."""
+    data = metrics.metric_data(metric)
+    return 0 if data is None else int(data[0])

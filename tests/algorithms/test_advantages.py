@@ -1,0 +1,206 @@
+"""Advantages: hand-worked groups, equal rewards, rows that teach nothing."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from litgrpo.algorithms.advantages import Normalized
+from litgrpo.algorithms.estimators import DecoupledNormalized, TopShare
+from litgrpo.algorithms.losses import Objective
+from litgrpo.distributed.comm import SingleProcess
+from litgrpo.types import RewardTable
+from tests.support.comms import in_turns
+
+NAN, INF = float("nan"), float("inf")
+HALF = math.sqrt(0.5)
+EPS = torch.finfo(torch.float64).eps
+
+
+def table(rewards, valid=None, precision=EPS, **parts):
+    total = torch.tensor(rewards, dtype=torch.float64)
+    parts = {name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}
+    valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    return RewardTable(parts, dict.fromkeys(parts, 1.0), total, valid, precision)
+
+
+def advantages(chosen, rewards, lengths=None):
+    lengths = torch.ones_like(rewards.total).long() if lengths is None else torch.tensor(lengths)
+    return chosen(rewards, lengths, SingleProcess())
+
+
+def check(chosen, rewards, expected, **kwargs):
+    found = advantages(chosen, table(rewards), **kwargs)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_group_normalized_of_a_pair():
+    check(Normalized(eps=0.0), [[0.0, 1.0]], [[-HALF, HALF]])
+
+
+def test_group_centered():
+    check(Normalized(scale="none"), [[0.0, 0.0, 3.0]], [[-1.0, -1.0, 2.0]])
+
+
+def test_leave_one_out():
+    check(Normalized("others", "none"), [[0.0, 0.0, 3.0]], [[-1.5, -1.5, 3.0]])
+
+
+def test_relative_to_the_mean():
+    check(Normalized(scale="mean"), [[1.0, 3.0], [-1.0, -3.0]], [[-0.5, 0.5], [0.5, -0.5]])
+
+
+def test_group_mean_and_batch_deviation():
+    # deviation of 0, 2, 4, 6 is sqrt(20 / 3)
+    unit = 1 / math.sqrt(20 / 3)
+    check(Normalized(scale="batch", eps=0.0), [[0.0, 2.0], [4.0, 6.0]], [[-unit, unit]] * 2)
+
+
+def test_reinforce_without_and_with_an_average_baseline():
+    check(Normalized("none", "none"), [[1.0, 1.0], [3.0, 3.0]], [[1.0, 1.0], [3.0, 3.0]])
+    check(Normalized("batch", "none"), [[1.0, 1.0], [3.0, 3.0]], [[-1.0, -1.0], [1.0, 1.0]])
+
+
+def test_reinforce_plus_plus_normalizes_over_the_batch():
+    unit = 1 / math.sqrt(4 / 3)
+    check(Normalized("batch", "batch", 0.0), [[1.0, 1.0], [3.0, 3.0]], [[-unit] * 2, [unit] * 2])
+
+
+def test_gdpo_weighs_reward_functions_alike_whatever_their_spread():
+    rewards = table(
+        [[0.0, 101.0], [1.0, 100.0]], a=[[0.0, 1.0], [1.0, 0.0]], b=[[0.0, 100.0], [0.0, 100.0]]
+    )
+    # With h the half: a gives (-h, h), (h, -h), b (-h, h) twice; their sums are -2h, 2h, 0, 0.
+    found = advantages(DecoupledNormalized(eps=0.0), rewards)
+
+    unit = 2 * HALF / math.sqrt(4 / 3)
+    expected = torch.tensor([[-unit, unit], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+
+
+def test_top_share_keeps_the_best_half_and_what_ties_with_it():
+    centered = Normalized(scale="none")
+    check(TopShare(of=centered), [[0.0, 1.0, 2.0, 5.0]], [[0.0, 0.0, 0.0, 3.0]])
+    check(TopShare(0.25, of=centered), [[1.0, 1.0, 0.0, 0.0]], [[0.5, 0.5, 0.0, 0.0]])
+
+
+def test_gfpo_computes_advantages_among_the_shortest():
+    chosen = TopShare(0.5, "shortest", among_kept=True, of=Normalized(scale="none"))
+    check(chosen, [[9.0, 1.0, 3.0, 9.0]], [[0.0, -1.0, 1.0, 0.0]], lengths=[[9, 2, 3, 8]])
+
+
+def test_gfpo_by_reward_per_token():
+    chosen = TopShare(0.5, "reward_per_token", of=Normalized(scale="none"))
+    check(chosen, [[4.0, 2.0, 4.0, 2.0]], [[1.0, 0.0, 0.0, -1.0]], lengths=[[2, 9, 9, 1]])
+
+
+def test_share_must_be_a_share():
+    with pytest.raises(ValueError, match="share is 0"):
+        TopShare(0)
+
+
+EVERY = [
+    *(
+        Normalized(baseline, scale)
+        for baseline, scale in itertools.product(
+            ("group", "others", "batch", "none"), ("group", "batch", "mean", "none")
+        )
+    ),
+    DecoupledNormalized(),
+    TopShare(),
+    TopShare(by="shortest", among_kept=True),
+]
+ZERO_IF_EQUAL = [chosen for chosen in EVERY if "baseline='none'" not in repr(chosen)]
+
+
+@pytest.mark.parametrize("chosen", ZERO_IF_EQUAL, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_rewards_with_floating_point_noise_give_exactly_zero(chosen, dtype):
+    generator = torch.Generator().manual_seed(0)
+    precision = torch.finfo(dtype).eps
+    for size, exponent in itertools.product((2, 3, 4, 8, 16, 33, 64), range(-8, 9)):
+        offset = 10.0**exponent
+        noise = (torch.rand(3, size, generator=generator) * 2 - 1) * precision
+        for sign in (1.0, -1.0):
+            rewards = (sign * offset * (1 + noise)).to(dtype).double()
+            noisy = table(rewards.tolist(), precision=precision, r=rewards.tolist())
+            assert (advantages(chosen, noisy) == 0).all(), (size, offset)
+
+
+def test_rewards_that_differ_by_more_than_noise_do_teach():
+    precision = torch.finfo(torch.float32).eps
+    found = advantages(Normalized(), table([[1.0, 1.0 + 5 * precision]], precision=precision))
+
+    assert found[0, 0] < 0 < found[0, 1]
+
+
+@pytest.mark.parametrize("chosen", EVERY, ids=repr)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e300])
+def test_a_row_that_teaches_nothing_gets_zero_and_moves_no_other(chosen, bad):
+    lengths = [[2, 3, 4], [5, 6, 7]]
+    rewards, valid = [[1.0, 3.0, 0.0], [2.0, 2.5, 1.0]], [[True, True, False], [True] * 3]
+    masked = advantages(chosen, table(rewards, valid, r=rewards), lengths)
+    rewards[0][2] = bad
+    found = advantages(chosen, table(rewards, r=rewards), lengths)
+
+    assert found.isfinite().all()
+    assert found[0, 2] == 0
+    torch.testing.assert_close(found, masked, rtol=0, atol=0)
+
+
+def test_an_all_invalid_group_and_a_single_valid_row_get_zero():
+    valid = [[False, False], [True, False]]
+    for chosen in EVERY[:4]:
+        assert (advantages(chosen, table([[1.0, 2.0], [3.0, 4.0]], valid)) == 0).all()
+
+
+@pytest.mark.parametrize("chosen", EVERY, ids=repr)
+def test_order_of_rows_and_groups_does_not_matter(chosen):
+    rewards = torch.tensor([[1.0, 3.0, 0.0, 0.2], [2.0, 2.5, 1.0, 7.0]]).double()
+    lengths = torch.tensor([[2, 3, 4, 9], [5, 6, 7, 1]])
+    order, groups = torch.tensor([2, 0, 3, 1]), torch.tensor([1, 0])
+    before = advantages(chosen, table(rewards.tolist(), r=rewards.tolist()), lengths.tolist())
+    moved, lengths = rewards[groups][:, order], lengths[groups][:, order]
+    after = advantages(chosen, table(moved.tolist(), r=moved.tolist()), lengths.tolist())
+
+    torch.testing.assert_close(after, before[groups][:, order])
+
+
+def test_two_processes_see_the_statistics_of_the_whole_batch():
+    rewards = [[1.0, 3.0], [2.0, 7.0]]
+    halves = [table([row], r=[row]) for row in rewards]
+    for chosen in (Normalized("batch", "batch"), Normalized(scale="batch"), DecoupledNormalized()):
+        whole = advantages(chosen, table(rewards, r=rewards))
+        found = in_turns(*(partial(chosen, half, torch.ones(1, 2)) for half in halves))
+        torch.testing.assert_close(torch.cat(found), whole)
+
+
+def test_gamma_discounts_by_the_distance_to_the_last_token():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    objective = Objective(advantages=Normalized("none", "none"), gamma=0.5)
+
+    found = objective.token_advantages(table([[8.0, 2.0]]), mask)
+
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[2.0, 4.0, 8.0], [2.0, 0.0, 0.0]]
+
+
+def test_gamma_counts_the_tokens_of_the_policy_alone():
+    mask = torch.tensor([[True, False, False, True, True], [True, True, False, False, False]])
+    objective = Objective(advantages=Normalized("none", "none"), gamma=0.5)
+
+    found = objective.token_advantages(table([[8.0, 2.0]]), mask)
+
+    assert found.tolist() == [[2.0, 0.0, 0.0, 4.0, 8.0], [1.0, 2.0, 0.0, 0.0, 0.0]]
+
+
+def test_the_shortest_completion_is_the_one_with_the_fewest_tokens_of_the_policy():
+    # The first row is longer, but its environment said most of it.
+    mask = torch.tensor([[1, 0, 0, 0, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    objective = Objective(advantages=TopShare(0.3, by="shortest", of=Normalized(scale="none")))
+
+    found = objective.token_advantages(table([[5.0, 2.0, 0.0]]), mask)
+
+    assert (found != 0).any(1).tolist() == [True, False, False]

@@ -1,0 +1,256 @@
+"""Per-turn credit: episodes worked out by hand, and what must hold for any."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from litgrpo.algorithms.advantages import Normalized
+from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, WithoutVoid
+from litgrpo.algorithms.turns import Turns
+from litgrpo.distributed.comm import SingleProcess
+from litgrpo.rewards.builtin.episode import environment
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.scorer import Scorer
+from litgrpo.types import RewardTable
+from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.playing import Echo, episodes_of
+from tests.support.algorithms import PUBLISHED
+from tests.support.comms import in_turns
+from tests.training.parts import gradient_of, learner_of, rollouter_of
+
+ALL = [GiGPO(), MTGRPO(), GTPO(), ReBN(), WithoutVoid()]
+HALF = math.sqrt(0.5)
+
+
+def turns_of(rewards, states=None, void=None, answers=None):
+    """Episodes as lists of their turns' rewards, [B][G][turns]; one token for each turn."""
+    longest = max(len(row) for group in rewards for row in group)
+    shape = (len(rewards), len(rewards[0]), longest)
+    exist, earned = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.float64)
+    known = torch.full(shape, -1)
+    for b, group in enumerate(rewards):
+        for g, row in enumerate(group):
+            exist[b, g, : len(row)] = True
+            earned[b, g, : len(row)] = torch.tensor(row, dtype=torch.float64)
+            if states is not None:
+                known[b, g, : len(row)] = torch.tensor(states[b][g])
+    number = torch.arange(longest).expand(shape).masked_fill(~exist, -1).flatten(0, 1)
+    void = torch.zeros(shape[:2], dtype=torch.bool) if void is None else torch.tensor(void)
+    return Turns(number, exist, earned, known, void, answers or [None] * len(number))
+
+
+def of_tokens(chosen, turns, valid=None, comm=None):
+    total = turns.rewards.sum(2)
+    valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    table = RewardTable({}, {}, total, valid)
+    lengths = turns.exist.sum(2)
+    return chosen.of_tokens(table, lengths, comm or SingleProcess(), turns)
+
+
+def check(chosen, turns, expected, **kwargs):
+    found = of_tokens(chosen, turns, **kwargs)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_gigpo_adds_a_comparison_of_turns_in_equal_states():
+    # Episodes earn 0 + 4 and 2 + 0: 4 and 2, mean 3, without a scale +1 and -1.
+    # gamma 1/2: returns 0 + 4 / 2 = 2 and 4; 2 + 0 / 2 = 2 and 0.
+    # State 0: 2 and 2, both 0. State 1: 4 and 0, mean 2: +2 and -2; half of it is +1 and -1.
+    turns = turns_of([[[0.0, 4.0], [2.0, 0.0]]], [[[0, 1], [0, 1]]])
+    chosen = GiGPO(gamma=0.5, weight=0.5, scale="none")
+    check(chosen, turns, [[1.0, 2.0], [-1.0, -2.0]])
+
+
+def test_gigpo_in_standard_deviations():
+    # Episodes 4 and 2 have deviation sqrt(2): +-sqrt(1/2). State 0 has equal returns; in state 1
+    # 4 and 0 are +-sqrt(1/2), too.
+    turns = turns_of([[[0.0, 4.0], [2.0, 0.0]]], [[[0, 1], [0, 1]]])
+    check(GiGPO(gamma=0.5, eps=0.0), turns, [[HALF, 2 * HALF], [-HALF, -2 * HALF]])
+
+
+def test_gigpo_compares_a_state_that_one_episode_meets_twice():
+    # Returns (gamma 1) of the first episode: 3, 3, 2; of the second: 1. Three turns in state 5:
+    # 3, 2 and 1, mean 2.
+    turns = turns_of([[[0.0, 1.0, 2.0], [1.0]]], [[[-1, 5, 5], [5]]])
+    chosen = GiGPO(gamma=1.0, scale="none")
+    check(chosen, turns, [[1.0, 1.0 + 1.0, 1.0 + 0.0], [-1.0 - 1.0, 0.0, 0.0]])
+
+
+def test_gigpo_of_states_that_come_once_is_the_episodes_advantage():
+    turns = turns_of([[[1.0, 4.0], [2.0, 0.0], [7.0]]], [[[0, 1], [2, 3], [-1]]])
+    whole = of_tokens(Normalized(), turns)
+    torch.testing.assert_close(of_tokens(GiGPO(), turns), whole)
+
+
+def test_gigpo_never_compares_states_of_two_groups():
+    groups = [[[1.0], [3.0]], [[5.0], [9.0]]]
+    turns = turns_of(groups, [[[0], [0]], [[0], [0]]])
+    # in each group +-d of the episode and the same of the turn
+    check(GiGPO(scale="none"), turns, [[-2.0], [2.0], [-4.0], [4.0]])
+
+
+def test_mt_grpo_adds_what_turns_before_the_last_earned():
+    # Outcomes (last turns) 1 and 0: +-h, h = sqrt(1/2). First turns 0 and 2: -h and +h.
+    turns = turns_of([[[0.0, 1.0], [2.0, 0.0]]])
+    check(MTGRPO(eps=0.0), turns, [[0.0, HALF], [0.0, -HALF]])
+    check(MTGRPO(weight=3.0, eps=0.0), turns, [[-2 * HALF, HALF], [2 * HALF, -HALF]])
+
+
+def test_mt_grpo_sums_from_a_turn_to_the_one_before_the_last():
+    # Outcomes 1, 0, 2: z = 0, -1, 1. Turn 0 is before the last in rows 0 and 1: 4 and 6, -h and h.
+    # Turn 1 is so in row 0 only, which has nothing to be compared with: 0.
+    turns = turns_of([[[4.0, 3.0, 1.0], [6.0, 0.0], [2.0]]])
+    check(MTGRPO(eps=0.0), turns, [[-HALF, 0.0, 0.0], [-1 + HALF, -1.0, 0.0], [1.0, 0.0, 0.0]])
+
+
+def test_gtpo_normalizes_returns_over_the_turns_of_the_group():
+    # gamma 1/2: returns 0 + 4 / 2 = 2 and 4; 6. Mean 4, squares 4 + 0 + 4 over 2: deviation 2.
+    turns = turns_of([[[0.0, 4.0], [6.0]]])
+    check(GTPO(gamma=0.5, eps=0.0), turns, [[-1.0, 0.0], [1.0, 0.0]])
+
+
+def test_rebn_normalizes_returns_over_the_turns_of_the_batch():
+    # gamma 1/2: returns 2, 4 | 6 | 8 | 0; mean 4, squares 4 + 0 + 4 + 16 + 16 = 40 over 4.
+    turns = turns_of([[[0.0, 4.0], [6.0]], [[8.0], [0.0]]])
+    unit = 1 / math.sqrt(10)
+    expected = [[-2 * unit, 0.0], [2 * unit, 0.0], [4 * unit, 0.0], [-4 * unit, 0.0]]
+    check(ReBN(gamma=0.5, eps=0.0), turns, expected)
+
+
+def test_rebn_of_two_processes_is_that_of_one():
+    groups = [[[0.0, 4.0], [6.0, 1.0]], [[8.0, 3.0], [0.0, 2.0]]]
+    together = of_tokens(ReBN(), turns_of(groups))
+    one, other = (
+        lambda comm, group=group: of_tokens(ReBN(), turns_of([group]), comm=comm)
+        for group in groups
+    )
+    torch.testing.assert_close(torch.cat(in_turns(one, other)), together)
+
+
+def test_an_episode_with_a_void_turn_is_not_learned_and_stays_in_the_baseline():
+    # Mean of 0, 0 and 3 is 1, of which the void row is a part.
+    turns = turns_of([[[0.0], [0.0], [1.0, 2.0]]], void=[[True, False, False]])
+    chosen = WithoutVoid(of=Normalized(scale="none"))
+    check(chosen, turns, [[0.0, 0.0], [-1.0, 0.0], [2.0, 2.0]])
+
+
+def test_a_last_turn_without_an_answer_is_void():
+    turns = turns_of([[[1.0], [3.0], [5.0]]], answers=["#### 7", "seven", None])
+    chosen = WithoutVoid(answer="####", of=Normalized(scale="none"))
+    check(chosen, turns, [[-2.0], [0.0], [2.0]])
+    turns = replace(turns, answers=["7", "  \n", None])
+    check(WithoutVoid(of=Normalized(scale="none")), turns, [[-2.0], [0.0], [2.0]])
+
+
+# --- what holds for all ---
+
+GROUPS = [[[0.5, 2.0, 1.0], [0.0, -1.0], [3.0]], [[1.0, 0.25], [2.0], [0.0, 1.0]]]
+STATES = [[[0, 1, 2], [0, 1], [0]], [[0, 1], [0], [0, 1]]]
+GRPO_LIKE = [GiGPO(), MTGRPO(), GTPO(), WithoutVoid()]
+
+
+@pytest.mark.parametrize("chosen", GRPO_LIKE, ids=lambda each: type(each).__name__)
+def test_one_turn_is_grpo(chosen):
+    rewards = torch.tensor([[1.0, 4.0, 2.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    table = RewardTable({}, {}, rewards, torch.ones_like(rewards, dtype=torch.bool))
+    arguments = (table, torch.ones_like(rewards).long(), SingleProcess())
+    torch.testing.assert_close(chosen(*arguments), Normalized()(*arguments))
+    turns = turns_of(rewards[..., None].tolist())
+    expected = Normalized()(*arguments).view(-1, 1)
+    torch.testing.assert_close(of_tokens(chosen, turns), expected)
+
+
+def test_one_turn_of_rebn_is_normalized_over_the_batch():
+    turns = turns_of([[[1.0], [4.0]], [[0.0], [1.0]]])
+    expected = of_tokens(Normalized("batch", "batch"), turns)
+    torch.testing.assert_close(of_tokens(ReBN(), turns), expected)
+    arguments = (
+        RewardTable({}, {}, turns.rewards[..., 0], turns.exist[..., 0]),
+        turns.exist.sum(2),
+        SingleProcess(),
+    )
+    torch.testing.assert_close(ReBN()(*arguments).view(-1, 1), expected)
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
+def test_a_unit_of_rewards_changes_nothing(chosen):
+    turns = turns_of(GROUPS, STATES)
+    exact = replace(chosen, of=Normalized(eps=0.0)) if chosen == WithoutVoid() else None
+    exact = exact or replace(chosen, eps=0.0)
+    scaled = replace(turns, rewards=turns.rewards * 7.0)
+    torch.testing.assert_close(of_tokens(exact, scaled), of_tokens(exact, turns))
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
+def test_equal_episodes_teach_nothing(chosen):
+    turns = turns_of([[[1.0, 0.5]] * 3] * 2, [[[0, 1]] * 3] * 2)
+    found = of_tokens(replace(chosen, gamma=1.0) if chosen == GiGPO() else chosen, turns)
+    if not isinstance(chosen, GTPO | ReBN):  # whose turns are compared with each other, too
+        assert not found.any()
+    assert torch.equal(found[:1].expand(6, -1), found)
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
+def test_episodes_that_failed_are_in_no_statistic(chosen):
+    with_failed = [[*group, [1e6, -3.0]] for group in GROUPS]
+    states = [[*group, [0, 1]] for group in STATES]
+    found = of_tokens(chosen, turns_of(with_failed, states), valid=[[True] * 3 + [False]] * 2)
+    found = found.view(2, 4, -1)
+    assert not found[:, 3].any()
+    without = of_tokens(chosen, turns_of(GROUPS, STATES)).view(2, 3, -1)
+    torch.testing.assert_close(found[:, :3], without)
+
+
+@pytest.mark.parametrize("chosen", [GiGPO(gamma=1.0), GTPO(gamma=1.0), ReBN(gamma=1.0)], ids=str)
+def test_a_reward_at_the_end_reaches_the_first_turn(chosen):
+    # B4: discounting that began anew at what is heard would leave the first turns equal
+    turns = turns_of([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]])
+    found = of_tokens(chosen, turns)
+    assert found[0, 0] > 0.1
+    assert found[1, 0] < -0.1
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
+def test_heard_tokens_and_padding_have_no_advantage(chosen):
+    turns = turns_of(GROUPS, STATES)
+    assert not of_tokens(chosen, turns)[turns.number < 0].any()
+
+
+@pytest.mark.parametrize("make", [GiGPO, GTPO, ReBN])
+def test_a_discount_above_one_is_refused(make):
+    with pytest.raises(ValueError, match=r"gamma is 1\.5; it must be from 0 to 1"):
+        make(gamma=1.5)
+
+
+def test_an_answer_that_is_no_expression_is_refused():
+    with pytest.raises(ValueError, match=r"answer is '\(', no regular expression"):
+        WithoutVoid(answer="(")
+
+
+# --- a rollout of episodes, learned ---
+
+
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo", "gtpo", "rebn", "simpletir"])
+def test_every_overlay_learns_from_episodes(name):
+    policy = tiny_policy("llama")
+    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=40)
+    rollout = rollouter.generate(prompt_batch("a", "hello there"), "train")
+    scorer = Scorer({"environment": Reward(environment)}, runner=InProcessRunner())
+    rewards = scorer.submit(rollout).result()
+    assert rewards.total.unique().numel() > 1
+    learner = learner_of(policy, PUBLISHED[name])
+    logprobs = learner.old_and_reference_logprobs(rollout)
+    experience = learner.experience(rollout, rewards, logprobs)
+    heard = rollout.completion_mask & ~rollout.loss_mask
+    assert not experience.advantages[heard].any()
+    for row, numbers in zip(experience.advantages, rollout.turns, strict=True):
+        for number in numbers[numbers >= 0].unique():
+            assert row[numbers == number].unique().numel() == 1
+    rows = zip(experience.advantages, rollout.turns >= 0, strict=True)
+    different = max(row[spoken].unique().numel() for row, spoken in rows)
+    # Echo rewards equal turns equally, so before the last turn MT-GRPO has nothing to compare
+    assert (different > 1) == (name not in ("mt_grpo", "simpletir"))
+    assert gradient_of(learner, experience).norm() > 0

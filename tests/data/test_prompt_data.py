@@ -1,0 +1,311 @@
+"""PromptData: from any source to left-padded batches, resumed exactly in a real fit."""
+
+import json
+from itertools import chain
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning import LightningDataModule
+
+from litgrpo.data import Chat, Source
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.sources import named_sets
+from tests.conftest import byte_tokenizer
+from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
+
+SUMS = [{"prompt": f"{a}+{b}?", "answer": a + b} for a in range(3) for b in range(4)]
+
+
+def rows_of(batch):
+    return batch.index.tolist()
+
+
+def ready(stage, tmp_path, **settings):
+    """The data module as it is in the given stage, with a tokenizer of bytes."""
+    byte_tokenizer().save_pretrained(tmp_path / "bytes")
+    data = PromptData(**settings, tokenizer=str(tmp_path / "bytes"))
+    data.setup(stage)
+    return data
+
+
+def test_a_batch_is_padded_on_the_left_and_carries_every_column(tmp_path):
+    rows = [{"q": "ab", "answer": 1, "hint": "x"}, {"q": "c", "answer": 2, "hint": None}]
+    data = ready("test", tmp_path, test=rows, columns={"prompt": "q"}, eval_batch_size=2)
+    (batch,) = data.test_dataloader()
+    a, b, c = byte_tokenizer().convert_tokens_to_ids(["a", "b", "c"])
+    assert batch.prompt_ids.tolist() == [[1, a, b], [0, 1, c]]
+    assert batch.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
+    assert batch.prompts == ["ab", "c"]
+    assert batch.columns == {"q": ["ab", "c"], "answer": [1, 2], "hint": ["x", None]}
+    assert batch.index.tolist() == [0, 1]
+
+
+def test_the_length_is_a_multiple_as_asked(tmp_path):
+    data = ready("test", tmp_path, test=["abcd"], pad_to_multiple=4)
+    assert next(iter(data.test_dataloader())).prompt_ids.shape == (1, 8)
+
+
+def test_truncation_keeps_the_end_and_the_begin_token(tmp_path):
+    with pytest.warns(UserWarning, match="1 of 1 .*max_prompt_len=3 .*truncated"):
+        data = ready("test", tmp_path, test=["abcd"], max_prompt_len=3, overlong="truncate")
+    batch = next(iter(data.test_dataloader()))
+    assert byte_tokenizer().batch_decode(batch.prompt_ids) == ["<bos>cd"]
+
+
+def test_dropping_keeps_the_positions_of_the_others(tmp_path):
+    with pytest.warns(UserWarning, match="1 of 3 .*dropped"):
+        data = ready("test", tmp_path, test=["a", "long", "b"], max_prompt_len=3)
+    assert [rows_of(batch) for batch in data.test_dataloader()] == [[0, 2]]
+
+
+def test_only_the_prompt_is_tokenized_where_rows_hold_completions(tmp_path):
+    data = ready("fit", tmp_path, train=[{"prompt": "a", "completion": "b"}], batch_size=1)
+    (batch,) = data.train_dataloader()
+    assert byte_tokenizer().batch_decode(batch.prompt_ids) == ["<bos>a"]
+    assert batch.columns == {"completion": ["b"]}
+
+
+def test_prompts_to_answer_need_no_answer_and_no_renaming(tmp_path):
+    settings = dict(
+        columns={"prompt": "question", "answer": "answer"},
+        extract={"answer": r"####\s*(.+)"},
+        template="Q: {{ prompt }}",
+        predict="not/read.jsonl",
+        prompts=["What is 3+4?"],
+    )
+    (batch,) = ready("predict", tmp_path, **settings).predict_dataloader()
+    assert batch.prompts == ["Q: What is 3+4?"]
+    assert batch.columns == {}
+
+
+def test_validation_is_held_out_of_training_or_a_source_of_its_own(tmp_path):
+    data = ready("fit", tmp_path, train=SUMS, val_fraction=0.3, batch_size=2)
+    train = set(data.sets["train"].texts)
+    val = {text for batch in data.val_dataloader() for text in batch.prompts}
+    assert train | val == {row["prompt"] for row in SUMS}
+    assert not train & val
+    again = ready("validate", tmp_path, train=SUMS, val_fraction=0.3)
+    assert set(again.sets["val"].texts) == val
+    own = ready("validate", tmp_path, train="not/read.jsonl", val=["x"])
+    assert own.sets["val"].texts == ["x"]
+
+
+def test_the_model_gives_the_tokenizer_and_every_stage_runs(tmp_path):
+    data = PromptData(SUMS, val=["v"], test=["t"], prompts=["p", "q"], batch_size=4)
+    module, trainer = Listener(lambda batch: batch.prompts), quiet_trainer(tmp_path)
+    trainer.validate(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    assert module.validated == [["v"], ["t"]]
+    assert trainer.predict(module, data) == [["p", "q"]]
+    assert module.texts == ["p", "q"]
+
+
+def test_a_fit_without_validation_data_runs(tmp_path):
+    assert len(trained_rows(tmp_path, PromptData(SUMS, batch_size=4), rows_of)) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path, num_workers):
+    data = PromptData(SUMS, batch_size=4, num_workers=num_workers)
+    rows = trained_rows(tmp_path, data, rows_of, epochs=2)
+    first, second = list(chain(*rows[:3])), list(chain(*rows[3:]))
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+    assert first != sorted(first)
+
+
+def test_unshuffled_training_data_keep_their_order(tmp_path):
+    data = PromptData(SUMS, batch_size=5, shuffle=False)
+    assert trained_rows(tmp_path, data, rows_of) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("hook", "cut"),
+    [("on_train_batch_end", cut) for cut in range(1, 10)]
+    + [("on_train_epoch_end", cut) for cut in (3, 6, 9)]
+    + [("on_validation_end", cut) for cut in range(1, 10)],
+)
+def test_a_fit_that_is_resumed_skips_and_repeats_no_prompt(tmp_path, hook, cut):
+    settings = dict(epochs=3, val_check_interval=1)
+
+    def data(num_workers=0):
+        return PromptData(SUMS, val=["v"], batch_size=4, num_workers=num_workers)
+
+    whole = trained_rows(tmp_path, data(), rows_of, **settings)
+    save = SaveAt(str(tmp_path / "cut.ckpt"), cut, hook)
+    before = trained_rows(tmp_path, data(2 if cut == 4 else 0), rows_of, save=save, **settings)
+    resumed = data(2 if cut == 5 else 0)
+    after = trained_rows(tmp_path, resumed, rows_of, ckpt_path=save.path, **settings)
+    assert before[:cut] + after == whole
+
+
+def test_a_fit_can_be_resumed_twice_in_one_epoch(tmp_path):
+    whole = trained_rows(tmp_path, PromptData(SUMS, batch_size=2), rows_of, epochs=2)
+    rows, path = [], None
+    for part, cut in enumerate((2, 3, 3)):
+        save = SaveAt(str(tmp_path / f"{part}.ckpt"), cut)
+        data = PromptData(SUMS, batch_size=2)
+        rows += trained_rows(tmp_path, data, rows_of, 2, ckpt_path=path, save=save)[:cut]
+        path = save.path
+    rows += trained_rows(tmp_path, PromptData(SUMS, batch_size=2), rows_of, 2, ckpt_path=path)
+    assert rows == whole
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (PromptData(SUMS, batch_size=3), "batch_size=4, now it is 3"),
+        (PromptData(SUMS, batch_size=4, seed=1), "seed=0, now it is 1"),
+        (PromptData(SUMS[::-1], batch_size=4), "data prompts="),
+    ],
+)
+def test_a_fit_with_other_data_or_another_order_is_not_resumed(tmp_path, now, said):
+    save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
+    trained_rows(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
+    with pytest.raises(ValueError, match=said):
+        trained_rows(tmp_path, now, rows_of, ckpt_path=save.path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage", "said"),
+    [
+        ({}, "fit", "no train source; set train"),
+        ({}, "test", "no test source; set test"),
+        ({}, "predict", r"no predict source; set predict \(or prompts\)"),
+        ({"train": ["a"]}, "validate", "nothing to validate on"),
+        ({"train": ["a", ""]}, "fit", "row 2: the prompt is empty"),
+        ({"train": []}, "fit", "holds no rows"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, settings, stage, said):
+    with pytest.raises(ValueError, match=said):
+        ready(stage, tmp_path, **settings)
+
+
+def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
+    data = ready("fit", tmp_path, train=["a", "b"], batch_size=3)
+    with pytest.raises(ValueError, match="2 training prompts do not fill one batch of 3"):
+        data.train_dataloader()
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="val and val_fraction are both set"):
+        PromptData(val=["a"], val_fraction=0.1)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        PromptData(batch_size=0)
+
+
+def test_a_recipe_parses():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    settings = {
+        "train": {"path": "gsm8k.jsonl", "limit": 100},
+        "val": "gsm8k.csv",
+        "test": ["What is 3+4?"],
+        "predict": [{"prompt": "What is 3+4?", "level": 1}],
+        "columns": {"prompt": "question"},
+        "extract": {"answer": r"####\s*(.+)"},
+        "chat": {"system": "Be brief."},
+        "overlong": "truncate",
+    }
+    recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
+    data = parser.instantiate(parser.parse_object(recipe)).data
+    assert data.sources["train"] == Source("gsm8k.jsonl", limit=100)
+    assert data.sources["val"] == "gsm8k.csv"
+    assert data.sources["test"] == ["What is 3+4?"]
+    assert data.sources["predict"] == [{"prompt": "What is 3+4?", "level": 1}]
+    assert data.style.chat == Chat("Be brief.")
+
+
+def test_one_prompt_from_the_shell_parses():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    given = ["--data=litgrpo.PromptData", "--data.prompts", '["What is 3+4?"]']
+    data = parser.instantiate(parser.parse_args([*given, "--data.chat", "true"])).data
+    assert data.sources["predict"] == [{"prompt": "What is 3+4?"}]
+    assert data.style.chat == Chat()
+
+
+def test_a_batch_moves_to_a_device(tmp_path):
+    (batch,) = ready("test", tmp_path, test=["a"]).test_dataloader()
+    assert batch.to(torch.device("meta")).prompt_ids.device.type == "meta"
+
+
+def test_weights_are_shares_of_the_training_prompts(tmp_path):
+    sources = [SUMS, ["x", "y"]]
+    paths = []
+    for number, rows in enumerate(sources):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps([r if isinstance(r, dict) else {"prompt": r} for r in rows]))
+        paths.append(Source(str(path), weight=1))
+    data = PromptData(paths, batch_size=7)
+    first, second = trained_rows(tmp_path, data, lambda batch: batch.prompts), None
+    assert sum(len(set(text) & set("xy")) for batch in first for text in batch) == 7
+    # A row that comes again in the same epoch has random numbers of its own.
+    second = trained_rows(tmp_path, PromptData(paths, batch_size=7), rows_of)
+    assert len(set(chain(*second))) == 14
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp_path, cut):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{n}\n" for n in range(6)))
+
+    def data(weight=3):
+        parts = [Source(f"{tmp_path}/a.txt", weight=weight), Source(f"{tmp_path}/b.txt", weight=1)]
+        return PromptData(parts, batch_size=4)
+
+    whole = trained_rows(tmp_path, data(), rows_of, epochs=2)
+    save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
+    before = trained_rows(tmp_path, data(), rows_of, epochs=2, save=save)
+    after = trained_rows(tmp_path, data(), rows_of, epochs=2, ckpt_path=save.path)
+    assert before[:cut] + after == whole
+    with pytest.raises(ValueError, match="mixture="):
+        trained_rows(tmp_path, data(2), rows_of, ckpt_path=save.path)
+
+
+def test_sets_with_names_come_in_batches_of_their_own(tmp_path):
+    sets = {"easy": ["a", "b", "c"], "hard": ["d"]}
+    data = ready("validate", tmp_path, train=["a"], val=sets, eval_batch_size=2)
+    seen = [(batch.set_name, batch.prompts) for batch in data.val_dataloader()]
+    assert seen == [("easy", ["a", "b"]), ("hard", ["d"]), ("easy", ["c"])]
+    indices = [index for batch in data.val_dataloader() for index in rows_of(batch)]
+    assert sorted(indices) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="train is one set; several sources for it are a list"):
+        ready("fit", tmp_path, train=sets)
+
+
+def test_recipes_name_several_sources_and_sets():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    train = [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl", "weight": 1}]
+    val = {"easy": "a.csv", "hard": {"path": "b.csv", "limit": 3}}
+    recipe = {"class_path": "litgrpo.PromptData", "init_args": {"train": train, "val": val}}
+    data = parser.instantiate(parser.parse_object({"data": recipe})).data
+    assert data.weights == [2, 1]
+    assert named_sets(data.sources["val"]) == {"easy": "a.csv", "hard": Source("b.csv", limit=3)}
+    given = ["--data=litgrpo.PromptData", "--data.train", '["a.parquet", "b.jsonl"]']
+    data = parser.instantiate(parser.parse_args(given)).data
+    with pytest.raises(ValueError, match=r"a\.parquet: no such file"):
+        data.table.read(data.sources["train"])
+
+
+def test_the_tools_of_the_model_s_environment_stand_in_every_prompt(tmp_path):
+    class Calculating(Listener):
+        shown_tools = property(lambda _: [{"type": "function", "function": {"name": "double"}}])
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "shows")
+    sets = {"train": ["p"], "val": ["q"], "predict": ["r"]}
+    data = PromptData(**sets, chat=True, tokenizer=str(tmp_path / "shows"))
+    module, trainer = Calculating(lambda batch: batch.prompts), quiet_trainer(tmp_path)
+    assert trainer.predict(module, data) == [["(double)r"]]
+    trainer.validate(module, data, verbose=False)
+    (batch,) = data.val_dataloader()
+    assert batch.prompts == ["(double)q"]
+    assert tokenizer.decode(data.opened(batch, 0, "!")) == "(double)q!"

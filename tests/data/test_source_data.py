@@ -1,0 +1,29 @@
+"""What PromptData and PairData share; the rest is shown by their own tests."""
+
+import pytest
+
+from litgrpo.data.pair_data import PairData
+from litgrpo.data.prompt_data import PromptData
+from tests.conftest import byte_tokenizer
+
+
+@pytest.mark.parametrize("kind", [PromptData, PairData])
+def test_without_a_trainer_the_data_need_a_tokenizer(kind, tmp_path):
+    with pytest.raises(ValueError, match="set tokenizer"):
+        kind(["a"]).find_tokenizer([])
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert kind(["a"], tokenizer=str(tmp_path)).find_tokenizer([]).eos_token_id == 2
+
+
+@pytest.mark.parametrize("kind", [PromptData, PairData])
+def test_settings_that_make_no_sense_are_refused_by_both(kind):
+    with pytest.raises(ValueError, match="pad_to_multiple is 0; it must be at least 1"):
+        kind(["a"], pad_to_multiple=0)
+    with pytest.raises(ValueError, match="val and val_fraction are both set"):
+        kind(["a"], val=["b"], val_fraction=0.1)
+    with pytest.raises(ValueError, match="val_fraction is 1"):
+        kind(["a"], val_fraction=1.0)
+
+
+def test_without_a_trainer_there_is_one_process():
+    assert PromptData(["a"]).process == (0, 1)

@@ -1,0 +1,73 @@
+"""Division and gathering in two processes; without it everything stays as it is."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from litgrpo.distributed.fsdp.units import divide, gathered, is_divided, is_gathered, sharing_copy
+from litgrpo.models.sharded import ENTRIES, units_of
+from litgrpo.tensors import whole
+from tests.conftest import prompt_batch, tiny_policy
+from tests.support.gloo import run_by
+
+
+def test_what_is_not_divided_stays_whole():
+    policy = tiny_policy("qwen2")
+    assert not is_divided(policy)
+    assert is_gathered(policy)
+    with gathered(policy, None):
+        assert is_gathered(policy)
+    twin = sharing_copy(policy)
+    twin.eos_ids = (7,)
+    assert policy.eos_ids != (7,)
+    assert type(twin) is type(policy)
+    assert twin.model is policy.model
+
+
+def divided_and_gathered(processes):
+    dist.init_process_group("gloo")
+    policy = tiny_policy("gemma2")
+    plain = copy.deepcopy(policy)
+    assert len(units_of(policy)) == 2
+    divide(policy, units_of(policy), ENTRIES, init_device_mesh("cpu", (processes,)))
+    prompts = prompt_batch("a", "hello")
+    asked = (prompts.prompt_ids, prompts.prompt_mask, prompts.prompt_ids)
+    assert is_divided(policy)
+    assert not is_gathered(policy)
+    for parameter, other in zip(policy.parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().numel() < other.numel()
+        assert torch.equal(whole(parameter), other)
+    expected = plain.dense_logits(*asked)
+    assert torch.equal(policy.dense_logits(*asked), expected)
+    with gathered(policy), gathered(policy):
+        assert is_gathered(policy)
+        assert not any(isinstance(p, DTensor) for p in policy.parameters())
+        # Unequal numbers of calls: nothing is exchanged.
+        for _ in range(1 + dist.get_rank()):
+            assert torch.equal(policy.dense_logits(*asked), expected)
+            trained = list(policy.parameters())
+            loss = policy.dense_logits(*asked).square().mean()
+            found = torch.autograd.grad(loss, trained)
+            twin = sharing_copy(policy)
+            assert torch.equal(twin.dense_logits(*asked), expected)
+        assert type(twin) is type(plain)
+    right = torch.autograd.grad(
+        plain.dense_logits(*asked).square().mean(), list(plain.parameters())
+    )
+    assert all(map(torch.allclose, found, right))
+    assert not is_gathered(policy)
+    # Gradients of shards, averaged over processes, are those of the whole.
+    policy.dense_logits(*asked).square().mean().backward()
+    for parameter, gradient in zip(policy.parameters(), right, strict=True):
+        assert torch.allclose(whole(parameter.grad), gradient, atol=1e-6)
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(900)
+def test_two_processes_divide_gather_and_learn():
+    run_by(2, divided_and_gathered)

@@ -1,0 +1,209 @@
+"""Small trainings that one process does alone and several do with divided weights."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from lightning import Trainer
+
+from litgrpo.algorithms.losses import Objective
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.checkpointing.recipe_settings import RecipeSettings
+from litgrpo.checkpointing.rng_state import RngState
+from litgrpo.data.pair_data import PairData
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
+from litgrpo.models.loading import LoRA, Precision, export
+from litgrpo.models.shard_files import full_weights
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.tensors import whole
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.sft import SFT
+from litgrpo.training.trainer_adapters import TrainerStepper
+from litgrpo.training.update_config import UpdateConfig
+from tests.conftest import byte_tokenizer, tiny_model
+from tests.rollout.playing import Echo
+from tests.support.algorithms import PUBLISHED
+
+TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
+PAIRS = [{"prompt": f"What is {n}?", "completion": f"it is {n * n}"} for n in range(8)]
+
+
+def letters(prompts, completions):
+    return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
+
+
+def letters_of_one(prompts, completions):
+    """Of four prompts one teaches: its process has rows to learn from, the others have none."""
+    scored = zip(prompts, letters(prompts, completions), strict=True)
+    return [score if "hello" in prompt else 0.0 for prompt, score in scored]
+
+
+def trainer(processes, replicas=1, **settings):
+    """A silent trainer of so many processes."""
+    divided = {"strategy": FSDP2Strategy(replicas=replicas) if processes > 1 else "auto"}
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    settings = dict.fromkeys(quiet, False) | divided | settings
+    return Trainer(
+        accelerator="cpu",
+        devices=processes,
+        use_distributed_sampler=False,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        **settings,
+    )
+
+
+def save_models(folder):
+    """A tied and an untied model, to start from."""
+    for kind in ("gemma2", "qwen2", "t5"):
+        model = tiny_model(kind)
+        model.generation_config.eos_token_id = list(range(2, 140))  # some completions end
+        model.save_pretrained(folder / kind)
+        byte_tokenizer().save_pretrained(folder / kind)
+
+
+def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
+    """Of a model in the folder."""
+    given = {
+        "group_size": 4,
+        "max_completion_len": 6,
+        "max_iterations": 2,
+        "update": UpdateConfig(micro_batch_size=3),
+        "optimizer": partial(torch.optim.SGD, lr=0.5),
+        "reward_runner": InProcessRunner(),
+        # The step that one process fuses rounds otherwise.
+        "engine": LocalEngine(fused=False),
+        "check_invariants": False,
+    }
+    return module(str(folder / kind), {"letters": Reward(reward)}, **given | settings)
+
+
+INLINE = EpisodeSettings(
+    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_turns=True
+)
+VARIANTS = {
+    "plain": {"check_invariants": True},
+    "untied": {"kind": "qwen2", "precision": Precision(gradient_checkpointing=True)},
+    "uneven": {"reward": letters_of_one, "update": UpdateConfig(micro_batch_size=1)},
+    "kl": {"objective": Objective(kl_coef=0.1), "check_invariants": True},
+    "lora": {
+        "objective": Objective(kl_coef=0.1),
+        "lora": LoRA(rank=4),
+        "kind": "qwen2",
+        "check_invariants": True,
+    },
+    "epochs": {"update": UpdateConfig(inner_epochs=2, micro_batch_size=3)},
+    "entropy": {"objective": Objective(entropy_coef=0.01)},
+    "resampled": {"max_resamples": 3},
+    "bf16": {"precision": Precision(compute="bfloat16"), "check_invariants": True},
+    "t5": {"kind": "t5"},
+    "served": {"check_invariants": True},
+    "served lora": {"kind": "qwen2", "lora": LoRA(rank=4), "check_invariants": True},
+    "turns": {"environment": Echo((2, 40)), "episode": INLINE, "max_completion_len": 70},
+}
+
+
+def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft"), url=None):
+    """These variants, or a supervised training; leaves whole weights and what was reported.
+
+    A server at the address, if any, samples for those that are named after it.
+    """
+    asked = {"engine": ServerEngine([url], numbers="uniforms", timeout_s=20.0)} if url else {}
+    for name in names:
+        # A validation publishes, too, while the whole weights are there; shared unevenly.
+        val = TEXTS[4:7] if "served" in name else None
+        data = PromptData(TEXTS[:4], val=val, batch_size=4)
+        module = grpo(folder, **VARIANTS.get(name, {}), **asked if "served" in name else {})
+        if name == "sft":
+            data = PairData(PAIRS, val=PAIRS[:3], batch_size=4)
+            optimizer = partial(torch.optim.SGD, lr=0.5)
+            module = SFT(str(folder / "gemma2"), max_iterations=3, optimizer=optimizer)
+        torch.manual_seed(0)
+        runner = trainer(processes, replicas)
+        runner.fit(module, data)
+        weights = {name: each.detach().clone() for name, each in full_weights(module.policy.model)}
+        path = folder / f"{name} {processes}"
+        export(module.policy, path)
+        if runner.is_global_zero:
+            numbers = {name: float(value) for name, value in runner.callback_metrics.items()}
+            torch.save({"weights": weights, "numbers": numbers}, folder / f"{path.name}.pt")
+
+
+class Gradients(GRPO):
+    """Takes the gradient of every published algorithm on one rollout instead of learning."""
+
+    def training_step(self, prompts, batch_idx):
+        rollout = self.rollouter.generate(prompts, "train", self.iteration)
+        rewards = self.scorer.submit(rollout, self.iteration).result()
+        logprobs = self.learner.old_and_reference_logprobs(rollout)
+        self.policy.train()
+        self.found = {}
+        for name, objective in PUBLISHED.items():
+            self.coefficients.objective = objective
+            experience = self.learner.experience(rollout, rewards, logprobs)
+            # A policy that has moved since: ratios off 1 by what depends on the token only.
+            moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
+            old = experience.sampler_logprobs + moved
+            self.name = name
+            self.learner.step(replace(experience, old_logprobs=old), TrainerStepper(self))
+        if self.global_rank == 0:
+            torch.save(self.found, self.file)
+        self.iteration += 1
+        self.stop_when_done()
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [whole(p.grad).double().flatten() for p in self.policy.parameters()]
+        self.found[self.name] = torch.cat(gradients).clone()
+
+
+def take_gradients(processes, folder, replicas=1):
+    """Leaves the gradients of all algorithms, where all rows teach and where few do."""
+    for name, reward in {"even": letters, "uneven": letters_of_one}.items():
+        module = grpo(
+            folder,
+            module=Gradients,
+            reward=reward,
+            max_iterations=1,
+            objective=Objective(kl_coef=0.1),
+            update=UpdateConfig(micro_batch_size=2, max_grad_norm=None),
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+        )
+        module.file = folder / f"{name} gradients {processes}.pt"
+        trainer(processes, replicas).fit(module, PromptData(TEXTS[:4], batch_size=4))
+
+
+def train(processes, folder, name, source=None, replicas=1, fallback=False):
+    """Four iterations with a checkpoint after each second one, or the rest of them from one.
+
+    Args:
+        name: of the run's folder.
+        source: the checkpoint to go on from, in the folder.
+        fallback: pass over damaged ones.
+    """
+    module = grpo(
+        folder,
+        max_iterations=4,
+        objective=Objective(kl_coef=0.1),
+        update=UpdateConfig(micro_batch_size=3, inner_epochs=2),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+    )
+    keeper = IterationCheckpoint(2, keep_last=9, keep_best=0)
+    keeper.falls_back = fallback
+    runner = trainer(
+        processes,
+        replicas,
+        enable_checkpointing=True,
+        callbacks=[RecipeSettings(), RngState(), keeper],
+        default_root_dir=folder / name,
+    )
+    torch.manual_seed(0)
+    path = None if source is None else folder / source
+    runner.fit(module, PromptData(TEXTS, batch_size=4), ckpt_path=path)
+    weights = {name: each.detach().clone() for name, each in full_weights(module.policy.model)}
+    if runner.is_global_zero:
+        torch.save(weights, folder / f"{name}.pt")

@@ -1,0 +1,57 @@
+"""Games of GEM."""
+
+import pytest
+
+from litgrpo.environments.adapters.gymnasium_env import Text
+from litgrpo.environments.base import Start
+from litgrpo.environments.in_process import EpisodesHere
+
+pytest.importorskip("gem")
+
+
+def game(name="game:GuessTheNumber-v0-easy"):
+    return Text(make="gem.envs.registration.make", kwargs={"env_id": name})
+
+
+def test_a_number_is_found_by_halving():
+    played = game()
+    assert "between 1 and 10" in played.reset({}, 3)
+    least, greatest, rewards = 1, 10, []
+    while True:
+        guess = (least + greatest) // 2
+        heard = played.step(f"\\boxed{{{guess}}}")
+        rewards.append(heard.reward)
+        if heard.done:
+            break
+        assert heard.said.endswith("Enter your next guess.")
+        low = "higher" in heard.said
+        least, greatest = (guess + 1, greatest) if low else (least, guess - 1)
+    assert rewards[-1] == 1.0
+
+
+def test_a_wrong_format_ends_it_as_gem_does():
+    played = game()
+    played.reset({}, 3)
+    heard = played.step("hm")
+    assert (heard.reward, heard.done) == (-0.1, True)
+
+
+def test_global_seeds_are_apart_in_a_pool():
+    def starts(*seeds):
+        return [Start({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)]
+
+    alone = EpisodesHere(game("game:Minesweeper-v0-easy"))
+    first = alone.begin(starts(3))[0]
+    alone.say(0, "\\boxed{reveal 0 0}")
+    expected = alone.heard(wait=True)[0]
+    beside = EpisodesHere(game("game:Minesweeper-v0-easy"))
+    assert beside.begin(starts(3, 4))[0] == first
+    beside.say(1, "\\boxed{reveal 1 1}")
+    beside.heard(wait=True)
+    beside.say(0, "\\boxed{reveal 0 0}")
+    assert beside.heard(wait=True)[0] == expected
+
+
+def test_an_unknown_id_is_refused():
+    with pytest.raises(ValueError, match="game:Nope not found in registry"):
+        game("game:Nope")

@@ -1,0 +1,86 @@
+"""What counts as an environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from litgrpo.environments import Environment, Heard, Tools
+from litgrpo.environments.base import schemas_of, shown_schemas_of
+
+
+class Echo:
+    """Says again what it hears."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Add nothing."""
+        return ""
+
+    def step(self, said: str) -> Heard:
+        """The same again."""
+        return Heard(said)
+
+
+def test_any_class_with_the_two_methods_is_an_environment() -> None:
+    """No base class is needed; a class that lacks a method is none."""
+    assert isinstance(Echo(), Environment)
+    assert not isinstance(object(), Environment)
+
+
+def test_what_is_heard_costs_and_ends_nothing_by_itself() -> None:
+    """Only a text: no reward, and the episode goes on."""
+    heard = Echo().step("hello")
+    assert (heard.said, heard.reward, heard.done, heard.calls) == ("hello", 0.0, False, {})
+
+
+class Calculator(Echo):
+    """Has a function and a schema to show."""
+
+    def __init__(self, *functions: Any) -> None:
+        """Keep what is shown."""
+        self.tools = functions
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: to be doubled.
+    """
+    return 2 * number
+
+
+def test_the_tools_that_a_model_is_shown_are_json_schemas() -> None:
+    """Functions are described by their types and docstrings; schemas are taken as they are."""
+    given = {"type": "function", "function": {"name": "other", "parameters": {}}}
+    made, same = schemas_of(Calculator(double, given))
+    assert made["function"]["name"] == "double"
+    assert made["function"]["parameters"]["properties"]["number"]["type"] == "integer"
+    assert same == given
+    assert schemas_of(Echo()) == []
+
+
+def test_a_function_that_says_nothing_of_its_arguments_cannot_be_shown() -> None:
+    """One line names it."""
+    with pytest.raises(ValueError, match=r"a tool cannot be shown to the model: .*quiet"):
+        schemas_of(Calculator(lambda_of_one()))
+
+
+@pytest.mark.parametrize(("describe", "number"), [(True, 0), (False, 1)])
+def test_tools_that_are_told_in_the_prompt_are_not_shown_by_the_template_too(
+    describe: bool, number: int
+) -> None:
+    """They stay tools."""
+    calculator = Tools(functions=[double], describe=describe)
+    assert len(shown_schemas_of(calculator)) == number
+    assert len(schemas_of(calculator)) == 1
+
+
+def lambda_of_one() -> Any:
+    """A function without types or docstring."""
+
+    def quiet(number):  # type: ignore[no-untyped-def]
+        return number
+
+    return quiet

@@ -1,0 +1,212 @@
+"""What is read as a call, in each format; hostile texts."""
+
+import json
+
+import pytest
+
+from litgrpo.environments.examples import calculate
+from litgrpo.environments.tool import Answer, made
+from litgrpo.environments.tool_calls import (
+    MOST_CHARS,
+    Call,
+    Hermes,
+    Python,
+    Tags,
+    after_thoughts,
+    format_of,
+)
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a * b
+
+
+CALCULATE, MULTIPLY = made(calculate), made(multiply)
+ONE, TWO = {"calculate": CALCULATE}, {"calculate": CALCULATE, "multiply": MULTIPLY}
+FORMATS = [Hermes(), Tags(), Python()]
+BAD_JSON = [
+    "",
+    "{",
+    '{"name": "f"} {}',
+    '{"name": "f", "arguments": {"a": NaN}}',
+    '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+    '{"name": "f", "arguments": ' + "[" * 9_000,
+    '{"name": "f", "arguments": {"a": ' + "9" * 5_000 + "}}",
+]
+NO_CALL = ["[]", "3", "null", '"f"', '{"name": 3}', '{"name": "f", "arguments": [1]}', "{}"]
+
+
+def test_hermes_reads_every_call_of_a_turn_in_order():
+    said = (
+        "I will.\n<tool_call>\n"
+        '{"name": "multiply", "arguments": {"a": 3, "b": [1, {"\\u00fc": null}]}}\n</tool_call>\n'
+        'then <tool_call>{"name": "today"}</tool_call> bye'
+    )
+    first, second = Hermes().calls(said, TWO)
+    assert first == Call("multiply", {"a": 3, "b": [1, {"\u00fc": None}]})
+    assert second == Call("today", {})
+    assert Hermes().calls("no call, only text", TWO) == []
+    assert Hermes(tag="call").calls('<call>{"name": "f"}</call>', TWO) == [Call("f")]
+
+
+def test_a_call_whose_end_tag_ended_the_turn_is_read():
+    assert Hermes().calls('<tool_call>{"name": "f"}', TWO) == [Call("f")]
+    assert Tags().calls("so <call>347*82", ONE) == [Call("calculate", positional=("347*82",))]
+
+
+@pytest.mark.parametrize("text", BAD_JSON)
+def test_what_is_not_json_is_a_call_that_is_wrong(text):
+    (call,) = Hermes().calls(f"<tool_call>{text}</tool_call>", TWO)
+    assert call.wrong == "the call is not JSON"
+
+
+@pytest.mark.parametrize("text", NO_CALL)
+def test_json_that_is_no_call_is_told_how_one_looks(text):
+    (call,) = Hermes().calls(f"<tool_call>{text}</tool_call>", TWO)
+    assert call.wrong == 'a call is {"name": ..., "arguments": {...}}'
+
+
+def test_tags_hold_a_text_for_the_only_tool_or_a_call_by_name():
+    assert Tags().calls("<call>347*82</call>", ONE)[0].positional == ("347*82",)
+    assert Tags().calls("<call>calculate('1+1')</call>", ONE) == [
+        Call("calculate", positional=("1+1",))
+    ]
+    two = Tags().calls("<call>multiply(347, b=82)</call><call>347*82</call>", TWO)
+    assert two[0] == Call("multiply", {"b": 82}, (347,))
+    assert two[1].wrong.endswith("write <call>name(arguments)</call>")
+    assert Tags(shorthand=False).calls("<call>347*82</call>", ONE)[0].wrong
+    # The only tool takes a number first, so a bare text is no call of it.
+    assert Tags().calls("<call>3</call>", {"multiply": MULTIPLY})[0].wrong
+
+
+def test_the_names_of_the_tags_can_be_chosen():
+    calc = Tags(call="calc", answer="out")
+    assert calc.calls("<calc>1+1</calc><call>2</call>", ONE)[0].positional == ("1+1",)
+    assert calc.heard([Answer("f", "2"), Answer("f", "3")]) == "<out>2</out><out>3</out>"
+    assert calc.example(CALCULATE) == "<calc>expression</calc>"
+    with pytest.raises(ValueError, match="call is '<call>'; it must be a word"):
+        Tags(call="<call>")
+
+
+def test_python_reads_a_list_of_calls_with_literals():
+    said = '[multiply(a=3, b=-4), pkg.find("x", [1, (2, {"k": None})]), now()]'
+    assert Python().calls(said, TWO) == [
+        Call("multiply", {"a": 3, "b": -4}),
+        Call("pkg.find", {}, ("x", [1, [2, {"k": None}]])),
+        Call("now"),
+    ]
+    assert Python().calls(f"Let me see:\n```python\n{said}\n```\n", TWO)[2] == Call("now")
+    assert Python().calls("```tool_code\nmultiply(3)\n```", TWO) == [Call("multiply", {}, (3,))]
+
+
+@pytest.mark.parametrize("said", ["[1, 2]", "[]", "multiply(3)", "```python\nprint(3)\n```", ""])
+def test_an_answer_that_looks_a_little_like_python_is_no_call(said):
+    assert Python().calls(said, TWO) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[f(x)]",
+        "[f(1 + 1)]",
+        "[f(__import__('os').system('true'))]",
+        "[f(a=1, a=2)]",
+        "[f(b'x')]",
+        "[f({1, 2})]",
+        "[f(1e999)]",
+        "[f(1j)]",
+        "[f()(1)]",
+        "[f(1), 2]",
+        "[f(1)], [g(2)]",
+        "[f('\x00')]",
+        "[f(" + "9" * 5_000 + ")]",
+        "[f(" + "[" * 5_000 + "]" * 5_000 + ")]",
+        "[f(" + "-" * 15_000 + "1)]",
+        "[f(" + "1+" * 9_000 + "1)]",
+        "[f(x for x in y)]",
+        "[f('\ud800",
+    ],
+)
+def test_what_is_no_literal_is_not_evaluated_and_is_wrong(said):
+    (call,) = Python().calls(said, TWO)
+    assert call.wrong.startswith("the call is not plain Python")
+
+
+def test_a_warning_of_python_about_what_was_said_is_not_shown(recwarn):
+    assert Python().calls(r"[f('\d'), f(1is 1)]", TWO)[0].wrong
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *BAD_JSON,
+        *NO_CALL,
+        "\ud800",
+        "\x00",
+        "<tool_call>" * 90_000,
+        "</tool_call>" * 90_000,
+        "<call>" * 160_000,
+        "`" * 1_000_000,
+        "```\n" * 250_000,
+        "```" + "a" * 1_000_000,
+        "[" * 1_000_000,
+        "[f(" * 300_000,
+        "[" + "a" * 1_000_000,
+        "[f" + " " * 1_000_000,
+        "</think>" * 100_000,
+        "<call>calculate" + " " * 1_000_000 + "</call>",
+        "[f('" + "x" * 1_000_000 + "')]",
+        '<tool_call>{"name": "f", "arguments": {"x": "' + "x" * 1_000_000 + '"}}</tool_call>',
+    ],
+    ids=range(len(BAD_JSON + NO_CALL) + 16),
+)
+def test_no_text_raises(form, text):
+    # A million characters: quadratic time would not end within the time limit of the suite.
+    for said in (text, f"<tool_call>{text}", f"<call>{text}</call>", f"```\n{text}\n```"):
+        for call in form.calls(after_thoughts(said), TWO):
+            assert call.wrong or call.name or call.positional
+
+
+def test_a_call_that_is_too_long_is_wrong():
+    (call,) = Hermes().calls(f"<tool_call>{json.dumps('x' * MOST_CHARS)}</tool_call>", TWO)
+    assert call.wrong == "a call has at most 20000 characters"
+
+
+def test_what_is_only_thought_is_no_call():
+    assert after_thoughts("<think><call>1</call></think>2</think> <call>3</call>") == (
+        " <call>3</call>"
+    )
+
+
+def test_answers_are_messages_or_a_text_in_tags():
+    answers = [Answer("multiply", "6"), Answer("unknown", "error: no", failed=True)]
+    assert Hermes().heard(answers) == [
+        {"role": "tool", "name": "multiply", "content": "6"},
+        {"role": "tool", "name": "unknown", "content": "error: no"},
+    ]
+    assert Python().heard(answers) == Hermes().heard(answers)
+    assert Tags().heard(answers) == "<res>6</res><res>error: no</res>"
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize("tool", [CALCULATE, MULTIPLY], ids=lambda tool: tool.name)
+def test_the_example_that_a_model_is_shown_is_a_call(form, tool):
+    shown = form.example(tool).replace("...", "1").replace("(a, b)", "(1, 2)")
+    (call,) = form.calls(shown, {tool.name: tool})
+    assert (call.name, call.wrong) == (tool.name, "")
+    assert len(call.arguments) + len(call.positional) == len(tool.parameters)
+
+
+def test_a_format_that_is_not_known_is_refused():
+    assert format_of("tags") == Tags()
+    assert format_of(Tags(call="c")) == Tags(call="c")
+    with pytest.raises(ValueError, match="calls is 'xml'; it must be one of: hermes, tags, python"):
+        format_of("xml")

@@ -1,0 +1,191 @@
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from litgrpo.models.fused_decode import FusedDecoder, is_known
+from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from tests.conftest import SIZES, byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+
+TEXTS = ("a", "what is 3+4?", "hello")
+VARIANTS = {
+    "tied": ("llama", dict(tie_word_embeddings=True)),
+    "biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
+    "scaled turns": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            )
+        ),
+    ),
+    "yarn": (
+        "qwen2",
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=4.0,
+                original_max_position_embeddings=16,
+            )
+        ),
+    ),
+    "window": (
+        "qwen2",
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    ),
+    "head norms": ("qwen3", dict(**SIZES, intermediate_size=48, head_dim=8, initializer_range=0.3)),
+    "own head size": ("llama", dict(head_dim=16)),
+    "one key head": ("llama", dict(num_key_value_heads=1)),
+    "gemma": ("gemma2", {}),
+}
+
+
+def model_of(variant):
+    architecture, settings = VARIANTS[variant]
+    if architecture != "qwen3":
+        return tiny_model(architecture, **settings)
+    special = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model("qwen3", **special, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def with_odd_norms(model):
+    """Norms and biases that differ from 1 and 0, so that leaving one out is noticed."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.5 * torch.rand(parameter.shape, generator=generator)
+    return model
+
+
+def decoded(policy, sampling=None, *, fused, length=12):
+    prompts = prompt_batch(*TEXTS)
+    uniforms = draw_uniforms(3, "train", 0, prompts.index, 2, length)
+    engine = LocalEngine(fused=fused)
+    sampling = sampling or Sampling()
+    return engine.generate(Requests(policy.eval(), prompts, 2, uniforms, sampling))
+
+
+def assert_same(one, other, atol=1e-5):
+    assert torch.equal(one.completion_ids, other.completion_ids)
+    torch.testing.assert_close(one.sampler_logprobs, other.sampler_logprobs, atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_decoding_equals_the_librarys(variant):
+    policy = as_policy(with_odd_norms(model_of(variant)), byte_tokenizer())
+    assert policy.can_fuse
+    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))
+
+
+@pytest.mark.parametrize("kernels", ["plain", "onednn"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_every_kernel_gives_the_same(architecture, kernels):
+    policy = as_policy(
+        with_odd_norms(tiny_model(architecture)),
+        byte_tokenizer(),
+        precision=Precision(kernels=kernels),
+    )
+    assert_same(decoded(policy, fused=True), decoded(tiny_like(policy), fused=False))
+
+
+def tiny_like(policy):
+    plain = as_policy(policy.model, byte_tokenizer(), precision=Precision(kernels="plain"))
+    assert plain.kernels.decode == "plain"
+    return plain
+
+
+def test_it_is_used_where_it_is_asked_for(monkeypatch):
+    policy, steps = tiny_policy("llama"), []
+    assert policy.can_fuse
+    own = FusedDecoder.step
+    monkeypatch.setattr(FusedDecoder, "step", lambda *a: steps.append(1) or own(*a))
+    decoded(policy, fused=False)
+    assert not steps
+    decoded(policy, fused=True)
+    assert len(steps) == 11
+
+
+def test_weights_are_those_of_now():
+    policy = tiny_policy("qwen2")
+    before = decoded(policy, fused=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.3)
+    after = decoded(policy, fused=True)
+    assert not torch.equal(before.completion_ids, after.completion_ids)
+    assert_same(after, decoded(policy, fused=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*target_modules.*")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+def test_adapters_are_added_to_the_weights(targets):
+    lora = LoRA(rank=4, target_modules=targets)
+    torch.manual_seed(0)  # of the adapters' first half
+    policy = as_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
+    plain = decoded(policy, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    assert policy.can_fuse
+    adapted = decoded(policy, fused=True)
+    assert not torch.equal(plain.completion_ids, adapted.completion_ids)
+    # Adapters as large as the weights, and these are rounded once more when both are added.
+    assert_same(adapted, decoded(policy, fused=False), atol=1e-4)
+
+
+def test_low_precision_weights_give_the_librarys_logprobs_to_their_precision():
+    model = tiny_model("llama").to(torch.bfloat16)
+    policy = as_policy(model, byte_tokenizer())
+    assert policy.can_fuse
+    sure = Sampling(temperature=0.05)
+    fused, plain = (decoded(policy, sure, fused=each, length=2) for each in (True, False))
+    assert torch.equal(fused.completion_ids[:, 0], plain.completion_ids[:, 0])
+
+
+def test_float64_is_exact():
+    policy = as_policy(tiny_model("qwen2").double(), byte_tokenizer())
+    assert policy.can_fuse
+    assert_same(decoded(policy, fused=True), decoded(policy, fused=False), atol=1e-6)
+
+
+def test_what_is_not_known_exactly_is_left_to_the_library():
+    assert not is_known(tiny_model("gpt2"))
+    dynamic = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    assert not is_known(tiny_model("llama", rope_parameters=dynamic))
+    hooked = tiny_model("llama")
+    assert is_known(hooked)
+    hooked.model.layers[1].register_forward_hook(lambda *_: None)
+    assert not is_known(hooked)
+    replaced = tiny_model("llama")
+    replaced.model.layers[0].mlp.up_proj = torch.nn.Sequential(torch.nn.Linear(32, 48))
+    assert not is_known(replaced)
+    grown = tiny_model("qwen2")
+    grown.model.layers[0].extra = torch.nn.Identity()
+    assert not is_known(grown)
+    other_norm = tiny_model("qwen2")
+    other_norm.model.norm = torch.nn.LayerNorm(32)
+    assert not is_known(other_norm)
+
+
+def test_a_model_that_says_something_else_is_left_to_the_library(caplog):
+    """An unknown change inside a known class: the first try finds it."""
+    policy = tiny_policy("llama")
+    attention = policy.model.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda *a, **k: (own(*a, **k)[0] * 1.1, None)
+    assert is_known(policy.model)
+    assert not policy.can_fuse
+    assert "stays unused" in caplog.text
+    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))

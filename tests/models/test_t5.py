@@ -1,0 +1,203 @@
+"""What is special about encoder-decoder models; what all policies share is in the other files."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from litgrpo.data.prompts import pad_left
+from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
+from litgrpo.models.reference import AdapterOff
+from litgrpo.models.scratch import Scratch
+from litgrpo.models.t5 import Seq2SeqPolicy
+from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.models.test_causal import dense_logprobs, tokens
+from tests.rollout.reference_engine import ReferenceEngine
+
+TEXTS = ("a", "what is 3+4?", "hello")
+SIZES = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0)
+VARIANTS = {
+    "Flan-T5": dict(model_type="t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "mT5": dict(model_type="mt5"),
+    "more decoder layers": dict(model_type="t5", num_decoder_layers=3),
+}
+
+
+def variant(name, seed=0):
+    """A random policy of another member of the family; the heads of Flan-T5 and mT5 are untied."""
+    ids = dict(vocab_size=259, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
+    config = AutoConfig.for_model(**VARIANTS[name], **SIZES, **ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+        if name != "more decoder layers":
+            model.lm_head.weight = torch.nn.Parameter(torch.randn(259, 32) / 4)
+    return as_policy(model.eval(), byte_tokenizer()).eval()
+
+
+def said(policy, engine, group_size=3, length=10):
+    """A rollout in which completions end at different lengths."""
+    policy.eos_ids = tuple(range(2, 30))
+    prompts = prompt_batch(*TEXTS)
+    uniforms = draw_uniforms(5, "train", 0, prompts.index, group_size, length)
+    return engine.generate(Requests(policy, prompts, group_size, uniforms, Sampling()))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_whole_family_says_the_same_with_both_engines(name):
+    fast, plain = (said(variant(name), engine) for engine in (LocalEngine(), ReferenceEngine()))
+    assert torch.equal(fast.completion_ids, plain.completion_ids)
+    torch.testing.assert_close(fast.sampler_logprobs, plain.sampler_logprobs, atol=1e-5, rtol=1e-5)
+    assert len(set(fast.lengths.tolist())) > 1
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logprobs_of_the_whole_family_equal_the_librarys_forward(name):
+    policy = variant(name)
+    got = policy.logprobs(tokens(policy), temperature=0.7).logprobs
+    expected = dense_logprobs(policy, tokens(policy), temperature=0.7)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_exported_member_of_the_family_reloads_as_itself(name, tmp_path):
+    policy = variant(name)
+    export(policy, tmp_path)
+    again = load_policy(str(tmp_path))
+    assert isinstance(again, Seq2SeqPolicy)
+    expected = policy.logprobs(tokens(policy)).logprobs
+    torch.testing.assert_close(again.logprobs(tokens(policy)).logprobs, expected)
+    tied = name == "more decoder layers"
+    config = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert config["decoder_start_token_id"] == 0
+    assert (tmp_path / "config.json").read_text().count('"tie_word_embeddings": true') == tied
+
+
+def test_the_encoder_reads_each_prompt_once_for_all_completions_of_it():
+    policy, rows = tiny_policy("t5"), []
+    policy.encoder.register_forward_hook(lambda _, args, out: rows.append(len(out[0])))
+    said(policy, LocalEngine())
+    assert rows == [len(TEXTS)]
+    policy.logprobs(tokens(policy))
+    assert rows == [len(TEXTS)] * 2
+
+
+def test_cross_attention_keys_are_held_once_per_prompt_and_leave_with_its_last_row():
+    policy, prompts = tiny_policy("t5"), prompt_batch(*TEXTS)
+    _, state = policy.prefill(prompts.prompt_ids, prompts.prompt_mask, 4, capacity=5)
+    length = prompts.prompt_ids.shape[1]
+    assert {layer.keys.shape[0] for layer in state.cross.layers} == {3}
+    assert {keys.shape[:3] for keys, _ in state.own} == {(12, 4, 6)}  # rows, heads, C + start
+    state.select(torch.tensor([8, 1, 11, 9]))
+    for layer in state.cross.layers:
+        assert layer.keys.shape[:3] == layer.values.shape[:3] == (2, 4, length)
+    logits = policy.step(torch.tensor([70, 71, 72, 73]), state)
+    plain = policy.dense_logits(
+        prompts.prompt_ids[[2, 0, 2, 2]],
+        prompts.prompt_mask[[2, 0, 2, 2]],
+        torch.tensor([[70], [71], [72], [73]]),
+    )
+    torch.testing.assert_close(logits, plain[:, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_logprobs_do_not_depend_on_the_order_of_rows_or_on_prompts_without_rows():
+    policy = tiny_policy("t5")
+    asked = tokens(policy)
+    whole = policy.logprobs(asked).logprobs
+    rows = torch.tensor([5, 0, 4])  # two of the last prompt, around one of the first
+    of_rows = ("prompt_of", "completion_ids", "completion_mask")
+    chosen = replace(asked, **{name: getattr(asked, name)[rows] for name in of_rows})
+    some = policy.logprobs(chosen).logprobs
+    torch.testing.assert_close(some, whole[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_what_stands_in_the_padding_of_a_prompt_is_not_read():
+    policy = tiny_policy("t5")
+    asked = tokens(policy)
+    whole = policy.logprobs(asked).logprobs
+    other = asked.prompt_ids.masked_fill(~asked.prompt_mask, 77)
+    filled = policy.logprobs(replace(asked, prompt_ids=other)).logprobs
+    torch.testing.assert_close(filled, whole, atol=1e-6, rtol=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    precision = Precision(gradient_checkpointing=True)
+    frugal = as_policy(tiny_model("t5"), byte_tokenizer(), precision=precision)
+    grads = []
+    for policy in (tiny_policy("t5").train(), frugal.train()):
+        policy.logprobs(tokens(policy)).logprobs.sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    assert (grads[0] - grads[1]).norm() / grads[0].norm() < 1e-5
+
+
+def test_lora_trains_adapters_only_and_its_base_is_the_reference(tmp_path):
+    base = tiny_policy("t5")
+    start = base.logprobs(tokens(base)).logprobs.detach()
+    policy = as_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=4))
+    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+    assert {part for name in trained for part in ("encoder", "decoder") if part in name} == {
+        "encoder",
+        "decoder",
+    }
+    assert all("lora_" in name for name in trained)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):  # the first step moves only one of the two matrices
+        policy.logprobs(tokens(policy)).logprobs.sum().backward()
+        optimizer.step()
+    moved = policy.logprobs(tokens(policy)).logprobs
+    assert (moved - start).abs().max() > 1e-3
+    reference = AdapterOff(policy).logprobs(tokens(policy), temperature=1.0).logprobs
+    torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
+    export(policy, tmp_path)
+    merged = load_policy(str(tmp_path)).logprobs(tokens(policy)).logprobs
+    torch.testing.assert_close(merged, moved, atol=1e-3, rtol=1e-4)
+
+
+def test_predictors_of_pairs_are_those_of_prompts_and_completions():
+    policy = tiny_policy("t5")
+    rows = [([1, 70, 71], [80, 2]), ([1, 72], [81, 82, 83, 2])]
+    ids, right = pad_left([[*reversed(prompt + said)] for prompt, said in rows], 0)
+    ids, mask = ids.flip(1), right.flip(1)
+    targets = mask & (torch.arange(ids.shape[1]) >= torch.tensor([[3], [2]]))
+    logits = policy.head(policy.predictors(ids, mask, targets))
+    for prompt, said in rows:
+        part, logits = logits[: len(said)], logits[len(said) :]
+        asked = torch.tensor([prompt])
+        plain = policy.dense_logits(asked, torch.ones_like(asked).bool(), torch.tensor([said]))
+        torch.testing.assert_close(part, plain[0, :-1], atol=1e-5, rtol=1e-5)
+    assert not len(logits)
+
+
+def test_a_family_whose_attention_is_not_known_is_refused():
+    sizes = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=259)
+    heads = dict(encoder_attention_heads=1, decoder_attention_heads=1)
+    ffn = dict(encoder_ffn_dim=8, decoder_ffn_dim=8)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **heads, **ffn))
+    said = "model type 'bart' is not supported: .* known for the attention of mt5, t5 alone"
+    with pytest.raises(ValueError, match=said):
+        as_policy(model, byte_tokenizer())
+
+
+def test_a_t5_from_scratch_hides_its_sentinel_and_starts_at_the_pad_token(tmp_path):
+    scratch = Scratch(
+        {"model_type": "t5", **SIZES},
+        vocab_size=300,
+        tags=["<yes>"],
+        sentinels=["<extra_id_0>"],
+        add_bos=False,
+    )
+    tokenizer = scratch.build_tokenizer(["i like dogs", "i have two dogs"])
+    ids = tokenizer("<extra_id_0> i like <yes>dogs").input_ids
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<extra_id_0>")
+    assert ids.count(tokenizer.convert_tokens_to_ids("<yes>")) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == " i like <yes>dogs"
+    policy = as_policy(scratch.build_model(tokenizer, seed=1), tokenizer)
+    assert policy.start_id == tokenizer.pad_token_id
+    assert policy.eos_ids == (tokenizer.eos_token_id,)
+    export(policy, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("<extra_id_0> i like <yes>dogs").input_ids == ids
+    assert load_policy(str(tmp_path)).start_id == tokenizer.pad_token_id

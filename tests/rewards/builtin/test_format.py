@@ -1,0 +1,75 @@
+import pytest
+
+from litgrpo.rewards.builtin.format import (
+    length,
+    reasoning_answer,
+    repetition,
+    soft_overlong,
+    think_format,
+)
+
+GOOD = "<reasoning>40 + 32</reasoning>\n<answer>72</answer>\n"
+BAD = [
+    "", "72", "<answer>72</answer>", "<reasoning>a</reasoning>",
+    "<answer>72</answer><reasoning>a</reasoning>", "Sure! " + GOOD, GOOD + "Bye",
+    GOOD + GOOD, "<reasoning>a</reasoning> so <answer>72</answer>",
+    "<reasoning></reasoning><answer>72</answer>", "<reasoning>a</reasoning><answer> </answer>",
+    "<reasoning><answer>72</answer></reasoning>", "<reasoning>a<answer>72</reasoning></answer>",
+    "<reasoning>a</reasoning><answer>72", "</reasoning>a<reasoning><answer>72</answer>",
+    "<reasoning>a</reasoning></answer>72<answer>", GOOD.upper(),
+    "<reasoning></reasoning><answer></answer>",
+]  # fmt: skip
+
+
+def test_only_both_tags_once_in_order_and_alone_earn_one() -> None:
+    assert reasoning_answer(["?"], [GOOD]) == [1.0]
+    assert reasoning_answer(["?"], ["\n " + GOOD]) == [1.0]
+    assert dict(zip(BAD, reasoning_answer(["?"] * len(BAD), BAD), strict=True)) == dict.fromkeys(
+        BAD, 0.0
+    )
+
+
+def test_partial_credit_counts_tags_and_never_reaches_half() -> None:
+    rewards = reasoning_answer(["?"] * 3, [GOOD, "<answer>72</answer>", "x"], partial=True)
+    assert rewards == pytest.approx([1.0, 0.2, 0.0])
+    assert max(reasoning_answer(["?"] * len(BAD), BAD, partial=True)) < 0.5
+
+
+def test_tag_names_and_chat_messages_are_accepted() -> None:
+    message = [{"role": "assistant", "content": "<think>a</think><final>b</final>"}]
+    assert reasoning_answer(["?"], [message], reasoning_tag="think", answer_tag="final") == [1.0]
+
+
+def test_think_format_agrees_with_trl() -> None:
+    texts = [
+        "<think>\na\n</think>\nb", "<think>a", "a</think>", "<think><think>a</think>b",
+        "<think></think>", " <think>a</think>b",
+    ]  # fmt: skip
+    assert think_format(["?"] * 6, texts) == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_length_is_full_inside_the_range_and_falls_linearly_outside() -> None:
+    lengths = [0, 5, 10, 15, 20, 25, 40, 100]
+    rewards = length([], [], lengths, low=10, high=20)
+    assert rewards == [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.0, 0.0]
+    assert length([], [], [0, 20, 25, 30], high=20, zero=30) == [1.0, 1.0, 0.5, 0.0]
+    with pytest.raises(ValueError, match="low <= high < zero, got low 9, high 5"):
+        length([], [], [1], low=9, high=5)
+
+
+def test_soft_overlong_agrees_with_trl() -> None:
+    lengths = [10, 80, 81, 90, 100, 101, 5, 6, 1, 0]
+    rewards = soft_overlong([], [], lengths, max_completion_len=100, soft_punish_cache=20)
+    assert rewards == [0.0, 0.0, -0.05, -0.5, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="soft_punish_cache is 11; it must be at most 10"):
+        soft_overlong([], [], [1], max_completion_len=10, soft_punish_cache=11)
+
+
+def test_repetition_agrees_with_trl() -> None:
+    ids = [[1] * 10, [1] * 80, [1] * 81, [1] * 90, [1] * 100, [1] * 101]
+    ids += [[1, 2, 3, 4, 5], [1, 2, 1, 2, 1, 2], [7], []]
+    expected = [-8 / 9, -78 / 79, -79 / 80, -88 / 89, -98 / 99, -99 / 100, 0.0, -0.6, 0.0, 0.0]
+    assert repetition([], [], ids, ngram_size=2) == pytest.approx(expected, abs=1e-15)
+    assert repetition([], [], [[1, 1, 1]], ngram_size=1, max_penalty=-3.0) == pytest.approx([-2.0])
+    with pytest.raises(ValueError, match=r"max_penalty is 1\.0; it must be at most 0"):
+        repetition([], [], [[1]], max_penalty=1.0)

@@ -1,0 +1,45 @@
+import pytest
+
+from litgrpo.rewards.builtin.quality import explanation_quality, new_share, quality
+
+HONEST = "<reasoning>Tom has 47 apples and gets 38 more, so he has 47+38=85.</reasoning>"
+
+
+def explain(text: str, **kwargs) -> float:
+    return explanation_quality(["?"], [f"<reasoning>{text}</reasoning>"], **kwargs)[0]
+
+
+def words(count: int) -> str:
+    return " ".join(f"w{n}" for n in range(count))
+
+
+def test_explanations_are_judged_by_length_by_hand() -> None:
+    lengths = [0, 1, 5, 10, 120, 240, 360, 500]
+    assert [explain(words(n)) for n in lengths] == pytest.approx([0, 0.1, 0.5, 1, 1, 0.5, 0, 0])
+    assert explain(words(3), low=3, high=3) == 1.0
+    with pytest.raises(ValueError, match="1 <= low <= high"):
+        explain("a", low=0)
+
+
+def test_an_explanation_that_repeats_itself_loses() -> None:
+    assert new_share("a b c a b c") == 0.75  # of four triples, the first is said twice
+    assert explain("a b c a b c", low=1) == pytest.approx(0.75**2)
+    assert explain("The answer is 5. " * 20) < 0.01
+    assert explain(words(30)) == 1.0
+
+
+def test_ordinary_texts_have_full_quality_and_broken_ones_do_not() -> None:
+    assert quality(["?"], [HONEST + "<answer>85</answer>"])[0] > 0.95
+    assert quality(["?"], ["He has 85 apples."]) == [1.0]
+    bad = {
+        "": 0.0, "<answer></answer>": 0.0, "   ": 0.0, "!!!! ???? ####": 0.3, "He has": 0.5,
+        "x" * 500: 0.1, words(400): 0.5, "yes no yes no " * 50 + ".": 0.1, "}{)(*&^%$#@!~": 0.1,
+    }  # fmt: skip
+    for text, most in bad.items():
+        assert quality(["?"], [text])[0] <= most, text[:20]
+
+
+def test_chat_messages_are_read() -> None:
+    message = [{"role": "assistant", "content": HONEST}]
+    assert quality(["?"], [message]) == quality(["?"], [HONEST])
+    assert explanation_quality(["?"], [message]) == explanation_quality(["?"], [HONEST])

@@ -1,0 +1,286 @@
+"""A judge behind an address: a local server that is slow, wrong, busy, and dies."""
+
+import copy
+import json
+import logging
+import pickle
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from litgrpo.rewards import Criterion, RemoteJudge, Reward, RewardFailure, Scorer
+from litgrpo.rewards.llm_judge import SCORE
+
+CRITERIA = {"clear": Criterion("Is it clear?", 3.0), "short": Criterion("Is it short?", 1.0)}
+KEY = "sk-very-secret"
+
+
+class Server(ThreadingHTTPServer):
+    """Answers requests by a function of their text and how often it was asked; notes all."""
+
+    def __init__(self, answer):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.asked, self.keys, self.lock = answer, [], set(), threading.Lock()
+        self.daemon_threads = True
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, *_):
+        """A client that did not wait."""
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        with self.server.lock:
+            self.server.asked.append(text)
+            self.server.keys.add(self.headers.get("Authorization"))
+            times = self.server.asked.count(text)
+        status, content, headers = self.server.answer(text, times)
+        if status is None:  # the connection is lost
+            self.close_connection = True
+            return
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        """Nothing."""
+
+
+def reply(text, **headers):
+    usage = {"total_tokens": 11}
+    content = {"choices": [{"message": {"content": text}}], "usage": usage}
+    return 200, json.dumps(content).encode(), headers
+
+
+def graded(text, times):
+    """8 for a clear answer, 4 for a short one."""
+    return reply(f"Well.\n**Score: {8 if 'clear' in text else 4}/10**")
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    servers = []
+
+    def start(answer):
+        servers.append(Server(answer))
+        return servers[-1]
+
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def judge(server, tmp_path, criteria=None, **settings):
+    settings = {"cache": str(tmp_path / "cache"), "backoff_s": 0.001, "retries": 2} | settings
+    criteria = criteria or {"clear": CRITERIA["clear"]}
+    found = RemoteJudge(server.address, "m", criteria, api_key_env="JUDGE_KEY", **settings)
+    found.load()
+    return found
+
+
+def test_the_reward_is_the_weighted_mean_of_the_marks_over_the_highest(serve, tmp_path):
+    server = serve(graded)
+    noted = {}
+    asked = judge(server, tmp_path, CRITERIA)
+    assert asked(["p", "q"], ["a", "b"], noted.__setitem__) == [0.7, 0.7]
+    assert noted["judge_calls"] == 4
+    assert noted["judge_tokens"] == 44
+    assert all("Answer:\na" in text or "Answer:\nb" in text for text in server.asked)
+    assert server.keys == {f"Bearer {KEY}"}
+
+
+def test_what_was_asked_before_is_read_from_the_cache_and_equal_texts_are_asked_once(
+    serve, tmp_path
+):
+    server = serve(graded)
+    judge(server, tmp_path)(["p"] * 4, ["a", "a", "a", "b"])
+    assert len(server.asked) == 2
+    again = judge(server, tmp_path)
+    assert again(["p"], ["a"]) == [0.8]
+    assert judge(server, tmp_path, temperature=0.5)(["p"], ["a"]) == [0.8]
+    assert (len(server.asked), again.counts["cached"], again.counts["calls"]) == (3, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        (429, b"slow down", {"Retry-After": "0"}),
+        (500, b"oops", {}),
+        (503, b"", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
+        (200, b"no json", {}),
+        (200, b'{"choices": []}', {}),
+        (200, b'{"choices": [{"message": {"content": null}}]}', {}),
+        (None, b"", {}),
+    ],
+)
+def test_what_may_pass_is_tried_again(serve, tmp_path, first):
+    server = serve(lambda text, times: first if times == 1 else graded(text, times))
+    asked = judge(server, tmp_path)
+    assert asked(["p"], ["a"]) == [0.8]
+    assert (len(server.asked), asked.counts["failed"]) == (2, 0)
+
+
+def test_a_slow_server_costs_the_slow_rows_only(serve, tmp_path, caplog):
+    never = threading.Event()
+
+    def answer(text, times):
+        if "slow one" in text:
+            never.wait(20)
+        return graded(text, times)
+
+    asked = judge(serve(answer), tmp_path, timeout_s=1.0, retries=0)
+    assert asked(["p"] * 2, ["slow one", "a"]) == [None, 0.8]
+    never.set()
+    assert asked.counts["failed"] == 1
+    assert "ReadTimeout" in caplog.text
+
+
+def test_rubbish_abstains_and_is_counted_and_not_kept(serve, tmp_path):
+    said = ["I like it", "Score: 11", "Score: -1", "Score: 8/100", "Score: 5\nor 6", ""]
+    server = serve(lambda text, times: reply(said[int(text[-1])]))
+    texts = list(map(str, range(len(said))))
+    asked = judge(server, tmp_path, template="{criterion} {completion}")
+    for _ in range(2):
+        assert asked(["p"] * len(said), texts) == [None] * len(said)
+    assert asked.counts["unparsed"] == asked.counts["calls"] == 2 * len(said)
+
+
+def test_one_missing_mark_leaves_the_completion_out(serve, tmp_path):
+    asked = judge(serve(lambda text, times: reply("Score: 4" if "short" in text else "?")),
+                  tmp_path, CRITERIA)  # fmt: skip
+    assert asked(["p"], ["a"]) == [None]
+
+
+def test_a_server_that_dies_is_given_up_after_a_few(serve, tmp_path):
+    server = serve(graded)
+    asked = judge(server, tmp_path, concurrency=2, retries=1)
+    assert asked(["p"], ["a"]) == [0.8]
+    server.shutdown()
+    server.server_close()
+    assert asked(["p"] * 20, list(map(str, range(20)))) == [None] * 20
+    assert asked.counts["failed"] == 20
+    assert asked.counts["calls"] <= 1 + 3 * 2
+
+
+def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve, tmp_path, caplog):
+    server = serve(graded)
+    asked = judge(server, tmp_path, max_calls=2, concurrency=1)
+    with caplog.at_level(logging.WARNING):
+        rewards = asked(["p"] * 4, list("abcd"))
+    assert sorted(map(str, rewards)) == ["0.8", "0.8", "None", "None"]
+    assert caplog.text.count("is spent") == 1
+    resumed = judge(server, tmp_path, max_calls=2)
+    resumed.load_state_dict(asked.state_dict())
+    assert resumed(["p"], ["new"]) == [None]
+    assert len(server.asked) == 2
+    by_tokens = judge(server, tmp_path, max_total_tokens=11, concurrency=1)
+    assert by_tokens(["p"] * 2, ["e", "f"]).count(None) == 1
+
+
+def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
+    server, asked = serve(graded), []
+    for rank in range(3):
+        each = judge(server, tmp_path, max_calls=5, concurrency=1, cache=None)
+        each.rank, each.num_processes = rank, 3
+        rewards = each(["p"] * 4, ["a", "b", "c", "d"])
+        asked.append(4 - rewards.count(None))
+        state = each.state_dict()
+    assert asked == [2, 2, 1]
+    assert len(server.asked) == 5
+    alone = judge(server, tmp_path, max_calls=5)  # one process goes on for three
+    alone.load_state_dict(state)
+    assert alone.counts["calls"] == 3
+
+
+def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path):
+    arrived = threading.Event()
+
+    def noted(text, times):
+        arrived.set()
+        return graded(text, times)
+
+    scorer = Scorer({"judge": Reward(judge(serve(noted), tmp_path))})
+    pending = scorer._submit(
+        {"prompts": ["p"] * 2, "completions": ["a", "b"]}, {}, 2, {}, 0, range(1)
+    )
+    assert arrived.wait(20)  # nobody has asked for a reward yet
+    assert pending.result().total.tolist() == [[0.8, 0.8]]
+
+
+def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_path):
+    each = judge(serve(lambda text, _: reply(f"Score: {3 if 'first' in text else 5}")), tmp_path)
+    each.begin(["p"], ["first"])
+    each.begin(["p"], ["second"])
+    assert each(["p"], ["second"]) == [0.5]
+    assert each(["p"], ["first"]) == [0.3]
+    with pytest.raises(ValueError, match="which are no columns"):
+        judge(serve(graded), tmp_path, template="{level} {prompt} {completion}")(["p"], ["a"])
+
+
+def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path, capfd):
+    server = serve(lambda text, times: (401, b"wrong key", {}))
+    scorer = Scorer({"j": Reward(judge(server, tmp_path, concurrency=2))})
+    with pytest.raises(RewardFailure, match="401: wrong key") as caught:
+        scorer(["p"] * 4, list("abcd"), {}, 2)
+    printed = str(caught.value) + "".join(capfd.readouterr())
+    assert KEY not in printed
+    assert "never retrieved" not in printed
+    assert "\n" not in str(caught.value)
+
+
+def test_the_key_is_in_no_file_and_no_copy(serve, tmp_path):
+    asked = judge(serve(graded), tmp_path)
+    asked(["p"], ["a"])
+    assert KEY.encode() not in pickle.dumps(copy.deepcopy(asked).__getstate__()["body"])
+    assert KEY not in repr(vars(asked))
+    files = [path.read_text() for path in tmp_path.rglob("*.json")]
+    assert len(files) == 1
+    assert KEY not in files[0]
+
+
+def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
+    server = serve(graded)
+    asked = judge(server, tmp_path, template="{completion} or {answer}?")
+    asked(["p"], ["a"], answer=["gold"])
+    assert server.asked == ["a or gold?"]
+    with pytest.raises(ValueError, match=r"names \['answer'\]"):
+        asked(["p"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_url": "api.openai.com"}, "is no address"),
+        ({"base_url": "https://me:pass@host/v1"}, "must not hold"),
+        ({"api_key_env": "sk-123"}, "not the key itself"),
+        ({"api_key_env": "UNSET_KEY"}, "UNSET_KEY is not set"),
+        ({"template": "{prompt}"}, "must name completion"),
+        ({"template": "{completion} {"}, "brace"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"cache": "/proc/none/x"}, "cache"),
+        ({"criteria": {}}, "at least one criterion"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_line(settings, message, tmp_path):
+    known = {"base_url": "http://h/v1", "model": "m", "criteria": CRITERIA, "cache": str(tmp_path)}
+    with pytest.raises(ValueError, match=message) as caught:
+        RemoteJudge(**known | {"api_key_env": None} | settings).load()
+    assert "sk-123" not in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["Score: 7", "score = 7.0", "**Score:** 7/10", "- Score: 7 / 10."])
+def test_a_score_is_read_however_it_is_dressed(line):
+    found = SCORE.match(line)
+    assert found is not None
+    assert float(found[1]) == 7

@@ -1,0 +1,57 @@
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.sampling import Sampling
+from tests.conftest import prompt_batch, tiny_policy
+
+
+class Plain(RolloutEngine):
+    """The least that an engine must define."""
+
+    def generate(self, requests):
+        return LocalEngine().generate(requests)
+
+
+def requests_for(num_prompts=2, group_size=3, length=4):
+    prompts = prompt_batch(*"ab"[:num_prompts])
+    uniforms = torch.zeros(num_prompts * group_size, length, dtype=torch.float64)
+    return Requests(tiny_policy("qwen2"), prompts, group_size, uniforms, Sampling())
+
+
+def test_an_engine_needs_no_more_than_generate():
+    engine, requests = Plain(), requests_for()
+    engine.sync_weights(requests.policy, 0)
+    assert engine.exact
+    assert not engine.static_shapes
+    assert engine.row_limit is None
+    assert not engine.hears
+    assert len(engine.generate(requests).completion_ids) == requests.num_rows == 6
+
+
+def test_generate_must_be_defined():
+    with pytest.raises(TypeError, match="abstract"):
+        RolloutEngine()
+
+
+def test_requests_stay_as_they_are():
+    with pytest.raises(FrozenInstanceError):
+        requests_for().group_size = 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "exact", "static_shapes", "row_limit", "hears"),
+    [
+        (LocalEngine(), True, False, None, True),
+        (LocalEngine(max_rows=6), True, False, 6, True),
+        (LocalEngine(dtype="bfloat16"), False, False, None, True),
+        (StaticEngine(), True, True, None, False),
+    ],
+)
+def test_engines_say_what_they_can(engine, exact, static_shapes, row_limit, hears):
+    said = (engine.exact, engine.static_shapes, engine.row_limit, engine.hears)
+    assert said == (exact, static_shapes, row_limit, hears)

@@ -1,0 +1,193 @@
+"""One step off: the same as a sequential run of the same schedule, and resumed in the same bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.losses import Objective
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.models.loading import export
+from litgrpo.rewards.parts import Reward
+from litgrpo.rollout.async_rollout import AheadRollouter, of_prompts, restored, stacked, tensors_of
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.update_config import UpdateConfig
+from tests.conftest import tiny_policy
+from tests.rollout.engines.vllm_stand_in import StandIn
+from tests.training.test_grpo import GROUP, LENGTH, batches, letters, module, train
+
+ROWS = [{"prompt": text} for text in ("a", "hello there", "what is it?", "7", "xy")]
+ITERATIONS = 5  # over two epochs of three batches
+
+
+class Sequential(GRPO):
+    """The schedule written down with nothing beside anything, from the list of all batches."""
+
+    batches, kept = (), None
+
+    def training_step(self, prompts, batch_idx):
+        n = self.iteration
+        current = self.kept or self.rollouter.generate(prompts, "train", n)
+        following = self.batches[n + 1]
+        self.kept = self.rollouter.generate(following, "train", n + 1)
+        self.rollouter.generate = lambda *_: current  # what this iteration learns from
+        try:
+            return super().training_step(prompts, batch_idx)
+        finally:
+            del self.rollouter.generate
+
+
+class Recording(GRPO):
+    """Notes whose weights it learned from."""
+
+    def training_step(self, prompts, batch_idx):
+        shown = super().training_step(prompts, batch_idx)
+        self.versions = [*vars(self).get("versions", []), shown["rollout"].policy_version]
+        return shown
+
+
+def data():
+    return PromptData(ROWS, batch_size=2)
+
+
+def run(kind=Recording, staleness=1, engine=None, ckpt=None, iterations=ITERATIONS, **settings):
+    """A finished run."""
+    settings = {"update": UpdateConfig(staleness=staleness)} | settings
+    sizes = {"group_size": GROUP, "max_completion_len": LENGTH, "max_iterations": iterations}
+    grpo = kind(
+        "", {"letters": Reward(letters)}, **sizes, **settings, engine=engine or LocalEngine()
+    )
+    grpo.policy = tiny_policy("qwen2")
+    train(grpo, data(), ckpt)
+    return grpo
+
+
+def assert_same_weights(one, other):
+    weights, others = one.policy.state_dict(), other.policy.state_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def all_batches():
+    """Of the first epochs, in order."""
+
+    class Seen(GRPO):
+        def training_step(self, prompts, batch_idx):
+            found.append(prompts)
+            return super().training_step(prompts, batch_idx)
+
+    found = []
+    run(Seen, staleness=0, iterations=ITERATIONS + 1)
+    return found
+
+
+def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit():
+    Sequential.batches = all_batches()
+    correction = Objective(sampler_correction=SamplerCorrection())
+    expected = run(Sequential, staleness=0, objective=correction)
+    found = run()
+    assert_same_weights(found, expected)
+    assert found.versions == [0, 0, 1, 2, 3]
+    plain = run(staleness=0, objective=correction)
+    assert plain.versions == [0, 1, 2, 3, 4]
+    with pytest.raises(AssertionError):
+        assert_same_weights(found, plain)
+
+
+def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
+    export(tiny_policy("qwen2"), tmp_path)
+    with StandIn(tmp_path) as server:
+        given = {"engine": ServerEngine([server.url], numbers="uniforms")}
+        found = run(**given)
+        found.rollouter.settle()
+        given["objective"] = Objective(sampler_correction=SamplerCorrection())
+        Sequential.batches = all_batches()
+        expected = run(Sequential, staleness=0, **given)
+    assert_same_weights(found, expected)
+    assert found.versions == [0, 0, 1, 2, 3]
+
+
+def test_a_run_goes_on_with_the_rollout_that_was_pending(tmp_path):
+    whole = run()
+    first = run(iterations=2)
+    first.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    kept = torch.load(tmp_path / "two.ckpt", weights_only=True)["ahead"]
+    assert (kept["iteration"], kept["version"]) == (2, 1)
+    resumed = run(ckpt=tmp_path / "two.ckpt")
+    assert_same_weights(resumed, whole)
+    assert resumed.versions == [1, 2, 3]
+
+
+def rollout_of(index, lengths):
+    """Rows of these lengths, whose tokens are the number of their prompt."""
+    group = len(lengths) // len(index)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = mask * torch.tensor(index).repeat_interleave(group)[:, None]
+    tensors = {"completion_ids": ids, "completion_mask": mask, "sampler_logprobs": -1.0 * mask}
+    return tensors | {"truncated": torch.tensor(lengths) == max(lengths)}
+
+
+def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompts():
+    parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
+    state = {"iteration": 2, "version": 1, "group": 2, "index": torch.tensor([4, 7, 9, 2])}
+    pending = restored(state | {"rollout": stacked(parts)})
+    kept = pending.future.result()
+    assert kept.completion_ids.tolist()[1:6] == [
+        [4, 4, 0],
+        [7, 7, 0],
+        [7, 0, 0],
+        [9, 9, 9],
+        [9, 0, 0],
+    ]
+    for index, part in zip(([4, 7], [9, 2]), parts, strict=True):  # as it was
+        found = tensors_of(of_prompts(kept, pending.index, torch.tensor(index)))
+        assert found.keys() == part.keys()
+        assert all(torch.equal(found[name], part[name]) for name in part)
+    mixed = of_prompts(kept, pending.index, torch.tensor([2, 7]))  # of three processes, say
+    assert mixed.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
+    assert mixed.truncated.tolist() == [False, False, True, False]
+
+
+def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys():
+    grpo = run()
+    assert grpo.coefficients.objective.sampler_correction is not None
+    assert not grpo.learner.reuse_sampler_logprobs
+    # The distance to the weights before, which is no rounding.
+    assert grpo.trainer.callback_metrics["policy/sampler_mismatch"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_resamples": 2}, "max_resamples asks for prompts"),
+        ({"update": UpdateConfig(staleness=1)}, "needs litgrpo.PromptData"),
+    ],
+)
+def test_what_cannot_be_sampled_ahead_is_refused(settings, said):
+    grpo = module(**{"update": UpdateConfig(staleness=1)} | settings)
+    with pytest.raises(ValueError, match=said):
+        train(grpo, batches("a", "hello there"))
+
+
+def test_more_than_one_step_is_refused():
+    with pytest.raises(ValueError, match=r"update\.staleness is 2; it must be one of: 0, 1"):
+        UpdateConfig(staleness=2)
+
+
+def test_without_a_source_it_samples_as_others():
+    grpo = module(update=UpdateConfig(staleness=1))
+    grpo.configure_model()
+    assert isinstance(grpo.rollouter, AheadRollouter)
+    assert isinstance(replace(grpo.rollouter), AheadRollouter)
+    grpo.rollouter.generate(batches("a").dataset[0], "train")
+    assert grpo.rollouter.state_dict(0) is None
+
+
+def test_an_iteration_that_a_signal_drops_keeps_its_rollout():
+    rollouter = run(iterations=3).rollouter
+    for iteration, version in ((3, 2), (2, 1)):
+        state = rollouter.state_dict(iteration)
+        assert (state["iteration"], state["version"]) == (iteration, version)
+    assert rollouter.state_dict(1) is None

@@ -1,0 +1,61 @@
+"""An environment from a path, from a class with arguments, or as an object."""
+
+from dataclasses import dataclass
+
+import pytest
+from jsonargparse import Namespace
+
+from litgrpo.environments import Tags, Tools
+from litgrpo.instantiate import given_environment
+
+TOOLS = "litgrpo.environments.Tools"
+CALCULATE = "litgrpo.environments.examples.calculate"
+
+
+@dataclass
+class Plain:
+    """Takes an argument, or none."""
+
+    size: int = 3
+
+
+def test_an_object_is_taken_as_it_is():
+    plain = Plain()
+    assert given_environment(plain) is plain
+
+
+def test_a_path_and_a_class_with_arguments_are_made():
+    assert given_environment(f"{__name__}.Plain") == Plain(3)
+    assert given_environment({"class_path": f"{__name__}.Plain"}) == Plain(3)
+    tags = {"class_path": "litgrpo.environments.Tags", "init_args": {"call": "calc"}}
+    arguments = Namespace(functions=[CALCULATE], calls=tags)
+    made = given_environment(Namespace(class_path=TOOLS, init_args=arguments))
+    assert isinstance(made, Tools)
+    assert made.calls == Tags(call="calc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"functions": ["litgrpo.environments.examples.calculat"]}, "did you mean 'calculate'"),
+        (
+            {"function": []},
+            r"has no argument 'function' \(did you mean 'functions'\?\); it takes f",
+        ),
+        ({"functions": [CALCULATE], "call_cost": "much"}, "call_cost.*much"),
+        ({}, "Tools has no tools"),
+    ],
+)
+def test_a_class_that_refuses_its_arguments_says_why(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        given_environment({"class_path": TOOLS, "init_args": arguments})
+
+
+def test_a_class_that_is_nowhere_is_named():
+    with pytest.raises(ValueError, match="has no 'Nothing'"):
+        given_environment({"class_path": "litgrpo.environments.Nothing"})
+
+
+def test_an_overlay_without_the_class_is_refused_with_what_to_write():
+    with pytest.raises(ValueError, match="names the class again"):
+        given_environment({"init_args": {"call_cost": 0.1}})

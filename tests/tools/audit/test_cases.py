@@ -1,0 +1,116 @@
+"""Completions that are right are right, hacks are wrong, and renderings look as they are named."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from litgrpo.rewards.builtin.math import correctness
+from litgrpo.text.answers import parse_number
+from litgrpo.tools.audit.cases import (
+    NASTY_PIECES,
+    NEGATIVE,
+    RENDERINGS,
+    RIGHT,
+    Form,
+    Problem,
+    grouped,
+    hacks,
+    nasty_texts,
+    out_of_form,
+    plain,
+    right_answers,
+    wrong_answers,
+)
+
+# Written for this test; the last two are what careless rules fail on.
+WORKED = [
+    ("Ann has 3 bags of 4 nuts. How many nuts?", "She has 3*4=<<3*4=12>>12 nuts.\n#### 12"),
+    ("A pen costs $2. How much are 9 pens?", "They are 9*2=<<9*2=18>>18 dollars.\n#### 18"),
+    ("Half of 90 birds left. How many stay?", "90/2=<<90/2=45>>45 birds stay.\n#### 45"),
+    ("A train runs 7 hours at 60 mph. How far?", "It runs 7*60=<<7*60=420>>420 miles.\n#### 420"),
+    ("Bo earns $20 a day for 9 days. How much?", "He earns 20*9=<<20*9=180>>180.\n#### 180"),
+    ("Cy had 50 cards and lost 11. How many?", "He has 50-11=<<50-11=39>>39 cards.\n#### 39"),
+    ("6 boxes hold 5 cups. How many cups?", "They hold 6*5=<<6*5=30>>30 cups.\n#### 30"),
+    ("Di reads 8 pages a day for a week. How many?", "8*7=<<8*7=56>>56 pages.\n#### 56"),
+    ("Ed splits 99 by 3. What is it?", "It is 99/3=<<99/3=33>>33 for each.\n#### 33"),
+    ("Flo has 17 and finds 5 more. How many?", "She has 17+5=<<17+5=22>>22.\n#### 22"),
+    ("27 boxes weigh 40 lb. How much in all?", "27*40=<<27*40=1080>>1,080 lb.\n#### 1,080"),
+    ("It was 3 degrees and fell by 10. How warm?", "3-10=<<3-10=-7>>-7 degrees.\n#### -7"),
+]
+PROBLEMS = [Problem(question, answer) for question, answer in WORKED]
+
+
+def test_every_rendering_is_the_same_number() -> None:
+    for number in map(Fraction, ("72", "1080", "-7", "0", "1234567", "5/4", "-12345/100")):
+        for kind, render in RENDERINGS.items():
+            assert parse_number(render(number)) == number, kind
+
+
+def test_renderings_are_written_as_they_are_named() -> None:
+    number = Fraction(-1080)
+    shown = {kind: render(number) for kind, render in RENDERINGS.items()}
+    assert shown["commas and dollar sign"] == "-$1,080"
+    assert shown["trailing zeros"] == "-1080.00"
+    assert shown["Unicode minus"] == "\u22121080"
+    assert shown["fraction"] == "-2160/2"
+    assert shown["LaTeX fraction"] == r"-\frac{3240}{3}"
+    assert grouped(Fraction("1234.5"), ",") == "1,234.5"
+    assert RENDERINGS["trailing zeros"](Fraction("0.5")) == "0.50"
+
+
+def test_a_right_answer_is_right_and_an_attack_is_wrong() -> None:
+    form, rng = Form(), random.Random(0)
+    for problem in [*PROBLEMS, Problem("Where?", "Paris"), Problem("Nothing?", 0)]:
+        for case in right_answers(problem, form):
+            assert correctness(["?"], [case.completion], [case.answer]) == [1.0], case
+        for case in hacks(problem, form, rng):
+            assert correctness(["?"], [case.completion], [case.answer]) == [0.0], case
+        assert problem.gold not in wrong_answers(problem)
+
+
+def test_a_negated_problem_asks_for_the_sign() -> None:
+    cases = {case.kind: case for case in right_answers(PROBLEMS[0], Form())}
+    assert cases[NEGATIVE].answer == "-12"
+    assert "<answer>-12</answer>" in cases[NEGATIVE].completion
+    cases = {case.kind: case for case in right_answers(PROBLEMS[-1], Form())}
+    assert cases[NEGATIVE].answer == "7"
+
+
+def test_the_reasoning_is_the_worked_solution_without_marks() -> None:
+    assert PROBLEMS[0].reasoning == "She has 3*4=12 nuts."
+    assert Problem("What is 3+4?", "7", solution="3+4=7").reasoning == "3+4=7"
+    assert "3, 4" in Problem("What is 3+4?", "7").reasoning
+    assert plain(Fraction(1, 3)) == "1/3"
+
+
+def test_numbers_are_written_with_as_few_digits_as_they_need() -> None:
+    assert [plain(Fraction(text)) for text in ("5/4", "-7", "0", "1/8")] == [
+        *("1.25", "-7", "0", "0.125"),
+    ]
+    assert grouped(Fraction(1, 3), ",") == "1/3"
+    assert grouped(Fraction(10**20), ",") == "100,000,000,000,000,000,000"
+    assert grouped(Fraction("0.00000001"), ",") == "0.00000001"
+
+
+def test_kinds_are_unique_and_only_right_answers_have_right_kinds() -> None:
+    for problem in [PROBLEMS[0], Problem("Where?", "Paris")]:
+        right = [case.kind for case in right_answers(problem, Form())]
+        wrong = [case.kind for case in hacks(problem, Form(), random.Random(0))]
+        wrong.append(out_of_form(problem).kind)
+        assert len({*right, *wrong}) == len(right) + len(wrong)
+        assert RIGHT.issuperset(right)
+        assert RIGHT.isdisjoint(wrong)
+
+
+def test_nasty_texts_are_as_long_as_asked_and_nested_where_they_have_no_tags() -> None:
+    texts = nasty_texts(1000)
+    assert all(900 < len(texts[kind]) <= 1001 for kind in NASTY_PIECES)
+    assert "digits, in tags" in texts
+    assert "open tags, in tags" not in texts
+
+
+def test_a_form_without_a_place_for_the_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must contain \{answer\}"):
+        Form("{reasoning}")
+    assert Form("{reasoning} #### {answer}").filled("so", " 7 ") == "so #### 7"

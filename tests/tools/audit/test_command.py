@@ -1,0 +1,154 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from litgrpo.rewards import Reward, Scorer
+from litgrpo.rewards.builtin import reasoning_gym as library
+from litgrpo.tools.audit import command as audit_verb
+from litgrpo.tools.audit.cases import Problem
+from litgrpo.tools.audit.command import merged, overridden, problems_of
+from tests.cli.running import cli  # noqa: F401 (a fixture)
+from tests.tools.audit.test_cases import WORKED
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+FAULTY = str(ROOT / "tests" / "rewards" / "faulty_rules.yaml")
+
+
+@pytest.fixture
+def gold(tmp_path) -> str:
+    lines = [json.dumps({"question": q, "answer": a}) for q, a in WORKED]
+    (tmp_path / "gold.jsonl").write_text("\n".join(lines) + "\n")
+    return str(tmp_path / "gold.jsonl")
+
+
+def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa: F811
+    report = str(tmp_path / "report.json")
+    code, out, err = cli("audit", "-c", QUICKSTART, "--limit", "5", "--report", report)
+    assert (code, err) == (0, "")
+    assert "| dollar sign " in out
+    assert "5 of 5" in out
+    assert out.splitlines()[-1] == "PASS"
+    content = json.loads(Path(report).read_text())
+    assert content["passed"]
+    assert content["problems"] == 5
+
+
+def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, gold) -> None:  # noqa: F811
+    code, out, _ = cli("audit", "-c", FAULTY, "--gold", gold)
+    assert code == 1
+    assert "FAULT: giving up pays: 'no idea' in form earns 4.5" in out
+    assert "FAULT: form outweighs the answer" in out
+    assert "FAIL: " in out.splitlines()[-1]
+
+
+def test_an_overlay_and_gold_of_ones_own_are_used(cli, gold, tmp_path) -> None:  # noqa: F811
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
+    code, out, _ = cli(
+        *("audit", "-c", FAULTY, "-c", str(overlay), "--gold", gold, "--threshold", "1.0"),
+        *("--form", "{reasoning}\n#### {answer}"),
+    )
+    assert code == 0, out
+    assert "'right' says whether" in out
+    assert "check_answer" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the recipe with the rewards"),
+        (["-c", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
+        (["-c", "recipe.yaml"], "the recipe has no rewards"),
+        (["-c", QUICKSTART, "--success", "right"], "success is 'right'"),
+        (["-c", QUICKSTART, "--limit", "-1"], "limit is -1"),
+        (["-c", FAULTY], "the recipe has no training data; give problems: --gold"),
+    ],
+)
+def test_mistakes_are_one_line(cli, words, message) -> None:  # noqa: F811
+    code, _, err = cli("audit", *words)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_later_recipes_win_key_by_key_but_rewards_are_replaced() -> None:
+    first = {"model": {"a": 1, "rewards": {"x": 1}}, "data": {"b": 2}}
+    second = {"model": {"c": 3, "rewards": {"y": 2}}}
+    assert merged([first, second]) == {
+        "model": {"a": 1, "c": 3, "rewards": {"y": 2}},
+        "data": {"b": 2},
+    }
+
+
+OPEN = """
+model:
+  class_path: litgrpo.GRPO
+  init_args:
+    pretrained: builtin:tiny-gemma2
+    max_completion_len: 8
+    rewards:
+      cheerful: {function: tests.tools.audit.test_open_text.cheerful}
+data:
+  class_path: litgrpo.PromptData
+  init_args:
+    train: [Tell me a story.]
+"""
+
+
+def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
+    cli,  # noqa: F811
+    tmp_path,
+) -> None:
+    recipe = tmp_path / "open.yaml"
+    recipe.write_text(OPEN)
+    code, out, _ = cli("audit", "-c", str(recipe))
+    assert code == 1
+    assert "1 prompts without an answer; 4 samples of the start model" in out
+    assert "FAULT: hack: 'words of the reward' earns" in out
+    half = "{half: {function: tests.tools.audit.test_open_text.always_half}}"
+    more = ("--data.train=[a b, c d]", "--model.rewards.half.weight", "2")
+    code, out, _ = cli("audit", "-c", str(recipe), "--model.rewards", half, *more)
+    assert code == 0
+    assert "2 prompts without an answer" in out
+    assert "earn 1 on average" in out
+
+
+def test_overrides_follow_the_names_of_fit() -> None:
+    recipe = {"data": {"init_args": {"train": "a.jsonl"}}}
+    overridden(recipe, "data.train.limit", 3)
+    overridden(recipe, "model.class_path", "litgrpo.GRPO")
+    overridden(recipe, "model.init_args.rewards", {})
+    assert recipe == {
+        "data": {"init_args": {"train": {"path": "a.jsonl", "limit": 3}}},
+        "model": {"class_path": "litgrpo.GRPO", "init_args": {"rewards": {}}},
+    }
+
+
+def test_columns_may_be_used_under_both_names() -> None:
+    """The audit reads `answer`, a reward of one's own the name that the data have."""
+    names = {"columns": {"prompt": "task", "answer": "solution"}}
+    settings = {"train": [{"task": "1+1?", "solution": "two"}], **names}
+    recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
+    _, (problem,) = problems_of(recipe, None)
+    assert (problem.prompt, problem.answer) == ("1+1?", "two")
+    assert problem.columns == {"task": "1+1?", "solution": "two"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (["countdown", "gcd"], "executed as Python by the scorers of: countdown; screened"),
+        (["gcd"], "executed by none of their scorers"),
+    ],
+)
+def test_tasks_of_reasoning_gym_that_execute_answers_are_listed(tasks, said, monkeypatch):
+    monkeypatch.setattr(library, "installed_version", lambda: library.TRIED)
+    scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
+    problems = [Problem("", "1", {"task": task}) for task in tasks]
+    assert said in "\n".join(audit_verb.executed_lines(scorer, problems))
+    assert (
+        audit_verb.executed_lines(Scorer({"right": Reward("litgrpo.rewards.exact")}), problems)
+        == []
+    )

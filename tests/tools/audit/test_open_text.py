@@ -1,0 +1,90 @@
+"""Rewards of open text: tricks that earn more than real texts are found, sound rewards pass."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from litgrpo.rewards import Reward, Scorer
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.tools.audit.cases import Problem
+from litgrpo.tools.audit.open_text import OWN_WORDS, audit_open_text, own_words
+
+LEXICON = {"joyful": 3.0, "splendid": 4.0, "sad": -2.0}
+PROBLEMS = [Problem(f"Tell me about {what} and the sea.", None) for what in ("cats", "dogs")]
+SAMPLES = [["It was a fine day. We walked.", "No idea."]] * 2
+
+
+def cheerful(prompts, completions):
+    """Counts words of a lexicon: easy to stuff."""
+    return [sum(LEXICON.get(word, 0.0) for word in text.lower().split()) for text in completions]
+
+
+def on_topic(prompts, completions):
+    """Share of the prompt's words: the prompt copied is best."""
+    pairs = zip(prompts, completions, strict=True)
+    return [len(set(p.split()) & set(c.split())) / len(set(p.split())) for p, c in pairs]
+
+
+def real_text(prompts, completions):
+    """What the samples are, and no trick is."""
+    return [float(text in SAMPLES[0]) for text in completions]
+
+
+def always_half(prompts, completions):
+    return [0.5 for _ in completions]
+
+
+def broken(prompts, completions):
+    return [1 / len(text) for text in completions]
+
+
+def found(function, **kwargs):
+    scorer = Scorer({"one": Reward(function, kwargs=kwargs)})
+    runner = InProcessRunner(max_failed_frac=1.0)
+    return audit_open_text(scorer, PROBLEMS, SAMPLES, runner=runner)
+
+
+def hacks(report):
+    return {fault.split("'")[1] for fault in report.faults}
+
+
+def test_a_reward_that_counts_words_is_hacked_with_its_own_lexicon():
+    report = found(cheerful)
+    assert hacks(report) == {OWN_WORDS, f"{OWN_WORDS}, repeated"}
+    (best,) = [trick for trick in report.tricks if trick.kind == f"{OWN_WORDS}, repeated"]
+    assert (best.mean, best.beats, best.example.split()[:2]) == (120.0, 2, ["splendid"] * 2)
+    assert not report.passed
+
+
+def test_a_reward_for_the_prompts_words_is_hacked_by_copying_them():
+    report = found(on_topic)
+    assert {"prompt copied", "keywords of the prompt"} <= hacks(report)
+
+
+def test_equal_is_not_better_and_a_sound_reward_passes():
+    report = found(always_half)
+    assert (report.passed, report.remarks) == (True, [])
+    report = found(real_text)
+    assert (report.passed, report.mean, report.best) == (True, 1.0, 1.0)
+
+
+def test_failures_are_faults():
+    (fault,) = [fault for fault in found(broken).faults if "failures" in fault]
+    assert "'one' fails on completions of the audit" in fault
+
+
+def test_words_are_found_in_arguments_constants_closures_and_objects():
+    analyzer = SimpleNamespace(lexicon={"closed": 9.0, ":-)": 3.0})
+
+    def judge(prompts, completions, words=("default",), bad=()):
+        return [float(text in analyzer.lexicon) for text in completions]
+
+    words = own_words(Scorer({"one": Reward(judge, kwargs={"bad": ["given", "two words"]})}))
+    assert words[:3] == ["closed", "splendid", "joyful"]
+    assert {"given", "default"} <= set(words)
+    assert not {":-)", "two words"} & set(words)
+
+
+def test_without_prompts_there_is_nothing_to_audit():
+    with pytest.raises(ValueError, match="no prompts to audit with"):
+        audit_open_text(Scorer({"one": Reward(cheerful)}), [], [])

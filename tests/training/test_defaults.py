@@ -1,0 +1,106 @@
+import logging
+
+import pytest
+import torch
+from lightning import Trainer
+
+from litgrpo.models.loading import LoRA
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.training.defaults import GRPO_RATES, SFT_RATES, length_of
+from litgrpo.training.optim import WarmupLinear
+from litgrpo.training.update_config import UpdateConfig
+from tests.conftest import prompt_batch
+from tests.training.test_grpo import batches, letters, loader, module, train
+
+
+class Asked:
+    def __init__(self, pretrained="Qwen/Qwen3-1.7B", lora=None):
+        self.pretrained, self.lora = pretrained, lora
+
+
+@pytest.mark.parametrize(
+    ("rates", "asked", "usual"),
+    [
+        (GRPO_RATES, Asked(), 1e-6),
+        (GRPO_RATES, Asked(lora=LoRA()), 1e-5),
+        (GRPO_RATES, Asked("builtin:tiny-gemma2"), 3e-4),
+        (SFT_RATES, Asked(), 2e-5),
+        (SFT_RATES, Asked(lora=LoRA()), 2e-4),
+        (SFT_RATES, Asked(None), 1e-3),
+    ],
+)
+def test_the_usual_learning_rate_depends_on_what_is_trained(rates, asked, usual):
+    assert rates.of(asked)[0] == usual
+
+
+def loader_of(num):
+    return loader(prompt_batch("a", "b"), num)
+
+
+def lr_of(grpo):
+    return grpo.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_without_an_optimizer_a_model_is_trained_at_a_low_rate_and_told_so(caplog):
+    caplog.set_level(logging.INFO, "litgrpo")
+    grpo = module()
+    train(grpo, batches("a", "b"))
+    assert lr_of(grpo) == 1e-6
+    line = "Optimizer: AdamW, lr 1e-06 (usual for all weights of a pretrained model), weight decay"
+    assert f"{line} 0.01" in caplog.messages
+
+
+def test_an_optimizers_own_default_that_ruins_a_model_is_named(caplog):
+    caplog.set_level(logging.INFO, "litgrpo")
+    train(module(optimizer=torch.optim.AdamW), batches("a", "b"))
+    (line,) = [line for line in caplog.messages if line.startswith("Optimizer:")]
+    assert "lr 0.001" in line
+    assert "That lr is high: 1e-06 is usual" in line
+
+
+def test_without_a_length_a_run_makes_three_passes_over_its_data(caplog):
+    caplog.set_level(logging.INFO, "litgrpo")
+    grpo = module(max_iterations=None, check_invariants=False)
+    train(grpo, loader_of(2))
+    assert grpo.iteration == 6
+    assert any("3 passes over the data, 6 iterations" in line for line in caplog.messages)
+
+
+def test_what_else_ends_a_run_is_left_to_it():
+    grpo = module(max_iterations=None, max_generated_tokens=1, check_invariants=False)
+    train(grpo, loader_of(2))
+    assert (grpo.iteration, grpo.max_iterations) == (1, None)
+
+
+def test_the_trainers_own_length_counts_too():
+    grpo = module(max_iterations=None, check_invariants=False)
+    train(grpo, loader_of(2), max_epochs=1)
+    assert (grpo.iteration, grpo.max_iterations) == (2, None)
+    assert length_of(grpo) == 2
+
+
+def test_a_schedule_takes_its_length_in_optimizer_steps_from_the_run():
+    update = UpdateConfig(num_mini_batches=2)
+    grpo = module(max_iterations=3, lr_scheduler=WarmupLinear, update=update)
+    train(grpo, loader_of(1))
+    (config,) = grpo.trainer.lr_scheduler_configs
+    assert config.scheduler.total_steps == 6
+
+
+def test_a_constructor_that_refuses_is_heard_in_its_own_words():
+    grpo = module(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
+    with pytest.raises(ValueError, match=r"model\.optimizer cannot be made: Invalid learning rate"):
+        train(grpo, batches("a", "b"))
+
+
+def test_greedy_groups_are_not_trained_on():
+    grpo = module(sampling=Sampling(temperature=0.0))
+    with pytest.raises(ValueError, match=r"sampling\.temperature is 0, so the 4 completions"):
+        train(grpo, batches("a", "b"))
+
+
+def test_a_stock_trainer_without_a_length_makes_three_passes():
+    grpo = module(max_iterations=None, check_invariants=False, reward=letters)
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=False)
+    trainer.fit(grpo, loader_of(1))
+    assert grpo.iteration == 3

@@ -1,0 +1,136 @@
+import pytest
+import torch
+from lightning import Trainer
+
+from litgrpo.callbacks.metric_table import definition
+from litgrpo.environments.base import Heard
+from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.workers import EpisodeWorkers
+from litgrpo.rewards.parts import Reward
+from litgrpo.rollout.bridge import Inline
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.static import StaticEngine
+from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.training.episode_setup import checked, episodes_of, pool_of
+from litgrpo.training.update_config import UpdateConfig
+from tests.conftest import prompt_batch, tiny_policy
+from tests.rollout.playing import Echo, SlowPool
+from tests.training.parts import rollouter_of
+from tests.training.test_grpo import loader, module
+
+INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_turns=True)
+OWN = {"environment": Reward()}
+
+
+class Once:
+    """A minimal environment."""
+
+    def reset(self, row, seed):
+        return ""
+
+    def step(self, said):
+        return Heard("", done=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"environment": 5}, "environment is 5, which lacks `reset"),
+        ({"engine": StaticEngine()}, "StaticEngine samples without turns: .* LocalEngine"),
+        ({"environment": None}, "episode is set, but there is no environment"),
+        (
+            {
+                "environment": None,
+                "episode": EpisodeSettings(),
+                "rewards": {"environment": Reward()},
+            },
+            "rewards.environment without a function .* there is no environment",
+        ),
+    ],
+)
+def test_settings_that_contradict_are_refused(given, said):
+    settings = {"environment": Once(), "episode": INLINE, "engine": LocalEngine(), "rewards": {}}
+    with pytest.raises(ValueError, match=said):
+        checked(**settings | given)
+
+
+def test_an_environment_may_be_named_by_its_path():
+    found = checked("tests.training.test_episode_setup.Once", INLINE, LocalEngine(), {})
+    assert isinstance(found, Once)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_reset_adds_counts_where_the_model_s_positions_end():
+    grpo = module(environment=Echo((2,), "?" * 20), episode=INLINE, max_completion_len=20)
+    grpo.policy = tiny_policy("gpt2", n_positions=40)
+    grpo.configure_model()
+    episodes = episodes_of(grpo, grpo.settings.environment, INLINE, grpo.policy)
+    batch = prompt_batch("a" * 10)
+    rollouter = rollouter_of(grpo.policy, episodes=episodes, max_completion_len=20)
+    said = r"A prompt has 31 tokens with what the environment adds .* 51 positions, but gpt2 has 40"
+    with pytest.raises(ValueError, match=said):
+        rollouter.generate(batch, "train")
+
+
+def test_environments_run_in_processes_unless_they_are_to_run_here():
+    assert isinstance(pool_of(module(environment=Once(), episode=INLINE), INLINE), EpisodesHere)
+    apart = pool_of(module(environment=Once()), EpisodeSettings(timeout_s=3, workers=2))
+    assert isinstance(apart, EpisodeWorkers)
+    assert (apart.timeout_s, apart.most_workers) == (3, 2)
+    apart.close()
+
+
+def test_a_template_needs_data_with_a_chat_format():
+    grpo = module(environment=Once())
+    with pytest.raises(ValueError, match=r"episode.between is template, but .* inline"):
+        grpo.configure_model()
+
+
+def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path):
+    grpo = module(environment=Echo((2,)), episode=INLINE, max_completion_len=20, max_iterations=2)
+    trainer = Trainer(
+        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, max_steps=2,
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    batch = prompt_batch("a", "bc")
+    trainer.fit(grpo, loader(batch), loader(batch, 1))
+    assert isinstance(grpo.rollouter.episodes.bridge, Inline)
+    metrics = trainer.callback_metrics
+    names = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
+    assert names | {"completion/heard_frac"} <= metrics.keys()
+    assert all(definition(name) for name in names)
+    assert metrics["env/turns"] > 1
+    rows = grpo.predict_step(batch, 0)
+    assert [each["role"] for each in rows[0]["messages"]][:2] == ["assistant", "user"]
+    assert rows[0]["failed"] == ""
+    grpo.teardown("fit")
+
+
+TIMED = ("time/", "perf/")
+AT_SAMPLING = {"policy/entropy", "policy/sampler_mismatch"}  # of what the engine computed
+
+
+def test_when_answers_come_changes_no_weight_and_only_what_the_sampler_measured(monkeypatch):
+    found = []
+    for seed in (1, 2):
+        pool = SlowPool(Echo((2, 40)), seed=seed, share=0.2)
+        monkeypatch.setattr("litgrpo.training.episode_setup.pool_of", lambda *_, pool=pool: pool)
+        grpo = module(
+            environment=Echo((2, 40)), episode=INLINE, max_completion_len=70, max_iterations=2,
+            check_invariants=False, update=UpdateConfig(inner_epochs=2, max_grad_norm=None),
+        )  # fmt: skip
+        grpo.policy.eos_ids = tuple(range(2, 60))
+        runner = Trainer(
+            logger=False, enable_checkpointing=False, max_epochs=-1, accelerator="cpu",
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        runner.fit(grpo, loader(prompt_batch("a", "bc", "hello")))
+        numbers = {n: float(x) for n, x in runner.callback_metrics.items()}
+        found.append((grpo.policy.state_dict(), numbers))
+    (weights, numbers), (others, later) = found
+    assert [n for n, weight in weights.items() if not torch.equal(others[n], weight)] == []
+    same = [n for n in numbers if n not in AT_SAMPLING and not n.startswith(TIMED)]
+    assert {"policy/loss", "env/reward", "optim/grad_norm", "policy/log_ratio"} <= {*same}
+    assert [n for n in same if later[n] != numbers[n]] == []
+    for name in AT_SAMPLING:
+        assert later[name] == pytest.approx(numbers[name], abs=1e-5)

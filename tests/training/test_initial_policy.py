@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+
+from litgrpo.algorithms.losses import Objective
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.models.loading import LoRA, load_policy
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.scorer import Reward
+from litgrpo.training import initial_policy as start
+from litgrpo.training.grpo import GRPO
+from tests.conftest import prompt_batch
+
+MODEL = "builtin:tiny-gemma2"
+BATCH = prompt_batch("a", "hello")
+
+
+def ones(prompts, completions, **_):
+    return [1.0] * len(completions)
+
+
+def module(kl_coef: float = 0.0, lora: LoRA | None = None, **evaluation) -> GRPO:
+    settings = {"samples": 2, "pass_at": [1], "greedy": False} | evaluation
+    grpo = GRPO(
+        MODEL,
+        {"ones": Reward(ones)},
+        objective=Objective(kl_coef=kl_coef),
+        evaluation=Evaluation(**settings),
+        max_completion_len=6,
+        lora=lora,
+        reward_runner=InProcessRunner(),
+    )
+    grpo.configure_model()
+    return grpo
+
+
+def moved(grpo: GRPO) -> GRPO:
+    """The module after an iteration that changed its weights."""
+    grpo.iteration = 1
+    with torch.no_grad():
+        for parameter in grpo.policy.parameters():
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(parameter.shape, generator=generator) * 0.02
+            parameter.add_(noise * parameter.requires_grad)
+    return grpo
+
+
+def numbers(grpo: GRPO) -> dict[str, float]:
+    rollout = grpo.validation_step(BATCH, 0)["rollout"]
+    report = grpo.evaluator.report("val")
+    grpo.rollout = rollout
+    return report | grpo.complete_evaluation()
+
+
+def expected(grpo: GRPO) -> tuple[float, float]:
+    """Perplexity and KL by the library's policy, loaded anew, all rows at once."""
+    rollout = grpo.rollout
+    with torch.no_grad():
+        at_start = load_policy(MODEL).logprobs(rollout.tokens).logprobs[rollout.loss_mask]
+    now = rollout.sampler_logprobs[rollout.loss_mask]
+    return math.exp(-at_start.mean()), float((now - at_start).mean())
+
+
+def test_before_training_the_start_is_the_policy_and_costs_nothing(monkeypatch):
+    monkeypatch.setattr(start, "load_reference", None)
+    grpo = module()
+    found = numbers(grpo)
+    assert found["val/start_kl"] == 0
+    assert found["val/start_perplexity"] == pytest.approx(expected(grpo)[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kl_coef": 0.1}, {"lora": LoRA(rank=2)}, {}], ids=["reference", "lora", "loaded"]
+)
+def test_after_training_the_samples_are_asked_of_the_start(settings, monkeypatch):
+    grpo = moved(module(**settings))
+    if settings:  # it is at hand
+        monkeypatch.setattr(start, "load_reference", None)
+    found = numbers(grpo)
+    perplexity, kl = expected(grpo)
+    assert found["val/start_perplexity"] == pytest.approx(perplexity, rel=1e-3)
+    assert found["val/start_kl"] == pytest.approx(kl, rel=1e-3)
+    assert kl > 0.01
+
+
+def test_the_weights_and_what_is_kept_stay_as_they_are():
+    grpo = moved(module())
+    before = {name: value.clone() for name, value in grpo.state_dict().items()}
+    numbers(grpo)
+    assert before.keys() == grpo.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in grpo.state_dict().items())
+    assert grpo.reference is None
+
+
+def test_where_the_start_is_gone_a_line_says_so_and_nothing_is_lost():
+    grpo = moved(module())
+    grpo.pretrained = "/nowhere/at/all"
+    with pytest.warns(UserWarning, match="start_perplexity and start_kl are not measured"):
+        found = numbers(grpo)
+    assert found["val/ones"] == 1
+    assert "val/start_kl" not in found
+
+
+def test_it_can_be_switched_off():
+    found = numbers(moved(module(fluency=False)))
+    assert not [name for name in found if "start" in name or "distinct" in name]
+
+
+def test_an_evaluation_at_another_temperature_asks_the_start_at_it():
+    grpo = module(temperature=0.5)
+    grpo.iteration = 1  # the weights have not moved, so the distance is 0 at the right temperature
+    assert numbers(grpo)["val/start_kl"] == pytest.approx(0.0, abs=1e-5)

@@ -1,0 +1,503 @@
+"""The learner by itself: its gradient, skipped steps, short memory, tokens of an environment."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.losses import Objective
+from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.device import backend
+from litgrpo.models.reference import FrozenModel
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.training.learner import averages, of_completions
+from litgrpo.training.micro_batches import Totals
+from litgrpo.training.static_batches import Static
+from litgrpo.training.stepper import PlainStepper
+from litgrpo.training.update_config import UpdateConfig
+from litgrpo.types import RolloutLogprobs, StepReport
+from tests.conftest import prompt_batch, tiny_policy
+from tests.support.algorithms import PUBLISHED
+from tests.support.comms import Twins, in_turns
+from tests.training.parts import (
+    GROUP,
+    ONE_PASS,
+    gradient_of,
+    learner_of,
+    letters,
+    recording,
+    rewards_of,
+    rollouter_of,
+    sampled,
+)
+
+BATCH = ("a", "hello there", "xyz")
+STATIC = Static(backend(torch.device("cpu")))
+
+
+def difference(one, other):
+    """Norm of the difference of two gradients over the norm of the second."""
+    return float((one - other).norm() / other.norm())
+
+
+# --- the gradient ---
+
+
+def test_the_gradient_is_that_of_the_papers_formula(architecture):
+    batch, policy = prompt_batch(*BATCH), tiny_policy(architecture)
+    rollout = rollouter_of(policy).generate(batch, "train")
+    learner = learner_of(policy)
+    got = gradient_of(learner, learner.experience(rollout, rewards_of(rollout), RolloutLogprobs()))
+
+    # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
+    policy, loss = tiny_policy(architecture), torch.zeros(())
+    for prompt in range(len(batch)):
+        rows = range(prompt * GROUP, (prompt + 1) * GROUP)
+        rewards = torch.tensor(letters([], [rollout.completions[row] for row in rows]))
+        for row, reward in zip(rows, rewards, strict=True):
+            said = rollout.completion_ids[row][rollout.completion_mask[row]][None]
+            ids = batch.prompt_ids[prompt][batch.prompt_mask[prompt]][None]
+            logits = policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), said)
+            logprobs = logits[0, :-1].log_softmax(-1).gather(-1, said[0][:, None])
+            advantage = (reward - rewards.mean()) / (rewards.std() + 1e-4)
+            loss = loss - advantage * logprobs.mean() / (len(batch) * GROUP)
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert expected.norm() > 0
+    assert difference(got, expected) < 1e-5
+
+
+LIMITS = [
+    dict(micro_batch_size=1),
+    dict(micro_batch_size=2),
+    dict(micro_batch_size=5),
+    dict(micro_batch_tokens=40),
+]
+OBJECTIVES = {
+    "plain": Objective(),
+    "kl": Objective(kl_coef=0.1),
+    "entropy": Objective(entropy_coef=0.1, top_entropy_share=0.4),
+}
+
+
+def judged(kind, objective, **settings):
+    """A learner, and what it learns from after the policy has moved."""
+    reference = FrozenModel(tiny_policy(kind, seed=5)) if objective.kl_coef else None
+    learner = learner_of(tiny_policy(kind), objective, reference=reference, **settings)
+    experience = sampled(learner, prompt_batch(*BATCH))
+    noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
+    return learner, replace(experience, old_logprobs=experience.sampler_logprobs + noise)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, kind):
+    learner, experience = judged(kind, OBJECTIVES[name])
+    learner.policy.double()  # T5's scores are not scaled: in float32 they round to more than 1e-5
+    expected = gradient_of(learner, experience)
+    for limits in LIMITS:
+        config = replace(ONE_PASS, **limits)
+        for batching in (learner.micro_batching, STATIC):
+            other = replace(learner, config=config, micro_batching=batching)
+            assert difference(gradient_of(other, experience), expected) < 1e-5
+
+
+def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):
+    learner, experience = judged("qwen2", Objective())
+    half = torch.arange(len(experience))[:, None] % 2
+    experience = replace(experience, advantages=experience.advantages * half)
+    skipped = gradient_of(learner, experience)
+    monkeypatch.setattr(Objective, "needs_all_rows", True)
+    assert difference(skipped, gradient_of(learner, experience)) < 1e-5
+
+
+def test_equal_rewards_leave_the_gradient_at_zero():
+    learner = learner_of(tiny_policy("qwen2"))
+    always_half = lambda prompts, completions: [0.5 for _ in completions]  # noqa: E731
+    gradient = gradient_of(learner, sampled(learner, prompt_batch(*BATCH), always_half))
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_the_gradient_is_clipped_and_its_norm_is_that_before():
+    learner, experience = judged("qwen2", Objective())
+    norm = float(gradient_of(learner, experience).norm())
+    clipped = replace(learner, config=replace(ONE_PASS, max_grad_norm=norm / 2))
+    stepper = recording(learner.policy)
+    report = clipped.step(experience, stepper)
+    assert float(stepper.optimizer.seen[0].norm()) == pytest.approx(norm / 2, rel=1e-4)
+    assert report.sums["optim/grad_norm"].tolist() == pytest.approx([norm, 1.0], rel=1e-5)
+
+
+def test_two_processes_that_hold_the_same_have_the_gradient_of_one():
+    learner, experience = judged("qwen2", Objective())
+    alone = learner.step(experience, recording(learner.policy)).sums["policy/loss"]
+    expected = gradient_of(learner, experience)
+    # Their weights are half as large; gradients are averaged, so each has its own twice.
+    twins = replace(learner, comm=Twins())
+    halved = replace(experience, weights=experience.weights / 2)
+    assert difference(gradient_of(twins, halved), expected) < 1e-6
+    both = twins.step(halved, recording(learner.policy)).sums["policy/loss"]
+    torch.testing.assert_close(both, alone)
+
+
+# --- log-probabilities before the update ---
+
+
+def test_old_logprobs_are_needed_for_several_steps_only():
+    policy = tiny_policy("qwen2")
+    rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
+    for config, needed in [
+        (UpdateConfig(), False),
+        (UpdateConfig(inner_epochs=2), True),
+        (UpdateConfig(num_mini_batches=2), True),
+    ]:
+        reused = learner_of(policy, config=config).old_and_reference_logprobs(rollout)
+        assert (reused.old is rollout.sampler_logprobs) == needed
+        assert reused.ref is None
+        computed = learner_of(policy, config=config, reuse_sampler_logprobs=False)
+        fresh = computed.old_and_reference_logprobs(rollout).old
+        assert (fresh is not None) == needed
+        if needed:
+            assert fresh is not rollout.sampler_logprobs
+            torch.testing.assert_close(fresh, rollout.sampler_logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_reference_logprobs_are_the_references_own():
+    policy, other = tiny_policy("qwen2"), tiny_policy("qwen2", seed=5)
+    rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
+    learner = learner_of(policy, Objective(kl_coef=0.1), reference=FrozenModel(other))
+    found = learner.old_and_reference_logprobs(rollout).ref
+    expected = learner_of(other).logprobs(rollout.tokens).logprobs
+    torch.testing.assert_close(found, expected.detach())
+    assert not torch.allclose(found, rollout.sampler_logprobs)
+
+
+def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
+    sampling = Sampling(temperature=0.9, top_k=4)
+    learner = learner_of(tiny_policy("qwen2"), sampling=sampling)
+    experience = sampled(learner, prompt_batch(*BATCH))
+    assert experience.candidate_ids is not None
+    found = learner.logprobs(experience.tokens).logprobs
+    torch.testing.assert_close(found.detach(), experience.sampler_logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_moves():
+    learner, experience = judged("qwen2", Objective(sampler_correction=SamplerCorrection()))
+    learner = replace(learner, config=UpdateConfig(inner_epochs=2))
+    off = replace(experience, sampler_logprobs=experience.sampler_logprobs - 0.25)
+    first, second = learner.update(off, recording(learner.policy))
+    total, count = first.sums["policy/sampler_mismatch"]
+    rows = (experience.advantages != 0).any(1)
+    assert float(total / count) == pytest.approx(0.25, abs=1e-4)
+    assert count == experience.loss_mask[rows].sum()
+    assert "policy/sampler_mismatch" not in second.sums
+
+
+# --- several steps ---
+
+
+def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
+    config = UpdateConfig(inner_epochs=2, num_mini_batches=3)
+    learner = learner_of(tiny_policy("qwen2"), config=config)
+    experience = sampled(learner, prompt_batch(*BATCH))
+    optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    reports = learner.update(experience, PlainStepper(optimizer, scheduler))
+    assert [report.lr for report in reports] == pytest.approx([0.1 / n for n in range(1, 7)])
+    ratios = [float(report.sums["policy/log_ratio"][0]) for report in reports]
+    assert ratios[0] == pytest.approx(0.0, abs=1e-4)
+    assert all(abs(ratio) > 1e-3 for ratio in ratios[3:])
+
+
+def test_weights_are_made_for_each_optimizer_step():
+    learner = learner_of(tiny_policy("qwen2"), config=UpdateConfig(num_mini_batches=3))
+    experience = sampled(learner, prompt_batch(*BATCH))
+    per_row = experience.weights.sum(1)
+    torch.testing.assert_close(per_row, torch.full((3 * GROUP,), 1 / GROUP))
+
+
+# --- a number that is not finite ---
+
+
+@dataclass(frozen=True)
+class Broken(Objective):
+    """The loss of rows that were asked `prompt`, and of one kind of number in it, is no number."""
+
+    prompt: int = 0
+    kind: str = "loss"
+    value: float = float("nan")
+
+    def loss(self, new, experience, *rest):
+        output = super().loss(new, experience, *rest)
+        asked = experience.prompt_ids[experience.prompt_of]
+        if not bool((asked == self.prompt).any()):
+            return output
+        if self.kind == "loss":
+            return replace(output, loss=output.loss * self.value)
+        # The square root of 0 is 0, but its slope there is infinite.
+        return replace(output, loss=output.loss + (new.logprobs * 0).sum().sqrt())
+
+
+def first_token(text: str) -> int:
+    """The token after the begin token."""
+    return int(prompt_batch(text).prompt_ids[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("loss", float("nan")), ("loss", float("inf")), ("gradient", 0.0)]
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_one_bad_micro_batch_leaves_weights_and_moments_bitwise(kind, value, static):
+    objective = Broken(prompt=first_token("hello there"), kind=kind, value=value)
+    learner = learner_of(
+        tiny_policy("qwen2"), objective, UpdateConfig(micro_batch_size=1, num_mini_batches=3)
+    )
+    learner = replace(learner, micro_batching=STATIC) if static else learner
+    experience = sampled(learner, prompt_batch(*BATCH))
+    optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2)
+    seen = []
+
+    class Watched(PlainStepper):
+        def step(self, finish):
+            result = super().step(finish)
+            moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+            weights = [p.detach().clone() for p in learner.policy.parameters()]
+            seen.append((weights, moments))
+            return result
+
+    reports = learner.update(experience, Watched(optimizer))
+    first, second, third = ([tensor for part in each for tensor in part] for each in seen)
+    assert [report.skipped is None for report in reports] == [True, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(seen[1][1], seen[2][1], strict=True))
+    # Rows 4 to 7 were asked the second prompt; those without advantage need not be named.
+    assert set(reports[1].skipped) <= {4, 5, 6, 7}
+    assert set(reports[1].skipped.values()) == {kind}
+    assert not reports[1].sums
+    assert third
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("advantages", "advantage"), ("sampler_logprobs", "log-probability at sampling")],
+)
+def test_a_bad_number_of_the_rollout_is_named(field, name):
+    learner, experience = judged("qwen2", Objective())
+    values = getattr(experience, field).clone()
+    values[5, 0] = torch.nan
+    stepper = recording(learner.policy)
+    report = learner.step(replace(experience, **{field: values}), stepper)
+    assert report.skipped == {5: name}
+    assert stepper.optimizer.seen == [None]
+
+
+def test_a_process_drops_its_step_when_the_number_is_another_ones():
+    class Other(Twins):
+        def sum(self, value):
+            return value + 1
+
+    learner, experience = judged("qwen2", Objective())
+    stepper = recording(learner.policy)
+    report = replace(learner, comm=Other()).step(experience, stepper)
+    assert report.skipped == {}
+    assert stepper.optimizer.seen == [None]
+
+
+# --- memory ---
+
+
+@dataclass(frozen=True)
+class Tight(Objective):
+    """Memory suffices for two rows."""
+
+    def loss(self, new, experience, *rest):
+        if len(experience) > 2:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
+        return super().loss(new, experience, *rest)
+
+
+def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
+    learner, experience = judged("qwen2", Objective())
+    whole = gradient_of(learner, experience)
+    tight, _ = judged("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
+    said = "out of memory in learning: update.micro_batch_size is 2 from now on"
+    with pytest.warns(UserWarning, match=said):
+        found = gradient_of(tight, experience)
+    assert difference(found, whole) < 1e-6
+    assert tight.max_rows == 2
+    gradient_of(tight, experience)  # begins with two rows, so there is no further warning
+
+
+@pytest.mark.filterwarnings("ignore:out of memory")
+def test_memory_too_short_for_one_row_says_what_to_do():
+    @dataclass(frozen=True)
+    class TooTight(Objective):
+        def loss(self, new, experience, *rest):
+            raise torch.OutOfMemoryError("out of memory")
+
+    learner, experience = judged("qwen2", TooTight())
+    message = "Out of memory in learning, with a single row at once: shorten completions, or set"
+    with pytest.raises(RuntimeError, match=message):
+        gradient_of(learner, experience)
+
+
+def test_several_processes_repeat_their_step_together():
+    learner, experience = judged("qwen2", Tight())
+    with pytest.warns(UserWarning, match="out of memory in learning"):
+        gradient_of(replace(learner, comm=Twins()), experience)
+
+
+def test_short_memory_before_the_update_changes_no_number():
+    policy = tiny_policy("qwen2")
+    rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
+    other = FrozenModel(tiny_policy("qwen2", seed=5))
+    learner = learner_of(policy, Objective(kl_coef=0.1), reference=other)
+    expected = learner.old_and_reference_logprobs(rollout).ref
+    ask = other.policy.logprobs
+
+    def tight(rows, **how):
+        if len(rows) > 3:
+            raise MemoryError
+        return ask(rows, **how)
+
+    other.policy.logprobs = tight
+    with pytest.warns(UserWarning, match="out of memory in learning"):
+        found = learner.old_and_reference_logprobs(rollout).ref
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert learner.max_rows == 2
+
+
+# --- tokens of an environment ---
+
+
+TURNS = {
+    **PUBLISHED,
+    "entropy": Objective(entropy_coef=0.1, top_entropy_share=0.5),
+    "gamma": Objective(gamma=0.8),
+    "correction": Objective(sampler_correction=SamplerCorrection("sequence")),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_only_tokens_of_the_policy_are_learned_from(name):
+    """The gradient by log-probabilities is 0 where an environment spoke, whatever those are."""
+    objective = TURNS[name]
+    reference = FrozenModel(tiny_policy("qwen2", seed=5)) if objective.needs_reference else None
+    config = UpdateConfig(inner_epochs=2, micro_batch_size=5)
+    learner = learner_of(tiny_policy("qwen2"), objective, config, reference=reference)
+    rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")
+    mask = rollout.completion_mask.clone()
+    mask[mask.sum(1) > 3, 2] = False
+    said = rollout.completion_mask & ~mask
+    assert said.any()
+    silent = rollout.sampler_logprobs.masked_fill(~mask, 0.0)
+    rollout = replace(rollout, loss_mask=mask, sampler_logprobs=silent)
+    experience = learner.experience(
+        rollout, rewards_of(rollout), learner.old_and_reference_logprobs(rollout)
+    )
+    assert not experience.weights[said].any()
+    assert not experience.advantages[said].any()
+    assert torch.equal(rollout.lengths, mask.sum(1))
+
+    # The policy's own log-probabilities there may be anything.
+    ask, moved = learner.policy.logprobs, []
+
+    def strange(rows, **how):
+        new, of = ask(rows, **how), rows.completion_mask
+        where = torch.zeros_like(of)
+        where[of.sum(1) > 3, 2] = True
+        moved.append(int(where.sum()))
+        shift = where * 7.0 * rows.completion_ids.sign()
+        return replace(new, logprobs=new.logprobs + shift, entropy=new.entropy + shift)
+
+    expected = gradient_of(learner, experience)
+    report = learner.step(experience, recording(learner.policy))
+    learner.policy.logprobs = strange
+    other_values = {
+        field: getattr(experience, field).masked_fill(said, -2.5)
+        for field in ("sampler_logprobs", "old_logprobs", "ref_logprobs")
+        if getattr(experience, field) is not None
+    }
+    strange_experience = replace(experience, **other_values)
+    assert torch.equal(gradient_of(learner, strange_experience), expected)
+    assert sum(moved) > 0
+    again = learner.step(strange_experience, recording(learner.policy))
+    assert again.sums.keys() == report.sums.keys()
+    for key, value in report.sums.items():
+        assert torch.equal(again.sums[key], value), key
+
+
+CPU = torch.device("cpu")
+
+
+def pair(total, count):
+    return torch.tensor([float(total), float(count)])
+
+
+def test_an_average_counts_tokens_and_not_micro_batches():
+    totals = Totals()
+    totals.add({"kl": pair(10, 1)})
+    totals.add({"kl": pair(2, 3)})
+    assert totals.averages(SingleProcess(), CPU)["kl"] == 3  # 12 / 4, no mean of 10 and 2 / 3
+
+
+def test_an_average_over_processes_weighs_each_by_what_it_counted():
+    def process(total, count):
+        def mean(comm):
+            totals = Totals()
+            totals.add({"kl": pair(total, count)})
+            return totals.averages(comm, CPU)["kl"]
+
+        return mean
+
+    assert [float(each) for each in in_turns(process(10, 1), process(2, 3))] == [3.0, 3.0]
+
+
+def test_nothing_counted_is_zero_and_no_division_by_zero():
+    totals = Totals()
+    totals.add({"clip": pair(0, 0)})
+    assert totals.averages(SingleProcess(), CPU)["clip"] == 0
+
+
+@pytest.mark.parametrize("comm", [SingleProcess(), Twins()])
+def test_skipped_steps_count_in_the_learning_rate_and_nowhere_else(comm):
+    reports = [StepReport(0.1, {"policy/loss": pair(4, 1)}), StepReport(0.3, skipped={})]
+    logged = averages({"reward/mean": torch.tensor(0.5)}, reports, comm, CPU)
+    assert logged.keys() == {"reward/mean", "policy/loss", "optim/lr"}
+    assert logged["reward/mean"] == 0.5
+    assert logged["policy/loss"] == 4
+    assert float(logged["optim/lr"]) == pytest.approx(0.2)
+
+
+def test_extremes_are_of_all_processes_and_pairs_are_weighed():
+    def process(smallest, largest, total, count):
+        seen = {"completion/len_min": torch.tensor(smallest), "reward/max": torch.tensor(largest)}
+        seen |= {"policy/entropy": pair(total, count), "reward/mean": torch.tensor(largest)}
+        return lambda comm: averages(seen, [StepReport(0.1)], comm, CPU)
+
+    for found in in_turns(process(3.0, 1.0, 10, 1), process(2.0, 5.0, 2, 3)):
+        assert found["completion/len_min"] == 2
+        assert found["reward/max"] == 5
+        assert found["policy/entropy"] == 3
+        assert found["reward/mean"] == 3
+
+
+def test_an_extreme_of_nothing_is_zero():
+    seen = {"completion/terminated_len_min": torch.tensor(torch.inf)}
+    seen["completion/terminated_len_max"] = torch.tensor(-torch.inf)
+    found = averages(seen, [StepReport(0.1)], SingleProcess(), CPU)
+    assert found["completion/terminated_len_min"] == found["completion/terminated_len_max"] == 0
+
+
+def test_the_share_that_is_clipped_has_extremes_over_optimizer_steps():
+    reports = [StepReport(0.1, {"policy/clip_low_frac": pair(n, 4)}) for n in (0, 1, 3)]
+    found = averages({}, reports, SingleProcess(), CPU)
+    assert float(found["policy/clip_low_frac"]) == pytest.approx(4 / 12)
+    assert found["policy/clip_low_frac_min"] == 0
+    assert found["policy/clip_low_frac_max"] == 0.75
+
+
+def test_the_advantage_of_a_completion_is_that_of_its_policy_tokens():
+    tokens = torch.tensor([[0.0, -2.0, -2.0], [1.5, 0.0, 1.5], [0.0, 0.0, 0.0]])
+    assert of_completions(tokens).tolist() == [-2.0, 1.5, 0.0]

@@ -1,0 +1,252 @@
+import json
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning import Trainer
+
+from litgrpo.algorithms.losses import Objective
+from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.sampler import BatchLoader, BatchOrder
+from litgrpo.evaluation.dialogue import DialogueScores
+from litgrpo.evaluation.settings import Evaluation
+from litgrpo.models.reference import FrozenModel
+from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.trainer_adapters import TrainerStepper
+from litgrpo.training.update_config import UpdateConfig
+from tests.conftest import tiny_policy
+from tests.support.algorithms import PUBLISHED
+
+HELD_OUT = [
+    {"prompt": "one", "answers": ["o n e"]},
+    {"prompt": "two", "answers": ["t", "w", "o"]},
+    {"prompt": "three", "answers": "e"},
+]
+TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
+
+
+def letters(prompts, completions):
+    return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
+
+
+def vowels(prompts, completions):
+    return [sum(letter in "aeiou" for letter in text) / 6 for text in completions]
+
+
+def policy(kind, seed=0):
+    """Random weights; those of T5 as they usually start, so that rounding is not magnified."""
+    usual = {"initializer_factor": 1.0} if kind == "t5" else {}
+    return tiny_policy(kind, seed=seed, **usual)
+
+
+def train(num_processes, folder, kind):
+    """Two iterations of two epochs on four prompts; leaves the weights and the report."""
+    grpo = GRPO(
+        "",
+        {"letters": Reward(letters)},
+        group_size=4,
+        max_completion_len=6,
+        max_iterations=2,
+        objective=Objective(kl_coef=0.1),
+        reference="another",
+        update=UpdateConfig(inner_epochs=2, micro_batch_size=3),
+        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3, corpus=DialogueScores()),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        reward_runner=InProcessRunner(),
+    )
+    grpo.policy = policy(kind)
+    grpo.reference = FrozenModel(policy(kind, seed=1))
+    runner = trainer(num_processes)
+    runner.fit(grpo, PromptData(TEXTS, val=HELD_OUT, batch_size=4))
+    runner.save_checkpoint(folder / f"{num_processes}.ckpt")
+    report = {name: float(value) for name, value in runner.callback_metrics.items()}
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+def trainer(num_processes):
+    """A silent trainer of so many processes."""
+    return Trainer(
+        accelerator="cpu",
+        devices=num_processes,
+        strategy="ddp_fork" if num_processes > 1 else "auto",
+        use_distributed_sampler=False,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+
+
+class Gradients(GRPO):
+    """Takes the gradient of every published algorithm on one rollout instead of learning."""
+
+    def training_step(self, prompts, batch_idx):
+        rollout = self.rollouter.generate(prompts, "train", self.iteration)
+        rewards = self.scorer.submit(rollout, self.iteration).result()
+        logprobs = self.learner.old_and_reference_logprobs(rollout)
+        self.policy.train()
+        self.found = {}
+        for name, objective in PUBLISHED.items():
+            if name == "bnpo":
+                continue  # defined by the split
+            self.coefficients.objective = objective
+            experience = self.learner.experience(rollout, rewards, logprobs)
+            # A policy that has moved since: ratios off 1 by what depends on the token only.
+            moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
+            old = experience.sampler_logprobs + moved
+            self.name = name
+            self.learner.step(replace(experience, old_logprobs=old), TrainerStepper(self))
+        if self.global_rank == 0:
+            torch.save(self.found, self.file)
+        self.iteration += 1
+        self.stop_when_done()
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [p.grad.double().flatten() for p in self.policy.parameters()]
+        self.found[self.name] = torch.cat(gradients).clone()
+
+
+def take_gradients(num_processes, folder):
+    """Leaves the gradients of all algorithms, in both precisions."""
+    for dtype in (torch.float32, torch.float64):
+        grpo = Gradients(
+            "",
+            {"letters": Reward(letters), "vowels": Reward(vowels, weight=0.3)},
+            group_size=4,
+            max_completion_len=6,
+            max_iterations=1,
+            objective=Objective(kl_coef=0.1),
+            reference="another",
+            check_invariants=False,
+            reward_runner=InProcessRunner(),
+            update=UpdateConfig(micro_batch_size=3, max_grad_norm=None),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        )
+        grpo.policy = tiny_policy("qwen2").to(dtype)
+        grpo.policy.eos_ids = tuple(range(2, 40))
+        grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1).to(dtype))
+        grpo.file = folder / f"{num_processes} {dtype}.pt"
+        trainer(num_processes).fit(grpo, PromptData(TEXTS, batch_size=4))
+
+
+def in_a_process_of_one_thread(function, folder, *words):
+    """Run for 1 and 2 processes; a fork of several threads can wait for some it does not have.
+
+    The processes are forked from one that has imported everything, which takes seconds.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    child = server.Process(target=once_alone_and_once_in_two, args=(function, folder, *words))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def once_alone_and_once_in_two(function, folder, *words):
+    """For 1 process and for 2."""
+    for number in (1, 2):
+        function(number, folder, *words)
+
+
+def redraw(num_processes, folder):
+    """Two iterations in which only some prompts teach; leaves what was counted."""
+    grpo = GRPO(
+        "",
+        {"letters": Reward(letters_after_long_prompts)},
+        group_size=4,
+        max_completion_len=6,
+        max_iterations=2,
+        max_resamples=6,
+        check_invariants=False,
+        reward_runner=InProcessRunner(),
+    )
+    grpo.policy = tiny_policy("qwen2")
+    runner = trainer(num_processes)
+    runner.fit(grpo, PromptData(TEXTS, batch_size=4))
+    report = {name: float(value) for name, value in runner.callback_metrics.items()}
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+class Apart(PromptData):
+    """The second process of two gets no prompt of the set `hard`."""
+
+    def val_dataloader(self):
+        rank, processes = self.process
+        mine = {(0, 1): [[0, 1], [2]], (0, 2): [[0], [2]], (1, 2): [[1]]}[rank, processes]
+        return BatchLoader(self.sets["val"], BatchOrder(lambda _: mine))
+
+
+def evaluate_apart(num_processes, folder):
+    """Validates on two sets, of which the second process sees one."""
+    grpo = GRPO(
+        "",
+        {"letters": Reward(letters)},
+        max_completion_len=6,
+        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3, corpus=DialogueScores()),
+        reward_runner=InProcessRunner(),
+    )
+    grpo.policy = tiny_policy("qwen2")
+    runner = trainer(num_processes)
+    data = Apart(val={"easy": HELD_OUT[:2], "hard": HELD_OUT[2:]})
+    (report,) = runner.validate(grpo, data, verbose=False)
+    (folder / f"{num_processes}.json").write_text(json.dumps(report))
+
+
+@pytest.mark.timeout(900)
+def test_a_set_of_which_one_process_sees_no_prompt_is_reported_by_all(tmp_path):
+    in_a_process_of_one_thread(evaluate_apart, tmp_path)
+    one, two = (json.loads((tmp_path / f"{num}.json").read_text()) for num in (1, 2))
+    assert {"val/easy/avg@2", "val/hard/avg@2", "val/hard/reward"} <= one.keys()
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def letters_after_long_prompts(prompts, completions):
+    return [
+        score if len(prompt) > 4 else 0.0
+        for prompt, score in zip(prompts, letters(prompts, completions), strict=True)
+    ]
+
+
+@pytest.mark.timeout(900)
+def test_processes_redraw_together_until_each_has_what_it_needs(tmp_path):
+    in_a_process_of_one_thread(redraw, tmp_path)
+    for num in (1, 2):
+        report = json.loads((tmp_path / f"{num}.json").read_text())
+        assert report["dynamic/filled_frac"] == 1
+        assert report["dynamic/resamples"] >= 1
+
+
+@pytest.mark.timeout(900)
+def test_gradients_of_all_algorithms_are_those_of_one_process(tmp_path):
+    in_a_process_of_one_thread(take_gradients, tmp_path)
+    table = ["1 against 2 processes: norm of the difference of gradients over their norm"]
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        one, two = (torch.load(tmp_path / f"{n} {dtype}.pt", weights_only=True) for n in (1, 2))
+        errors = {name: float((two[name] - one[name]).norm() / one[name].norm()) for name in one}
+        table += [f"{name:<20} {dtype} {error:.1e}" for name, error in errors.items()]
+        assert len(errors) == len(PUBLISHED) - 1
+        assert max(errors.values()) < limit, errors
+    print("", *table, sep="\n")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+def test_two_processes_learn_and_report_what_one_does(kind, tmp_path):
+    in_a_process_of_one_thread(train, tmp_path, kind)
+    one, two = (torch.load(tmp_path / f"{n}.ckpt", weights_only=True)["state_dict"] for n in (1, 2))
+    start = policy(kind).state_dict()
+    for name, weight in one.items():
+        moved = (weight - start[name.removeprefix("policy.")]).norm()
+        # T5's embeddings are large: what their last digits cannot hold is not a difference.
+        rounding = 2 * torch.finfo(weight.dtype).eps * weight.norm()
+        assert (two[name] - weight).norm() <= 1e-4 * moved + rounding
+        assert moved > 100 * rounding
+    one_report, two_report = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (1, 2))
+    names = ("val/avg@2", "val/avg@2_low", "val/letters", "reward/mean", "policy/kl")
+    for name in (*names, *(name for name in one_report if "corpus_" in name)):
+        assert two_report[name] == pytest.approx(one_report[name], rel=1e-4, abs=1e-6)

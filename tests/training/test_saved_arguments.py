@@ -1,0 +1,91 @@
+from functools import partial
+
+import pytest
+import torch
+from lightning import Trainer
+
+from litgrpo.algorithms.losses import Objective
+from litgrpo.rewards.builtin.math import correctness
+from litgrpo.rewards.scorer import Reward
+from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.saved_arguments import NotPlain, made, plain
+from litgrpo.training.sft import SFT
+from tests.training.test_sft import SCRATCH
+
+BUILTIN = "builtin:tiny-gemma2"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, None, True, "text"]},
+        Objective(),
+        LocalEngine(max_rows=4),
+        Sampling(temperature=0.7),
+        Reward(correctness, weight=0.5, kwargs={"x": 1}),
+        torch.optim.AdamW,
+    ],
+)
+def test_a_value_is_made_again_from_plain_ones(value):
+    assert made(plain(value)) == value
+
+
+def test_a_partial_keeps_its_arguments_and_a_lambda_is_not_plain():
+    again = made(plain(partial(torch.optim.AdamW, lr=0.5)))
+    assert (again.func, again.keywords) == (torch.optim.AdamW, {"lr": 0.5})
+    for value in (lambda: 1, torch.nn.Linear(1, 1), {"a": [lambda: 1]}):
+        with pytest.raises(NotPlain):
+            plain(value)
+
+
+def saved(module, path):
+    """A checkpoint of a module that has changed its weights, without training it."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    module.configure_model()
+    with torch.no_grad():
+        next(iter(module.policy.parameters())).add_(1)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.save_checkpoint(path)
+    module.trainer = None
+    return module
+
+
+def equal_weights(one, other):
+    pairs = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
+    return all(a.equal(b) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_is_loaded_from_its_checkpoint_alone(tmp_path):
+    optimizer = partial(torch.optim.AdamW, lr=0.25)
+    rewards = {"right": Reward(correctness)}
+    module = GRPO(BUILTIN, rewards, group_size=3, sampling=Sampling(top_k=5), optimizer=optimizer)
+    saved(module, tmp_path / "a.ckpt")
+    again = GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert equal_weights(module, again)
+    assert (again.settings.group_size, again.settings.sampling.top_k) == (3, 5)
+    assert again.optimizer.keywords == {"lr": 0.25}
+    changed = GRPO.load_from_checkpoint(str(tmp_path / "a.ckpt"), group_size=4)
+    assert changed.settings.group_size == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_checkpoint_cannot_hold_is_asked_for_by_name(tmp_path):
+    rewards = {"half": Reward(lambda prompts, completions: [0.5] * len(prompts))}
+    module = saved(GRPO(BUILTIN, rewards), tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"cannot hold rewards of GRPO .* load_from_checkpoint"):
+        GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert equal_weights(module, GRPO.load_from_checkpoint(tmp_path / "a.ckpt", rewards=rewards))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
+    module = SFT(scratch=SCRATCH)
+    module.fit_tokenizer(["one two", "three four"])
+    saved(module, tmp_path / "a.ckpt")
+    again = SFT.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert equal_weights(module, again)
+    assert again.tokenizer.get_vocab() == module.tokenizer.get_vocab()

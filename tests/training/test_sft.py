@@ -1,0 +1,368 @@
+"""Supervised training of real, tiny models, against the loss of plain transformers."""
+
+import csv
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+import yaml
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from litgrpo.cli.trainer_cli import load_module
+from litgrpo.data.pair_data import PairData
+from litgrpo.data.pairs import PairBatch
+from litgrpo.models.loading import LoRA, export
+from litgrpo.models.scratch import Scratch
+from litgrpo.program import main
+from litgrpo.training.sft import SFT
+from tests.conftest import byte_tokenizer, tiny_model
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SCRATCH = Scratch({"model_type": "gemma2", **SIZES, **LAYERS}, vocab_size=300)
+ROWS = [{"prompt": f"What is {n}?", "completion": f"<answer>{n}</answer>"} for n in range(8)]
+QUIET = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "limit_val_batches": 0,
+}
+LEARN_NOTHING = partial(torch.optim.SGD, lr=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Gemma 2 over bytes, in a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("gemma2").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def batch_of(*pairs, length=0):
+    """Rows of (prompt ids, completion ids), padded to at least `length`."""
+    length = max([length, *(len(prompt + completion) for prompt, completion in pairs)])
+    ids = torch.zeros(len(pairs), length, dtype=torch.long)
+    real, targets = torch.zeros_like(ids).bool(), torch.zeros_like(ids).bool()
+    for row, (prompt, completion) in enumerate(pairs):
+        end = len(prompt + completion)
+        ids[row, :end] = torch.tensor(prompt + completion)
+        real[row, :end] = True
+        targets[row, len(prompt) : end] = True
+    return PairBatch(ids, real, targets)
+
+
+SHORT = ([1, 70, 71], [80, 2])
+LONG = ([1, 72], [81, 82, 83, 84, 85, 2])
+
+
+def loader(batches):
+    return DataLoader(batches, batch_size=None)
+
+
+def fit(sft, batches, **settings):
+    """Train on the given batches, one iteration each."""
+    trainer = Trainer(**QUIET | {"max_epochs": 1} | settings)
+    trainer.fit(sft, loader(batches))
+    return trainer
+
+
+def logged(sft, batch):
+    """What one iteration on a batch logs."""
+    return {name: float(value) for name, value in fit(sft, [batch]).callback_metrics.items()}
+
+
+def plain_loss(model, batch):
+    """The loss that transformers itself computes."""
+    labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)
+    mask = batch.attention_mask.long()
+    return model(input_ids=batch.input_ids, attention_mask=mask, labels=labels).loss
+
+
+def test_loss_is_that_of_transformers_over_the_completions_only(folder):
+    batch = batch_of(SHORT, LONG)
+    metrics = logged(SFT(folder, optimizer=LEARN_NOTHING), batch)
+
+    loss = plain_loss(tiny_model("gemma2"), batch)
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["sft/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert metrics["sft/padding_frac"] == pytest.approx(3 / 16)
+
+
+def test_without_a_length_it_makes_three_passes_over_its_data(folder):
+    sft = SFT(folder, optimizer=LEARN_NOTHING)
+    batches = DataLoader([batch_of(SHORT), batch_of(LONG)], batch_size=None)
+    Trainer(**QUIET).fit(sft, batches)
+    assert (sft.iteration, sft.max_iterations) == (6, 6)
+
+
+def test_one_step_of_gradient_descent_is_that_of_transformers(folder):
+    batch = batch_of(SHORT, LONG)
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)
+    fit(sft, [batch])
+
+    model = tiny_model("gemma2")
+    plain_loss(model, batch).backward()
+    for (name, old), new in zip(
+        model.named_parameters(), sft.policy.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(new, old - 0.1 * old.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_of_an_encoder_decoder_model_is_that_of_transformers(tmp_path):
+    tiny_model("t5").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    sft = SFT(str(tmp_path), optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)
+    metrics = logged(sft, batch_of(SHORT, LONG))
+
+    model = tiny_model("t5")
+    asked = {"input_ids": torch.tensor([[1, 70, 71], [1, 72, 0]])}
+    asked["attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    answers = torch.tensor([[80, 2, *[-100] * 4], [81, 82, 83, 84, 85, 2]])
+    loss = model(**asked, labels=answers).loss
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()
+    for (name, old), new in zip(
+        model.named_parameters(), sft.policy.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(new, old - 0.1 * old.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_gradients_are_scaled_down_to_max_grad_norm(folder):
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.01)
+    metrics = logged(sft, batch_of(SHORT, LONG))
+
+    pairs = zip(tiny_model("gemma2").parameters(), sft.policy.model.parameters(), strict=True)
+    moved = torch.stack([(new - old).norm() for old, new in pairs]).norm()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+    assert metrics["optim/grad_norm"] > 0.01
+
+
+def test_padding_changes_nothing_but_its_share(folder):
+    tight, loose = (
+        logged(SFT(folder, optimizer=LEARN_NOTHING), batch_of(SHORT, LONG, length=length))
+        for length in (0, 16)
+    )
+
+    assert tight.pop("sft/padding_frac") < loose.pop("sft/padding_frac")
+    assert tight == pytest.approx(loose, rel=1e-5)
+
+
+def test_validation_weighs_batches_by_their_tokens(folder):
+    together, apart = ([batch_of(SHORT, LONG)], [batch_of(SHORT), batch_of(LONG)])
+    reports = []
+    for batches in (together, apart):
+        sft = SFT(folder)
+        Trainer(**QUIET | {"limit_val_batches": 1.0}).validate(sft, loader(batches), verbose=False)
+        reports.append(sft.evaluation_report)
+
+    loss = plain_loss(tiny_model("gemma2"), together[0]).item()
+    assert reports[0]["val/loss"] == pytest.approx(loss, rel=1e-5)
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5)
+    assert reports[0].keys() == {"val/loss", "val/perplexity", "val/token_accuracy"}
+
+
+def test_token_accuracy_counts_most_likely_tokens(folder):
+    batch = batch_of(SHORT, LONG)
+    sft = SFT(folder)
+    Trainer(**QUIET).test(sft, loader([batch]), verbose=False)
+
+    logits = tiny_model("gemma2")(batch.input_ids, attention_mask=batch.attention_mask.long())
+    right = logits.logits[:, :-1].argmax(-1) == batch.input_ids[:, 1:]
+    expected = right[batch.loss_mask[:, 1:]].float().mean().item()
+    assert sft.evaluation_report["test/token_accuracy"] == pytest.approx(expected)
+
+
+def test_it_learns_pairs_by_heart_from_scratch_and_its_export_repeats_them(tmp_path):
+    sft = SFT(
+        scratch=SCRATCH,
+        optimizer=partial(torch.optim.AdamW, lr=0.01),
+        lr_scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=150),
+        max_iterations=150,
+    )
+    Trainer(**QUIET | {"max_epochs": -1}).fit(sft, PairData(ROWS, batch_size=8))
+    export(sft.policy, tmp_path)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for row in ROWS:
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(said, skip_special_tokens=True) == row["completion"]
+
+
+def test_it_stops_after_max_iterations_and_logs_iterations_as_steps(folder, tmp_path):
+    sft = SFT(folder, max_iterations=3)
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = fit(sft, [batch_of(SHORT)], max_epochs=-1, logger=logger)
+
+    assert sft.iteration == trainer.global_step == 3
+    with open(tmp_path / "metrics.csv") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+
+
+def test_the_schedule_is_stepped_once_per_iteration(folder):
+    halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=1.0), lr_scheduler=halve)
+    trainer = fit(sft, [batch_of(SHORT)] * 4)
+
+    assert trainer.callback_metrics["optim/lr"].item() == 0.5**3
+
+
+def test_with_lora_only_adapters_are_trained(folder):
+    sft = SFT(folder, lora=LoRA(rank=2), optimizer=partial(torch.optim.SGD, lr=1.0))
+    fit(sft, [batch_of(SHORT)])
+
+    names = [name for name, value in sft.named_parameters() if value.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_equal_seeds_give_equal_models():
+    data = PairData(ROWS, batch_size=4)
+    weights = []
+    for seed in (0, 0, 1):
+        sft = SFT(scratch=SCRATCH, max_iterations=2, seed=seed)
+        Trainer(**QUIET | {"max_epochs": -1}).fit(sft, data)
+        weights.append(torch.cat([value.flatten() for value in sft.policy.parameters()]))
+
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_model_is_configured_once(folder):
+    sft = SFT(folder)
+    sft.configure_model()
+    policy = sft.policy
+    sft.configure_model()
+
+    assert sft.policy is policy
+
+
+def test_exactly_one_of_pretrained_and_scratch_is_needed(folder):
+    with pytest.raises(ValueError, match="exactly one"):
+        SFT()
+    with pytest.raises(ValueError, match="exactly one"):
+        SFT(folder, scratch=SCRATCH)
+
+
+def test_scratch_without_texts_for_its_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="call fit_tokenizer"):
+        SFT(scratch=SCRATCH).configure_model()
+
+
+def test_adapters_on_random_weights_are_refused():
+    with pytest.raises(ValueError, match="leave lora out"):
+        SFT(scratch=SCRATCH, lora=LoRA())
+
+
+def test_less_than_one_iteration_is_refused(folder):
+    with pytest.raises(ValueError, match="max_iterations is 0"):
+        SFT(folder, max_iterations=0)
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["cli.py", *words])
+    assert main() == 0
+
+
+@pytest.fixture
+def scratch_run(tmp_path, monkeypatch):
+    """The folder of a short training from scratch, whose training pairs are gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    scratch = {"architecture": SCRATCH.architecture, "vocab_size": SCRATCH.vocab_size}
+    settings = {"scratch": scratch, "max_iterations": 2}
+    recipe = {
+        "model": {"class_path": "litgrpo.SFT", "init_args": settings},
+        "data": {"class_path": "litgrpo.PairData", "init_args": {"train": "pairs.jsonl"}},
+        "trainer": {"accelerator": "cpu"},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    run(monkeypatch, "fit", "-c", "tiny.yaml", "--trainer.enable_progress_bar", "false")
+    (tmp_path / "pairs.jsonl").unlink()
+    return tmp_path / "runs" / "tiny"
+
+
+def test_a_checkpoint_from_scratch_is_exported_without_the_data(scratch_run, monkeypatch):
+    run(monkeypatch, "export", str(scratch_run), "exported")
+
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+    model = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    sft = load_module(scratch_run / "checkpoints" / "last.ckpt")
+    ids = tokenizer("What is 7?<answer>7</answer>", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [sft.policy.tokenizer("What is 7?<answer>7</answer>")["input_ids"]]
+    assert torch.equal(model(ids).logits, sft.policy.model.eval()(ids).logits)
+    for name in ("tokenizer.json", "model.safetensors"):
+        here, at_the_end = (scratch_run.parents[1] / "exported", scratch_run / "final_model")
+        assert (here / name).read_bytes() == (at_the_end / name).read_bytes()
+
+
+def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
+    scratch_run, monkeypatch
+):
+    other = [{"prompt": f"Who are {n} others", "completion": f"nobody {n}"} for n in range(9)]
+    (scratch_run.parents[1] / "pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in other)
+    )
+    loss = []
+    score = SFT.score
+
+    def noted(self, batch):
+        loss.append(self.tokenizer.decode(batch.input_ids[0], skip_special_tokens=True))
+        return score(self, batch)
+
+    monkeypatch.setattr(SFT, "score", noted)
+    words = ["--ckpt_path", "last", "--data.val", json.dumps(other[:1]), "--data.overlap", "keep"]
+    with pytest.warns(UserWarning, match="kept"):
+        run(monkeypatch, "validate", "-c", str(scratch_run / "config.yaml"), *words)
+    assert loss == ["Who are 0 othersnobody 0"]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_report_of_a_step_comes_with_the_batch_that_ends_it(folder, batches):
+    class Noted(SFT):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs["reports"])
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+    seen = []
+    sft = Noted(folder, optimizer=partial(torch.optim.SGD, lr=0.5))
+    fit(sft, [batch_of(SHORT)] * 2, accumulate_grad_batches=batches)
+    assert [len(reports) for reports in seen] == ([1, 1] if batches == 1 else [0, 1])
+    (report,) = seen[-1]
+    assert (report.lr, report.skipped) == (0.5, None)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(folder):
+    sft = SFT(folder, optimizer=partial(torch.optim.SGD, lr=0.5))
+    sft.configure_model()
+    before = [value.clone() for value in sft.policy.parameters()]
+    next(sft.policy.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+    fit(sft, [batch_of(SHORT)])
+    assert [report.skipped for report in sft.reports] == [{}]
+    assert all(map(torch.equal, before, sft.policy.parameters()))
+
+
+def test_validation_sets_with_names_have_numbers_of_their_own(folder):
+    """Each is what a validation on that set alone says."""
+    sets = {"low": ROWS[:3], "high": ROWS[3:]}
+
+    def losses(val):
+        sft, data = SFT(folder), PairData(ROWS, val=val, batch_size=2, overlap="keep")
+        with pytest.warns(UserWarning, match="kept"):
+            Trainer(**QUIET | {"limit_val_batches": 1.0}).validate(sft, data, verbose=False)
+        return sft.evaluation_report
+
+    both = losses(sets)
+    for name, rows in sets.items():
+        alone = losses(rows)
+        named = {key: both[f"val/{name}/{key.removeprefix('val/')}"] for key in alone}
+        assert named == pytest.approx(alone)

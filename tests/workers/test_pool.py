@@ -1,0 +1,140 @@
+"""Processes that are started, taken, released and ended."""
+
+import os
+import pickle
+import signal
+
+import pytest
+
+from litgrpo.rewards import ProcessRunner
+from litgrpo.rewards.runner.calls import Call
+from litgrpo.rewards.runner.process_runner import HANDLER
+from litgrpo.rewards.runner.worker import Message, Question
+from litgrpo.workers import pool as pool_module
+from litgrpo.workers.pool import MAX_PICKLED, WorkerPool, packed
+from tests.rewards import faulty
+
+PART = {"r": (faulty.lengths, {})}
+ONE_ROW = Message([Question("r", {"completions": ["a"]}, 1)], False, 60.0)
+
+
+@pytest.fixture
+def pool():
+    pool = WorkerPool(2, HANDLER)
+    yield pool
+    pool.close()
+
+
+def test_no_more_workers_are_given_than_may_run(pool):
+    assert pool.register(PART) == {}
+    workers = []
+    for _ in range(2):
+        workers.append(pool.take())
+        pool.ask(workers[-1], ONE_ROW, 60.0)
+    assert pool.take() is None
+    heard = []
+    while len(heard) < 2:
+        heard += pool.answers(wait=True)
+    assert {worker for worker, _, _ in heard} == set(workers)
+    assert [scores.values for _, (_, scores, _), _ in heard] == [[1.0], [1.0]]
+    assert pool.take() in workers
+
+
+def test_functions_that_are_registered_already_start_nothing(pool):
+    pool.register(PART)
+    (launcher,) = pool.launchers
+    pool.register(PART)
+    assert pool.launchers == [launcher]
+
+
+def test_a_function_that_cannot_be_loaded_is_named_with_the_reason(pool):
+    class Unloadable:
+        def __reduce__(self):
+            return (exec, ("raise OSError('no licence')",))
+
+    (reason,) = pool.register({"r": (Unloadable(), {})}).values()
+    assert "no licence" in reason
+    assert not pool.failed
+
+
+class Fatal:
+    """A function whose loading ends, blocks or floods the process that loads it."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+    def __call__(self, completions):
+        raise AssertionError("it must not run in the training process")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(3)", "exited with 3 while loading"),
+        ("import sys; sys.exit(4)", "exited with 4 while loading"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "died of SIGSEGV while loading",
+        ),
+        ("while True: pass", "TimeoutError while loading"),
+        ("while True: print('x' * 65536)", "printed more than 5 MB while loading"),
+    ],
+)
+def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reason, monkeypatch):
+    """Its rows fail with that reason; it never runs here, and the other function works."""
+    if "Timeout" in reason:
+        monkeypatch.setattr(pool_module, "LOAD_S", 3.0)
+    runner = ProcessRunner(workers=1, max_failed_frac=1.0)
+    fatal, fine = (
+        Call(name, function, {"completions": ["a", "b"]}, {}, 2)
+        for name, function in (("fatal", Fatal(code)), ("fine", faulty.lengths))
+    )
+    for _ in range(2):
+        first, second = runner.submit([fatal, fine]).result()
+        assert first.failures == {0: reason, 1: reason}
+        assert second.values == [1.0, 1.0]
+    assert len(runner.pool.launchers) == 1
+    runner.close()
+
+
+def test_ending_the_busy_leaves_those_that_wait(pool):
+    pool.register(PART)
+    busy, waiting = pool.launch(), pool.launch()
+    pool.ask(busy, ONE_ROW, 60.0)
+    pool.end_busy()
+    assert pool.workers == [waiting]
+    assert busy.connection.closed
+
+
+def test_a_worker_that_died_while_it_waited_is_forgotten(pool):
+    pool.register(PART)
+    worker = pool.take()
+    os.kill(worker.pid, signal.SIGKILL)
+    while pool.workers:
+        assert pool.answers(wait=False) == []
+    assert pool.take() is not worker
+
+
+def test_what_a_worker_waited_for_a_processor_is_not_its_time(pool, tmp_path):
+    pool.register(PART)
+    worker = pool.take()
+    schedule = tmp_path / "schedstat"
+    schedule.write_text("5 1000000000 7\n")
+    worker.schedule = os.open(schedule, os.O_RDONLY)
+    worker.begin(0.0)
+    now = worker.until + 1.0
+    assert worker.is_late(now)
+    schedule.write_text("5 3000000000 7\n")
+    assert not worker.is_late(now)  # two seconds more
+    assert worker.is_late(now + 1.0)
+    os.close(worker.schedule)
+
+
+def test_what_must_hold_a_model_is_not_sent():
+    with pytest.raises(ValueError, match="it holds 64 MB"):
+        packed((bytes(MAX_PICKLED + 1), {}))
+    function, settings = pickle.loads(packed((faulty.lengths, {"a": 1})))
+    assert (function, settings) == (faulty.lengths, {"a": 1})
