@@ -16,19 +16,19 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithms import advantages, estimators, surrogates, weighting
+from litgrpo.algorithms import advantages, estimators, loss_aggregation, surrogates
 from litgrpo.algorithms import losses as objectives
 from litgrpo.algorithms import turn_credit as credit
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
 from litgrpo.program import main
-from litgrpo.types import Experience, TokenLogprobs
+from litgrpo.types import TokenLogprobs, TrainingBatch
 from tests.support.algorithms import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-ROOMS = (advantages, credit, estimators, objectives, surrogates, weighting)
+ROOMS = (advantages, credit, estimators, objectives, surrogates, loss_aggregation)
 CHOICES = {name: value for room in ROOMS for name, value in vars(room).items()}
 # A recipe that has chosen everything already, and nothing as any algorithm does.
 CONTRARY = """
@@ -38,11 +38,11 @@ model:
       advantages: {class_path: Normalized, init_args: {baseline: batch, scale: mean, eps: 0.5}}
       ratio: sequence
       surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, cap: 7.0}}
-      weighting: {class_path: Constant, init_args: {by_limit: false}}
+      loss_aggregation: {class_path: Constant, init_args: {by_limit: false}}
       kl_coef: 0.7
       kl: litgrpo.algorithms.kl.absolute
       kl_bias_correction: true
-      mask_truncated: true
+      mask_truncated_completions: true
 """
 
 
@@ -65,7 +65,7 @@ def shown(monkeypatch, capsys) -> Callable[..., Objective]:
 
 
 # What an overlay sets besides the objective.
-BESIDES = {"dapo": {"max_resamples", "soft_overlong"}}
+BESIDES = {"dapo": {"dynamic_sampling_attempts", "soft_overlong"}}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def described(part: Any) -> str:
 def cells(name: str) -> list[str]:
     """What the table says about an algorithm, but for its name and paper."""
     row = PUBLISHED[name]
-    mask = ", `mask_truncated`" if row.mask_truncated else ""
+    mask = ", `mask_truncated_completions`" if row.mask_truncated_completions else ""
     return [
         f"`{described(row.advantages)}`",
         f"{row.ratio}, `{described(row.surrogate)}`",
-        f"`{described(row.weighting)}`{mask}",
+        f"`{described(row.loss_aggregation)}`{mask}",
         f"{row.kl_coef} `{row.kl.__name__}`" if row.needs_reference else "none",
         f"[{name}.yaml](../configs/algorithms/{name}.yaml)",
     ]
@@ -171,7 +171,7 @@ def gradient(objective: Objective) -> torch.Tensor:
     now = -torch.rand(4, 5, generator=generator, dtype=torch.float64)
     mask = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
     truncated = torch.tensor([True, False, False, False])
-    experience = Experience(
+    experience = TrainingBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
         prompt_mask=torch.ones(1, 1, dtype=torch.bool),
         prompt_of=torch.zeros(4, dtype=torch.long),

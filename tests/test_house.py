@@ -176,7 +176,10 @@ def test_files_that_a_page_links_to_exist(page):
         ("`litgrpo.nowhere.Thing` and `litgrpo.GRPO`", "import litgrpo.nowhere.Thing"),
         ("`objectives/objective.py` and `algorithms/losses.py`", "file objectives/objective.py"),
         ("`configs/none.yaml` and `configs/quickstart.yaml`", "file configs/none.yaml"),
-        ("`model.learning.inner_epochs` and `model.update.inner_epochs`", "key model.learning"),
+        (
+            "`model.learning.epochs_per_rollout` and `model.update.epochs_per_rollout`",
+            "key model.learning",
+        ),
         ("`trainer.max_epoch: 1` and `--trainer.max_epochs 1`", "key trainer.max_epoch"),
         ("```bash\npython -m tests.nothing\npython -m tests.house\n```", "command 'python -m"),
         (

@@ -56,7 +56,7 @@ def test_supervised_then_grpo_then_an_answer_with_its_reasoning(tmp_path, progra
 
     second = overlay(
         tmp_path / "second.yaml",
-        {"pretrained": str(supervised / "final_model"), "max_completion_len": 40}
+        {"pretrained": str(supervised / "final_model"), "max_completion_length": 40}
         | {"max_iterations": 2},
         {"train": f"{PROBLEMS}train?size=40", "val_fraction": 0.1, "batch_size": 4},
         trainer={"limit_val_batches": 1},
@@ -113,7 +113,7 @@ def test_a_model_without_tokenizer_is_refused_before_training(architecture, tmp_
 def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program, capsys):
     recipe = tmp_path / "recipe.yaml"
     rewards = {"correct": {"function": "litgrpo.rewards.correctness"}}
-    settings = {"pretrained": TINY, "rewards": rewards, "max_completion_len": 64}
+    settings = {"pretrained": TINY, "rewards": rewards, "max_completion_length": 64}
     content = {
         "model": {"class_path": "GRPO", "init_args": settings},
         "data": {

@@ -15,7 +15,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
@@ -53,7 +53,7 @@ SMALL_SIZES = {
     "num_layers": 1,
     "num_heads": 2,
 }
-SMALL_MODULE = {"group_size": FEW, "max_completion_len": 4, "evaluation": {"samples": 4}}
+SMALL_MODULE = {"group_size": FEW, "max_completion_length": 4, "evaluation": {"samples": 4}}
 SMALL_DATA = {"eval_batch_size": FEW, "max_tokens": 256}
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
@@ -165,7 +165,9 @@ def small(recipe: dict, models: dict[str, str], rows: dict[str, str]) -> dict:
         over["pretrained"] = small_model(model["pretrained"], models)
     if recipe["model"]["class_path"].endswith("GRPO"):
         over |= SMALL_MODULE | {"rewards": small_judges(model["rewards"], models["judge"])}
-        over["max_completion_len"] = 16 if "environment" in model else 4  # for more than one turn
+        over["max_completion_length"] = (
+            16 if "environment" in model else 4
+        )  # for more than one turn
     sources = {}
     for name in ("train", "val", "test"):
         source = data.get(name)
@@ -328,7 +330,7 @@ def test_a_run_whose_servers_are_away_ends_in_a_line_and_a_code_of_its_own(
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("corrections/*.yaml")), ids=lambda p: p.stem)
 def test_a_correction_states_every_field(path):
     (given,) = yaml.safe_load(path.read_text())["model"]["init_args"]["objective"].values()
-    assert vars(SamplerCorrection(**given)) == given
+    assert vars(ImportanceCorrection(**given)) == given
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -44,7 +44,7 @@ def words(models, questions, tmp_path) -> list:
         "update": learning,
         "optimizer": optimizer,
     }
-    settings["checkpoint_folders"] = {"every_n_iterations": 1}
+    settings["hf_checkpoints"] = {"every_n_iterations": 1}
     overlay.write_text(yaml.safe_dump(settings))
     return ["-c", CONFIGS / NAME, "-c", overlay, "--trainer.accelerator", "cpu"]
 

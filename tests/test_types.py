@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, TokenRows
+from litgrpo.types import PromptBatch, RewardTable, Rollout, TokenRows, TrainingBatch
 
 
 def prompts(rows=2, length=3) -> PromptBatch:
@@ -22,12 +22,12 @@ def rollout() -> Rollout:
     return Rollout(prompts(), 2, mask.long() * 7, mask, mask * -0.5, truncated)
 
 
-def experience() -> Experience:
+def experience() -> TrainingBatch:
     """Three prompts of 1, 3 and 2 tokens; rows 0 to 3 continue prompts 0, 1, 2, 2."""
     prompt_mask = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]).bool()
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
     ids = torch.arange(16).view(4, 4)
-    return Experience(
+    return TrainingBatch(
         prompt_ids=torch.arange(12).view(3, 4),
         prompt_mask=prompt_mask,
         prompt_of=torch.tensor([0, 1, 2, 2]),
@@ -161,7 +161,7 @@ def test_reward_stats_by_hand():
         "reward/max": 3.0,
         "reward/group_std": 2**0.5 / 2,
         "reward/failed_frac": 0.25,
-        "reward/equal_groups_frac": 0.5,
+        "reward/zero_variance_groups_frac": 0.5,
         "reward/right": 2 / 3,
         "reward/right_std": (1 / 3) ** 0.5,
         "reward/right_share": 1.0,
@@ -259,7 +259,7 @@ def test_selecting_rows_cuts_padding_off_and_renumbers_their_prompts():
 def test_selecting_every_row_in_order_changes_nothing_but_unused_columns():
     given = experience()
     everything = given.select(torch.arange(4))
-    for field in fields(Experience):
+    for field in fields(TrainingBatch):
         before, after = getattr(given, field.name), getattr(everything, field.name)
         if field.name in ("prompt_ids", "prompt_mask"):
             before = before[:, 1:]  # no prompt has four tokens
@@ -269,7 +269,7 @@ def test_selecting_every_row_in_order_changes_nothing_but_unused_columns():
 def test_selecting_twice_is_selecting_once():
     rows, then = torch.tensor([3, 0, 2]), torch.tensor([2, 0])
     twice, once = experience().select(rows).select(then), experience().select(rows[then])
-    for field in fields(Experience):
+    for field in fields(TrainingBatch):
         first, second = getattr(twice, field.name), getattr(once, field.name)
         assert (first is None and second is None) or torch.equal(first, second)
 

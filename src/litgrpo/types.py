@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
-Rows = TypeVar("Rows", "TokenRows", "Experience")
+Rows = TypeVar("Rows", "TokenRows", "TrainingBatch")
 
 
 # Fields of one entry per prompt; every other tensor of a carrier of rows has one entry per row.
@@ -183,7 +183,7 @@ class Rollout:
             None where that is every token.
         turns: [N, C] int16 turn that a token was spoken in, -1 elsewhere; None: there is one turn.
         turn_rewards: [N, K] float64; NaN where there is no such turn, or its reward abstained.
-        turn_states: N lists of the state after each turn (`Heard.state`).
+        turn_states: N lists of the state after each turn (`StepResult.state`).
         episodes: N of `rollout.record.Episode`; empty where every completion is one turn.
     """
 
@@ -321,7 +321,7 @@ class RewardTable:
             "reward/std": valid.std() if valid.numel() > 1 else self.total.new_zeros(()),
             "reward/group_std": spread.mean(),
             "reward/failed_frac": (~self.valid).double().mean(),
-            "reward/equal_groups_frac": (spread == 0).double().mean(),
+            "reward/zero_variance_groups_frac": (spread == 0).double().mean(),
         }
         # All processes report the same names, so a part that answered nowhere counts as 0.
         for name, part in self.parts.items():
@@ -368,7 +368,15 @@ class RewardTable:
     @staticmethod
     def stat_names(parts: Sequence[str]) -> list[str]:
         """Everything that `stats` logs under `reward/` for parts of these names."""
-        names = ["mean", "std", "min", "max", "group_std", "failed_frac", "equal_groups_frac"]
+        names = [
+            "mean",
+            "std",
+            "min",
+            "max",
+            "group_std",
+            "failed_frac",
+            "zero_variance_groups_frac",
+        ]
         names += parts
         names += [f"{part}_std" for part in parts]
         if len(parts) > 1:
@@ -392,7 +400,7 @@ class RolloutLogprobs:
 
 
 @dataclass(frozen=True)
-class Experience:
+class TrainingBatch:
     """What to learn from: M completions with the weight and direction of each of their tokens.
 
     All log-probabilities are over `candidate_ids`.
@@ -435,7 +443,7 @@ class Experience:
         """What a model reads of it."""
         return TokenRows(**{each.name: getattr(self, each.name) for each in fields(TokenRows)})
 
-    def select(self, rows: Tensor) -> Experience:
+    def select(self, rows: Tensor) -> TrainingBatch:
         """The given completions and their prompts; columns that are padding for all are cut off.
 
         Args:

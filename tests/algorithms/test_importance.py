@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 
 OLD = torch.log(torch.tensor([[0.4, 0.1, 0.5], [0.2, 0.9, 0.9]]))
 SAMPLER = torch.log(torch.tensor([[0.1, 0.2, math.nan], [0.2, math.nan, math.nan]]))
@@ -13,7 +13,7 @@ MASK = torch.tensor([[True, True, True], [True, False, False]])
 
 
 def weights(**kwargs):
-    return SamplerCorrection(**kwargs)(OLD, SAMPLER, MASK)
+    return ImportanceCorrection(**kwargs)(OLD, SAMPLER, MASK)
 
 
 def test_token_weights_by_hand():
@@ -47,9 +47,9 @@ def test_a_token_that_the_policy_would_never_say_takes_its_completion_with_it():
     torch.testing.assert_close(weights(veto=0.4, high=None), weights(high=None))
     torch.testing.assert_close(weights(level="sequence", veto=0.6), torch.tensor([[0.0], [1.0]]))
     with pytest.raises(ValueError, match=r"veto 1.5"):
-        SamplerCorrection(veto=1.5)
+        ImportanceCorrection(veto=1.5)
 
 
 def test_bounds_must_be_in_order():
     with pytest.raises(ValueError, match=r"low 3.0, high 2.0"):
-        SamplerCorrection(low=3.0, high=2.0)
+        ImportanceCorrection(low=3.0, high=2.0)

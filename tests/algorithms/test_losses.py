@@ -9,32 +9,37 @@ from jsonargparse import ArgumentParser
 
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.estimators import TopShare
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.kl import absolute, k1, k2
+from litgrpo.algorithms.loss_aggregation import Constant, MicroBatchTokenMean
 from litgrpo.algorithms.losses import (
     RATIO_MAX,
     Clipped,
     Objective,
-    PerSequence,
-    PerToken,
+    SequenceMean,
+    TokenMean,
 )
 from litgrpo.algorithms.surrogates import SAPO, VESPO, PolicyGradient
-from litgrpo.algorithms.weighting import Constant, PerTokenOfMicroBatch
-from litgrpo.types import Experience, RewardTable, TokenLogprobs, row_fields
+from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch, row_fields
 from tests.support.algorithms import CLIP_HIGHER, PUBLISHED, SUM
 from tests.support.comms import Twins
 
 ALGORITHMS = PUBLISHED | {
     "DeepSeek-V3.2": Objective(
-        Normalized(scale="none"), kl_coef=0.1, kl_bias_correction=True, off_policy_limit=0.01
+        Normalized(scale="none"),
+        kl_coef=0.1,
+        kl_bias_correction=True,
+        off_policy_mask_threshold=0.01,
     ),
-    "80/20, entropy bonus": Objective(top_entropy_share=0.3, entropy_coef=0.05),
-    "80/20": Objective(surrogate=CLIP_HIGHER, weighting=PerToken(), top_entropy_share=0.3),
+    "80/20, entropy bonus": Objective(top_entropy_quantile=0.3, entropy_coef=0.05),
+    "80/20": Objective(
+        surrogate=CLIP_HIGHER, loss_aggregation=TokenMean(), top_entropy_quantile=0.3
+    ),
     "entropy bonus": Objective(entropy_coef=0.01, kl_coef=0.1, kl=absolute),
-    "sampler": Objective(kl_coef=0.1, kl=k1, sampler_correction=SamplerCorrection()),
+    "sampler": Objective(kl_coef=0.1, kl=k1, importance_correction=ImportanceCorrection()),
     "sampler, sequences": Objective(
         surrogate=VESPO(),
-        sampler_correction=SamplerCorrection("sequence", "mask", low=0.1, high=20.0),
+        importance_correction=ImportanceCorrection("sequence", "mask", low=0.1, high=20.0),
     ),
 }
 LENGTHS = torch.tensor([5, 1, 3, 0, 4, 5])
@@ -53,7 +58,7 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
     now = rows(-2.0, -0.5)
     entropy = rows(0.1, 2.0)
     ids = torch.arange(6)[:, None].expand(6, 5)
-    experience = Experience(
+    experience = TrainingBatch(
         prompt_ids=torch.zeros(2, 1, dtype=torch.long),
         prompt_mask=torch.ones(2, 1, dtype=torch.bool),
         prompt_of=torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -222,15 +227,15 @@ def test_stats_are_sums_and_counts_of_tokens():
     low = (s < math.log(0.9)) & (experience.advantages < 0) & mask
     assert stats["policy/clip_high_frac"][0] == high.sum() > 0
     assert stats["policy/clip_low_frac"][0] == low.sum() > 0
-    torch.testing.assert_close(stats["policy/entropy_learned"][0], entropy[mask].sum())
+    torch.testing.assert_close(stats["policy/entropy_trained"][0], entropy[mask].sum())
     assert stats["policy/kl"][0] > 0
     assert "policy/kl" not in Objective().loss(TokenLogprobs(now, entropy), experience).stats
 
 
 def test_masks_and_corrections_leave_the_kl_term_alone():
     plain = Objective(kl_coef=0.1)
-    masked = replace(plain, top_entropy_share=0.3, off_policy_limit=-9.0)
-    masked = replace(masked, sampler_correction=SamplerCorrection(outside="mask", high=0.0))
+    masked = replace(plain, top_entropy_quantile=0.3, off_policy_mask_threshold=-9.0)
+    masked = replace(masked, importance_correction=ImportanceCorrection(outside="mask", high=0.0))
     now, entropy, experience = batch(plain)
     only_kl = replace(experience, advantages=torch.zeros_like(now))
     bad = replace(experience, advantages=-torch.ones_like(now))
@@ -242,7 +247,7 @@ def test_masks_and_corrections_leave_the_kl_term_alone():
 
 
 def test_top_entropy_share_learns_from_the_most_uncertain_tokens():
-    objective = Objective(top_entropy_share=0.5, weighting=PerToken())
+    objective = Objective(top_entropy_quantile=0.5, loss_aggregation=TokenMean())
     now, entropy, experience = batch(objective, old=False)
     mask = experience.completion_mask
     median = entropy[mask].quantile(0.5)
@@ -253,7 +258,7 @@ def test_top_entropy_share_learns_from_the_most_uncertain_tokens():
 
 
 def test_off_policy_limit_drops_bad_rows_that_became_unlikely():
-    objective = Objective(off_policy_limit=0.5, surrogate=PolicyGradient())
+    objective = Objective(off_policy_mask_threshold=0.5, surrogate=PolicyGradient())
     now, entropy, experience = batch(objective, old=False)
     signs = torch.tensor([-1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     drift = torch.tensor([1.0, 0.4, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
@@ -278,11 +283,11 @@ def test_entropy_bonus_raises_the_mean_entropy_of_all_tokens():
 
 def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
     # Entropies 1, 2, 3, 4 and padding; the upper half is kept: the bonus is 0.5 * (3 + 4) / 2.
-    objective = Objective(top_entropy_share=0.5, entropy_coef=0.5, weighting=PerToken())
+    objective = Objective(top_entropy_quantile=0.5, entropy_coef=0.5, loss_aggregation=TokenMean())
     entropy = torch.tensor([[1.0, 4.0, 9.0], [3.0, 2.0, 9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, False]])
     now = torch.full((2, 3), -1.0)
-    experience = Experience(
+    experience = TrainingBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
         prompt_mask=torch.ones(1, 1, dtype=torch.bool),
         prompt_of=torch.zeros(2, dtype=torch.long),
@@ -304,7 +309,7 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
 
 
 def test_normalizers_count_the_tokens_of_all_processes():
-    objective = Objective(top_entropy_share=0.5, entropy_coef=0.5)
+    objective = Objective(top_entropy_quantile=0.5, entropy_coef=0.5)
     _, entropy, experience = batch(objective)
     alone = objective.normalizers(experience.weights, entropy)
     twins = objective.normalizers(experience.weights, entropy, Twins())
@@ -378,10 +383,10 @@ def test_needs():
     assert Objective(kl_coef=0.1).needs_reference
     assert Objective(kl_coef=0.1).needs_all_rows
     assert Objective(entropy_coef=0.1).needs_all_rows
-    assert Objective(top_entropy_share=0.2).needs_entropy
+    assert Objective(top_entropy_quantile=0.2).needs_entropy
 
 
-@pytest.mark.parametrize("bad", [{"kl_coef": -0.1}, {"gamma": 1.1}, {"top_entropy_share": -1.0}])
+@pytest.mark.parametrize("bad", [{"kl_coef": -0.1}, {"gamma": 1.1}, {"top_entropy_quantile": -1.0}])
 def test_impossible_numbers_are_refused(bad):
     with pytest.raises(ValueError, match="kl_coef"):
         Objective(**bad)
@@ -428,13 +433,13 @@ model:
     surrogate:
       class_path: VESPO
       init_args: {k: [1, 2], lam: [3, 4]}
-    weighting:
+    loss_aggregation:
       class_path: Constant
       init_args: {by_limit: false}
     kl_coef: 1e-3
     kl: litgrpo.algorithms.kl.k2
-    off_policy_limit: 0.5
-    sampler_correction: {level: sequence, outside: mask, high: null}
+    off_policy_mask_threshold: 0.5
+    importance_correction: {level: sequence, outside: mask, high: null}
 """,
     )
 
@@ -442,42 +447,42 @@ model:
         TopShare(by="shortest", of=Normalized(scale="none")),
         ratio="sequence",
         surrogate=VESPO((1.0, 2.0), (3.0, 4.0)),
-        weighting=SUM,
+        loss_aggregation=SUM,
         kl_coef=1e-3,
         kl=k2,
-        off_policy_limit=0.5,
-        sampler_correction=SamplerCorrection("sequence", "mask", high=None),
+        off_policy_mask_threshold=0.5,
+        importance_correction=ImportanceCorrection("sequence", "mask", high=None),
     )
 
 
 def test_short_class_names_are_enough(tmp_path):
-    found = parsed(tmp_path, "model: {objective: {surrogate: SAPO, weighting: PerToken}}")
+    found = parsed(tmp_path, "model: {objective: {surrogate: SAPO, loss_aggregation: TokenMean}}")
 
-    assert found == Objective(surrogate=SAPO(), weighting=PerToken())
+    assert found == Objective(surrogate=SAPO(), loss_aggregation=TokenMean())
 
 
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
 UNCUT = torch.zeros(3, dtype=torch.bool)
 ROWS = [
-    (PerSequence(), [[1 / 6, 1 / 6, 0], [1 / 3, 0, 0], [0, 0, 0]]),
-    (PerToken(), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+    (SequenceMean(), [[1 / 6, 1 / 6, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+    (TokenMean(), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
     (Constant(), [[1 / 12, 1 / 12, 0], [1 / 12, 0, 0], [0, 0, 0]]),
     (Constant(by_limit=False), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
 ]
 
 
-@pytest.mark.parametrize(("weighting", "expected"), ROWS, ids=lambda row: str(row)[:30])
-def test_weights_by_hand(weighting, expected):
-    objective = Objective(weighting=weighting)
+@pytest.mark.parametrize(("loss_aggregation", "expected"), ROWS, ids=lambda row: str(row)[:30])
+def test_weights_by_hand(loss_aggregation, expected):
+    objective = Objective(loss_aggregation=loss_aggregation)
 
-    weights = objective.token_weights(MASK, UNCUT, max_completion_len=4, dtype=torch.float64)
+    weights = objective.token_weights(MASK, UNCUT, max_completion_length=4, dtype=torch.float64)
 
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("weighting", "expected"), ROWS, ids=lambda row: str(row)[:30])
-def test_two_equal_processes_halve_the_weights(weighting, expected):
-    objective = Objective(weighting=weighting)
+@pytest.mark.parametrize(("loss_aggregation", "expected"), ROWS, ids=lambda row: str(row)[:30])
+def test_two_equal_processes_halve_the_weights(loss_aggregation, expected):
+    objective = Objective(loss_aggregation=loss_aggregation)
 
     weights = objective.token_weights(MASK, UNCUT, 4, comm=Twins())
 
@@ -486,8 +491,10 @@ def test_two_equal_processes_halve_the_weights(weighting, expected):
 
 def test_truncated_rows_lose_their_tokens_but_stay_in_the_number_of_rows():
     cut = torch.tensor([True, False, False])
-    per_sequence = Objective(mask_truncated=True).token_weights(MASK, cut, 4)
-    per_token = Objective(mask_truncated=True, weighting=PerToken()).token_weights(MASK, cut, 4)
+    per_sequence = Objective(mask_truncated_completions=True).token_weights(MASK, cut, 4)
+    per_token = Objective(
+        mask_truncated_completions=True, loss_aggregation=TokenMean()
+    ).token_weights(MASK, cut, 4)
 
     torch.testing.assert_close(per_sequence, torch.tensor([[0, 0, 0], [1 / 3, 0, 0], [0, 0, 0]]))
     torch.testing.assert_close(per_token, torch.tensor([[0.0, 0, 0], [1.0, 0, 0], [0, 0, 0]]))
@@ -495,31 +502,35 @@ def test_truncated_rows_lose_their_tokens_but_stay_in_the_number_of_rows():
 
 
 def test_bnpo_shares_out_the_part_of_each_micro_batch():
-    weighting = PerTokenOfMicroBatch()
-    weights = Objective(weighting=weighting).token_weights(MASK, UNCUT, 4)
+    loss_aggregation = MicroBatchTokenMean()
+    weights = Objective(loss_aggregation=loss_aggregation).token_weights(MASK, UNCUT, 4)
 
     # One row of three, two tokens: each counts 1/3 * 1/2.
     torch.testing.assert_close(
-        weighting.within(weights[:1], MASK[:1]), torch.tensor([[1 / 6, 1 / 6, 0.0]])
+        loss_aggregation.within(weights[:1], MASK[:1]), torch.tensor([[1 / 6, 1 / 6, 0.0]])
     )
     # All three rows: a plain mean over three tokens.
-    assert weighting.within(weights, MASK).sum().item() == pytest.approx(1.0)
+    assert loss_aggregation.within(weights, MASK).sum().item() == pytest.approx(1.0)
 
 
 def test_a_batch_without_tokens_has_no_weight():
-    for weighting, _ in ROWS:
-        weights = Objective(weighting=weighting).token_weights(MASK & False, UNCUT, 4)
+    for loss_aggregation, _ in ROWS:
+        weights = Objective(loss_aggregation=loss_aggregation).token_weights(MASK & False, UNCUT, 4)
         assert (weights == 0).all()
 
 
-@pytest.mark.parametrize(("weighting", "expected"), ROWS, ids=lambda row: str(row)[:30])
-def test_tokens_of_an_environment_have_no_weight_and_are_in_no_denominator(weighting, expected):
+@pytest.mark.parametrize(("loss_aggregation", "expected"), ROWS, ids=lambda row: str(row)[:30])
+def test_tokens_of_an_environment_have_no_weight_and_are_in_no_denominator(
+    loss_aggregation, expected
+):
     # The same three rows with two tokens of an environment after the first column.
     said = torch.zeros(3, 2, dtype=torch.bool)
     mask = torch.cat([MASK[:, :1], said, MASK[:, 1:]], 1)
     expected = torch.tensor(expected, dtype=torch.float64)
 
-    weights = Objective(weighting=weighting).token_weights(mask, UNCUT, 4, dtype=torch.float64)
+    weights = Objective(loss_aggregation=loss_aggregation).token_weights(
+        mask, UNCUT, 4, dtype=torch.float64
+    )
 
     torch.testing.assert_close(
         weights, torch.cat([expected[:, :1], said.double(), expected[:, 1:]], 1)

@@ -236,7 +236,7 @@ def test_an_answer_that_is_no_expression_is_refused():
 @pytest.mark.parametrize("name", ["gigpo", "mt_grpo", "gtpo", "rebn", "simpletir"])
 def test_every_overlay_learns_from_episodes(name):
     policy = tiny_policy("llama")
-    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=40)
+    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
     rollout = rollouter.generate(prompt_batch("a", "hello there"), "train")
     scorer = Scorer({"environment": Reward(environment)}, runner=InProcessRunner())
     rewards = scorer.submit(rollout).result()

@@ -133,5 +133,7 @@ def test_a_last_turn_that_earned_nothing_has_no_rounding_of_the_others():
 @pytest.mark.parametrize("state", [["a"], ("a", [1])])
 def test_a_state_that_cannot_be_compared_is_refused(state):
     played = rollout([[0, 1]], [[0.0, 1.0]], states=[[state, None]])
-    with pytest.raises(ValueError, match=r"Heard\.state\) cannot be compared .*'list'.* a tuple"):
+    with pytest.raises(
+        ValueError, match=r"StepResult\.state\) cannot be compared .*'list'.* a tuple"
+    ):
         Turns.of(played, table([1.0], counted=[1.0]))

@@ -103,8 +103,8 @@ def planned(anchor: Anchor, chip: str, folder: Path) -> Plan:
     words += ["--chip", chip, "--model.precision.compute", "bfloat16"]
     words += ["--model.engine", "litgrpo.rollout.engines.colocated.ColocatedEngine"]
     words += ["--data.batch_size", str(anchor.prompts), "--model.group_size", str(anchor.group)]
-    words += ["--data.max_prompt_len", str(anchor.prompt_len)]
-    words += ["--model.max_completion_len", str(anchor.limit), *anchor.words]
+    words += ["--data.max_prompt_length", str(anchor.prompt_len)]
+    words += ["--model.max_completion_length", str(anchor.limit), *anchor.words]
     model = anchor.model
     if isinstance(model, dict):
         path = folder / "config.json"

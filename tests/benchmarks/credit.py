@@ -9,7 +9,7 @@ always wins. `outcome` pays 1 for the number and nothing else. `graded` also pay
 it found out: half of the share of the bits that were missing at the start. In both a turn without a
 number makes no guess: it is what SimpleTIR calls void. All rules of a seed begin with the same
 small model, which has imitated a careless teacher. GRPO stands without its KL penalty, so that
-rules differ in nothing but the credit (ReBN in the weighting of tokens, too).
+rules differ in nothing but the credit (ReBN in the loss_aggregation of tokens, too).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning import Callback, Trainer, seed_everything
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.cli.trainer_cli import keep_quiet
 from litgrpo.data import Episodes
-from litgrpo.environments import Heard
+from litgrpo.environments import StepResult
 from litgrpo.environments.examples import NumberGame
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.evaluation.settings import Evaluation
@@ -66,7 +66,7 @@ class Outcome(NumberGame):
 
     paid: float = 0.0
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Answer a guess; see `NumberGame.step`."""
         before = self._bits()
         heard = super().step(said)
@@ -145,7 +145,7 @@ def played(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Result
         objective=replace(PUBLISHED[rule], kl_coef=0.0),
         sampling=Sampling(stop=(".",)),
         group_size=8,
-        max_completion_len=16,
+        max_completion_length=16,
         evaluation=Evaluation(samples=SAMPLES, pass_at=[1], greedy=False, fluency=False),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         max_iterations=None,

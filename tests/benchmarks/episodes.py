@@ -8,7 +8,7 @@ Prints Markdown: medians over repetitions of 32 episodes of 3 turns.
 import statistics
 import time
 
-from litgrpo.environments.base import Heard, Start
+from litgrpo.environments.base import Start, StepResult
 from litgrpo.environments.workers import episode_pool
 
 EPISODES, TURNS, REPETITIONS, WAIT_S = 32, 3, 9, 0.05
@@ -25,7 +25,7 @@ class Waiting:
 
     def step(self, said):
         time.sleep(self.wait_s)
-        return Heard(said)
+        return StepResult(said)
 
 
 def turn_s(environment: Waiting, workers: int) -> float:

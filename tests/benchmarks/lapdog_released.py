@@ -16,7 +16,7 @@ from torch import Tensor
 from litgrpo.algorithms.advantages import Advantages, Groups
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.learner import Learner
-from litgrpo.types import Experience, RewardTable, Rollout, RolloutLogprobs
+from litgrpo.types import RewardTable, Rollout, RolloutLogprobs, TrainingBatch
 
 OVERLAY: dict[str, Any] = {
     "model": {
@@ -27,7 +27,7 @@ OVERLAY: dict[str, Any] = {
             "objective": {
                 "advantages": {"class_path": "tests.benchmarks.lapdog_released.WrongSign"},
                 "surrogate": {"class_path": "PolicyGradient"},
-                "weighting": {"class_path": "PerSequence"},
+                "loss_aggregation": {"class_path": "SequenceMean"},
                 "kl_coef": 0.0,
             },
             "check_invariants": False,  # they refuse it: see tests/benchmarks/test_dialogue.py
@@ -56,7 +56,7 @@ class PaddingLearner(Learner):
 
     def experience(
         self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
-    ) -> Experience:
+    ) -> TrainingBatch:
         """The mean of a reply is over every column of the batch."""
         everything = torch.ones_like(rollout.completion_mask)
         filled = replace(rollout, completion_mask=everything, loss_mask=everything)

@@ -35,8 +35,8 @@ from tests.benchmarks.seeds import curve, sampled
 
 ROOT = Path(__file__).parents[2]
 HANDED = 3  # iterations whose completions TRL learns, too
-# {our weighting: TRL's loss that divides by the same}, where there is one step per rollout.
-LOSSES = {"PerToken": "dapo", "PerSequence": "grpo"}
+# {our loss_aggregation: TRL's loss that divides by the same}, where there is one step per rollout.
+LOSSES = {"TokenMean": "dapo", "SequenceMean": "grpo"}
 LAST = 5  # the share of the iterations, one of five, whose mean reward is compared by itself
 
 
@@ -92,13 +92,13 @@ class Recorder(Callback):
             "every": self.every,
             "batch_size": config["data"]["init_args"]["batch_size"],
             "group_size": model["group_size"],
-            "max_completion_len": model["max_completion_len"],
+            "max_completion_length": model["max_completion_length"],
             "max_grad_norm": pl_module.settings.update.max_grad_norm,
             "temperature": model["sampling"]["temperature"],
             "bf16": trainer.precision == "bf16-mixed",
             "kl_coef": objective.kl_coef,
             "kl_bias_correction": objective.kl_bias_correction,
-            "loss_type": LOSSES[type(objective.weighting).__name__],
+            "loss_type": LOSSES[type(objective.loss_aggregation).__name__],
             "optimizer": model["optimizer"],
             "lr_scheduler": model["lr_scheduler"],
             "rewards": model["rewards"],

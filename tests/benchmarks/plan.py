@@ -31,7 +31,7 @@ RECIPES = {
     ),
     "quickstart with LoRA, KL, two epochs, 25 iterations": (
         "-c configs/quickstart.yaml --model.max_iterations 25 --model.objective.kl_coef 0.02"
-        " --model.lora.rank 8 --model.update.inner_epochs 2 --trainer.val_check_interval 10 "
+        " --model.lora.rank 8 --model.update.epochs_per_rollout 2 --trainer.val_check_interval 10 "
         + FEWER
     ),
     "calculator (episodes), 25 iterations": (

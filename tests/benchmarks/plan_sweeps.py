@@ -97,8 +97,8 @@ def estimate_of(arguments: argparse.Namespace, folder: Path) -> Estimate:
     words += ["--trainer.precision", "32-true", "--model.objective.kl_coef", "0"]
     words += ["--model.precision.gradient_checkpointing", "false"]
     words += ["--data.batch_size", str(size.prompts), "--model.group_size", str(arguments.group)]
-    words += ["--data.max_prompt_len", str(size.prompt_len)]
-    words += ["--model.max_completion_len", str(arguments.max_new)]
+    words += ["--data.max_prompt_length", str(size.prompt_len)]
+    words += ["--model.max_completion_length", str(arguments.max_new)]
     with threads(1):  # the plan counts the threads of this process
         return plan_of(PlanCLI(with_classes("plan", words)).config).estimate
 

@@ -52,7 +52,7 @@ def learn(processes: int, side: str, iterations: int, file: str) -> None:
     module = GRPO(
         "builtin:tiny-gemma2",
         {"correct": Reward(correctness)},
-        max_completion_len=40,
+        max_completion_length=40,
         max_iterations=iterations,
         reward_runner=InProcessRunner(),
         check_invariants=False,

@@ -51,7 +51,7 @@ def steps_of_ours(
     import torch
     from lightning import Callback, Trainer, seed_everything
 
-    from litgrpo.algorithms.losses import Objective, PerToken
+    from litgrpo.algorithms.losses import Objective, TokenMean
     from litgrpo.rewards.parts import Reward
     from litgrpo.training.grpo import GRPO
 
@@ -96,8 +96,8 @@ def steps_of_ours(
         "",
         {"even": Reward(even_words)},
         group_size=work.group,
-        max_completion_len=work.max_new,
-        objective=Objective(weighting=PerToken()),
+        max_completion_length=work.max_new,
+        objective=Objective(loss_aggregation=TokenMean()),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
         max_iterations=warmup + steps,
         **settings,

@@ -32,7 +32,7 @@ def subject(**settings):
         "",
         {"one": Reward(always_one)},
         group_size=1,
-        max_completion_len=12,
+        max_completion_length=12,
         max_iterations=1,
         sampling=Sampling(temperature=0.0),
         objective=Objective(WrongSign(), surrogate=PolicyGradient()),

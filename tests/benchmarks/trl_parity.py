@@ -108,7 +108,7 @@ def main() -> None:
             output_dir=str(options.out),
             per_device_train_batch_size=settings["batch_size"] * group,
             num_generations=group,
-            max_completion_length=settings["max_completion_len"],
+            max_completion_length=settings["max_completion_length"],
             max_steps=len(handed) or settings["iterations"],
             temperature=settings["temperature"],
             beta=settings["kl_coef"],

@@ -47,10 +47,10 @@ class Look:
 
     def step(self, said: str) -> Any:
         """Answer any turn."""
-        from litgrpo.environments import Heard
+        from litgrpo.environments import StepResult
 
         time.sleep(self.seconds)
-        return Heard(self.answer, calls={"look": (1, 0)})
+        return StepResult(self.answer, calls={"look": (1, 0)})
 
 
 def steps_of_ours(args: argparse.Namespace) -> Measures:
@@ -59,7 +59,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     from lightning import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader
 
-    from litgrpo.algorithms.losses import Objective, PerToken
+    from litgrpo.algorithms.losses import Objective, TokenMean
     from litgrpo.rewards.parts import Reward
     from litgrpo.rollout.episode_settings import EpisodeSettings
     from litgrpo.training.grpo import GRPO
@@ -97,13 +97,13 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
         "",
         {"even": Reward(even_words)},
         group_size=args.group,
-        max_completion_len=args.max_new,
-        objective=Objective(weighting=PerToken()),
+        max_completion_length=args.max_new,
+        objective=Objective(loss_aggregation=TokenMean()),
         environment=Look(answer, args.tool_s),
         episode=EpisodeSettings(
             max_turns=args.turns,
             max_turn_tokens=args.max_new,
-            max_heard_tokens=max(8, args.heard),
+            max_observation_tokens=max(8, args.heard),
             between="inline",
             workers=args.workers,
         ),

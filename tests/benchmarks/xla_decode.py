@@ -49,7 +49,7 @@ def rollout_s(policy: Policy, rows: int, length: int, iteration: int) -> tuple[f
     ids = torch.randint(3, 259, (rows, PROMPT_LEN), generator=torch.Generator().manual_seed(0))
     index = torch.arange(rows)
     prompts = PromptBatch(ids, torch.ones_like(ids).bool(), [""] * rows, {}, index)
-    engine = StaticEngine(prompt_buckets=PROMPT_LEN, look_every=length)
+    engine = StaticEngine(prompt_buckets=PROMPT_LEN, sync_every_tokens=length)
     uniforms = draw_uniforms(0, "train", iteration, index, 1, length)
     wall, cpu = time.perf_counter(), time.process_time()
     engine.generate(Requests(policy, prompts, 1, uniforms, Sampling()))

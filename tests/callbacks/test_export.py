@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.export import Export, HFCheckpoints
 from litgrpo.callbacks.run_folder import checkpoint_file
 from litgrpo.models.loading import LoRA, as_policy
 from tests.callbacks.fitting import fit
@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_folders_along_the_way_hold_model_tokenizer_and_training_state(tmp_path):
-    module = fit(tmp_path, CheckpointFolders(every_n_iterations=2), module=StandIn(4))
+    module = fit(tmp_path, HFCheckpoints(every_n_iterations=2), module=StandIn(4))
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     folder = tmp_path / "checkpoint-4"
     assert {"config.json", "model.safetensors", "tokenizer.json"} < {*names(folder)}
@@ -62,7 +62,7 @@ def test_folders_along_the_way_hold_model_tokenizer_and_training_state(tmp_path)
 
 
 def test_the_newest_folders_are_kept(tmp_path):
-    fit(tmp_path, CheckpointFolders(every_n_iterations=1, keep_last=2), module=StandIn(4))
+    fit(tmp_path, HFCheckpoints(every_n_iterations=1, keep_last=2), module=StandIn(4))
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
 
 
@@ -70,20 +70,20 @@ def test_a_folder_of_a_killed_run_is_removed_and_an_older_one_replaced(tmp_path)
     for name in (".checkpoint-2.tmp", "checkpoint-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("")
-    fit(tmp_path, CheckpointFolders(every_n_iterations=2), module=StandIn(2))
+    fit(tmp_path, HFCheckpoints(every_n_iterations=2), module=StandIn(2))
     assert names(tmp_path) == ["checkpoint-2"]
     assert "half" not in names(tmp_path / "checkpoint-2")
 
 
 def test_a_rehearsal_writes_no_folder(tmp_path):
-    fit(tmp_path, CheckpointFolders(every_n_iterations=1), fast_dev_run=True)
+    fit(tmp_path, HFCheckpoints(every_n_iterations=1), fast_dev_run=True)
     assert names(tmp_path) == []
 
 
 def test_numbers_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="every_n_iterations is -1"):
-        CheckpointFolders(every_n_iterations=-1)
+        HFCheckpoints(every_n_iterations=-1)
     with pytest.raises(ValueError, match="keep_last is 0"):
-        CheckpointFolders(keep_last=0)
+        HFCheckpoints(keep_last=0)
     with pytest.raises(FileNotFoundError, match=r"training_state\.ckpt"):
         checkpoint_file(str(tmp_path))

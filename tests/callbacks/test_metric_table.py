@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.metric_table import METRICS, definition, entry, page
 from litgrpo.checkpointing.callback import IterationCheckpoint
@@ -22,7 +22,7 @@ MODEL = "builtin:tiny-gemma2"
 # Logged by other tests: a step with a NaN, a corpus of dialogues.
 # Of runs with an environment; see tests/training/test_episode_setup.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
-OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/heard_frac"}
+OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
 OF_EPISODES |= {"val/<set>/turns", "val/<set>/called_frac"}
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
 
@@ -76,8 +76,8 @@ def of_grpo(folder) -> set[str]:
     objective = Objective(
         kl_coef=0.1,
         entropy_coef=0.01,
-        top_entropy_share=0.5,
-        sampler_correction=SamplerCorrection(),
+        top_entropy_quantile=0.5,
+        importance_correction=ImportanceCorrection(),
     )
     module = GRPO(
         MODEL,
@@ -86,8 +86,8 @@ def of_grpo(folder) -> set[str]:
         controllers=Controllers(entropy=EntropyTarget(1.0)),
         evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.5),
         group_size=2,
-        max_completion_len=6,
-        max_resamples=1,
+        max_completion_length=6,
+        dynamic_sampling_attempts=1,
         max_iterations=2,
         check_invariants=False,
         reward_runner=InProcessRunner(),

@@ -47,7 +47,7 @@ def test_weights_that_do_not_move_are_seen():
 
 
 def test_the_largest_ratio_is_of_all_steps_and_micro_batches():
-    config = UpdateConfig(inner_epochs=3, micro_batch_size=2)
+    config = UpdateConfig(epochs_per_rollout=3, micro_batch_size=2)
     fast = numbers(update=config, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     assert fast["policy/ratio_max"] > 1
 
@@ -55,9 +55,9 @@ def test_the_largest_ratio_is_of_all_steps_and_micro_batches():
 def test_groups_are_all_right_all_wrong_or_neither():
     success = torch.tensor([[True, True], [False, False], [True, False], [False, False]])
     found = of_success(success)
-    assert found["reward/right_frac"] == 3 / 8
-    assert found["reward/all_right_frac"] == 1 / 4
-    assert found["reward/all_wrong_frac"] == 1 / 2
+    assert found["reward/correct_frac"] == 3 / 8
+    assert found["reward/all_correct_frac"] == 1 / 4
+    assert found["reward/all_incorrect_frac"] == 1 / 2
 
 
 def test_a_loop_is_four_tokens_four_times_and_padding_is_none():

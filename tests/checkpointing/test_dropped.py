@@ -55,7 +55,7 @@ def learner():
         max_iterations=4,
         objective=Objective(kl_coef=0.1, entropy_coef=0.01),
         controllers=Controllers(entropy=EntropyTarget(target=9.0), kl=KLTarget(target=0.1)),
-        max_resamples=1,
+        dynamic_sampling_attempts=1,
         check_invariants=False,
     )
     policy = as_policy(

@@ -19,7 +19,7 @@ from tests.training.test_grpo import module
 
 
 def dry_run():
-    grpo = module(group_size=6, max_completion_len=40)
+    grpo = module(group_size=6, max_completion_length=40)
     grpo.configure_model()
     return grpo, DryRun.of(grpo.rollouter, grpo.learner)
 
@@ -30,7 +30,7 @@ def test_a_dry_run_is_small_and_leaves_the_run_as_it_was():
     rollout = dry.sample(prompt_batch("a", "hello"))
     assert rollout.completion_ids.shape[1] <= COMPLETION_LEN
     assert rollout.group_size == GROUP
-    assert (grpo.learner.group_size, grpo.rollouter.max_completion_len) == (6, 40)
+    assert (grpo.learner.group_size, grpo.rollouter.max_completion_length) == (6, 40)
     assert grpo.policy.eos_ids != (7,)
     assert grpo.rollouter.take_sampled_tokens() == 0
     ours, theirs = grpo.policy.parameters(), dry.learner.policy.parameters()

@@ -39,11 +39,15 @@ def findings_of(architecture="llama", sampling=None, objective=OBJECTIVE, **sett
     policy = tiny_policy(architecture)
     sampling = sampling or Sampling()
     rollouter = rollouter_of(
-        policy, episodes=episodes_of(Echo()), max_completion_len=40, sampling=sampling, **settings
+        policy,
+        episodes=episodes_of(Echo()),
+        max_completion_length=40,
+        sampling=sampling,
+        **settings,
     )
     reference = FrozenModel(tiny_policy(architecture)) if objective.needs_reference else None
     learner = learner_of(policy, objective, sampling=sampling, reference=reference)
-    learner = replace(learner, max_completion_len=40, reuse_sampler_logprobs=False)
+    learner = replace(learner, max_completion_length=40, reuse_sampler_logprobs=False)
     found = measured(rollouter, learner, PROMPTS, Conditions(fresh_reference=True))
     return {finding.name: finding for finding in found}
 
@@ -69,8 +73,8 @@ def test_episodes_that_are_all_the_same_are_learned_as_their_turns():
     policy = tiny_policy("llama", tie_word_embeddings=False)
     with torch.no_grad():
         policy.bare_model.lm_head.weight.mul_(300)
-    learner = replace(learner_of(policy), max_completion_len=11, reuse_sampler_logprobs=False)
-    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=11)
+    learner = replace(learner_of(policy), max_completion_length=11, reuse_sampler_logprobs=False)
+    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=11)
     dry = dry_run.DryRun.of(rollouter, learner)
     rollout = dry.sample(PROMPTS)
     same = rollout.completion_ids.view(3, -1, rollout.completion_ids.shape[1])
@@ -108,8 +112,8 @@ def test_a_run_whose_bridge_is_wrong_is_not_trained():
     policy = tiny_policy("llama")
     right = proved(chat_format(QWEN), tools=True)
     episodes = replace(episodes_of(Echo()), bridge=LosesTheLineBreak(right.format, right.exact))
-    rollouter = rollouter_of(policy, episodes=episodes, max_completion_len=40)
-    learner = replace(learner_of(policy), max_completion_len=40)
+    rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=40)
+    learner = replace(learner_of(policy), max_completion_length=40)
     found = measured(rollouter, learner, PROMPTS, Conditions())
     with pytest.raises(ValueError, match=r"9 the bridge is the template's own.* line break"):
         refuse(found)
@@ -117,8 +121,8 @@ def test_a_run_whose_bridge_is_wrong_is_not_trained():
 
 def test_the_small_episodes_have_turns_and_hear():
     policy = tiny_policy("llama")
-    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=40)
-    dry = dry_run.DryRun.of(rollouter, replace(learner_of(policy), max_completion_len=40))
+    rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
+    dry = dry_run.DryRun.of(rollouter, replace(learner_of(policy), max_completion_length=40))
     rollout = dry.sample(PROMPTS)
     assert rollout.turns.max() == 2
     assert (rollout.completion_mask & ~rollout.loss_mask).any()
@@ -158,7 +162,7 @@ def denominators_of_all_tokens(learner, right, rollout, rewards, logprobs):
     """B7: denominators count tokens that the loss does not."""
     found = right(learner, rollout, rewards, logprobs)
     weights = learner.objective.token_weights(
-        rollout.completion_mask, rollout.truncated, learner.max_completion_len, learner.comm
+        rollout.completion_mask, rollout.truncated, learner.max_completion_length, learner.comm
     )
     return replace(found, weights=weights * rollout.loss_mask)
 

@@ -11,8 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.losses import Objective, PerSequence
-from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.losses import Objective, SequenceMean
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
 from litgrpo.data.prompt_data import PromptData
@@ -52,7 +52,7 @@ def letters(prompts, completions):
 
 
 def module(architecture="qwen2", *, policy=None, **settings):
-    chosen = dict(group_size=4, max_completion_len=12, max_iterations=1) | settings
+    chosen = dict(group_size=4, max_completion_length=12, max_iterations=1) | settings
     grpo = GRPO("", {"letters": Reward(letters)}, **chosen)
     grpo.policy = tiny_policy(architecture) if policy is None else policy
     if grpo.coefficients.objective.needs_reference:
@@ -372,7 +372,7 @@ def reference_of_other_weights(patch):
 
 
 def mean_of_means_over_tokens(patch):
-    patch(PerSequence, "within", PerTokenOfMicroBatch.within)
+    patch(SequenceMean, "within", MicroBatchTokenMean.within)
     return module()
 
 
@@ -564,7 +564,7 @@ def test_no_false_alarm_however_it_samples(architecture, name):
 )
 def test_no_false_alarm_whatever_the_objective(name, steps, report):
     learning = UpdateConfig(num_mini_batches=steps, micro_batch_size=3)
-    fit(module(objective=PUBLISHED[name], update=learning, max_completion_len=8))
+    fit(module(objective=PUBLISHED[name], update=learning, max_completion_length=8))
     assert ("7 the gradient does not depend on micro-batches" in report()) == (name != "bnpo")
     assert ("3 KL to the fresh reference is 0" in report()) == PUBLISHED[name].needs_reference
 
@@ -575,7 +575,7 @@ def test_no_false_alarm_whatever_the_objective(name, steps, report):
         dict(group_size=1, objective=Objective(Normalized("none", "none"))),
         dict(group_size=2),
         dict(group_size=9),
-        dict(max_completion_len=1),
+        dict(max_completion_length=1),
         dict(policy=dropping(), precision=Precision(dropout=True)),
         dict(
             policy=as_policy(
@@ -584,8 +584,8 @@ def test_no_false_alarm_whatever_the_objective(name, steps, report):
                 precision=Precision(gradient_checkpointing=True),
             )
         ),
-        dict(objective=Objective(entropy_coef=0.1, top_entropy_share=0.5, gamma=0.9)),
-        dict(sampling=Sampling(top_k=5), update=UpdateConfig(inner_epochs=2)),
+        dict(objective=Objective(entropy_coef=0.1, top_entropy_quantile=0.5, gamma=0.9)),
+        dict(sampling=Sampling(top_k=5), update=UpdateConfig(epochs_per_rollout=2)),
     ],
     ids=["alone", "pairs", "large", "one token", "dropout", "checkpointing", "entropy", "epochs"],
 )
@@ -652,7 +652,7 @@ def test_a_run_is_bit_identical_with_the_checks_on_or_off_and_when_resumed(data,
             objective=KL,
             check_invariants=checked,
             max_iterations=iterations,
-            update=UpdateConfig(inner_epochs=2),
+            update=UpdateConfig(epochs_per_rollout=2),
         )
         grpo.reference = FrozenModel(dropping())
         trainer = fit(grpo, data(), ckpt_path)
@@ -696,7 +696,7 @@ def test_reward_functions_are_not_asked():
         asked.append(len(completions))
         return letters(prompts, completions)
 
-    grpo = GRPO("", {"costly": Reward(costly)}, group_size=4, max_completion_len=6)
+    grpo = GRPO("", {"costly": Reward(costly)}, group_size=4, max_completion_length=6)
     grpo.policy = tiny_policy("qwen2")
     grpo.max_iterations = 1
     fit(grpo)
@@ -775,7 +775,7 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
         if name == "bnpo":
             continue  # defined by the split
         policy = tiny_policy(architecture, **usual).to(getattr(torch, dtype))
-        grpo = module(policy=policy, objective=objective, max_completion_len=8)
+        grpo = module(policy=policy, objective=objective, max_completion_length=8)
         grpo.reference = FrozenModel(tiny_policy(architecture, seed=1).to(getattr(torch, dtype)))
         grpo.configure_model()
         experience = experience_of(grpo, prompt_batch(*TEXTS))

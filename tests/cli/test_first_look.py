@@ -77,7 +77,7 @@ def test_a_misspelled_key_on_the_command_line_is_refused(words, meant):
 
 def test_a_misspelled_key_in_a_recipe_is_refused(recipe):
     text = "model:\n  class_path: litgrpo.GRPO\n  init_args:\n    update: {inner_epoch: 2}\n"
-    with pytest.raises(ValueError, match=r"'model.update.inner_epochs'"):
+    with pytest.raises(ValueError, match=r"'model.update.epochs_per_rollout'"):
         refuse_mistakes(recipe(text))
     with pytest.raises(ValueError, match=r"'trainer.max_epochs'"):
         refuse_mistakes(recipe("trainer: {max_epoch: 2}"))
@@ -98,8 +98,10 @@ def test_a_text_for_a_number_is_refused_as_the_parser_would(words, said):
 
 
 def test_a_text_for_a_number_in_a_recipe_is_refused(recipe):
-    text = "model: {init_args: {update: {inner_epochs: two}}}"
-    with pytest.raises(ValueError, match=r"^model\.update\.inner_epochs is 'two', expected int$"):
+    text = "model: {init_args: {update: {epochs_per_rollout: two}}}"
+    with pytest.raises(
+        ValueError, match=r"^model\.update\.epochs_per_rollout is 'two', expected int$"
+    ):
         refuse_mistakes(recipe(text))
 
 

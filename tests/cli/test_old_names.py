@@ -107,12 +107,22 @@ def test_only_names_change_in_any_yaml(old, new):
 
 
 def test_a_command_line_is_read_in_both_spellings(tmp_path, capsys):
-    words = ["--model.learning.inner_epochs", "2", "--model.init_args.guard=InProcessGuard"]
+    words = ["--model.learning.epochs_per_rollout", "2", "--model.init_args.guard=InProcessGuard"]
     words += ["--model.engine", "{class_path: EagerEngine, init_args: {max_rows: 2}}", "-c", "none"]
     words += ["--model", '{"init_args": {"max_redraws": 1}}', "--data.prompts", "[a: b", "--x=-1"]
-    new = ["--model.update.inner_epochs", "2", "--model.init_args.reward_runner=InProcessRunner"]
+    new = [
+        "--model.update.epochs_per_rollout",
+        "2",
+        "--model.init_args.reward_runner=InProcessRunner",
+    ]
     new += ["--model.engine", "{class_path: LocalEngine, init_args: {max_rows: 2}}", "-c", "none"]
-    new += ["--model", '{"init_args": {"max_resamples": 1}}', "--data.prompts", "[a: b", "--x=-1"]
+    new += [
+        "--model",
+        '{"init_args": {"dynamic_sampling_attempts": 1}}',
+        "--data.prompts",
+        "[a: b",
+        "--x=-1",
+    ]
     recipe = tmp_path / "new.yaml"
     recipe.write_text("seed_everything: 1\n")
     new[new.index("none")] = words[words.index("none")] = str(recipe)
@@ -122,7 +132,7 @@ def test_a_command_line_is_read_in_both_spellings(tmp_path, capsys):
         f"warning: model.guard is now model.reward_runner{LATER}",
         f"warning: InProcessGuard is now InProcessRunner{LATER}",
         f"warning: EagerEngine is now LocalEngine{LATER}",
-        f"warning: model.max_redraws is now model.max_resamples{LATER}",
+        f"warning: model.max_redraws is now model.dynamic_sampling_attempts{LATER}",
     ]
 
 
@@ -130,13 +140,13 @@ def test_two_recipes_of_one_name_keep_their_name_and_their_content(tmp_path):
     files = [tmp_path / folder / "a.yaml" for folder in ("one", "two")]
     for number, path in enumerate(files):
         path.parent.mkdir()
-        path.write_text(f"model: {{learning: {{inner_epochs: {number}}}}}")
+        path.write_text(f"model: {{learning: {{epochs_per_rollout: {number}}}}}")
     (tmp_path / "copies").mkdir()
     words = ["-c", str(files[0]), f"--config={files[1]}"]
     _, first, _, second = current_words(words, tmp_path / "copies", lambda _: None)
     assert Path(first).stem == Path(second).stem == "a"
     read = [yaml.safe_load(Path(path).read_text()) for path in (first, second)]
-    assert read == [{"model": {"update": {"inner_epochs": number}}} for number in (0, 1)]
+    assert read == [{"model": {"update": {"epochs_per_rollout": number}}} for number in (0, 1)]
 
 
 def with_functions(config: dict) -> dict:

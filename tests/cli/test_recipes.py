@@ -53,8 +53,8 @@ def test_recipes_by_name_are_merged_in_their_order(cli):  # noqa: F811
     words = ("-c", "quickstart", "-c", "algorithms/dr_grpo", "--print_config")
     code, out, _ = cli("fit", *words)
     assert code == 0
-    weighting = yaml.safe_load(out)["model"]["init_args"]["objective"]["weighting"]
-    assert weighting["class_path"].endswith(".Constant")
+    loss_aggregation = yaml.safe_load(out)["model"]["init_args"]["objective"]["loss_aggregation"]
+    assert loss_aggregation["class_path"].endswith(".Constant")
 
 
 def test_a_command_line_without_a_recipe_means_grpo():
@@ -127,7 +127,7 @@ def test_a_repeated_key_ends_in_one_line(cli):  # noqa: F811
 
 def test_predict_needs_no_recipe(cli):  # noqa: F811
     words = ("--model.pretrained", "builtin:tiny-gemma2", "--data.prompts", '["What is 3+4?"]')
-    quick = ("--model.max_completion_len", "2", "--trainer.accelerator", "cpu")
+    quick = ("--model.max_completion_length", "2", "--trainer.accelerator", "cpu")
     code, out, err = cli("predict", *words, *quick)
     assert code == 0, err
     assert "What is 3+4?" in out

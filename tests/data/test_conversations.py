@@ -29,9 +29,9 @@ def pairs_of(row, *, turns="all", chat=True, form=FORMAT, limit=99, completion=N
         read([row]),
         "train",
         style=PairStyle(prompt_style(None, chat), Template("completion", completion), turns),
-        limit=LengthLimit("max_len", limit, "truncate"),
+        limit=LengthLimit("max_length", limit, "truncate"),
         tokenizer=tokenizer,
-        pad_to_multiple=1,
+        pad_to_multiple_of=1,
     )
     batch = pairs[[0]]
     ids, mask = batch.input_ids[0], batch.loss_mask[0]

@@ -47,7 +47,7 @@ def test_completion_and_end_token_are_learned_the_prompt_is_not(tmp_path):
 
 def test_short_pairs_are_padded_on_the_right(tmp_path):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "bcd"}]
-    batch = the_batch(tmp_path, rows, pad_to_multiple=4)
+    batch = the_batch(tmp_path, rows, pad_to_multiple_of=4)
     short = texts_of(batch).index("<bos>ab<eos><pad><pad><pad><pad>")
     assert batch.attention_mask[short].tolist() == [True] * 4 + [False] * 4
     assert batch.loss_mask[short].tolist() == [False] * 2 + [True] * 2 + [False] * 4
@@ -67,9 +67,9 @@ def test_templates_make_prompt_and_completion(tmp_path):
 
 
 def test_a_truncated_pair_keeps_its_start_and_has_no_end_token(tmp_path):
-    with pytest.warns(UserWarning, match="1 of 1 .*max_len=4 .*truncated"):
+    with pytest.warns(UserWarning, match="1 of 1 .*max_length=4 .*truncated"):
         batch = the_batch(
-            tmp_path, [{"prompt": "a", "completion": "bcdef"}], max_len=4, overlong="truncate"
+            tmp_path, [{"prompt": "a", "completion": "bcdef"}], max_length=4, overlong="truncate"
         )
     assert texts_of(batch) == ["<bos>abc"]
     assert targets_of(batch) == ["bc"]
@@ -81,7 +81,7 @@ def test_a_truncated_pair_without_anything_to_learn_is_refused(tmp_path):
         pytest.warns(UserWarning, match="truncated"),
         pytest.raises(ValueError, match=r"row 1: the prompt alone has 5"),
     ):
-        ready(tmp_path, rows, max_len=5, overlong="truncate")
+        ready(tmp_path, rows, max_length=5, overlong="truncate")
 
 
 def test_the_tokenizer_is_fitted_to_training_rows_only_and_before_use(tmp_path):

@@ -15,9 +15,9 @@ def test_a_batch_of_rows_marks_what_is_to_predict():
         read(rows),
         "train",
         style=PairStyle(prompt_style(None, chat=False), Template("completion")),
-        limit=LengthLimit("max_len", 9, "drop"),
+        limit=LengthLimit("max_length", 9, "drop"),
         tokenizer=byte_tokenizer(),
-        pad_to_multiple=4,
+        pad_to_multiple_of=4,
     )
     batch = pairs[[1, 0]]
     assert len(pairs) == 2
@@ -42,9 +42,9 @@ def pairs_of(completion):
         read([{"prompt": "a", "completion": completion}]),
         "train",
         style=PairStyle(prompt_style(None, chat=False), Template("completion")),
-        limit=LengthLimit("max_len", 9, "drop"),
+        limit=LengthLimit("max_length", 9, "drop"),
         tokenizer=byte_tokenizer(),
-        pad_to_multiple=1,
+        pad_to_multiple_of=1,
     )
 
 

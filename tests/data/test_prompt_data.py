@@ -42,20 +42,20 @@ def test_a_batch_is_padded_on_the_left_and_carries_every_column(tmp_path):
 
 
 def test_the_length_is_a_multiple_as_asked(tmp_path):
-    data = ready("test", tmp_path, test=["abcd"], pad_to_multiple=4)
+    data = ready("test", tmp_path, test=["abcd"], pad_to_multiple_of=4)
     assert next(iter(data.test_dataloader())).prompt_ids.shape == (1, 8)
 
 
 def test_truncation_keeps_the_end_and_the_begin_token(tmp_path):
-    with pytest.warns(UserWarning, match="1 of 1 .*max_prompt_len=3 .*truncated"):
-        data = ready("test", tmp_path, test=["abcd"], max_prompt_len=3, overlong="truncate")
+    with pytest.warns(UserWarning, match="1 of 1 .*max_prompt_length=3 .*truncated"):
+        data = ready("test", tmp_path, test=["abcd"], max_prompt_length=3, overlong="truncate")
     batch = next(iter(data.test_dataloader()))
     assert byte_tokenizer().batch_decode(batch.prompt_ids) == ["<bos>cd"]
 
 
 def test_dropping_keeps_the_positions_of_the_others(tmp_path):
     with pytest.warns(UserWarning, match="1 of 3 .*dropped"):
-        data = ready("test", tmp_path, test=["a", "long", "b"], max_prompt_len=3)
+        data = ready("test", tmp_path, test=["a", "long", "b"], max_prompt_length=3)
     assert [rows_of(batch) for batch in data.test_dataloader()] == [[0, 2]]
 
 

@@ -16,9 +16,9 @@ def prompts_of(rows, *, chat=False, limit=9, overlong="drop", multiple=1):
         read(rows),
         "train",
         style=prompt_style(None, chat),
-        limit=LengthLimit("max_prompt_len", limit, overlong),
+        limit=LengthLimit("max_prompt_length", limit, overlong),
         tokenizer=tokenizer,
-        pad_to_multiple=multiple,
+        pad_to_multiple_of=multiple,
     )
 
 
@@ -53,10 +53,15 @@ def test_a_prompt_without_tokens_is_refused():
     tokenizer.backend_tokenizer.post_processor = None
     style = prompt_style(None, chat=Chat())
     tokenizer.chat_template = "{{ '' }}"
-    limit = LengthLimit("max_prompt_len", 3, "drop")
+    limit = LengthLimit("max_prompt_length", 3, "drop")
     with pytest.raises(ValueError, match="row 1: the prompt has no tokens"):
         tokenized_prompts(
-            read(["a"]), "train", style=style, limit=limit, tokenizer=tokenizer, pad_to_multiple=1
+            read(["a"]),
+            "train",
+            style=style,
+            limit=limit,
+            tokenizer=tokenizer,
+            pad_to_multiple_of=1,
         )
 
 

@@ -158,28 +158,28 @@ def test_a_named_tokenizer_is_loaded(tmp_path):
 def test_too_long_rows_are_dropped_and_counted_in_one_warning():
     rows = read(["a", "bb", "ccc"])
     with pytest.warns(
-        UserWarning, match=r"2 of 3 .*max_len=1 .*longest 3, .*row 3\): dropped"
+        UserWarning, match=r"2 of 3 .*max_length=1 .*longest 3, .*row 3\): dropped"
     ) as w:
-        assert LengthLimit("max_len", 1, "drop").kept([1, 2, 3], rows, "train") == [0]
+        assert LengthLimit("max_length", 1, "drop").kept([1, 2, 3], rows, "train") == [0]
     assert len(w) == 1
-    assert LengthLimit("max_len", 3, "drop").kept([1, 2, 3], rows, "train") == [0, 1, 2]
+    assert LengthLimit("max_length", 3, "drop").kept([1, 2, 3], rows, "train") == [0, 1, 2]
 
 
 def test_too_long_rows_are_kept_to_be_truncated_or_stop_as_asked():
     rows = read(["a", "bb"])
     with pytest.warns(UserWarning, match="1 of 2 .*: truncated"):
-        assert LengthLimit("max_len", 1, "truncate").kept([1, 2], rows, "train") == [0, 1]
-    with pytest.raises(ValueError, match=r"1 of 2 .*raise max_len or say"):
-        LengthLimit("max_len", 1, "error").kept([1, 2], rows, "train")
+        assert LengthLimit("max_length", 1, "truncate").kept([1, 2], rows, "train") == [0, 1]
+    with pytest.raises(ValueError, match=r"1 of 2 .*raise max_length or say"):
+        LengthLimit("max_length", 1, "error").kept([1, 2], rows, "train")
     with pytest.raises(ValueError, match=r"2 of 2 .*none is left"):
-        LengthLimit("max_len", 1, "drop").kept([2, 2], rows, "train")
+        LengthLimit("max_length", 1, "drop").kept([2, 2], rows, "train")
 
 
 def test_limits_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="overlong is 'cut'; it must be one of: drop, truncate"):
-        LengthLimit("max_len", 1, "cut")
-    with pytest.raises(ValueError, match="max_len is 0"):
-        LengthLimit("max_len", 0, "drop")
+        LengthLimit("max_length", 1, "cut")
+    with pytest.raises(ValueError, match="max_length is 0"):
+        LengthLimit("max_length", 0, "drop")
 
 
 SHOWS_TOOLS = "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}" + CHAT_TEMPLATE
@@ -191,11 +191,11 @@ def opened_text(
 ):
     """What the model reads of the first row when an environment adds something to it."""
     tokenizer = chat_tokenizer(changes.get("template", CHAT_TEMPLATE))
-    style, row_limit = prompt_style(None, chat, split), LengthLimit("max_len", limit, "truncate")
+    style, row_limit = prompt_style(None, chat, split), LengthLimit("max_length", limit, "truncate")
     prompts = tokenized_prompts(
-        read(rows), "train", style=style, limit=row_limit, tokenizer=tokenizer, pad_to_multiple=1
+        read(rows), "train", style=style, limit=row_limit, tokenizer=tokenizer, pad_to_multiple_of=1
     )[[*range(len(rows))]]
-    asked = LengthLimit("max_prompt_len", limit, overlong)
+    asked = LengthLimit("max_prompt_length", limit, overlong)
     ids = opened(
         prompts, 0, added, style=style, limit=asked, tokenizer=tokenizer, split_added=split_added
     )
@@ -234,7 +234,7 @@ def test_nothing_added_leaves_the_tokens_of_the_batch():
 
 def test_what_is_too_long_with_the_addition_is_treated_as_when_it_was_loaded():
     long = {"chat": False, "limit": 8}
-    with pytest.raises(ValueError, match=r"10 tokens with what .*=8\); raise max_prompt_len"):
+    with pytest.raises(ValueError, match=r"10 tokens with what .*=8\); raise max_prompt_length"):
         opened_text(["six"], " 42456", **long)
     with pytest.raises(LeftOut, match="10 tokens with what the environment adds"):
         opened_text(["six"], " 42456", overlong="drop", **long)

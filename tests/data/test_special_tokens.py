@@ -20,9 +20,9 @@ def prompts_of(rows, *, chat=False, split=False, template=None, tokenizer=None):
         read(rows),
         "train",
         style=prompt_style(template, chat, split),
-        limit=LengthLimit("max_prompt_len", 99, "drop"),
+        limit=LengthLimit("max_prompt_length", 99, "drop"),
         tokenizer=tokenizer,
-        pad_to_multiple=1,
+        pad_to_multiple_of=1,
     )
 
 

@@ -31,7 +31,7 @@ def file(tmp_path):
 
 
 def streamed(path, **settings):
-    given = {"batch_size": 4, "max_prompt_len": 16} | settings
+    given = {"batch_size": 4, "max_prompt_length": 16} | settings
     limit = given.pop("limit", None)
     return PromptData(Source(str(path), limit=limit, streaming=True), **given)
 
@@ -45,7 +45,7 @@ def test_batches_are_those_of_the_same_rows_in_memory(file, settings):
     lazy = set_up(streamed(file, **settings))
     limit = settings.pop("limit", None)
     held = Source(str(file), limit=limit)
-    eager = set_up(PromptData(held, batch_size=4, max_prompt_len=16, **settings))
+    eager = set_up(PromptData(held, batch_size=4, max_prompt_length=16, **settings))
     assert seen(lazy) == seen(eager)
     assert lazy.train_dataloader().identity["num_prompts"] == len(eager.sets["train"])
 
@@ -60,7 +60,7 @@ def test_files_that_can_be_read_by_row_give_the_same_batches(kind, tmp_path, mon
         "txt": lambda: path.write_text("\n".join(row["prompt"] for row in ROWS)),
     }
     write[kind]()
-    eager = set_up(PromptData(str(path), batch_size=4, max_prompt_len=16))
+    eager = set_up(PromptData(str(path), batch_size=4, max_prompt_length=16))
     assert seen(set_up(streamed(path))) == seen(eager)
 
 
@@ -115,7 +115,7 @@ def test_a_row_that_is_left_out_gives_its_place_to_the_next(file, monkeypatch):
     assert [i for batch in batches for i in batch.index.tolist()] == [*range(40)]
     assert "4+1=" not in prompts
     assert [batch.prompts for batch in data.val_dataloader()] == [["4+1="]]
-    with pytest.raises(ValueError, match=r"line 2: has 5\d tokens, more than max_prompt_len=16"):
+    with pytest.raises(ValueError, match=r"line 2: has 5\d tokens, more than max_prompt_length=16"):
         set_up(streamed(file, overlong="error", shuffle=False)).sets["train"][[1]]
     kept = set_up(streamed(file, overlap="keep", val=held))
     assert "4+1=" in kept.sets["train"][[5]].prompts

@@ -77,7 +77,7 @@ class ShortOnOne(GRPO):
 def halve(processes, folder):
     """Two iterations with whole weights on each process."""
     warnings.simplefilter("ignore")
-    update = UpdateConfig(micro_batch_size=8, inner_epochs=2)
+    update = UpdateConfig(micro_batch_size=8, epochs_per_rollout=2)
     module = grpo(folder, module=ShortOnOne, update=update)
     runner = trainer(processes, strategy="ddp" if processes > 1 else "auto")
     runner.fit(module, PromptData(TEXTS[:4], batch_size=4))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 
 TOLD = []  # a module's own list
 
@@ -47,12 +47,12 @@ class Echo:
     def answer(self, said):
         if said in FAULTS:
             return FAULTS[said](self)
-        return Heard(f"{len(self.heard) - 1} {said}", reward=1.0, state=tuple(self.heard))
+        return StepResult(f"{len(self.heard) - 1} {said}", reward=1.0, state=tuple(self.heard))
 
     def dies_once(self):
         if self.first_time("death"):
             os._exit(3)
-        return Heard(f"{len(self.heard) - 1} die once", 1.0, state=tuple(self.heard))
+        return StepResult(f"{len(self.heard) - 1} die once", 1.0, state=tuple(self.heard))
 
     def starts_a_program(self):
         child = subprocess.Popen(["setsid", "sleep", "600"])
@@ -82,9 +82,9 @@ FAULTS = {
     "raise": lambda _: raises(KeyError("bad")),
     "leave": lambda _: raises(SystemExit(3)),
     "dict": lambda _: {"said": "a"},
-    "nan": lambda _: Heard("a", reward=float("nan")),
-    "number": lambda _: Heard(5),
-    "long": lambda _: Heard("ab" * 50),
+    "nan": lambda _: StepResult("a", reward=float("nan")),
+    "number": lambda _: StepResult(5),
+    "long": lambda _: StepResult("ab" * 50),
     "start": Echo.starts_a_program,
 }
 
@@ -104,7 +104,7 @@ class Meeting:
         Path(self.folder, self.name).touch()
         while len(os.listdir(self.folder)) < self.of:
             time.sleep(0.01)
-        return Heard("all here")
+        return StepResult("all here")
 
 
 class Dice:
@@ -114,7 +114,7 @@ class Dice:
         return f"{random.random()} {np.random.rand()}"
 
     def step(self, said):
-        return Heard(f"{random.random()} {np.random.rand()}")
+        return StepResult(f"{random.random()} {np.random.rand()}")
 
 
 class Counting(Dice):
@@ -124,7 +124,7 @@ class Counting(Dice):
 
     def step(self, said):
         Counting.played += 1
-        return Heard(str(Counting.played))
+        return StepResult(str(Counting.played))
 
 
 class Telling(Dice):
@@ -132,11 +132,11 @@ class Telling(Dice):
 
     def step(self, said):
         TOLD.append(said)
-        return Heard(" ".join(TOLD))
+        return StepResult(" ".join(TOLD))
 
 
 class Clock(Dice):
     """Looks at the clock."""
 
     def step(self, said):
-        return Heard(str(time.perf_counter_ns()))
+        return StepResult(str(time.perf_counter_ns()))

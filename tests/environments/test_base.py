@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from litgrpo.environments import Environment, Heard, Tools
+from litgrpo.environments import Environment, StepResult, Tools
 from litgrpo.environments.base import schemas_of, shown_schemas_of
 
 
@@ -17,9 +17,9 @@ class Echo:
         """Add nothing."""
         return ""
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """The same again."""
-        return Heard(said)
+        return StepResult(said)
 
 
 def test_any_class_with_the_two_methods_is_an_environment() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.environments.base import Failed, Heard, Start
+from litgrpo.environments.base import Failed, Start, StepResult
 from litgrpo.environments.episode import (
     Stage,
     Turns,
@@ -30,7 +30,7 @@ class Draws:
         return self.step("").said
 
     def step(self, said):
-        return Heard(f"{random.random()} {np.random.rand()} {torch.rand(1).item()}")
+        return StepResult(f"{random.random()} {np.random.rand()} {torch.rand(1).item()}")
 
     def close(self):
         Draws.closed += 1

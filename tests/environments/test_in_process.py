@@ -34,7 +34,7 @@ def test_the_generators_of_the_run_are_left_as_they_were() -> None:
 
 
 def test_what_raises_fails_its_episode_and_too_many_stop_the_run() -> None:
-    pool = EpisodesHere(Echo(), max_heard_chars=10)
+    pool = EpisodesHere(Echo(), max_observation_chars=10)
     pool.begin(starts())
     heard = answers(pool, {0: "raise", 1: "leave", 2: "long"})
     assert [type(heard[n]) for n in (0, 1)] == [Failed, Failed]

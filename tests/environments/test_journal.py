@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from litgrpo.environments.base import Failed, Heard, Start
+from litgrpo.environments.base import Failed, Start, StepResult
 from litgrpo.environments.journal import Journal
 
 START = Start({"prompt": "p"}, 7, (12, 0, 3, 1))
 ANSWERS = [
     "opening",
     [{"role": "tool", "content": "x"}],
-    Heard("a", 0.1 + 0.2, True, ("s", (1, 2)), {"n": 1.0}, {"search": (2, 1)}),
-    Heard([{"role": "tool", "content": "x"}], None),
+    StepResult("a", 0.1 + 0.2, True, ("s", (1, 2)), {"n": 1.0}, {"search": (2, 1)}),
+    StepResult([{"role": "tool", "content": "x"}], None),
     Failed("timed out"),
 ]
 
@@ -52,7 +52,7 @@ def test_another_turn_text_row_seed_or_episode_hears_nothing_of_it(journal) -> N
 
 def test_a_line_that_a_kill_has_cut_is_skipped(journal, tmp_path) -> None:
     journal.keep(START, (), "first")
-    journal.keep(START, ("a",), Heard("second"))
+    journal.keep(START, ("a",), StepResult("second"))
     journal.close()
     (file,) = (tmp_path / "journal").iterdir()
     whole = file.read_bytes()
@@ -61,15 +61,15 @@ def test_a_line_that_a_kill_has_cut_is_skipped(journal, tmp_path) -> None:
         other = again(tmp_path)
         assert other.heard(START, ()) == "first"
         assert other.heard(START, ("a",)) is None
-        other.keep(START, ("a",), Heard("new"))
+        other.keep(START, ("a",), StepResult("new"))
         other.close()
         other = again(tmp_path)
-        assert other.heard(START, ("a",)) == Heard("new")
+        assert other.heard(START, ("a",)) == StepResult("new")
         other.close()
 
 
 def test_a_state_that_json_cannot_hold_is_its_text_from_the_first(journal, tmp_path) -> None:
-    strange = Heard("a", state=frozenset([1]))  # type: ignore[arg-type]
+    strange = StepResult("a", state=frozenset([1]))  # type: ignore[arg-type]
     kept = journal.keep(START, ("q",), strange)
     assert kept.state == "frozenset({1})"
     other = again(tmp_path)

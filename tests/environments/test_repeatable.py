@@ -25,7 +25,7 @@ def test_a_class_that_counts_a_module_that_keeps_and_a_clock_are_found(environme
     found = deviations(pool, starts(2), SAID)
     pool.close()
     assert found
-    assert found[0].startswith("turn 1, played once more: Heard(said='")
+    assert found[0].startswith("turn 1, played once more: StepResult(said='")
 
 
 def test_state_that_only_another_episode_leaves_is_found_beside_it() -> None:

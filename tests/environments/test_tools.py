@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from litgrpo.environments import Environment, Heard, Tags, Tools
+from litgrpo.environments import Environment, StepResult, Tags, Tools
 
 MADE: list[str] = []  # what instances did, where a test looks
 
@@ -92,7 +92,7 @@ def call(name: str, /, **arguments) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def said_by(heard: Heard) -> list[str]:
+def said_by(heard: StepResult) -> list[str]:
     return [each["content"] for each in heard.said]
 
 
@@ -117,7 +117,7 @@ def test_calls_are_answered_and_a_turn_without_one_ends_the_episode():
     ]
     assert heard.calls == {"multiply": (1, 0), "greet": (1, 1), "unknown": (1, 1)}
     assert (heard.reward, heard.done) == (0.0, False)
-    assert episode.step("It is 28454.") == Heard(done=True)
+    assert episode.step("It is 28454.") == StepResult(done=True)
 
 
 def test_what_the_template_shows_are_the_schemas():
@@ -157,7 +157,7 @@ def test_a_class_of_trl_runs_unchanged():
     over = episode.step(call("increment", step=10) + call("_hidden") + call("get_reward"))
     assert said_by(over)[0] == "error: Game over."
     assert all(text.startswith("error: unknown tool") for text in said_by(over)[1:])
-    assert episode.step("done") == Heard(done=True)
+    assert episode.step("done") == StepResult(done=True)
 
 
 def test_the_rewards_of_the_turns_add_up_to_the_last_wherever_the_episode_is_cut_off():
@@ -256,7 +256,7 @@ def test_a_class_takes_arguments_and_a_column_called_environment_where_there_is_
 
 
 def test_calls_above_the_limits_are_not_made():
-    episode = begun(Tools(make=Increment, max_calls_of_turn=2, max_calls=3, call_cost=1), target=9)
+    episode = begun(Tools(make=Increment, max_calls_per_turn=2, max_calls=3, call_cost=1), target=9)
     heard = episode.step(call("increment", step=1) * 5)
     assert said_by(heard) == ["1", "2", "error: at most 2 calls; 3 were left out"]
     assert (heard.calls, heard.reward) == ({"increment": (3, 1)}, -5.0)
@@ -314,7 +314,7 @@ class Undescribed(Wants):
         ({"functions": [multiply], "paid": "once"}, "paid is 'once'; it must be one of"),
         ({"functions": [multiply], "call_cost": -1}, "call_cost is -1; it must be at least 0"),
         ({"functions": [multiply], "max_calls": 0}, "max_calls is 0"),
-        ({"functions": [multiply], "max_calls_of_turn": 0}, "max_calls_of_turn is 0"),
+        ({"functions": [multiply], "max_calls_per_turn": 0}, "max_calls_per_turn is 0"),
         ({"functions": [multiply], "max_result_chars": 0}, "max_result_chars is 0"),
         ({"functions": [multiply], "kwargs": {"a": 1}}, "kwargs are arguments of make"),
         ({"functions": [multiply], "reward": "x"}, "reward is an attribute of make"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.environments.base import Failed, Heard, Start
+from litgrpo.environments.base import Failed, Start, StepResult
 from litgrpo.environments.failures import EnvironmentFailure
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.journal import Journal
@@ -37,7 +37,7 @@ def answers(pool, said):
 
 
 def texts(heard):
-    return {n: each.said if isinstance(each, Heard) else each for n, each in heard.items()}
+    return {n: each.said if isinstance(each, StepResult) else each for n, each in heard.items()}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ FAULTS = {
     "hang": "timed out after 1 s",
     "raise": "KeyError: 'bad' (faulty.py, line ",
     "leave": "SystemExit: 3 (faulty.py",
-    "dict": "TypeError: step returned dict instead of Heard",
+    "dict": "TypeError: step returned dict instead of StepResult",
     "nan": "ValueError: the reward of a turn is nan",
     "number": "TypeError: the environment said int instead of a text or messages",
 }
@@ -109,7 +109,7 @@ def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before
     pool.begin(starts(1))
     answers(pool, {0: "a"})
     (heard,) = answers(pool, {0: "die once"}).values()
-    assert heard == Heard("2 die once", 1.0, state=(0, "a", "die once"))
+    assert heard == StepResult("2 die once", 1.0, state=(0, "a", "die once"))
     assert (tmp_path / "steps").read_text().split("\n")[:-1] == [
         *("reset", "a", "die once", "reset", "a", "die once"),
     ]
@@ -160,7 +160,7 @@ def test_too_many_failures_stop_the_run_with_the_first_cause(pool_of) -> None:
 
 
 def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
-    pool = pool_of(Echo(), max_heard_chars=10)
+    pool = pool_of(Echo(), max_observation_chars=10)
     pool.begin(starts(1))
     assert answers(pool, {0: "long"})[0].said == "ababa ... (90 characters left out) ... babab"
 
@@ -231,7 +231,7 @@ def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
     assert answers(second, {0: "a", 1: "b"}) == before
     assert not (tmp_path / "steps").exists()
     # What was not said before reaches an environment that has heard the rest.
-    assert answers(second, {0: "new"})[0] == Heard("2 new", 1.0, state=(0, "a", "new"))
+    assert answers(second, {0: "new"})[0] == StepResult("2 new", 1.0, state=(0, "a", "new"))
     assert (tmp_path / "steps").read_text().split() == ["reset", "a", "new"]
 
 

@@ -102,7 +102,7 @@ def always_one(prompts, completions):
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_validation_reports_them_for_the_replies_it_would_give(greedy):
     settings = Evaluation(samples=2, pass_at=[1], greedy=greedy, corpus=DialogueScores())
-    grpo = GRPO("", {"one": Reward(always_one)}, max_completion_len=6, evaluation=settings)
+    grpo = GRPO("", {"one": Reward(always_one)}, max_completion_length=6, evaluation=settings)
     grpo.policy = tiny_policy("t5")
     plain = prompt_batch("a", "hello")
     columns = {"answers": [["tall"], ["hi hi"]]}

@@ -27,7 +27,7 @@ from tests.faults.running import (
 Found = dict[str, str]
 SFT = "configs/quickstart_sft.yaml"
 # Three inner epochs of two steps, four micro-batches each.
-INNER = {"update": {"inner_epochs": 3, "num_mini_batches": 2, "micro_batch_size": 4}}
+INNER = {"update": {"epochs_per_rollout": 3, "num_mini_batches": 2, "micro_batch_size": 4}}
 
 
 @dataclass
@@ -311,7 +311,7 @@ def variants(bench: Bench) -> Found:
     recipes: dict[str, tuple[dict[str, Any], str]] = {
         "LoRA": ({"lora": {"rank": 4, "dropout": 0.1}}, ""),
         "reference": ({"objective": {"kl_coef": 0.05}}, ""),
-        "inner epochs, dynamic sampling": ({**INNER, "max_resamples": 2}, ""),
+        "inner epochs, dynamic sampling": ({**INNER, "dynamic_sampling_attempts": 2}, ""),
         "reference that follows": (
             {"objective": {"kl_coef": 0.05}, "controllers": {"reference": {"every": 2}}},
             "",

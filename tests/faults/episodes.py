@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merged, metrics_of
 
-EPISODE = {"between": "inline", "max_turns": 2, "max_turn_tokens": 8, "max_heard_tokens": 8}
-EPISODE |= {"close_turns": True}
+EPISODE = {"between": "inline", "max_turns": 2, "max_turn_tokens": 8, "max_observation_tokens": 8}
+EPISODE |= {"close_truncated_turns": True}
 AT_SAMPLING = ("policy/entropy", "policy/sampler_mismatch", "/start_kl", "/start_perplexity")
 
 

@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
                 "words": {"function": "tests.faults.killer.reward", "weight": 0.01},
             },
             "group_size": 4,
-            "max_completion_len": 32,
+            "max_completion_length": 32,
             "max_iterations": ITERATIONS,
             "check_invariants": False,
         }

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from zlib import crc32
 
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 
 
 class Numbers:
@@ -34,7 +34,7 @@ class Numbers:
         text = os.urandom(2).hex() if self.bad == "searches" else f"{digest % 100}"
         text += f" {Numbers.played}" * (self.bad == "leaks")
         Numbers.played += 1
-        return Heard(f" {text} ", reward=min(len(said), 8) / 8)
+        return StepResult(f" {text} ", reward=min(len(said), 8) / 8)
 
     def first_time(self):
         """Whether nothing has struck in this run before."""

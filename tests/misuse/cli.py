@@ -63,7 +63,7 @@ PROBES = [
         "no recipe, no optimizer, no length",
         "fit --model.pretrained builtin:tiny-gemma2 --data.train a.jsonl --data.batch_size 2"
         " --model.rewards '{right: {function: litgrpo.rewards.correctness}}'"
-        " --model.max_completion_len 2 --trainer.accelerator cpu",
+        " --model.max_completion_length 2 --trainer.accelerator cpu",
         ("3 passes over the data, 3 iterations", "Optimizer: AdamW, lr 0.0003"),
         code=0,
         files=PLAIN_DATA,
@@ -71,7 +71,7 @@ PROBES = [
     Probe(
         "predict without a recipe",
         "predict --model.pretrained builtin:tiny-gemma2 --data.prompts '[\"What is 3+4?\"]'"
-        " --model.max_completion_len 2 --trainer.accelerator cpu",
+        " --model.max_completion_length 2 --trainer.accelerator cpu",
         ("What is 3+4?",),
         code=0,
     ),

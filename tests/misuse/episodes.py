@@ -4,7 +4,7 @@ from tests.misuse.probe import QUICK, Probe
 
 OWN = """
 import os, time
-from litgrpo.environments import Heard
+from litgrpo.environments import StepResult
 
 class NoStep:
     def reset(self, row, seed):
@@ -14,7 +14,7 @@ class Raises:
     def reset(self, row, seed):
         raise RuntimeError("no board")
     def step(self, said):
-        return Heard()
+        return StepResult()
 
 class Says(Raises):
     def reset(self, row, seed):
@@ -32,7 +32,7 @@ class Kills(Says):
 
 class Good(Says):
     def step(self, said):
-        return Heard("more")
+        return StepResult("more")
 """
 RECIPE = "model: {{class_path: litgrpo.GRPO, init_args: {{{settings}}}}}\n"
 BASE = (
@@ -67,7 +67,7 @@ PROBES = [
     given("a class that is nowhere", "my_game.Goood", "has no 'Goood'"),
     given("arguments without a class", "{init_args: {a: 1}}", "names the class again"),
     given("reset raises for every row", "my_game.Raises", "no board", quick=True),
-    given("step returns a text", "my_game.Says", "step returned str instead of Heard"),
+    given("step returns a text", "my_game.Says", "step returned str instead of StepResult"),
     given("a step that hangs", "my_game.Hangs", "timed out", episode=f"{INLINE}, timeout_s: 0.5"),
     given("a step that ends its process", "my_game.Kills", "exited with 3, twice"),
     given("a template without chat", "my_game.Good", "chat: true", episode="max_turns: 2"),

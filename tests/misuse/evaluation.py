@@ -11,7 +11,7 @@ VALIDATED = (
 )
 VALIDATE = (
     "validate -c {recipe} --run_dir {folder}/run --trainer.limit_val_batches 1"
-    " --data.eval_batch_size 4 --trainer.accelerator cpu --model.max_completion_len 8"
+    " --data.eval_batch_size 4 --trainer.accelerator cpu --model.max_completion_length 8"
 )
 GRADED = """
 def words(prompts, completions, **_):

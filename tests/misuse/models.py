@@ -127,16 +127,17 @@ PROBES = [
     ),
     Probe(
         "beyond learned positions",
-        f"{MINE} --model.max_completion_len 60",
-        ("gpt2 has 64", "lower model.max_completion_len by"),
+        f"{MINE} --model.max_completion_length 60",
+        ("gpt2 has 64", "lower model.max_completion_length by"),
         before=gpt2,
         after=nothing_written,
     ),
     Probe(
         "beyond learned positions, answered",
         "predict -c {recipe} --run_dir {folder}/run --trainer.accelerator cpu"
-        " --model.pretrained ./mine --model.max_completion_len 60 --data.prompts '[what is 1+1?]'",
-        ("gpt2 has 64", "lower model.max_completion_len by"),
+        " --model.pretrained ./mine --model.max_completion_length 60 --data.prompts '[what is "
+        "1+1?]'",
+        ("gpt2 has 64", "lower model.max_completion_length by"),
         before=gpt2,
     ),
     Probe(

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # A training of seconds; what a probe adds overrides it.
 QUICK = (
     "fit -c {recipe} --run_dir {folder}/run --model.max_iterations 1 --data.batch_size 2"
-    " --model.group_size 2 --model.max_completion_len 8 --trainer.num_sanity_val_steps 0"
+    " --model.group_size 2 --model.max_completion_length 8 --trainer.num_sanity_val_steps 0"
     " --data.val null --trainer.enable_progress_bar false --trainer.accelerator cpu"
 )
 RECIPE = ROOT / "configs" / "quickstart.yaml"

@@ -110,18 +110,18 @@ PROBES = [
     given("a rubric of nothing", "Rubric, init_args: {criteria: {}, judge: here.f}", "criterion"),
     given(
         "a reward model's wrong size",
-        "RewardModel, init_args: {pretrained: x, max_len: -1}",
-        "max_len is -1",
+        "RewardModel, init_args: {pretrained: x, max_length: -1}",
+        "max_length is -1",
     ),
     given("a reward model's wrong key", "RewardModel, init_args: {pretraind: x}", "did you mean"),
     given(
         "a judge without its key",
-        f"RemoteJudge, init_args: {{{JUDGE}, api_key_env: LITGRPO_UNSET}}",
+        f"LLMJudge, init_args: {{{JUDGE}, api_key_env: LITGRPO_UNSET}}",
         "LITGRPO_UNSET is not set",
     ),
     given(
         "a judge's key in place of its name",
-        f"RemoteJudge, init_args: {{{JUDGE}, api_key_env: sk-1-2}}",
+        f"LLMJudge, init_args: {{{JUDGE}, api_key_env: sk-1-2}}",
         "not the key itself",
     ),
     Probe(

@@ -18,7 +18,7 @@ def test_names_and_folders_stay_as_they_are():
 def test_a_model_at_hand_is_trained_as_a_copy_from_its_own_weights():
     model = tiny_model("llama", seed=3)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    grpo = GRPO((model, byte_tokenizer()), [letters], group_size=2, max_completion_len=4)
+    grpo = GRPO((model, byte_tokenizer()), [letters], group_size=2, max_completion_length=4)
     grpo.configure_model()
     held = grpo.policy.bare_model.state_dict()
     assert all(torch.equal(held[name], weight) for name, weight in before.items())

@@ -26,24 +26,24 @@ def test_tables_of_positions_are_a_hard_limit_and_rotary_ones_are_not():
 
 def test_learned_positions_refuse_with_the_keys_that_help():
     policy = tiny_policy("gpt2", n_positions=40)
-    check_lengths(policy, {"train": 30, "val": 20}, 10, "max_prompt_len")
+    check_lengths(policy, {"train": 30, "val": 20}, 10, "max_prompt_length")
     with pytest.raises(
         ValueError, match=r"longest of the val data has 31 tokens .* 41 pos"
     ) as said:
-        check_lengths(policy, {"train": 30, "val": 31}, 10, "max_prompt_len")
+        check_lengths(policy, {"train": 30, "val": 31}, 10, "max_prompt_length")
     assert "gpt2 has 40" in str(said.value)
-    assert "data.max_prompt_len to 30 or less" in str(said.value)
-    assert "lower model.max_completion_len by 1" in str(said.value)
-    with pytest.raises(ValueError, match=r"has 41 tokens: 41 positions.*data\.max_len to 40 or"):
-        check_lengths(policy, {"train": 41}, 0, "max_len")
+    assert "data.max_prompt_length to 30 or less" in str(said.value)
+    assert "lower model.max_completion_length by 1" in str(said.value)
+    with pytest.raises(ValueError, match=r"has 41 tokens: 41 positions.*data\.max_length to 40 or"):
+        check_lengths(policy, {"train": 41}, 0, "max_length")
 
 
 def test_rotary_positions_warn_once():
     policy = tiny_policy("llama", max_position_embeddings=40)
     with pytest.warns(UserWarning, match=r"llama was made for 40\. Beyond that"):
-        check_lengths(policy, {"predict": 31}, 10, "max_prompt_len")
-    check_lengths(policy, {"predict": 30}, 10, "max_prompt_len")
-    check_lengths(policy, {}, 10, "max_prompt_len")
+        check_lengths(policy, {"predict": 31}, 10, "max_prompt_length")
+    check_lengths(policy, {"predict": 30}, 10, "max_prompt_length")
+    check_lengths(policy, {}, 10, "max_prompt_length")
 
 
 def test_a_token_without_an_embedding_is_named_with_its_row():

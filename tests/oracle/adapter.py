@@ -18,32 +18,32 @@ from torch import Tensor
 from litgrpo.algorithms import kl
 from litgrpo.algorithms.advantages import Advantages, Normalized
 from litgrpo.algorithms.estimators import DecoupledNormalized
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
+from litgrpo.algorithms.loss_aggregation import Constant, MicroBatchTokenMean
 from litgrpo.algorithms.losses import (
     Clipped,
     Normalizers,
     Objective,
-    PerSequence,
-    PerToken,
+    SequenceMean,
     Surrogate,
+    TokenMean,
 )
 from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO
-from litgrpo.algorithms.weighting import Constant, PerTokenOfMicroBatch
-from litgrpo.types import Experience, RewardTable, TokenLogprobs
+from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 
 Case = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
 MAX_COMPLETION_LEN = 16
 WEIGHTINGS = {
-    "grpo": PerSequence(),
-    "sapo": PerSequence(),
-    "bnpo": PerTokenOfMicroBatch(),
+    "grpo": SequenceMean(),
+    "sapo": SequenceMean(),
+    "bnpo": MicroBatchTokenMean(),
     "dr_grpo": Constant(),
     "luspo": Constant(by_limit=False),
-    "dapo": PerToken(),
-    "cispo": PerToken(),
-    "vespo": PerToken(),
+    "dapo": TokenMean(),
+    "cispo": TokenMean(),
+    "vespo": TokenMean(),
 }
 
 
@@ -74,18 +74,18 @@ def objective(case: Case) -> Objective:
     correction = None
     if case["is_ratio"] is not None:
         level = "token" if case["is_ratio"] == "token" else "sequence"
-        correction = SamplerCorrection(level, high=None)
+        correction = ImportanceCorrection(level, high=None)
     return Objective(
         ratio=case["level"],
         surrogate=_surrogate(case),
-        weighting=WEIGHTINGS[case["loss_type"]],
+        loss_aggregation=WEIGHTINGS[case["loss_type"]],
         kl_coef=case["beta"],
         kl=kl.k3,
         kl_bias_correction=case["bias_correction_kl"],
         entropy_coef=case["entropy_coef"],
-        top_entropy_share=case["top_entropy_quantile"],
-        off_policy_limit=case["off_policy_mask_threshold"],
-        sampler_correction=correction,
+        top_entropy_quantile=case["top_entropy_quantile"],
+        off_policy_mask_threshold=case["off_policy_mask_threshold"],
+        importance_correction=correction,
     )
 
 
@@ -110,7 +110,7 @@ def _accumulated(case: Case, loss_tokens: Tensor) -> tuple[float, float]:
     """Factors of the weights and of the entropy bonus due to accumulation over micro-batches."""
     training = case["mode"] == "train"
     per_micro = 1 / case["ga"] if training else 1.0
-    if not isinstance(WEIGHTINGS[case["loss_type"]], PerToken):
+    if not isinstance(WEIGHTINGS[case["loss_type"]], TokenMean):
         return per_micro, per_micro
     # The tokens of one accumulation window, of which the case's rows are a part.
     window = max(case["num_items_in_batch"], 1)
@@ -142,7 +142,7 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     uncut = torch.zeros(rows, dtype=torch.bool)
     weights = chosen.token_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
     of_weights, of_bonus = _accumulated(case, mask.sum().clamp(min=1))
-    experience = Experience(
+    experience = TrainingBatch(
         prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
         prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
         prompt_of=torch.arange(rows),
@@ -190,6 +190,6 @@ def importance(case: Case, arrays: Arrays, old: np.ndarray, sampler: np.ndarray)
     """[8, 12] or [8, 1] sampler/trainer weights of one of the oracle's importance cases."""
     level, outside = case["mode"].split("_")
     low = 0.0 if case["clip_min"] is None else case["clip_min"]
-    correction = SamplerCorrection(level, outside, low, case["clip_max"])
+    correction = ImportanceCorrection(level, outside, low, case["clip_max"])
     mask = _tensor(arrays, "completion_mask").bool()
     return correction(torch.from_numpy(old), torch.from_numpy(sampler), mask).numpy()

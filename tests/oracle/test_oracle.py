@@ -80,12 +80,12 @@ def test_masked_truncated_completions_equal_the_oracle(number):
     truncated = torch.tensor([ids[-1] not in ends for ids in oracle["completion_ids"]])
     mask = torch.from_numpy(ARRAYS["in/completion_mask"]).bool()
     expected = torch.from_numpy(ARRAYS[case["completion_mask"]]).bool()
-    objective = Objective(mask_truncated=case["mask_truncated_completions"])
+    objective = Objective(mask_truncated_completions=case["mask_truncated_completions"])
     if case["tool_mask"]:
         tools = torch.from_numpy(ARRAYS[case["tool_mask_out"]]).bool()
         mask, expected = mask & tools, expected & tools
 
-    counted = objective.token_weights(mask, truncated, max_completion_len=16) > 0
+    counted = objective.token_weights(mask, truncated, max_completion_length=16) > 0
 
     assert torch.equal(counted, expected)
     assert counted.sum() == case["num_items_in_batch"]

@@ -25,8 +25,8 @@ FUNCTIONS = {
 }
 KWARGS = {
     "length": {"high": 100},
-    "soft_overlong": {"max_completion_len": 100, "soft_punish_cache": 20},
-    "cosine_length": {"max_completion_len": 100},
+    "soft_overlong": {"max_completion_length": 100, "soft_punish_cache": 20},
+    "cosine_length": {"max_completion_length": 100},
 }
 LARGEST = {"lapdog": 3.0}  # a sum of three terms; the others reach 1 at most
 SHORT, LONG = 500, 16_000  # characters

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from litgrpo.rewards import Criterion, RemoteJudge, Reward, RewardFailure, Scorer
+from litgrpo.rewards import Criterion, LLMJudge, Reward, RewardFailure, Scorer
 from litgrpo.rewards.llm_judge import SCORE
 
 CRITERIA = {"clear": Criterion("Is it clear?", 3.0), "short": Criterion("Is it short?", 1.0)}
@@ -84,7 +84,7 @@ def serve(monkeypatch):
 def judge(server, tmp_path, criteria=None, **settings):
     settings = {"cache": str(tmp_path / "cache"), "backoff_s": 0.001, "retries": 2} | settings
     criteria = criteria or {"clear": CRITERIA["clear"]}
-    found = RemoteJudge(server.address, "m", criteria, api_key_env="JUDGE_KEY", **settings)
+    found = LLMJudge(server.address, "m", criteria, api_key_env="JUDGE_KEY", **settings)
     found.load()
     return found
 
@@ -275,7 +275,7 @@ def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
 def test_wrong_settings_are_refused_in_a_line(settings, message, tmp_path):
     known = {"base_url": "http://h/v1", "model": "m", "criteria": CRITERIA, "cache": str(tmp_path)}
     with pytest.raises(ValueError, match=message) as caught:
-        RemoteJudge(**known | {"api_key_env": None} | settings).load()
+        LLMJudge(**known | {"api_key_env": None} | settings).load()
     assert "sk-123" not in str(caught.value)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
@@ -17,7 +17,7 @@ class Breaking(Echo):
         if self.opening == "" and self.row["prompt"] == "b":
             raise RuntimeError("away")
         heard = super().step(said)
-        return heard if len(self.turns) != 2 else Heard(heard.said, reward=None)
+        return heard if len(self.turns) != 2 else StepResult(heard.said, reward=None)
 
     def reset(self, row, seed):
         self.row = row
@@ -26,7 +26,7 @@ class Breaking(Echo):
 
 def played(environment, purpose="val"):
     policy = tiny_policy("qwen2")
-    rollouter = rollouter_of(policy, episodes=episodes_of(environment), max_completion_len=60)
+    rollouter = rollouter_of(policy, episodes=episodes_of(environment), max_completion_length=60)
     return rollouter.generate(prompt_batch("a", "b", "cc"), purpose)
 
 

@@ -157,7 +157,7 @@ def test_an_answer_over_the_limit_is_masked_and_no_other(judge_of_160):
 
 
 def test_masking_instead_of_truncation_is_a_choice(tmp_path):
-    judge = RewardModel(write_classifier(tmp_path), max_len=40, overlong="mask")
+    judge = RewardModel(write_classifier(tmp_path), max_length=40, overlong="mask")
     assert judge(PROMPTS, TEXTS).isnan().tolist() == [True, False, False, True]
     assert judge.counts == {"over the limit": 2, "masked": 2}
 
@@ -274,7 +274,7 @@ def test_the_policy_as_its_own_judge_is_refused_with_the_reason(tmp_path):
         ({"form": "jinja"}, "form is 'jinja'"),
         ({"overlong": "drop"}, "overlong is 'drop'"),
         ({"dtype": "fp32"}, "dtype is 'fp32'"),
-        ({"max_len": 0}, "max_len is 0; it must be at least 1"),
+        ({"max_length": 0}, "max_length is 0; it must be at least 1"),
         ({"max_tokens": -1}, "max_tokens is -1"),
     ],
 )

@@ -11,8 +11,8 @@ import torch
 from litgrpo.rewards import (
     Criterion,
     InProcessRunner,
+    LLMJudge,
     ProcessRunner,
-    RemoteJudge,
     Reward,
     RewardFailure,
     Scorer,
@@ -429,7 +429,7 @@ def test_a_subclass_changes_what_every_caller_gets():
 
 
 def test_state_of_judges_with_a_budget_is_kept_by_part(tmp_path):
-    judge = RemoteJudge("http://h/v1", "m", {"a": Criterion()}, api_key_env=None)
+    judge = LLMJudge("http://h/v1", "m", {"a": Criterion()}, api_key_env=None)
     judge.counts["calls"] = 3
     state = Scorer({"j": judge, "f": counts}).state_dict()
     assert state == {"j": {"calls": 3, "processes": 1}}

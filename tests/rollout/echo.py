@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 
 
 @dataclass
@@ -23,4 +23,6 @@ class Echo:
         self.turns.append(said)
         number = len(self.turns)
         length = self.lengths[(number + len(said)) % len(self.lengths)]
-        return Heard("x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)})
+        return StepResult(
+            "x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)}
+        )

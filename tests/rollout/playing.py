@@ -45,6 +45,11 @@ def plain_opener(prompts, row, added):
 def episodes_of(pool, **settings):
     """Episodes of a pool, or of an environment in this process; turns of four tokens."""
     pool = pool if isinstance(pool, EpisodesHere) else EpisodesHere(pool)
-    given = {"max_turns": 3, "max_turn_tokens": 4, "between": "inline", "close_turns": True}
+    given = {
+        "max_turns": 3,
+        "max_turn_tokens": 4,
+        "between": "inline",
+        "close_truncated_turns": True,
+    }
     limits = EpisodeSettings(**(given | settings))
     return Episodes(pool, Inline(byte_tokenizer()), limits, plain_opener, ["echo"])

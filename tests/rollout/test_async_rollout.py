@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import export
 from litgrpo.rewards.parts import Reward
-from litgrpo.rollout.async_rollout import AheadRollouter, of_prompts, restored, stacked, tensors_of
+from litgrpo.rollout.async_rollout import AsyncRollouter, of_prompts, restored, stacked, tensors_of
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.training.grpo import GRPO
@@ -56,7 +56,7 @@ def data():
 def run(kind=Recording, staleness=1, engine=None, ckpt=None, iterations=ITERATIONS, **settings):
     """A finished run."""
     settings = {"update": UpdateConfig(staleness=staleness)} | settings
-    sizes = {"group_size": GROUP, "max_completion_len": LENGTH, "max_iterations": iterations}
+    sizes = {"group_size": GROUP, "max_completion_length": LENGTH, "max_iterations": iterations}
     grpo = kind(
         "", {"letters": Reward(letters)}, **sizes, **settings, engine=engine or LocalEngine()
     )
@@ -85,7 +85,7 @@ def all_batches():
 
 def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit():
     Sequential.batches = all_batches()
-    correction = Objective(sampler_correction=SamplerCorrection())
+    correction = Objective(importance_correction=ImportanceCorrection())
     expected = run(Sequential, staleness=0, objective=correction)
     found = run()
     assert_same_weights(found, expected)
@@ -102,7 +102,7 @@ def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
         given = {"engine": ServerEngine([server.url], numbers="uniforms")}
         found = run(**given)
         found.rollouter.settle()
-        given["objective"] = Objective(sampler_correction=SamplerCorrection())
+        given["objective"] = Objective(importance_correction=ImportanceCorrection())
         Sequential.batches = all_batches()
         expected = run(Sequential, staleness=0, **given)
     assert_same_weights(found, expected)
@@ -152,7 +152,7 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
 
 def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys():
     grpo = run()
-    assert grpo.coefficients.objective.sampler_correction is not None
+    assert grpo.coefficients.objective.importance_correction is not None
     assert not grpo.learner.reuse_sampler_logprobs
     # The distance to the weights before, which is no rounding.
     assert grpo.trainer.callback_metrics["policy/sampler_mismatch"] > 1e-5
@@ -161,7 +161,7 @@ def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_resamples": 2}, "max_resamples asks for prompts"),
+        ({"dynamic_sampling_attempts": 2}, "dynamic_sampling_attempts asks for prompts"),
         ({"update": UpdateConfig(staleness=1)}, "needs litgrpo.PromptData"),
     ],
 )
@@ -179,8 +179,8 @@ def test_more_than_one_step_is_refused():
 def test_without_a_source_it_samples_as_others():
     grpo = module(update=UpdateConfig(staleness=1))
     grpo.configure_model()
-    assert isinstance(grpo.rollouter, AheadRollouter)
-    assert isinstance(replace(grpo.rollouter), AheadRollouter)
+    assert isinstance(grpo.rollouter, AsyncRollouter)
+    assert isinstance(replace(grpo.rollouter), AsyncRollouter)
     grpo.rollouter.generate(batches("a").dataset[0], "train")
     assert grpo.rollouter.state_dict(0) is None
 

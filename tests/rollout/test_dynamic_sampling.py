@@ -99,7 +99,7 @@ class NoMore:
 
 @pytest.mark.parametrize(("name", "known"), [("gigpo", True), ("dapo", False)])
 def test_per_turn_credit_is_known_to_dynamic_sampling(name, known):
-    grpo = module(objective=PUBLISHED[name], max_resamples=1)
+    grpo = module(objective=PUBLISHED[name], dynamic_sampling_attempts=1)
     grpo.configure_model()
     assert (grpo.dynamic_sampling.credit is not None) is known
 
@@ -165,10 +165,12 @@ class MorePrompts:
         return prompt_batch(*(f"new {n}" for n in range(count)))
 
 
-def sampling_of(found, max_resamples, **settings):
+def sampling_of(found, dynamic_sampling_attempts, **settings):
     """Dynamic sampling, and the prompts that it takes."""
     answers, source = Answers(found), MorePrompts()
-    dynamic = DynamicSampling(answers, answers, max_resamples, torch.device("cpu"), **settings)
+    dynamic = DynamicSampling(
+        answers, answers, dynamic_sampling_attempts, torch.device("cpu"), **settings
+    )
     dynamic.connect(source)
     return dynamic, source
 
@@ -182,7 +184,7 @@ def done(rewards):
 
 def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
     # The first resampling finds nothing, the second one group, the third everything.
-    dynamic, source = sampling_of({1: 0, 2: 1, 3: None}, max_resamples=8)
+    dynamic, source = sampling_of({1: 0, 2: 1, 3: None}, dynamic_sampling_attempts=8)
     first = said(prompt_batch(*"abcd"), length=1, token=9)
     rewards = table([0, 1], [1, 1], [0, 0], [1, 0])
     rollout, rewards, stats = dynamic.resampled(first, rewards, 7)
@@ -194,7 +196,7 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
     assert informative(rewards).all()
     assert {name: float(value) for name, value in stats.items()} == {
         "dynamic/resamples": 3,
-        "dynamic/prompts_asked": 16,
+        "dynamic/prompts_sampled": 16,
         "dynamic/informative_frac": 0.5,
         "dynamic/filled_frac": 1,
     }
@@ -229,7 +231,7 @@ def test_all_processes_resample_while_one_of_them_misses_a_group():
 
 
 def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
-    dynamic, _ = sampling_of({1: 0, 2: 0}, max_resamples=2)
+    dynamic, _ = sampling_of({1: 0, 2: 0}, dynamic_sampling_attempts=2)
     first = said(prompt_batch("a", "b"), length=1, token=9)
     rollout, rewards, stats = dynamic.resampled(first, table([1, 1], [0, 1]), 7)
     assert rollout.completions == first.completions
@@ -239,7 +241,7 @@ def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
 
 
 def test_the_statistics_are_those_of_the_prompts_that_came_first():
-    dynamic, _ = sampling_of({1: None}, max_resamples=8)
+    dynamic, _ = sampling_of({1: None}, dynamic_sampling_attempts=8)
     first, rewards = said(prompt_batch("a", "b"), length=3, token=9), table([1, 1], [0, 1])
     rollout, pending, stats = dynamic.replace_uninformative(first, done(rewards), 7)
     assert rollout.prompts.prompts == ["new 0", "b"]
@@ -263,7 +265,7 @@ def long_prompts_only(prompts, completions):
 
 
 def learner(**settings):
-    grpo = module(reward=long_prompts_only, max_resamples=8, **settings)
+    grpo = module(reward=long_prompts_only, dynamic_sampling_attempts=8, **settings)
     grpo.optimizer = lambda params: torch.optim.AdamW(params, lr=1e-2)
     return grpo
 
@@ -283,7 +285,7 @@ def test_a_batch_is_filled_with_informative_prompts_and_the_limit_holds():
         assert isinstance(rollout.prompts, PromptBatch)
         assert all(len(text) > 4 for text in rollout.prompts.prompts)
         assert len(rollout.completions) == 4 * GROUP
-    capped = module(reward=long_prompts_only, max_resamples=1)
+    capped = module(reward=long_prompts_only, dynamic_sampling_attempts=1)
     assert train(capped, PromptData(TEXTS, batch_size=4)).logged_metrics["dynamic/resamples"] <= 1
 
 
@@ -321,7 +323,9 @@ def test_a_resumed_run_resamples_the_same_prompts(stop, tmp_path):
 
 
 def test_data_that_cannot_give_more_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"max_resamples is 8, .* Use litgrpo.PromptData"):
+    with pytest.raises(
+        ValueError, match=r"dynamic_sampling_attempts is 8, .* Use litgrpo.PromptData"
+    ):
         train(learner(), loader(prompt_batch("a", "b")))
 
 
@@ -337,4 +341,4 @@ def test_the_first_rollout_is_the_same_with_and_without_resampling():
 def test_training_stops_when_its_tokens_are_sampled():
     grpo = module(max_iterations=None, max_generated_tokens=100)
     train(grpo, PromptData(TEXTS, batch_size=4))
-    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.settings.max_completion_len
+    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.settings.max_completion_length

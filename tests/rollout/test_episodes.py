@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.environments.failures import EnvironmentFailure
 from litgrpo.rollout.dynamic_sampling import with_groups
 from litgrpo.rollout.episodes import Named, episode_seed
@@ -18,7 +18,7 @@ PROMPTS = prompt_batch("a", "hello there")
 def played(environment=None, purpose: Purpose = "train", iteration=0, length=60, **settings):
     policy = tiny_policy("qwen2")
     episodes = episodes_of(environment or Echo(), **settings)
-    rollouter = rollouter_of(policy, episodes=episodes, max_completion_len=length)
+    rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=length)
     return policy, rollouter, rollouter.generate(PROMPTS, purpose, iteration)
 
 
@@ -115,7 +115,7 @@ def test_statistics_tell_of_episodes():
     assert float(stats["env/failed_frac"]) == float(stats["env/timeout_frac"]) == 0
     assert float(stats["tools/echo_calls"]) == 3
     assert float(stats["tools/echo_failed"]) == 0
-    heard, real = stats["completion/heard_frac"].tolist()
+    heard, real = stats["completion/observation_frac"].tolist()
     assert heard == int((rollout.completion_mask & ~rollout.loss_mask).sum())
     assert real == int(rollout.completion_mask.sum())
     assert float(stats["time/env_s"]) > 0
@@ -151,7 +151,7 @@ def test_groups_of_other_rollouts_bring_their_episodes():
 
 class Abstains(Echo):
     def step(self, said):
-        return Heard("", reward=None, done=True)
+        return StepResult("", reward=None, done=True)
 
 
 def test_a_turn_may_abstain_and_an_episode_may_end_at_once():

@@ -1,16 +1,18 @@
 import math
 
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.rollout.record import Record
 
 
 def test_a_record_becomes_an_episode_with_spans_calls_and_logs():
     record = Record()
     record.add([{"role": "assistant", "content": "a"}], 3)
-    record.answered(Heard("", reward=None, calls={"add": (2, 1)}, log={"moves": 1.0}, state="s"))
+    record.answered(
+        StepResult("", reward=None, calls={"add": (2, 1)}, log={"moves": 1.0}, state="s")
+    )
     record.add([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}], 6)
     record.add([{"role": "assistant", "content": "b"}], 1)
-    record.answered(Heard("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
+    record.answered(StepResult("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
     assert math.isnan(record.rewards[0])
     assert record.rewards[1:] == [2.0]
     assert record.states == ["s", None]

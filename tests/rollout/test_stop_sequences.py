@@ -19,8 +19,8 @@ LONG = 24
 ENGINES = {
     "local": LocalEngine(),
     "few rows": LocalEngine(max_rows=4),
-    "seldom": LocalEngine(look_every=5),
-    "static": StaticEngine(prompt_buckets=8, look_every=3),
+    "seldom": LocalEngine(sync_every_tokens=5),
+    "static": StaticEngine(prompt_buckets=8, sync_every_tokens=3),
 }
 
 
@@ -36,7 +36,7 @@ def rollout_of(engine, sampling, architecture="qwen2", eos=()):
     """The policy ends completions nowhere but where the sampling says, and at `eos`."""
     policy = tiny_policy(architecture)
     policy.eos_ids = (2, *eos)
-    sizes = {"engine": engine, "sampling": sampling, "max_completion_len": LONG}
+    sizes = {"engine": engine, "sampling": sampling, "max_completion_length": LONG}
     rollouter = replace(rollouter_of(policy), **sizes)
     return rollouter.generate(prompt_batch(*TEXTS), "train")
 
@@ -110,7 +110,9 @@ def test_candidates_behind_a_stop_string_are_forgotten():
     assert ((rollout.candidate_ids >= 0).any(-1) == rollout.completion_mask).all()
 
 
-@pytest.mark.parametrize("engine", [LocalEngine(), StaticEngine(prompt_buckets=8, look_every=1)])
+@pytest.mark.parametrize(
+    "engine", [LocalEngine(), StaticEngine(prompt_buckets=8, sync_every_tokens=1)]
+)
 def test_nothing_is_computed_for_rows_that_have_stopped(engine, monkeypatch):
     """A stop string that every row says at once ends the rollout."""
     letters = {chr(code) for code in range(33, 127)} | {" ", "\n", "\ufffd"}

@@ -72,9 +72,9 @@ def main() -> None:
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         wrong = list(faults(browser, Axe(), asked.folder.resolve(), asked.shots))
-        titles = found(browser, asked.folder.resolve(), "max_completion_len")
+        titles = found(browser, asked.folder.resolve(), "max_completion_length")
     print("\n".join(wrong) or f"{len(PAGES)} pages at {WIDTHS} px, light and dark: nothing wrong")
-    print(f"search for max_completion_len: {len(titles)} pages, first {titles[:3]}")
+    print(f"search for max_completion_length: {len(titles)} pages, first {titles[:3]}")
     sys.exit(bool(wrong) or not titles)
 
 

@@ -193,7 +193,7 @@ def runs() -> None:
     for axes, (name, title) in zip(row, shown.items(), strict=True):
         for number, color, label in (
             ("reward/mean", BLUE, "reward"),
-            ("reward/equal_groups_frac", GREY, "equal groups"),
+            ("reward/zero_variance_groups_frac", GREY, "equal groups"),
             ("val/avg@2", GREEN, "held-out accuracy"),
         ):
             pairs = zip(known[name]["step"], known[name][number], strict=True)

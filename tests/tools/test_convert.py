@@ -54,7 +54,7 @@ def test_what_is_not_given_keeps_its_old_default_and_says_so():
     recipe, said = recipe_of({"use_grpo": True}, "old.json")
     model = recipe["model"]["init_args"]
     assert model["sampling"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 50}
-    assert (model["group_size"], model["max_completion_len"]) == (4, 256)
+    assert (model["group_size"], model["max_completion_length"]) == (4, 256)
     assert model["objective"]["kl_coef"] == 0.01
     assert "batch_size" not in recipe["data"]["init_args"]
     assert any("generation_top_k: 50 (its default) -> " in line for line in said)

@@ -15,7 +15,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.learner import Coefficients, Learner
 from litgrpo.training.stepper import PlainStepper
 from litgrpo.training.update_config import UpdateConfig
-from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
+from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
 
 GROUP, LENGTH = 4, 6
 PLAIN = Objective()
@@ -29,7 +29,7 @@ def letters(prompts, completions):
 
 def rollouter_of(policy: Policy, **settings: Any) -> Rollouter:
     """Samples four completions of at most six tokens."""
-    return Rollouter(policy, **{"group_size": GROUP, "max_completion_len": LENGTH} | settings)
+    return Rollouter(policy, **{"group_size": GROUP, "max_completion_length": LENGTH} | settings)
 
 
 def learner_of(
@@ -54,7 +54,9 @@ def rewards_of(rollout: Rollout, function=letters) -> RewardTable:
     return scorer.submit(rollout).result()
 
 
-def sampled(learner: Learner, batch: PromptBatch, function=letters, **settings: Any) -> Experience:
+def sampled(
+    learner: Learner, batch: PromptBatch, function=letters, **settings: Any
+) -> TrainingBatch:
     """What the learner learns from in a first iteration."""
     rollouter = rollouter_of(learner.policy, sampling=learner.sampling, **settings)
     rollout = rollouter.generate(batch, "train")
@@ -80,7 +82,7 @@ def recording(policy: Policy) -> PlainStepper:
     return PlainStepper(Recorder([p for p in policy.parameters() if p.requires_grad]))
 
 
-def gradient_of(learner: Learner, experience: Experience) -> torch.Tensor:
+def gradient_of(learner: Learner, experience: TrainingBatch) -> torch.Tensor:
     """The gradient of one optimizer step on these rows, as the optimizer sees it."""
     stepper = recording(learner.policy)
     learner.policy.train()

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
+from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
 from litgrpo.models.loading import Precision
 from litgrpo.models.reference import FrozenModel
 from litgrpo.rollout.engines.local import LocalEngine
@@ -34,14 +34,14 @@ from tests.training.test_grpo import module
 CPU = torch.device("cpu")
 SETTINGS = Settings(
     group_size=4,
-    max_completion_len=6,
+    max_completion_length=6,
     sampling=Sampling(),
     engine=LocalEngine(),
     environment=None,
     episode=EpisodeSettings(),
     update=UpdateConfig(),
     precision=Precision(),
-    max_resamples=0,
+    dynamic_sampling_attempts=0,
     seed=3,
 )
 
@@ -58,15 +58,15 @@ def test_what_a_compiling_device_cannot_compute_is_refused(compiles):
     check_device(replace(static, precision=Precision(dropout=True)), Objective(), CPU)
     with pytest.raises(ValueError, match="engine is LocalEngine, whose shapes follow"):
         check_device(SETTINGS, Objective(), CPU)
-    with pytest.raises(ValueError, match=r"PerTokenOfMicroBatch, .* Take PerToken\."):
-        check_device(static, Objective(weighting=PerTokenOfMicroBatch()), CPU)
+    with pytest.raises(ValueError, match=r"MicroBatchTokenMean, .* Take TokenMean\."):
+        check_device(static, Objective(loss_aggregation=MicroBatchTokenMean()), CPU)
     both = Precision(dropout=True, gradient_checkpointing=True)
     with pytest.raises(ValueError, match=r"dropout and precision\.gradient_checkpointing are both"):
         check_device(replace(static, precision=both), Objective(), CPU)
 
 
 def test_other_devices_compute_all_of_it():
-    check_device(SETTINGS, Objective(weighting=PerTokenOfMicroBatch()), CPU)
+    check_device(SETTINGS, Objective(loss_aggregation=MicroBatchTokenMean()), CPU)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_group_of_one_needs_a_baseline_without_a_group():
 def test_a_share_of_completions_that_are_too_long_is_punished():
     assert overlong(0, 100) == {}
     (reward,) = overlong(0.25, 100).values()
-    assert reward.kwargs == {"max_completion_len": 100, "soft_punish_cache": 25}
+    assert reward.kwargs == {"max_completion_length": 100, "soft_punish_cache": 25}
     assert overlong(0.001, 100)["soft_overlong"].kwargs["soft_punish_cache"] == 1
     for share in (-0.1, 1.5):
         with pytest.raises(ValueError, match=f"soft_overlong is {share}; it must be between"):
@@ -105,12 +105,14 @@ def test_a_share_of_completions_that_are_too_long_is_punished():
 
 
 def test_an_engine_that_is_not_exact_is_corrected_unless_the_user_said_how():
-    low, own = LocalEngine(dtype="bfloat16"), SamplerCorrection(high=2.0)
+    low, own = LocalEngine(dtype="bfloat16"), ImportanceCorrection(high=2.0)
     now, ahead = UpdateConfig(), UpdateConfig(staleness=1)
     assert corrected(Objective(), LocalEngine(), now) == Objective()
-    assert corrected(Objective(), low, now).sampler_correction == SamplerCorrection()
-    assert corrected(Objective(), LocalEngine(), ahead).sampler_correction == SamplerCorrection()
-    assert corrected(Objective(sampler_correction=own), low, ahead).sampler_correction is own
+    assert corrected(Objective(), low, now).importance_correction == ImportanceCorrection()
+    assert (
+        corrected(Objective(), LocalEngine(), ahead).importance_correction == ImportanceCorrection()
+    )
+    assert corrected(Objective(importance_correction=own), low, ahead).importance_correction is own
 
 
 def test_only_precisions_that_leave_prompts_alone_are_taken():
@@ -143,7 +145,7 @@ def test_the_parts_share_what_they_must_agree_on():
 
 
 def test_groups_are_replaced_only_where_the_recipe_says_so():
-    grpo = module(max_resamples=2)
+    grpo = module(dynamic_sampling_attempts=2)
     grpo.configure_model()
     assert grpo.dynamic_sampling.rollouter is grpo.rollouter
     assert grpo.dynamic_sampling.scorer is grpo.scorer

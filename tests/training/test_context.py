@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_prompts_beyond_learned_positions_are_refused_before_the_first_iteration(long):
     texts = {"train": ["a", "b"], "val": ["c", "d"]}
     texts[long] = [*texts[long], "x" * 60]
-    grpo = module("gpt2", max_completion_len=12)
+    grpo = module("gpt2", max_completion_length=12)
     grpo.policy = tiny_policy("gpt2", n_positions=64)
     with pytest.raises(
         ValueError, match=f"longest of the {long} data has 61 tokens .* gpt2 has 64"
@@ -29,5 +29,5 @@ def test_pairs_beyond_learned_positions_are_refused():
     sft = SFT("")
     sft.policy = tiny_policy("gpt2", n_positions=64)
     sft.tokenizer = sft.policy.tokenizer
-    with pytest.raises(ValueError, match=r"data has 71 tokens: .*set data\.max_len to 64"):
+    with pytest.raises(ValueError, match=r"data has 71 tokens: .*set data\.max_length to 64"):
         train(sft, PairData(rows, batch_size=2))

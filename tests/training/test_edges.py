@@ -50,6 +50,8 @@ def test_an_end_token_that_is_the_padding_too_counts_once(updates):
 
 
 def test_completions_that_never_end_can_be_left_out_of_the_loss(updates):
-    experience, logged = learned(updates, NO_TOKEN, objective=Objective(mask_truncated=True))
+    experience, logged = learned(
+        updates, NO_TOKEN, objective=Objective(mask_truncated_completions=True)
+    )
     assert bool((experience.weights == 0).all())
     assert logged["optim/grad_norm"] == 0.0

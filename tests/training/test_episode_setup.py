@@ -3,7 +3,7 @@ import torch
 from lightning import Trainer
 
 from litgrpo.callbacks.metric_table import definition
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.rewards.parts import Reward
@@ -18,7 +18,7 @@ from tests.rollout.playing import Echo, SlowPool
 from tests.training.parts import rollouter_of
 from tests.training.test_grpo import loader, module
 
-INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_turns=True)
+INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_truncated_turns=True)
 OWN = {"environment": Reward()}
 
 
@@ -29,7 +29,7 @@ class Once:
         return ""
 
     def step(self, said):
-        return Heard("", done=True)
+        return StepResult("", done=True)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_an_environment_may_be_named_by_its_path():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_reset_adds_counts_where_the_model_s_positions_end():
-    grpo = module(environment=Echo((2,), "?" * 20), episode=INLINE, max_completion_len=20)
+    grpo = module(environment=Echo((2,), "?" * 20), episode=INLINE, max_completion_length=20)
     grpo.policy = tiny_policy("gpt2", n_positions=40)
     grpo.configure_model()
     episodes = episodes_of(grpo, grpo.settings.environment, INLINE, grpo.policy)
     batch = prompt_batch("a" * 10)
-    rollouter = rollouter_of(grpo.policy, episodes=episodes, max_completion_len=20)
+    rollouter = rollouter_of(grpo.policy, episodes=episodes, max_completion_length=20)
     said = r"A prompt has 31 tokens with what the environment adds .* 51 positions, but gpt2 has 40"
     with pytest.raises(ValueError, match=said):
         rollouter.generate(batch, "train")
@@ -87,7 +87,9 @@ def test_a_template_needs_data_with_a_chat_format():
 
 
 def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path):
-    grpo = module(environment=Echo((2,)), episode=INLINE, max_completion_len=20, max_iterations=2)
+    grpo = module(
+        environment=Echo((2,)), episode=INLINE, max_completion_length=20, max_iterations=2
+    )
     trainer = Trainer(
         default_root_dir=tmp_path, logger=False, enable_checkpointing=False, max_steps=2,
         accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
@@ -97,7 +99,7 @@ def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path)
     assert isinstance(grpo.rollouter.episodes.bridge, Inline)
     metrics = trainer.callback_metrics
     names = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
-    assert names | {"completion/heard_frac"} <= metrics.keys()
+    assert names | {"completion/observation_frac"} <= metrics.keys()
     assert all(definition(name) for name in names)
     assert metrics["env/turns"] > 1
     rows = grpo.predict_step(batch, 0)
@@ -116,8 +118,8 @@ def test_when_answers_come_changes_no_weight_and_only_what_the_sampler_measured(
         pool = SlowPool(Echo((2, 40)), seed=seed, share=0.2)
         monkeypatch.setattr("litgrpo.training.episode_setup.pool_of", lambda *_, pool=pool: pool)
         grpo = module(
-            environment=Echo((2, 40)), episode=INLINE, max_completion_len=70, max_iterations=2,
-            check_invariants=False, update=UpdateConfig(inner_epochs=2, max_grad_norm=None),
+            environment=Echo((2, 40)), episode=INLINE, max_completion_length=70, max_iterations=2,
+            check_invariants=False, update=UpdateConfig(epochs_per_rollout=2, max_grad_norm=None),
         )  # fmt: skip
         grpo.policy.eos_ids = tuple(range(2, 60))
         runner = Trainer(

@@ -24,7 +24,13 @@ from tests.training.test_processes import (
     trainer,
 )
 
-COMPARED = ("env/turns", "env/reward", "reward/mean", "completion/heard_frac", "optim/grad_norm")
+COMPARED = (
+    "env/turns",
+    "env/reward",
+    "reward/mean",
+    "completion/observation_frac",
+    "optim/grad_norm",
+)
 COMPARED += ("policy/loss", "completion/len_mean")
 
 
@@ -48,17 +54,17 @@ def learn(num_processes, folder):
         "",
         {"letters": Reward(letters), "environment": Reward(weight=0.3)},
         group_size=4,
-        max_completion_len=70,
+        max_completion_length=70,
         max_iterations=3,
         environment=Echo((2, 40)),
         episode=EpisodeSettings(
-            between="inline", workers=2, max_turns=3, max_turn_tokens=4, close_turns=True
+            between="inline", workers=2, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
         ),
         objective=Objective(kl_coef=0.1),
         reference="another",
         check_invariants=False,
         reward_runner=InProcessRunner(),
-        update=UpdateConfig(inner_epochs=2, micro_batch_size=3, max_grad_norm=None),
+        update=UpdateConfig(epochs_per_rollout=2, micro_batch_size=3, max_grad_norm=None),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )
     grpo.policy = tiny_policy("qwen2")

@@ -5,7 +5,7 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.settings import Evaluation
@@ -38,7 +38,11 @@ def always_half(prompts, completions):
 
 
 def module(architecture="qwen2", *, reward=letters, **settings):
-    settings = {"group_size": GROUP, "max_completion_len": LENGTH, "max_iterations": 1} | settings
+    settings = {
+        "group_size": GROUP,
+        "max_completion_length": LENGTH,
+        "max_iterations": 1,
+    } | settings
     grpo = GRPO("", {"letters": Reward(reward)}, **settings)
     grpo.policy = tiny_policy(architecture)
     return grpo
@@ -145,10 +149,10 @@ def test_equal_rewards_leave_the_gradient_at_zero():
 
 def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architecture):
     logged = []
-    for inner_epochs in (1, 2):
+    for epochs_per_rollout in (1, 2):
         grpo = module(
             architecture,
-            update=UpdateConfig(inner_epochs=inner_epochs),
+            update=UpdateConfig(epochs_per_rollout=epochs_per_rollout),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         )
         logged.append(train(grpo, batches("a", "hello")).logged_metrics)
@@ -158,7 +162,7 @@ def test_the_ratio_is_one_in_the_first_inner_epoch_and_moves_after_it(architectu
 
 def test_old_logprobs_are_the_samplers_only_where_those_are_exact(not_learned):
     batch = prompt_batch("a", "hello there")
-    two_epochs = UpdateConfig(inner_epochs=2)
+    two_epochs = UpdateConfig(epochs_per_rollout=2)
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.9)):
         grpo = module(update=two_epochs, sampling=sampling)
         train(grpo, loader(batch))
@@ -203,13 +207,13 @@ def drawn(sampling):
 def test_a_set_too_large_to_remember_is_refused_and_an_open_one_is_bounded():
     with pytest.raises(ValueError, match=r"top_k is 300, .* remembers 256 .* Lower top_k"):
         module(sampling=Sampling(top_k=300))
-    assert drawn(Sampling(top_k=300, max_support=300)).top_k == 300
+    assert drawn(Sampling(top_k=300, max_candidates=300)).top_k == 300
     assert drawn(Sampling(top_p=0.9)).top_k == 256
     assert drawn(Sampling()).top_k == 0
 
 
 def test_mini_batches_take_one_optimizer_step_each():
-    learning = UpdateConfig(inner_epochs=2, num_mini_batches=2)
+    learning = UpdateConfig(epochs_per_rollout=2, num_mini_batches=2)
     grpo = module(update=learning, max_iterations=3)
     runner = train(grpo, batches("a", "hello", "xyz"))
     assert (grpo.iteration, runner.global_step) == (3, 12)
@@ -294,7 +298,7 @@ def test_predictions_name_prompt_completion_and_columns():
     [
         (dict(group_size=0), "group_size is 0; it must be at least 1"),
         (dict(group_size=1), "group_size is 1, but .* compares completions"),
-        (dict(max_completion_len=0), "max_completion_len is 0"),
+        (dict(max_completion_length=0), "max_completion_length is 0"),
         (dict(evaluation=Evaluation(success="right")), "evaluation.success is 'right'; it must"),
     ],
 )
@@ -324,7 +328,7 @@ def test_lora_trains_adapters_only_and_is_kept_near_the_model_without_them(kind,
 
 
 def test_mixed_precision_recomputes_the_old_logprobs_and_learns_in_float32_weights():
-    grpo = module(update=UpdateConfig(inner_epochs=2))
+    grpo = module(update=UpdateConfig(epochs_per_rollout=2))
     runner = train(grpo, batches("a", "hello"), precision="bf16-mixed")
     assert all(parameter.dtype == torch.float32 for parameter in grpo.policy.parameters())
     assert runner.logged_metrics["optim/grad_norm"].isfinite()
@@ -337,7 +341,7 @@ def test_a_precision_that_converts_prompts_is_refused():
 
 def test_low_precision_weights_recompute_the_old_logprobs(not_learned):
     for dtype, same in [("float32", True), ("bfloat16", False)]:
-        learning = UpdateConfig(inner_epochs=2)
+        learning = UpdateConfig(epochs_per_rollout=2)
         grpo = module(update=learning, precision=Precision(dtype=dtype))
         grpo.policy.to(getattr(torch, dtype))
         train(grpo, batches("a", "hello"))
@@ -354,7 +358,7 @@ def test_pairs_instead_of_prompts_are_refused():
 
 def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(updates):
     engine = LocalEngine(dtype="bfloat16")
-    grpo = module(engine=engine, update=UpdateConfig(inner_epochs=2))
+    grpo = module(engine=engine, update=UpdateConfig(epochs_per_rollout=2))
     runner = train(grpo, batches("a", "hello there"))
     ((experience, _),) = updates
     fresh = learner_of(tiny_policy("qwen2")).logprobs(experience.tokens).logprobs
@@ -363,9 +367,9 @@ def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(upd
     expected = gap[experience.completion_mask].mean()
     assert 1e-4 < expected < 0.1
     torch.testing.assert_close(runner.logged_metrics["policy/sampler_mismatch"], expected)
-    weights = SamplerCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
+    weights = ImportanceCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
     assert 1e-4 < (weights - 1).abs().mean() < 0.1
-    exact = train(module(update=UpdateConfig(inner_epochs=2)), batches("a")).logged_metrics
+    exact = train(module(update=UpdateConfig(epochs_per_rollout=2)), batches("a")).logged_metrics
     assert exact["policy/sampler_mismatch"] < 1e-5
 
 
@@ -373,7 +377,7 @@ def test_the_logged_loss_is_that_of_the_whole_step_whatever_the_split():
     batch = prompt_batch("a", "hello there", "xyz")
     losses = []
     for size in (None, 1, 5):
-        learning = UpdateConfig(inner_epochs=2, micro_batch_size=size)
+        learning = UpdateConfig(epochs_per_rollout=2, micro_batch_size=size)
         grpo = module(update=learning, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
         runner = train(grpo, loader(batch))
         losses.append(float(runner.callback_metrics["policy/loss"]))
@@ -470,7 +474,7 @@ class OfSevens(GRPO):
 
 def test_a_subclass_that_overrides_the_rewards_trains_on_them():
     grpo = OfSevens(
-        "", [letters], group_size=GROUP, max_completion_len=LENGTH, check_invariants=False
+        "", [letters], group_size=GROUP, max_completion_length=LENGTH, check_invariants=False
     )
     grpo.policy = tiny_policy("qwen2")
     trainer = Trainer(

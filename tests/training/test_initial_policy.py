@@ -27,7 +27,7 @@ def module(kl_coef: float = 0.0, lora: LoRA | None = None, **evaluation) -> GRPO
         {"ones": Reward(ones)},
         objective=Objective(kl_coef=kl_coef),
         evaluation=Evaluation(**settings),
-        max_completion_len=6,
+        max_completion_length=6,
         lora=lora,
         reward_runner=InProcessRunner(),
     )

@@ -34,7 +34,7 @@ def judge(tmp_path_factory) -> str:
 
 def module(policy: str, reward) -> GRPO:
     return GRPO(
-        policy, {"judge": Reward(reward)}, group_size=2, max_completion_len=4, max_iterations=1
+        policy, {"judge": Reward(reward)}, group_size=2, max_completion_length=4, max_iterations=1
     )
 
 

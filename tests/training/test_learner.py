@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.distributed.comm import SingleProcess
 from litgrpo.distributed.device import backend
@@ -77,7 +77,7 @@ LIMITS = [
 OBJECTIVES = {
     "plain": Objective(),
     "kl": Objective(kl_coef=0.1),
-    "entropy": Objective(entropy_coef=0.1, top_entropy_share=0.4),
+    "entropy": Objective(entropy_coef=0.1, top_entropy_quantile=0.4),
 }
 
 
@@ -149,7 +149,7 @@ def test_old_logprobs_are_needed_for_several_steps_only():
     rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
     for config, needed in [
         (UpdateConfig(), False),
-        (UpdateConfig(inner_epochs=2), True),
+        (UpdateConfig(epochs_per_rollout=2), True),
         (UpdateConfig(num_mini_batches=2), True),
     ]:
         reused = learner_of(policy, config=config).old_and_reference_logprobs(rollout)
@@ -183,8 +183,8 @@ def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
 
 
 def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_moves():
-    learner, experience = judged("qwen2", Objective(sampler_correction=SamplerCorrection()))
-    learner = replace(learner, config=UpdateConfig(inner_epochs=2))
+    learner, experience = judged("qwen2", Objective(importance_correction=ImportanceCorrection()))
+    learner = replace(learner, config=UpdateConfig(epochs_per_rollout=2))
     off = replace(experience, sampler_logprobs=experience.sampler_logprobs - 0.25)
     first, second = learner.update(off, recording(learner.policy))
     total, count = first.sums["policy/sampler_mismatch"]
@@ -198,7 +198,7 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_mo
 
 
 def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
-    config = UpdateConfig(inner_epochs=2, num_mini_batches=3)
+    config = UpdateConfig(epochs_per_rollout=2, num_mini_batches=3)
     learner = learner_of(tiny_policy("qwen2"), config=config)
     experience = sampled(learner, prompt_batch(*BATCH))
     optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
@@ -373,9 +373,9 @@ def test_short_memory_before_the_update_changes_no_number():
 
 TURNS = {
     **PUBLISHED,
-    "entropy": Objective(entropy_coef=0.1, top_entropy_share=0.5),
+    "entropy": Objective(entropy_coef=0.1, top_entropy_quantile=0.5),
     "gamma": Objective(gamma=0.8),
-    "correction": Objective(sampler_correction=SamplerCorrection("sequence")),
+    "correction": Objective(importance_correction=ImportanceCorrection("sequence")),
 }
 
 
@@ -384,7 +384,7 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     """The gradient by log-probabilities is 0 where an environment spoke, whatever those are."""
     objective = TURNS[name]
     reference = FrozenModel(tiny_policy("qwen2", seed=5)) if objective.needs_reference else None
-    config = UpdateConfig(inner_epochs=2, micro_batch_size=5)
+    config = UpdateConfig(epochs_per_rollout=2, micro_batch_size=5)
     learner = learner_of(tiny_policy("qwen2"), objective, config, reference=reference)
     rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")
     mask = rollout.completion_mask.clone()

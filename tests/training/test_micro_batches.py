@@ -13,7 +13,7 @@ from litgrpo.training.micro_batches import (
     rows_with_gradient,
 )
 from litgrpo.training.update_config import KEPT_BYTES, UpdateConfig
-from litgrpo.types import Experience
+from litgrpo.types import TrainingBatch
 from tests.benchmarks.kept import kept_of
 from tests.conftest import tiny_policy
 
@@ -22,7 +22,7 @@ def experience(advantages, weights=None):
     """Four completions of 1, 2, 3 and 4 tokens after a prompt of 2."""
     mask = torch.arange(4) < torch.tensor([[1], [2], [3], [4]])
     zeros = torch.zeros(4, 4)
-    return Experience(
+    return TrainingBatch(
         prompt_ids=torch.ones(1, 2, dtype=torch.long),
         prompt_mask=torch.ones(1, 2, dtype=torch.bool),
         prompt_of=torch.zeros(4, dtype=torch.long),

@@ -85,7 +85,7 @@ def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "learning", [UpdateConfig(), UpdateConfig(inner_epochs=2, num_mini_batches=2)]
+    "learning", [UpdateConfig(), UpdateConfig(epochs_per_rollout=2, num_mini_batches=2)]
 )
 def test_the_weights_are_the_same_to_the_last_bit(runner, learning):
     ends = []
@@ -112,7 +112,9 @@ def test_no_reference_is_asked_about_groups_that_may_be_replaced():
         events.append("rewards")
         return letters(prompts, completions)
 
-    grpo = learner(lambda rows: events.append("reference"), reward=judged, max_resamples=1)
+    grpo = learner(
+        lambda rows: events.append("reference"), reward=judged, dynamic_sampling_attempts=1
+    )
     train(grpo, PromptData(TEXTS, batch_size=4))
     assert events[0] == "rewards"
     assert "rewards" not in events[events.index("reference") :]

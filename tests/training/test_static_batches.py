@@ -7,7 +7,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.static_batches import Static
-from litgrpo.types import Experience
+from litgrpo.types import TrainingBatch
 from tests.conftest import prompt_batch, tiny_policy
 from tests.training.parts import learner_of
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
@@ -15,12 +15,12 @@ from tests.xla.fitting import SMALL, distance, fit, same_tokens
 STATIC = Static(backend(torch.device("cpu")))
 
 
-def experience(rows: int = 5) -> Experience:
+def experience(rows: int = 5) -> TrainingBatch:
     """Rows of two prompts, with completions of 1 to 4 tokens."""
     prompts = prompt_batch("hello", "a longer one")
     mask = torch.arange(6) < torch.arange(1, rows + 1)[:, None].clamp(max=4)
     ones = mask.float()
-    return Experience(
+    return TrainingBatch(
         prompts.prompt_ids,
         prompts.prompt_mask,
         torch.arange(rows) % 2,

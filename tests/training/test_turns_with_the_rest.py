@@ -27,7 +27,7 @@ from tests.training.parts import learner_of, rewards_of, rollouter_of
 from tests.training.test_grpo import loader, module
 
 INLINE = EpisodeSettings(
-    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_turns=True
+    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
 )
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
 
@@ -42,7 +42,7 @@ def fitted(grpo, *data, **settings):
     trainer.fit(grpo, *data)
     after = [p for p in grpo.policy.parameters() if p.requires_grad]
     assert trainer.callback_metrics["env/turns"] > 1
-    assert trainer.callback_metrics["completion/heard_frac"] > 0
+    assert trainer.callback_metrics["completion/observation_frac"] > 0
     assert trainer.callback_metrics["env/failed_frac"] == 0
     return [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
 
@@ -72,9 +72,9 @@ def test_a_fit_with_turns_holds_its_invariants_and_learns(kind, tmp_path):
     grpo = module(
         environment=Echo((2, 40)),
         episode=INLINE,
-        max_completion_len=70,
+        max_completion_length=70,
         max_iterations=2,
-        max_resamples=2 * resamples,
+        dynamic_sampling_attempts=2 * resamples,
     )
     grpo.policy = POLICIES[kind](tmp_path)
     assert isinstance(grpo.policy, LibraryPolicy) == (kind == "library")
@@ -93,9 +93,9 @@ def test_packed_prefixes_plain_rows_and_static_batches_give_the_same_gradient_of
         policy = tiny_policy("llama")
         assert isinstance(policy, CausalPolicy)
         policy.share_prompts = share
-        rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_len=40)
+        rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
         rollout = rollouter.generate(prompt_batch("a", "hello there", "what is it?"), "train")
-        learner = replace(learner_of(policy, Objective(gamma=0.9)), max_completion_len=40)
+        learner = replace(learner_of(policy, Objective(gamma=0.9)), max_completion_length=40)
         learner = learner if batching is None else replace(learner, micro_batching=batching)
         known = learner.old_and_reference_logprobs(rollout)
         experience = learner.experience(rollout, rewards_of(rollout), known)
@@ -127,12 +127,12 @@ def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, e
     tokenizer.eos_token = end
     model = tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     episode = EpisodeSettings(
-        tool_role=role, workers=0, max_turns=3, max_turn_tokens=4, close_turns=True
+        tool_role=role, workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
     )
     grpo = module(
         environment=CallsAlways(functions=[calculate], calls="hermes", describe=role == "user"),
         episode=episode,
-        max_completion_len=300,
+        max_completion_length=300,
         max_iterations=2,
     )
     grpo.policy = as_policy(model, tokenizer).eval()

@@ -4,7 +4,7 @@ from litgrpo.training.update_config import BYTES_PER_OUTPUT, KEPT_BYTES, LEAST_T
 
 
 @pytest.mark.parametrize(
-    "name", ["inner_epochs", "num_mini_batches", "micro_batch_size", "micro_batch_tokens"]
+    "name", ["epochs_per_rollout", "num_mini_batches", "micro_batch_size", "micro_batch_tokens"]
 )
 def test_settings_out_of_range_are_refused_by_their_name(name):
     with pytest.raises(ValueError, match=f"update.{name} is 0; it must be at least 1"):
@@ -14,7 +14,7 @@ def test_settings_out_of_range_are_refused_by_their_name(name):
 
 
 def test_an_iteration_has_a_step_for_each_mini_batch_of_each_epoch():
-    assert UpdateConfig(inner_epochs=3, num_mini_batches=4).num_steps == 12
+    assert UpdateConfig(epochs_per_rollout=3, num_mini_batches=4).num_steps == 12
 
 
 def test_auto_is_what_fits_a_small_model_and_never_less_than_its_least():

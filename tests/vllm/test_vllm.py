@@ -82,7 +82,7 @@ def digits(prompts, completions):
 
 def trained(engine):
     """Weights after four iterations; the invariants are measured before the first."""
-    sizes = {"group_size": GROUP, "max_completion_len": LENGTH, "max_iterations": 4}
+    sizes = {"group_size": GROUP, "max_completion_length": LENGTH, "max_iterations": 4}
     grpo = GRPO(MODEL, {"digits": Reward(digits)}, engine=engine, **sizes)
     grpo.configure_model()
     train(grpo, loader(prompts_of(grpo.policy)))

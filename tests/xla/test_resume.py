@@ -12,7 +12,7 @@ from tests.xla.own_process import ROOT, own_process
 OVERLAY = yaml.safe_load((ROOT / "configs/hardware/xla_cpu.yaml").read_text())
 TRAIN = "python:litgrpo.data.examples.problems.train?size=14"
 FEWER = {
-    "model": {"init_args": {"group_size": 2, "max_iterations": 4, "max_completion_len": 24}},
+    "model": {"init_args": {"group_size": 2, "max_iterations": 4, "max_completion_length": 24}},
     "data": {
         "init_args": {
             "batch_size": 4,

@@ -11,9 +11,9 @@ SETTINGS: dict[str, Any] = {
     "model": {
         "init_args": {
             "rewards": {"words": {"function": "tests.faults.killer.reward"}},
-            "max_completion_len": 20,
+            "max_completion_length": 20,
             "objective": {"kl_coef": 0.05},
-            "update": {"inner_epochs": 2},
+            "update": {"epochs_per_rollout": 2},
         }
     }
 }

@@ -13,7 +13,7 @@ from tests.xla.own_process import own_process
 
 TEXTS = ("a", "what is 3+4?", "hello", "xy")
 GROUP, LENGTH, LOOK_EVERY = 3, 32, 8
-ENGINE = StaticEngine(prompt_buckets=16, look_every=LOOK_EVERY)
+ENGINE = StaticEngine(prompt_buckets=16, sync_every_tokens=LOOK_EVERY)
 
 
 def pair(architecture: str) -> tuple[Policy, Policy]:

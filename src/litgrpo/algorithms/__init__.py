@@ -1,1 +1,1 @@
-"""What is maximized: an `Objective`, composed of advantages, a surrogate, a weighting and a KL."""
+"""Objectives: advantages, surrogate losses, loss aggregation and KL estimators."""

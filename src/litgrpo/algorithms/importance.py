@@ -10,7 +10,7 @@ from litgrpo.tensors import bounded_exp
 
 
 @dataclass(frozen=True)
-class SamplerCorrection:
+class ImportanceCorrection:
     """Weights p_trainer / p_sampler, before the update, for a sampler that is not the trainer.
 
     Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training.

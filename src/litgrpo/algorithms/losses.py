@@ -13,7 +13,7 @@ from litgrpo.algorithms.advantages import Advantages, Normalized
 from litgrpo.algorithms.turns import Turns
 from litgrpo.distributed.comm import Comm, SingleProcess
 from litgrpo.tensors import bounded_exp, row_mean
-from litgrpo.types import Experience, LossOutput, RewardTable, TokenLogprobs
+from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
 
 ALONE = SingleProcess()
 RATIO_MAX = "policy/ratio_max"
@@ -88,7 +88,7 @@ class Clipped(Surrogate):
         return 1 - self.clip_low, 1 + self.clip_high
 
 
-class Weighting(ABC):
+class LossAggregation(ABC):
     """How much each token counts in the loss of one optimizer step, which is then a plain sum."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Weighting(ABC):
 
 
 @dataclass(frozen=True)
-class PerSequence(Weighting):
+class SequenceMean(LossAggregation):
     """GRPO: every completion counts the same, m / length / N. Source: arXiv:2402.03300."""
 
     def __call__(self, mask: Tensor, rows: Tensor, tokens: Tensor, limit: int) -> Tensor:
@@ -110,7 +110,7 @@ class PerSequence(Weighting):
 
 
 @dataclass(frozen=True)
-class PerToken(Weighting):
+class TokenMean(LossAggregation):
     """DAPO: every token counts the same, m / tokens. Source: arXiv:2503.14476, section 3.3."""
 
     def __call__(self, mask: Tensor, rows: Tensor, tokens: Tensor, limit: int) -> Tensor:
@@ -139,37 +139,40 @@ class Objective:
         advantages: how much better a completion is than expected.
         ratio: compare the policy with its past self per `token` or per `sequence` (GSPO).
         surrogate: the loss of one token.
-        weighting: how much one token counts.
+        loss_aggregation: how much one token counts.
         kl_coef: weight of the penalty for leaving the reference; 0 loads no reference.
         kl: estimator of that penalty, a function of litgrpo.algorithms.kl: k1, k2, k3, absolute.
         kl_bias_correction: multiply it by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556).
         entropy_coef: weight of a bonus for the mean entropy of the tokens that are learned from.
         gamma: an advantage shrinks by this factor per token before the last one; 1: not at all.
-        mask_truncated: learn nothing from completions cut off by the length limit (DAPO).
-        top_entropy_share: learn from this share of tokens, of highest entropy (arXiv:2506.01939).
-        off_policy_limit: drop bad completions that lost more nats per token (arXiv:2512.02556).
-        sampler_correction: weights for a sampler that differs from the trainer; not given: none.
+        mask_truncated_completions: learn nothing from completions cut off by the length limit
+            (DAPO).
+        top_entropy_quantile: learn from this share of tokens, of highest entropy
+            (arXiv:2506.01939).
+        off_policy_mask_threshold: drop bad completions that lost more nats per token
+            (arXiv:2512.02556).
+        importance_correction: weights for a sampler that differs from the trainer; not given: none.
     """
 
     advantages: Advantages = field(default_factory=Normalized)
     ratio: Literal["token", "sequence"] = "token"
     surrogate: Surrogate = field(default_factory=Clipped)
-    weighting: Weighting = field(default_factory=PerSequence)
+    loss_aggregation: LossAggregation = field(default_factory=SequenceMean)
     kl_coef: float = 0.0
     kl: Callable[..., Any] = kl.k3
     kl_bias_correction: bool = False
     entropy_coef: float = 0.0
     gamma: float = 1.0
-    mask_truncated: bool = False
-    top_entropy_share: float = 1.0
-    off_policy_limit: float | None = None
-    sampler_correction: importance.SamplerCorrection | None = None
+    mask_truncated_completions: bool = False
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    importance_correction: importance.ImportanceCorrection | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if self.kl_coef < 0 or not 0 <= self.gamma <= 1 or not 0 <= self.top_entropy_share <= 1:
-            given = f"{self.kl_coef}, {self.gamma} and {self.top_entropy_share}"
-            raise ValueError(f"kl_coef (>= 0), gamma and top_entropy_share (0 to 1) are {given}")
+        if self.kl_coef < 0 or not 0 <= self.gamma <= 1 or not 0 <= self.top_entropy_quantile <= 1:
+            given = f"{self.kl_coef}, {self.gamma} and {self.top_entropy_quantile}"
+            raise ValueError(f"kl_coef (>= 0), gamma and top_entropy_quantile (0 to 1) are {given}")
 
     @property
     def needs_reference(self) -> bool:
@@ -184,7 +187,7 @@ class Objective:
     @property
     def needs_entropy(self) -> bool:
         """Whether `normalizers` must see every token's entropy before the update."""
-        return self.top_entropy_share < 1
+        return self.top_entropy_quantile < 1
 
     def token_advantages(
         self, rewards: RewardTable, mask: Tensor, comm: Comm = ALONE, turns: Turns | None = None
@@ -212,7 +215,7 @@ class Objective:
         self,
         loss_mask: Tensor,
         truncated: Tensor,
-        max_completion_len: int,
+        max_completion_length: int,
         comm: Comm = ALONE,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
@@ -221,13 +224,15 @@ class Objective:
         Args:
             loss_mask: [N, C] True marks a token of the policy.
             truncated: [N] True where the length limit stopped the completion.
-            max_completion_len: that limit, in tokens.
+            max_completion_length: that limit, in tokens.
             comm: of the processes that share the step.
             dtype: of the weights.
         """
-        mask = (loss_mask & ~(truncated[:, None] & self.mask_truncated)).to(dtype)
+        mask = (loss_mask & ~(truncated[:, None] & self.mask_truncated_completions)).to(dtype)
         rows = comm.sum(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
-        return self.weighting(mask, rows, comm.sum(mask.sum()).clamp(min=1), max_completion_len)
+        return self.loss_aggregation(
+            mask, rows, comm.sum(mask.sum()).clamp(min=1), max_completion_length
+        )
 
     def normalizers(
         self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
@@ -241,16 +246,16 @@ class Objective:
         """
         active, threshold = weights != 0, None
         if self.needs_entropy:
-            assert entropy is not None, "top_entropy_share < 1 needs entropies"
+            assert entropy is not None, "top_entropy_quantile < 1 needs entropies"
             # float32: a quantile that falls on a token must not miss it by rounding in 1 - share.
             counted = entropy.detach().float()
             flat = counted.masked_fill(~active, torch.nan).flatten()
-            threshold = comm.gather(flat).nanquantile(1 - self.top_entropy_share)
+            threshold = comm.gather(flat).nanquantile(1 - self.top_entropy_quantile)
             active = active & (counted >= threshold)
         return Normalizers(comm.sum(active.sum()).clamp(min=1), threshold)
 
     def loss(
-        self, new: TokenLogprobs, experience: Experience, normalizers: Normalizers | None = None
+        self, new: TokenLogprobs, experience: TrainingBatch, normalizers: Normalizers | None = None
     ) -> LossOutput:
         """The share of a micro-batch in the loss of its optimizer step; the shares add up.
 
@@ -267,25 +272,25 @@ class Objective:
         if normalizers.entropy_threshold is not None:
             keep = keep & (entropy.detach().float() >= normalizers.entropy_threshold)
         bonus = torch.where(keep, entropy, 0.0).sum()
-        if self.off_policy_limit is not None:
+        if self.off_policy_mask_threshold is not None:
             drift = torch.where(active, experience.sampler_logprobs - tokens.logprobs.detach(), 0.0)
             drift = row_mean(drift.nan_to_num(0.0), active)
-            keep = keep & ((tokens.advantages >= 0) | (drift <= self.off_policy_limit))
+            keep = keep & ((tokens.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
         token_loss = torch.where(keep, self.surrogate(tokens), 0.0)
-        stats = {"policy/entropy_learned": entropy, "policy/log_ratio": tokens.log_ratio}
+        stats = {"policy/entropy_trained": entropy, "policy/log_ratio": tokens.log_ratio}
         low, high = self.surrogate.clip_range
         stats["policy/clip_low_frac"] = (tokens.ratio < low) & (tokens.advantages < 0)
         stats["policy/clip_high_frac"] = (tokens.ratio > high) & (tokens.advantages > 0)
         if keep is not active:
             stats["policy/kept_frac"] = keep
-        if self.sampler_correction is not None:
+        if self.importance_correction is not None:
             stats["policy/sampler_weight"] = tokens.correction
         if self.needs_reference:
             assert experience.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
             penalty = self.kl(torch.where(active, experience.ref_logprobs, 0.0) - tokens.logprobs)
             penalty = penalty * tokens.ratio if self.kl_bias_correction else penalty
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        loss = (self.weighting.within(experience.weights, active) * token_loss).sum()
+        loss = (self.loss_aggregation.within(experience.weights, active) * token_loss).sum()
         loss = loss - self.entropy_coef * bonus / normalizers.num_tokens
         sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
         pairs = {name: torch.stack([x, active.sum()]) for name, x in sums.items()}
@@ -294,14 +299,14 @@ class Objective:
             loss, pairs | {RATIO_MAX: torch.stack([largest, torch.ones_like(largest)])}
         )
 
-    def _tokens(self, new: TokenLogprobs, experience: Experience) -> Tokens:
+    def _tokens(self, new: TokenLogprobs, experience: TrainingBatch) -> Tokens:
         """What the surrogate sees; padding is cut off first, so that not even NaN in it matters."""
         active = experience.weights != 0
         logprobs, old = torch.where(active, new.logprobs, 0.0), experience.old_logprobs
         old = logprobs.detach() if old is None else torch.where(active, old, 0.0)
         s, correction = logprobs - old, torch.ones_like(logprobs)
-        if self.sampler_correction is not None:
-            correction = self.sampler_correction(old, experience.sampler_logprobs, active)
+        if self.importance_correction is not None:
+            correction = self.importance_correction(old, experience.sampler_logprobs, active)
         w = bounded_exp(s if self.ratio == "token" else row_mean(s, active))
         advantages = torch.where(active, experience.advantages, 0.0)
         return Tokens(logprobs, s, w, advantages, active, correction)

@@ -107,7 +107,8 @@ def _states(rollout: Rollout, exist: Tensor) -> Tensor:
         hash(tuple(map(tuple, rollout.turn_states)))
     except TypeError as error:
         raise ValueError(
-            f"an environment's state (Heard.state) cannot be compared with others: {error}. Give a "
+            f"an environment's state (StepResult.state) cannot be compared with others: "
+            f"{error}. Give a "
             "text, a number or a tuple of them, or None."
         ) from error
     found, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]

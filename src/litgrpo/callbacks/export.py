@@ -48,7 +48,7 @@ class Export(Callback):
             ) from error
 
 
-class CheckpointFolders(Checkpoint):
+class HFCheckpoints(Checkpoint):
     """Saves `checkpoint-100/` along the way: the policy in Hugging Face format, and how to go on.
 
     `from_pretrained` of plain transformers loads such a folder; `--ckpt_path RUN/checkpoint-100`
@@ -61,8 +61,8 @@ class CheckpointFolders(Checkpoint):
     """
 
     def __init__(self, every_n_iterations: int = 0, keep_last: int | None = None) -> None:
-        at_least("checkpoint_folders.every_n_iterations", every_n_iterations, 0)
-        at_least("checkpoint_folders.keep_last", keep_last, 1)
+        at_least("hf_checkpoints.every_n_iterations", every_n_iterations, 0)
+        at_least("hf_checkpoints.keep_last", keep_last, 1)
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last
         self.last_saved = -1
@@ -95,7 +95,7 @@ class CheckpointFolders(Checkpoint):
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier process, if it is there
             unfinished.rename(folder)
             self._tidy(folder.parent)
-        trainer.strategy.barrier("CheckpointFolders")
+        trainer.strategy.barrier("HFCheckpoints")
 
     def _tidy(self, run: Path) -> None:
         saved = [path for path in run.iterdir() if NAME.fullmatch(path.name)]

@@ -36,13 +36,13 @@ READINGS: dict[str, Reading] = {
     "reward/min": Reading("reward", "", "", "critic/score/min"),
     "reward/max": Reading("reward", "", "", "critic/score/max"),
     "reward/group_std": Reading("reward", "above 0", "reward_std"),
-    "reward/equal_groups_frac": Reading(
+    "reward/zero_variance_groups_frac": Reading(
         "share", "below 0.5, unless all are right", "frac_reward_zero_std"
     ),
     "reward/failed_frac": Reading("share", "0"),
-    "reward/right_frac": Reading("share", "rises"),
-    "reward/all_right_frac": Reading("share", "below 0.85 at the start"),
-    "reward/all_wrong_frac": Reading("share", "below 0.5"),
+    "reward/correct_frac": Reading("share", "rises"),
+    "reward/all_correct_frac": Reading("share", "below 0.85 at the start"),
+    "reward/all_incorrect_frac": Reading("share", "below 0.5"),
     "reward/<part>": Reading("reward", "", "rewards/<part>/mean"),
     "reward/<part>_std": Reading("reward", "above 0", "rewards/<part>/std"),
     "reward/<part>_share": Reading("share", "none near 1 but the one that counts"),
@@ -58,8 +58,8 @@ READINGS: dict[str, Reading] = {
     "completion/terminated_len_mean": Reading("tokens", "", "completions/mean_terminated_length"),
     "completion/terminated_len_min": Reading("tokens", "", "completions/min_terminated_length"),
     "completion/terminated_len_max": Reading("tokens", "", "completions/max_terminated_length"),
-    "completion/right_len_mean": Reading("tokens"),
-    "completion/wrong_len_mean": Reading("tokens"),
+    "completion/correct_len_mean": Reading("tokens"),
+    "completion/incorrect_len_mean": Reading("tokens"),
     "completion/eos_frac": Reading("share", "as 1 - truncated_frac"),
     "completion/unique_frac": Reading("share", "above 0.3 while it learns"),
     "completion/loop_frac": Reading("share", "as at the start"),
@@ -74,14 +74,14 @@ READINGS: dict[str, Reading] = {
     "env/timeout_frac": Reading("share", "0"),
     "tools/<name>_calls": Reading("count"),
     "tools/<name>_failed": Reading("count", "falls"),
-    "completion/heard_frac": Reading("share"),
+    "completion/observation_frac": Reading("share"),
     "policy/loss": Reading(
         "nats", "near 0 with one step; its value says nothing", "loss", "actor/pg_loss"
     ),
     "policy/entropy": Reading(
         "nats", "falls slowly while the reward rises", "entropy", "actor/entropy"
     ),
-    "policy/entropy_learned": Reading("nats"),
+    "policy/entropy_trained": Reading("nats"),
     "policy/kl": Reading("nats", "rises slowly", "kl", "actor/kl_loss"),
     "policy/kl_coef": Reading("1", "", "", "actor/kl_coef"),
     "policy/entropy_coef": Reading("1"),
@@ -112,7 +112,7 @@ READINGS: dict[str, Reading] = {
     "optim/update_rel": Reading("1", "1e-5 to 1e-2"),
     "optim/skipped_steps": Reading("count", "0"),
     "dynamic/resamples": Reading("count"),
-    "dynamic/prompts_asked": Reading("count"),
+    "dynamic/prompts_sampled": Reading("count"),
     "dynamic/informative_frac": Reading("share", "above 0.5"),
     "dynamic/filled_frac": Reading("share"),
     "time/step_s": Reading("s", "", "step_time", "timing_s/step"),

@@ -16,13 +16,15 @@ METRICS: dict[str, str] = {
     "reward/max": "Largest total reward of the batch.",
     "reward/group_std": "Standard deviation (n - 1) of the total reward within a group, averaged "
     "over groups.",
-    "reward/equal_groups_frac": "Share of groups whose rewards are all equal: these teach nothing.",
+    "reward/zero_variance_groups_frac": "Share of groups whose rewards are all equal: these "
+    "teach nothing.",
     "reward/failed_frac": "Share of completions without a reward: a function failed or all "
     "abstained.",
-    "reward/right_frac": "Share of right completions: the reward `evaluation.success` is at least "
+    "reward/correct_frac": "Share of right completions: the reward `evaluation.success` is at "
+    "least "
     "`evaluation.threshold`.",
-    "reward/all_right_frac": "Share of groups in which all completions are right.",
-    "reward/all_wrong_frac": "Share of groups in which none is.",
+    "reward/all_correct_frac": "Share of groups in which all completions are right.",
+    "reward/all_incorrect_frac": "Share of groups in which none is.",
     "reward/<part>": "Mean of one reward function, unweighted, over the completions it judged.",
     "reward/<part>_std": "Its standard deviation (n - 1) over the batch.",
     "reward/<part>_share": "Share of it in what moves the total within groups; shares add up to 1, "
@@ -37,8 +39,8 @@ METRICS: dict[str, str] = {
     "where none did.",
     "completion/terminated_len_min": "Fewest tokens of those.",
     "completion/terminated_len_max": "Most tokens of those.",
-    "completion/right_len_mean": "Mean tokens of right completions; 0 where there are none.",
-    "completion/wrong_len_mean": "Mean tokens of wrong completions; 0 where there are none.",
+    "completion/correct_len_mean": "Mean tokens of right completions; 0 where there are none.",
+    "completion/incorrect_len_mean": "Mean tokens of wrong completions; 0 where there are none.",
     "completion/eos_frac": "Share of completions with an end token.",
     "completion/unique_frac": "Different completions of a group over all of it, mean over groups.",
     "completion/loop_frac": "Share of completions in which four tokens in a row stand four times.",
@@ -54,12 +56,13 @@ METRICS: dict[str, str] = {
     "env/timeout_frac": "Share of episodes that failed because an answer took too long.",
     "tools/<name>_calls": "Mean calls of a tool in an episode.",
     "tools/<name>_failed": "Mean calls of it that failed.",
-    "completion/heard_frac": "Share of the tokens after the prompt that the environment said.",
+    "completion/observation_frac": "Share of the tokens after the prompt that the environment "
+    "said.",
     "policy/loss": "The loss. With one optimizer step on-policy it is near 0 in value; its "
     "gradient is not.",
     "policy/entropy": "Entropy (nats per token) of the distribution that was sampled from, all "
     "rows: mean of -log p of the sampled tokens, an unbiased estimate.",
-    "policy/entropy_learned": "Exact entropy (nats per token) over the tokens that were learned "
+    "policy/entropy_trained": "Exact entropy (nats per token) over the tokens that were learned "
     "from. Rows without gradient are left out, unless a KL or entropy term needs them.",
     "policy/kl": "Mean of the objective's KL estimator (nats per token) against the reference; "
     "with kl_coef above 0. A kl_coef of 1e-12 measures without penalty.",
@@ -78,7 +81,7 @@ METRICS: dict[str, str] = {
     "policy/clip_high_frac_min": "Smallest clip_high_frac of an optimizer step (of a process).",
     "policy/clip_high_frac_max": "Largest clip_high_frac of an optimizer step (of a process).",
     "policy/kept_frac": "Share of tokens that are learned from where the objective leaves some "
-    "out (top_entropy_share, off_policy_limit).",
+    "out (top_entropy_quantile, off_policy_mask_threshold).",
     "policy/sampler_mismatch": "Mean |log p_policy - log p_sampler| (nats per token) over the rows "
     "of the first optimizer step, before it.",
     "policy/sampler_weight": "Mean weight that corrects for the sampler.",
@@ -92,7 +95,7 @@ METRICS: dict[str, str] = {
     "on 1,024 entries of each tensor; not on devices that compile every shape.",
     "optim/skipped_steps": "Optimizer steps skipped so far for a number that was not finite.",
     "dynamic/resamples": "How often other prompts were asked in place of equal groups.",
-    "dynamic/prompts_asked": "Prompts sampled in this iteration, replaced ones included.",
+    "dynamic/prompts_sampled": "Prompts sampled in this iteration, replaced ones included.",
     "dynamic/informative_frac": "Share of the first prompts whose rewards differ.",
     "dynamic/filled_frac": "The same after resampling.",
     "time/step_s": "Seconds of the iteration, from its batch to its log line.",

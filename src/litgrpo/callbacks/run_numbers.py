@@ -82,9 +82,9 @@ def of_success(success: Tensor) -> Stats:
         success: [B, G] True where the reward that counts in evaluations reaches its threshold.
     """
     return {
-        "reward/right_frac": success.double().mean(),
-        "reward/all_right_frac": success.all(1).double().mean(),
-        "reward/all_wrong_frac": (~success.any(1)).double().mean(),
+        "reward/correct_frac": success.double().mean(),
+        "reward/all_correct_frac": success.all(1).double().mean(),
+        "reward/all_incorrect_frac": (~success.any(1)).double().mean(),
     }
 
 

@@ -20,7 +20,7 @@ from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner
-from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout
+from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
 
 # A handful of short rows, whatever the size of the run.
 PROMPTS, GROUP, PROMPT_LEN, COMPLETION_LEN = 3, 4, 256, 16
@@ -50,7 +50,7 @@ class DryRun:
         sizes: dict[str, Any] = {
             "policy": policy,
             "group_size": min(learner.group_size, GROUP),
-            "max_completion_len": min(learner.max_completion_len, COMPLETION_LEN),
+            "max_completion_length": min(learner.max_completion_length, COMPLETION_LEN),
         }
         # Coefficients of a run may follow what it samples; those of a dry run are thrown away.
         learner = replace(learner, coefficients=copy(learner.coefficients), **sizes)
@@ -62,7 +62,7 @@ class DryRun:
         """Completions as a first iteration samples them."""
         return self.rollouter.generate(prompts, "train")
 
-    def experience(self, rollout: Rollout) -> Experience:
+    def experience(self, rollout: Rollout) -> TrainingBatch:
         """What a first iteration learns from; the rewards differ within every group."""
         rewards = self.rewards(rollout)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
@@ -84,7 +84,7 @@ class RecordingReward:
         self.asked = {"prompts": prompts, "completions": completions} | columns
         return [row % 3 / 2 for row in range(len(prompts))]
 
-    def misplaced(self, rollout: Rollout, experience: Experience) -> float:
+    def misplaced(self, rollout: Rollout, experience: TrainingBatch) -> float:
         """Number of rows that were rewarded, or will be learned from, as another prompt's."""
         own = torch.arange(len(experience)) // rollout.group_size
         right = experience.prompt_of.cpu() == own

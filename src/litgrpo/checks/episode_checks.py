@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import PerToken
-from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.losses import TokenMean
 from litgrpo.data.prompts import pad_left
-from litgrpo.environments.base import Heard, Start
+from litgrpo.environments.base import Start, StepResult
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.repeatable import deviations
 from litgrpo.models.packing import pack_left
@@ -28,7 +28,7 @@ from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.episodes import Episodes
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.training.learner import Coefficients, Learner
-from litgrpo.types import Experience, PromptBatch, RewardTable, Rollout, RolloutLogprobs
+from litgrpo.types import PromptBatch, RewardTable, Rollout, RolloutLogprobs, TrainingBatch
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +43,15 @@ class Nods:
         """Nothing is added to the prompt."""
         return ""
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """The same answer always."""
-        return Heard(" ok", reward=float(len(said)))
+        return StepResult(" ok", reward=float(len(said)))
 
 
 def small_episodes(policy: Policy) -> Episodes:
     """Episodes of at most three short turns."""
     settings = EpisodeSettings(
-        max_turns=3, max_turn_tokens=TURN_TOKENS, between="inline", close_turns=True
+        max_turns=3, max_turn_tokens=TURN_TOKENS, between="inline", close_truncated_turns=True
     )
 
     def opener(prompts: PromptBatch, row: int, added: object) -> list[int]:
@@ -155,15 +155,15 @@ def with_one_mean(learner: Learner) -> Learner:
     Args:
         learner: of the run, in small.
     """
-    if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):
+    if not isinstance(learner.objective.loss_aggregation, MicroBatchTokenMean):
         return learner
-    objective = replace(learner.objective, weighting=PerToken())
+    objective = replace(learner.objective, loss_aggregation=TokenMean())
     return replace(learner, coefficients=Coefficients(objective))
 
 
 def as_turns(
     learner: Learner, rollout: Rollout, rewards: RewardTable, known: RolloutLogprobs
-) -> Experience:
+) -> TrainingBatch:
     """Every turn as a row of its own, whose prompt is all that was said and heard before it."""
     assert rollout.turns is not None
     spoken = rollout.turns >= 0
@@ -195,7 +195,7 @@ def _packed(values: Tensor, marked: Tensor) -> Tensor:
     return values.gather(1, order)
 
 
-def _divided(experience: Experience, joined: Rollout, rollout: Rollout) -> Experience:
+def _divided(experience: TrainingBatch, joined: Rollout, rollout: Rollout) -> TrainingBatch:
     """Rows [M] of one turn each, from rows whose turns follow each other."""
     assert joined.turns is not None
     assert rollout.turns is not None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
+from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
     FULL_TOLERANCE,
@@ -36,7 +36,7 @@ from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.tensors import widened
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import Limits
-from litgrpo.types import Experience, PromptBatch, Rollout, TokenLogprobs
+from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TrainingBatch
 
 ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
@@ -274,7 +274,9 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
         errors |= episode_errors(dry, rollout)
     if learner.reference is not None:
         errors |= reference_errors(learner, experience, now, conditions)
-    if not isinstance(learner.objective.weighting, PerTokenOfMicroBatch):  # defined by the split
+    if not isinstance(
+        learner.objective.loss_aggregation, MicroBatchTokenMean
+    ):  # defined by the split
         errors["7 the gradient does not depend on micro-batches"] = split_error(learner, experience)
     return errors
 
@@ -289,7 +291,7 @@ def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:
     """What is wrong with the learning and judging of episodes: {name: error}."""
     learner, rewards = dry.learner, dry.rewards(rollout)
 
-    def gradient_of(learner: Learner, experience: Experience) -> list[Tensor]:
+    def gradient_of(learner: Learner, experience: TrainingBatch) -> list[Tensor]:
         return gradient(learner, experience, Limits(shared=learner.policy.shares_prompts))
 
     def cut(text: str) -> str:
@@ -362,7 +364,7 @@ def bad_ends(dry: DryRun, rollout: Rollout) -> float:
     A token that completes a stop string is an end token, too.
     """
     rollouter, stops = dry.rollouter, dry.rollouter.stop_strings
-    limit, eos_ids = rollouter.max_completion_len, list(rollouter.policy.eos_ids)
+    limit, eos_ids = rollouter.max_completion_length, list(rollouter.policy.eos_ids)
     eos_ids += rollouter.sampling.stop_token_ids
     mask = rollout.completion_mask
     lengths = mask.sum(1)
@@ -379,7 +381,7 @@ def bad_ends(dry: DryRun, rollout: Rollout) -> float:
     return float((~right.all(1) | (lengths == 0)).sum())
 
 
-def ratio_error(experience: Experience, now: TokenLogprobs) -> float:
+def ratio_error(experience: TrainingBatch, now: TokenLogprobs) -> float:
     """Log-ratio of the first optimizer step: of the learning policy to the one that sampled.
 
     Args:
@@ -392,7 +394,7 @@ def ratio_error(experience: Experience, now: TokenLogprobs) -> float:
 
 
 def reference_errors(
-    learner: Learner, experience: Experience, now: TokenLogprobs, conditions: Conditions
+    learner: Learner, experience: TrainingBatch, now: TokenLogprobs, conditions: Conditions
 ) -> dict[str, float]:
     """How far the reference is from the start of training, and whether it stays where it is.
 
@@ -432,7 +434,7 @@ def moved(learner: Learner) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def split_error(learner: Learner, experience: Experience) -> float:
+def split_error(learner: Learner, experience: TrainingBatch) -> float:
     """Norm of the difference of two gradients over their norm: all rows at once, and one by one.
 
     The advantages are positive and unequal: identical completions would otherwise cancel.
@@ -447,7 +449,7 @@ def split_error(learner: Learner, experience: Experience) -> float:
     return math.sqrt(off / size) if off else 0.0
 
 
-def gradient(learner: Learner, experience: Experience, limits: Limits) -> list[Tensor]:
+def gradient(learner: Learner, experience: TrainingBatch, limits: Limits) -> list[Tensor]:
     """The gradient of one optimizer step, smallest parameters first, up to `WATCHED` numbers.
 
     It goes to no `.grad`, and past the hooks that reduce it over processes.

@@ -18,13 +18,13 @@ WIDTH = 100
 COLUMN = 24
 # Keys that most runs need; the others are named in one line below them.
 MODEL_KEYS = [
-    *("pretrained", "rewards", "objective", "group_size", "max_completion_len", "sampling"),
+    *("pretrained", "rewards", "objective", "group_size", "max_completion_length", "sampling"),
     *("engine", "update", "evaluation", "optimizer", "lr_scheduler", "max_iterations"),
     *("max_generated_tokens", "lora", "precision"),
 ]
 DATA_KEYS = [
     *("train", "val", "test", "prompts", "columns", "template", "chat", "batch_size"),
-    *("max_prompt_len", "val_fraction"),
+    *("max_prompt_length", "val_fraction"),
 ]
 GROUPS = (
     ("model", "GRPO", "training/grpo.py", MODEL_KEYS, "SFT"),

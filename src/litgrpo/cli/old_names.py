@@ -15,7 +15,7 @@ from litgrpo.training.old_paths import current_path, longest_row
 KEYS = {
     "model.learning": "model.update",
     "model.guard": "model.reward_runner",
-    "model.max_redraws": "model.max_resamples",
+    "model.max_redraws": "model.dynamic_sampling_attempts",
 }
 # Optimizers of torch whose name another library has, too: after its import it would be ambiguous.
 OF_TORCH = {"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}
@@ -58,8 +58,8 @@ class OldNames:
         """A dotted key, with `init_args` or, as the command line allows, without.
 
         Example:
-            >>> OldNames().key("model.init_args.learning.inner_epochs")
-            'model.init_args.update.inner_epochs'
+            >>> OldNames().key("model.init_args.learning.epochs_per_rollout")
+            'model.init_args.update.epochs_per_rollout'
         """
         row = longest_row(key.replace(".init_args", ""), KEYS)
         if not row:

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from litgrpo.arguments import import_by_path, require
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.evaluation_files import EvaluationFiles
-from litgrpo.callbacks.export import CheckpointFolders, Export
+from litgrpo.callbacks.export import Export, HFCheckpoints
 from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
@@ -74,7 +74,7 @@ CALLBACKS: dict[str, type[Callback]] = {
     "watchdog": Watchdog,
     "recompilation": Recompilation,
     "checkpoint": IterationCheckpoint,
-    "checkpoint_folders": CheckpointFolders,
+    "hf_checkpoints": HFCheckpoints,
 }
 TRAINER_DEFAULTS = {
     "max_epochs": -1,  # the module's max_iterations ends the training
@@ -340,7 +340,7 @@ class LitGRPOCLI(LightningCLI):
             LoggerState(self.settings.run_dir),
         ]
         # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
-        # loggers is noted before a file is written; CheckpointFolders follows IterationCheckpoint.
+        # loggers is noted before a file is written; HFCheckpoints follows IterationCheckpoint.
         chosen["callbacks"] = [*ours, *always, *given]
         chosen["logger"] = self._loggers(chosen["logger"])
         chosen["plugins"] = cluster_plugins(chosen["plugins"])

@@ -43,12 +43,13 @@ class PairData(SourceData[PairBatch]):
             `{system: text}` adds a system message.
         turns: of a conversation, learn `all` of the assistant's turns, or the `last` one, for chat
             templates that write earlier turns otherwise (without their reasoning).
-        by_length: batches of pairs of about equal length, so that little is padding; `false` mixes
+        group_by_length: batches of pairs of about equal length, so that little is padding;
+            `false` mixes
             all lengths, for data whose lengths differ little but go with what there is to learn.
         batch_size: pairs per optimizer step at most, over all processes together; null for no
             limit but max_tokens.
         max_tokens: tokens per optimizer step at most, padding included, likewise.
-        max_len: tokens of prompt and completion at most.
+        max_length: tokens of prompt and completion at most.
         overlong: what to do with longer pairs: drop, truncate (keeps the start) or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never moves and is the same in reinforcement learning.
@@ -58,7 +59,7 @@ class PairData(SourceData[PairBatch]):
         seed: of the order of batches and of pairs among those of about equal length.
         num_workers: processes that build batches ahead; the pairs are tokenized before, so 0 is
             enough.
-        pad_to_multiple: length of batches is a multiple of this (fewer shapes to compile).
+        pad_to_multiple_of: length of batches is a multiple of this (fewer shapes to compile).
         tokenizer: Hub id or folder; default: the tokenizer of the model.
     """
 
@@ -73,17 +74,17 @@ class PairData(SourceData[PairBatch]):
         completion_template: str | None = None,
         chat: bool | Chat = False,
         turns: Turns = "all",
-        by_length: bool = True,
+        group_by_length: bool = True,
         batch_size: int | None = 32,
         max_tokens: int | None = None,
-        max_len: int = 1024,
+        max_length: int = 1024,
         overlong: Overlong = "drop",
         val_fraction: float = 0.0,
         split_by: str = "prompt",
         overlap: Overlap = "drop",
         seed: int = 0,
         num_workers: int = 0,
-        pad_to_multiple: int = 1,
+        pad_to_multiple_of: int = 1,
         tokenizer: str | None = None,
     ) -> None:
         instead = {"messages": {"prompt", "completion"}} if chat else {}
@@ -91,10 +92,10 @@ class PairData(SourceData[PairBatch]):
             {"train": train, "val": val},
             Table(columns or {}, extract or {}, val_fraction, overlap, split_by, instead),
             prompt_style(template, chat),
-            LengthLimit("max_len", max_len, overlong),
+            LengthLimit("max_length", max_length, overlong),
             tokenizer=tokenizer,
             num_workers=num_workers,
-            pad_to_multiple=pad_to_multiple,
+            pad_to_multiple_of=pad_to_multiple_of,
         )
         at_least("batch_size", batch_size, 1)
         at_least("max_tokens", max_tokens, 1)
@@ -106,7 +107,7 @@ class PairData(SourceData[PairBatch]):
         one_of("turns", turns, get_args(Turns))
         self.pair_style = PairStyle(self.style, self.completion, turns)
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
-        self.by_length = by_length
+        self.group_by_length = group_by_length
 
     def setup(self, stage: str) -> None:
         """Read, split and tokenize.
@@ -131,7 +132,7 @@ class PairData(SourceData[PairBatch]):
                 style=self.pair_style,
                 limit=self.limit,
                 tokenizer=tokenizer,
-                pad_to_multiple=self.pad_to_multiple,
+                pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for name, part in rows.items()
             if part
@@ -148,7 +149,7 @@ class PairData(SourceData[PairBatch]):
     def _plan(self, pairs: PairSet, rows: Sequence[int], epoch: int) -> list[list[int]]:
         """Batches of these rows, which may be numbered beyond the last: those come again."""
         lengths = pairs.lengths[torch.tensor(rows) % len(pairs)]
-        if not self.by_length:
+        if not self.group_by_length:
             lengths = torch.full_like(lengths, int(lengths.max()))
         places = bucketed_batches(lengths, self.batch_size, self.max_tokens, self.seed, epoch)
         return [[rows[place] for place in batch] for batch in places]
@@ -165,7 +166,7 @@ class PairData(SourceData[PairBatch]):
             "num_pairs": len(pairs),
             "batch_size": self.batch_size,
             "max_tokens": self.max_tokens,
-            "by_length": self.by_length,
+            "group_by_length": self.group_by_length,
             "seed": self.seed,
         }
         if self.weights is None:

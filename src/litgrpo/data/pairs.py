@@ -71,14 +71,14 @@ class PairSet(Dataset[PairBatch]):
         ids: token ids of each prompt with its completion.
         learned: the tokens to predict of each pair, as spans.
         pad_id: token that fills up.
-        pad_to_multiple: batches are as long as a multiple of this.
+        pad_to_multiple_of: batches are as long as a multiple of this.
         rows: where each came from, for sources with weights and for sets with names.
     """
 
     ids: list[list[int]]
     learned: list[list[Span]]
     pad_id: int
-    pad_to_multiple: int
+    pad_to_multiple_of: int
     rows: list[Row] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class PairSet(Dataset[PairBatch]):
         """The batch of these rows, padded to the longest of them."""
         rows = [row % len(self) for row in rows]  # one that comes again is numbered beyond the last
         ids = [self.ids[row] for row in rows]
-        slots = torch.arange(padded_length(ids, self.pad_to_multiple))
+        slots = torch.arange(padded_length(ids, self.pad_to_multiple_of))
         input_ids = torch.full((len(rows), len(slots)), self.pad_id)
         targets = torch.zeros_like(input_ids, dtype=torch.bool)
         for number, tokens in enumerate(ids):
@@ -215,7 +215,7 @@ def tokenized_pairs(
     style: PairStyle,
     limit: LengthLimit,
     tokenizer: PreTrainedTokenizerBase,
-    pad_to_multiple: int,
+    pad_to_multiple_of: int,
 ) -> PairSet:
     """The pairs of these rows, each with one end token, without those that the limit drops.
 
@@ -225,7 +225,7 @@ def tokenized_pairs(
         style: makes prompts and completions.
         limit: of a pair's tokens; a truncated pair has no end token.
         tokenizer: with a pad and an end token.
-        pad_to_multiple: batches are as long as a multiple of this.
+        pad_to_multiple_of: batches are as long as a multiple of this.
 
     Raises:
         ValueError: a truncated pair has nothing to learn.
@@ -239,13 +239,13 @@ def tokenized_pairs(
         require(
             length < limit.tokens,
             f"{rows[number].place}: the prompt alone has {length} tokens, "
-            f"max_len={limit.tokens} leaves none to learn; say `overlong: drop`",
+            f"max_length={limit.tokens} leaves none to learn; say `overlong: drop`",
         )
     return PairSet(
         ids=[pairs[number][: limit.tokens] for number in kept],
         learned=[learned[number] for number in kept],
         pad_id=tokenizer.pad_token_id,
-        pad_to_multiple=pad_to_multiple,
+        pad_to_multiple_of=pad_to_multiple_of,
         rows=[rows[number] for number in kept],
     )
 

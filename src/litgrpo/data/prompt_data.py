@@ -50,7 +50,7 @@ class PromptData(SourceData[PromptBatch]):
             `{system: text}` adds a system message.
         batch_size: prompts per iteration, over all processes together.
         eval_batch_size: prompts per batch in validation, test and prediction (default: batch_size).
-        max_prompt_len: tokens of a prompt at most.
+        max_prompt_length: tokens of a prompt at most.
         overlong: what to do with longer prompts: drop, truncate (keeps the end) or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never moves and is the same in supervised training.
@@ -63,7 +63,7 @@ class PromptData(SourceData[PromptBatch]):
             plain text; by default they become those tokens.
         num_workers: processes that build batches ahead; the prompts are tokenized before, so 0 is
             enough.
-        pad_to_multiple: length of batches is a multiple of this (fewer shapes to compile).
+        pad_to_multiple_of: length of batches is a multiple of this (fewer shapes to compile).
         tokenizer: Hub id or folder; default: the tokenizer of the model.
     """
 
@@ -81,7 +81,7 @@ class PromptData(SourceData[PromptBatch]):
         chat: bool | Chat = False,
         batch_size: int = 8,
         eval_batch_size: int | None = None,
-        max_prompt_len: int = 512,
+        max_prompt_length: int = 512,
         overlong: Overlong = "drop",
         val_fraction: float = 0.0,
         split_by: str = "prompt",
@@ -90,7 +90,7 @@ class PromptData(SourceData[PromptBatch]):
         seed: int = 0,
         split_special_tokens: bool = False,
         num_workers: int = 0,
-        pad_to_multiple: int = 1,
+        pad_to_multiple_of: int = 1,
         tokenizer: str | None = None,
     ) -> None:
         given = {"train": train, "val": val, "test": test}
@@ -101,10 +101,10 @@ class PromptData(SourceData[PromptBatch]):
             sources,
             Table(columns or {}, extract or {}, val_fraction, overlap, split_by),
             prompt_style(template, chat, split_special_tokens),
-            LengthLimit("max_prompt_len", max_prompt_len, overlong),
+            LengthLimit("max_prompt_length", max_prompt_length, overlong),
             tokenizer=tokenizer,
             num_workers=num_workers,
-            pad_to_multiple=pad_to_multiple,
+            pad_to_multiple_of=pad_to_multiple_of,
         )
         at_least("batch_size", batch_size, 1)
         at_least("eval_batch_size", eval_batch_size, 1)
@@ -128,7 +128,7 @@ class PromptData(SourceData[PromptBatch]):
                 style=style,
                 limit=self.limit,
                 tokenizer=tokenizer,
-                pad_to_multiple=self.pad_to_multiple,
+                pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for name, part in rows.items()
         }
@@ -151,7 +151,7 @@ class PromptData(SourceData[PromptBatch]):
             style=style,
             limit=self.limit,
             tokenizer=tokenizer,
-            pad_to_multiple=self.pad_to_multiple,
+            pad_to_multiple_of=self.pad_to_multiple_of,
         )
         self.sets = {"train": prompts} | self.sets
         self.fingerprint = fingerprint(prompts.seen)

@@ -33,7 +33,7 @@ class PromptSet(Dataset[PromptBatch]):
         index: position of each prompt in its source.
         rows: where each came from, for sources with weights and for sets with names.
         pad_id: token that fills up.
-        pad_to_multiple: batches are as long as a multiple of this.
+        pad_to_multiple_of: batches are as long as a multiple of this.
     """
 
     ids: list[list[int]]
@@ -42,7 +42,7 @@ class PromptSet(Dataset[PromptBatch]):
     index: list[int]
     rows: list[Row]
     pad_id: int
-    pad_to_multiple: int
+    pad_to_multiple_of: int
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -83,7 +83,7 @@ class PromptSet(Dataset[PromptBatch]):
         rows = [row % len(self) for row in rows]
         again = torch.tensor(turns) * self._past_indices
         ids = [self.ids[row] for row in rows]
-        length = padded_length(ids, self.pad_to_multiple)
+        length = padded_length(ids, self.pad_to_multiple_of)
         prompt_ids, prompt_mask = pad_left(ids, self.pad_id, length)
         return PromptBatch(
             prompt_ids=prompt_ids,
@@ -102,7 +102,7 @@ def tokenized_prompts(
     style: PromptStyle,
     limit: LengthLimit,
     tokenizer: PreTrainedTokenizerBase,
-    pad_to_multiple: int,
+    pad_to_multiple_of: int,
 ) -> PromptSet:
     """The prompts of these rows, without those that the limit drops.
 
@@ -112,7 +112,7 @@ def tokenized_prompts(
         style: makes the texts.
         limit: of a prompt's tokens.
         tokenizer: with a pad token.
-        pad_to_multiple: batches are as long as a multiple of this.
+        pad_to_multiple_of: batches are as long as a multiple of this.
 
     Raises:
         ValueError: a prompt has no tokens.
@@ -133,7 +133,7 @@ def tokenized_prompts(
         index=[row.index for row in rows],
         rows=rows,
         pad_id=tokenizer.pad_token_id,
-        pad_to_multiple=pad_to_multiple,
+        pad_to_multiple_of=pad_to_multiple_of,
     )
 
 

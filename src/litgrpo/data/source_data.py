@@ -47,7 +47,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
         limit: of a row's tokens.
         tokenizer: Hub id or folder, or None for that of the model.
         num_workers: processes that build training batches ahead.
-        pad_to_multiple: length of batches is a multiple of this.
+        pad_to_multiple_of: length of batches is a multiple of this.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class SourceData(LightningDataModule, Generic[Batch]):
         *,
         tokenizer: str | None,
         num_workers: int,
-        pad_to_multiple: int,
+        pad_to_multiple_of: int,
     ) -> None:
         super().__init__()
-        at_least("pad_to_multiple", pad_to_multiple, 1)
+        at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
         twice = sources["val"] is not None and table.val_fraction
         require(not twice, "val and val_fraction are both set; leave out one of them")
         self.weights = weights_of(sources["train"])
         self.sources = {name: given_sets(source) for name, source in sources.items()}
         self.table, self.style, self.limit = table, style, limit
         self.tokenizer, self.num_workers = tokenizer, num_workers
-        self.pad_to_multiple = pad_to_multiple
+        self.pad_to_multiple_of = pad_to_multiple_of
         self.sets: dict[str, Any] = {}
         self.fingerprint = ""
         self.shown: tuple[PromptStyle, PreTrainedTokenizerBase] | None = None

@@ -198,7 +198,7 @@ class StreamedPrompts(Dataset[PromptBatch]):
         style: makes the texts.
         limit: of a prompt's tokens.
         tokenizer: with a pad token.
-        pad_to_multiple: batches are as long as a multiple of this.
+        pad_to_multiple_of: batches are as long as a multiple of this.
 
     Raises:
         ValueError: one of the rows that are looked at before training cannot be used.
@@ -214,14 +214,16 @@ class StreamedPrompts(Dataset[PromptBatch]):
         style: PromptStyle,
         limit: LengthLimit,
         tokenizer: PreTrainedTokenizerBase,
-        pad_to_multiple: int,
+        pad_to_multiple_of: int,
     ) -> None:
         self.placed, self.held, self.required, self.table = placed, held, required, table
         self.style, self.limit, self.tokenizer = style, limit, tokenizer
         self.seen = self.looked_at()
         how: dict[str, Any] = {"style": style, "limit": limit, "tokenizer": tokenizer}
         role = f"train (looked at: {len(self.seen)} rows)"
-        self.sample = tokenized_prompts(self.seen, role, pad_to_multiple=pad_to_multiple, **how)
+        self.sample = tokenized_prompts(
+            self.seen, role, pad_to_multiple_of=pad_to_multiple_of, **how
+        )
 
     def __len__(self) -> int:
         """Number of rows, those included that will be left out."""
@@ -293,6 +295,6 @@ class StreamedPrompts(Dataset[PromptBatch]):
             index=[row.index for row in rows],
             rows=rows,
             pad_id=self.sample.pad_id,
-            pad_to_multiple=self.sample.pad_to_multiple,
+            pad_to_multiple_of=self.sample.pad_to_multiple_of,
         )
         return batch[[*range(len(rows))]]

@@ -4,18 +4,18 @@ from litgrpo.environments.adapters.gymnasium_env import Text
 from litgrpo.environments.adapters.openenv import OpenEnv
 from litgrpo.environments.adapters.skyrl import SkyRL
 from litgrpo.environments.adapters.textarena import TextArena
-from litgrpo.environments.base import Environment, Heard, Message
+from litgrpo.environments.base import Environment, Message, StepResult
 from litgrpo.environments.tool_calls import Hermes, Python, Tags
 from litgrpo.environments.tools import Tools
 
 __all__ = [
     "Environment",
-    "Heard",
     "Hermes",
     "Message",
     "OpenEnv",
     "Python",
     "SkyRL",
+    "StepResult",
     "Tags",
     "Text",
     "TextArena",

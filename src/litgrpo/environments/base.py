@@ -11,7 +11,7 @@ Message = dict[str, Any]  # {"role": "user" | "tool", "content": ...}, as chat t
 
 
 @dataclass(frozen=True)
-class Heard:
+class StepResult:
     """What a turn of the policy is answered with.
 
     Args:
@@ -51,7 +51,7 @@ class Environment(Protocol):
             "" for nothing.
         """
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Answer one turn.
 
         Args:
@@ -143,14 +143,14 @@ class EpisodePool(ABC):
         """
 
     @abstractmethod
-    def heard(self, *, wait: bool) -> dict[int, Heard | Failed]:
+    def heard(self, *, wait: bool) -> dict[int, StepResult | Failed]:
         """The answers that came since the last call.
 
         Args:
             wait: until there is one, where an episode has not been answered.
 
         Returns:
-            {number of the episode: its answer}; nothing follows a failure or `Heard.done`.
+            {number of the episode: its answer}; nothing follows a failure or `StepResult.done`.
         """
 
     @abstractmethod

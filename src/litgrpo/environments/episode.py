@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np  # its generator must not first exist in the middle of an episode
 
-from litgrpo.environments.base import Environment, Failed, Heard, Message, Start
+from litgrpo.environments.base import Environment, Failed, Message, Start, StepResult
 from litgrpo.workers.failures import cause_of
 
 Said = str | list[Message]
@@ -59,7 +59,7 @@ class Stage:
         self.generators: dict[int, Generators] = {}
         self.current: int | None = None  # whose generators are in place
 
-    def play(self, asked: Turns) -> Said | Heard | Failed:
+    def play(self, asked: Turns) -> Said | StepResult | Failed:
         """The answer to the last of some turns."""
         if asked.batch != self.batch:
             self.close()
@@ -69,8 +69,8 @@ class Stage:
         except self.caught as error:
             return Failed(cause_of(error))
 
-    def _play(self, episode: int, start: Start | None, said: tuple[str, ...]) -> Said | Heard:
-        answer: Said | Heard = ""
+    def _play(self, episode: int, start: Start | None, said: tuple[str, ...]) -> Said | StepResult:
+        answer: Said | StepResult = ""
         self.switch_to(episode if start is None else None)
         if start is not None:
             self._end(episode)
@@ -107,7 +107,7 @@ class Stage:
             self._end(episode)
 
 
-def answered(loaded: dict[str, Any], asked: Turns, send: Any) -> Said | Heard | Failed:
+def answered(loaded: dict[str, Any], asked: Turns, send: Any) -> Said | StepResult | Failed:
     """Answer in a worker; see `processes.worker.Handler`."""
     if "stage" not in loaded:
         loaded["stage"] = Stage(*loaded["environment"])
@@ -141,14 +141,14 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
 
 
-def checked(heard: object) -> Heard:
+def checked(heard: object) -> StepResult:
     """What `step` returned.
 
     Raises:
-        TypeError, ValueError: it is no `Heard`, or its reward no number.
+        TypeError, ValueError: it is no `StepResult`, or its reward no number.
     """
-    if not isinstance(heard, Heard):
-        raise TypeError(f"step returned {type(heard).__name__} instead of Heard")
+    if not isinstance(heard, StepResult):
+        raise TypeError(f"step returned {type(heard).__name__} instead of StepResult")
     checked_opening(heard.said)
     if heard.reward is not None and not isfinite(heard.reward):
         raise ValueError(f"the reward of a turn is {heard.reward}")

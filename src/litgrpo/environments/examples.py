@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from litgrpo.arguments import at_least, require
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.environments.tool_calls import after_thoughts
 
 MOST_CHARS = 200  # of an expression
@@ -177,7 +177,7 @@ class NumberGame:
             text = text.replace(f"{{{name}}}", str(vars(self)[name]))
         return text
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Answer a guess; see `Environment.step`."""
         self._left -= 1
         least, greatest = self._possible
@@ -197,9 +197,9 @@ class NumberGame:
 
     def _heard(
         self, said: str, *, won: bool = False, failed: bool = False, contradicted: bool = False
-    ) -> Heard:
+    ) -> StepResult:
         """An answer with the state that it leaves."""
-        return Heard(
+        return StepResult(
             said="" if won else said,
             reward=float(won),
             done=won or self._left == 0,

@@ -18,7 +18,7 @@ class EpisodesHere(EpisodePool):
 
     Args:
         environment: the pattern; every episode is played by a copy.
-        max_heard_chars: of a text that is heard; longer ones are cut in the middle.
+        max_observation_chars: of a text that is heard; longer ones are cut in the middle.
         max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
     """
 
@@ -26,10 +26,10 @@ class EpisodesHere(EpisodePool):
         self,
         environment: Environment,
         *,
-        max_heard_chars: int | None = None,
+        max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
     ) -> None:
-        self.stage = Stage(environment, max_heard_chars, (Exception, SystemExit))
+        self.stage = Stage(environment, max_observation_chars, (Exception, SystemExit))
         self.failures = Failures(max_failed_frac)
         self.batch = 0
         self.ready: dict[int, Any] = {}
@@ -64,7 +64,9 @@ class EpisodesHere(EpisodePool):
     def alone(self) -> EpisodePool:
         """The same again."""
         stage = self.stage
-        return EpisodesHere(stage.environment, max_heard_chars=stage.max_chars, max_failed_frac=1.0)
+        return EpisodesHere(
+            stage.environment, max_observation_chars=stage.max_chars, max_failed_frac=1.0
+        )
 
     def close(self) -> None:
         """End every episode."""

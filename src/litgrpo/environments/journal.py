@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgrpo.environments.base import Failed, Heard, Start
+from litgrpo.environments.base import Failed, Start, StepResult
 
-Answer = str | list[dict[str, Any]] | Heard | Failed
+Answer = str | list[dict[str, Any]] | StepResult | Failed
 Key = tuple[int | str, ...]
-KINDS = {"heard": Heard, "failed": Failed}
+KINDS = {"heard": StepResult, "failed": Failed}
 
 
 class Journal:
@@ -108,7 +108,7 @@ def decoded(entry: dict[str, Any]) -> Answer:
         return entry["opening"]
     fields = entry["heard"]
     calls = {name: (made, failed) for name, (made, failed) in fields["calls"].items()}
-    return Heard(**(fields | {"calls": calls, "state": _hashable(fields["state"])}))
+    return StepResult(**(fields | {"calls": calls, "state": _hashable(fields["state"])}))
 
 
 def _read(line: bytes) -> list[tuple[Key, Answer]]:

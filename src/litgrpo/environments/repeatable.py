@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from litgrpo.environments.base import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
 
-Played = list[str | list[Message] | Heard | Failed]  # what an episode heard, its opening first
+Played = list[str | list[Message] | StepResult | Failed]  # what an episode heard, its opening first
 
 
 def deviations(pool: EpisodePool, starts: Sequence[Start], said: Sequence[str]) -> list[str]:
@@ -47,7 +47,7 @@ def played(pool: EpisodePool, starts: Sequence[Start], said: Sequence[str]) -> l
 
 
 def _is_over(answer: object) -> bool:
-    return isinstance(answer, Failed) or (isinstance(answer, Heard) and answer.done)
+    return isinstance(answer, Failed) or (isinstance(answer, StepResult) and answer.done)
 
 
 def _differences(first: Played, second: Played, how: str) -> list[str]:

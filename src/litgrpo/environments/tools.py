@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any, Literal
 
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
-from litgrpo.environments.base import Heard, Message
+from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.episode import shortened
 from litgrpo.environments.schema import name_of, schema_of
 from litgrpo.environments.tool import (
@@ -78,7 +78,7 @@ class Tools:
             turn before is paid, so that an episode that a limit cuts off has its reward, too;
             `end`: once, after a turn without a call.
         describe: tell the tools in the prompt, for chat templates that do not show them.
-        max_calls_of_turn: calls of one turn that are made; the rest is answered by an error.
+        max_calls_per_turn: calls of one turn that are made; the rest is answered by an error.
         max_calls: the same over an episode.
         max_result_chars: characters of an answer that are heard; of a longer one the middle is left
             out, and said so.
@@ -93,7 +93,7 @@ class Tools:
     reward: str | None = None
     paid: Literal["turns", "end"] = "turns"
     describe: bool = False
-    max_calls_of_turn: int = 8
+    max_calls_per_turn: int = 8
     max_calls: int = 64
     max_result_chars: int = 2_000
     error_text: str | None = None
@@ -103,7 +103,7 @@ class Tools:
         self._format = format_of(self.calls)
         one_of("paid", self.paid, ("turns", "end"))
         at_least("call_cost", self.call_cost, 0)
-        at_least("max_calls_of_turn", self.max_calls_of_turn, 1)
+        at_least("max_calls_per_turn", self.max_calls_per_turn, 1)
         at_least("max_calls", self.max_calls, 1)
         at_least("max_result_chars", self.max_result_chars, 1)
         listed = isinstance(self.functions, list | tuple)
@@ -144,16 +144,16 @@ class Tools:
         require(fine, f"reset of a class of tools returned {said!r}; it must be None or a text.")
         return (self._description() if self.describe else "") + (said or "")
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Make the calls of a turn; see `Environment.step`."""
         calls = self._format.calls(after_thoughts(said), self._tools)
-        allowed = min(self.max_calls_of_turn, self.max_calls - self._num_calls)
+        allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
         answers = self._answered(calls[:allowed]) + self._refused(calls[allowed:], allowed)
         answers = [replace(each, text=self._heard_text(each)) for each in answers]
         self._num_calls += len(calls[:allowed])
         called = Counter(each.tool for each in answers)
         failed = Counter(each.tool for each in answers if each.failed)
-        return Heard(
+        return StepResult(
             said=self._format.heard(answers) if answers else "",
             reward=self._reward(len(calls)),
             done=not calls,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from litgrpo.arguments import above, at_least, one_of, require
-from litgrpo.environments.base import Environment, EpisodePool, Failed, Heard, Message, Start
+from litgrpo.environments.base import Environment, EpisodePool, Failed, Message, Start, StepResult
 from litgrpo.environments.episode import Turns
 from litgrpo.environments.failures import Failures
 from litgrpo.environments.in_process import EpisodesHere
@@ -57,7 +57,7 @@ def episode_pool(
     workers: int | None = None,
     timeout_s: float = 10.0,
     on_timeout: OnTimeout = "fail",
-    max_heard_chars: int | None = None,
+    max_observation_chars: int | None = None,
     journal: Journal | None = None,
 ) -> EpisodePool:
     """Episodes in worker processes, or with `workers=0` in this one; see `EpisodeWorkers`."""
@@ -66,13 +66,13 @@ def episode_pool(
             journal is None,
             "episode.journal needs worker processes; episode.workers is 0. Leave it out.",
         )
-        return EpisodesHere(environment, max_heard_chars=max_heard_chars)
+        return EpisodesHere(environment, max_observation_chars=max_observation_chars)
     return EpisodeWorkers(
         environment,
         workers=workers,
         timeout_s=timeout_s,
         on_timeout=on_timeout,
-        max_heard_chars=max_heard_chars,
+        max_observation_chars=max_observation_chars,
         journal=journal,
     )
 
@@ -89,7 +89,7 @@ class EpisodeWorkers(EpisodePool):
         on_timeout: what becomes of an episode whose step takes too long: `fail` gives its row up,
             `reply` answers with a fixed sentence, as if the turn had not reached the environment.
         workers: processes at most; default: one for each episode, at most 64.
-        max_heard_chars: of a text that is heard; longer ones are cut in the middle.
+        max_observation_chars: of a text that is heard; longer ones are cut in the middle.
         max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
         late: what is heard by `on_timeout: reply`.
         journal: of tools that are no functions of what was said.
@@ -103,7 +103,7 @@ class EpisodeWorkers(EpisodePool):
         timeout_s: float = 10.0,
         on_timeout: OnTimeout = "fail",
         workers: int | None = None,
-        max_heard_chars: int | None = None,
+        max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
         late: str | list[Message] = LATE,
         journal: Journal | None = None,
@@ -112,10 +112,10 @@ class EpisodeWorkers(EpisodePool):
         above("episode.timeout_s", timeout_s, 0)
         one_of("episode.on_timeout", on_timeout, ("fail", "reply"))
         at_least("episode.workers", workers, 1)
-        at_least("episode.max_heard_chars", max_heard_chars, 1)
-        self.objects = (environment, max_heard_chars)
+        at_least("episode.max_observation_chars", max_observation_chars, 1)
+        self.objects = (environment, max_observation_chars)
         self.timeout_s = timeout_s
-        self.reply = Heard(late) if on_timeout == "reply" else None
+        self.reply = StepResult(late) if on_timeout == "reply" else None
         self.most_workers = workers or MOST_WORKERS
         self.journal = journal
         self.failures = Failures(max_failed_frac)
@@ -188,7 +188,7 @@ class EpisodeWorkers(EpisodePool):
             environment,
             timeout_s=self.timeout_s,
             workers=1,
-            max_heard_chars=most,
+            max_observation_chars=most,
             max_failed_frac=1.0,
             pool=self.pool,
         )
@@ -267,7 +267,7 @@ class EpisodeWorkers(EpisodePool):
             self.ready[episode.number] = answer
         self._ask_next(process)
 
-    def _failure(self, episode: Playing, error: WorkerError) -> Heard | Failed | None:
+    def _failure(self, episode: Playing, error: WorkerError) -> StepResult | Failed | None:
         """What follows from the loss of a worker; None: the turn is asked again."""
         episode.lost += 1
         self.failures.lost(episode.number, error)

@@ -89,14 +89,14 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, said: s
     if context is None or tokens + completion <= context.positions:
         return
     asked, most = tokens + completion, context.positions
-    and_completion = f" and model.max_completion_len is {completion}" if completion else ""
+    and_completion = f" and model.max_completion_length is {completion}" if completion else ""
     said = (
         f"{said}{and_completion}: {asked} positions, but {policy.bare_model.config.model_type} "
         f"{'has' if context.hard else 'was made for'} {most}."
     )
     room = most - completion
     ways = [f"set data.{key} to {room} or less (data.overlong says what to do with what is longer)"]
-    ways = ways * (room > 0) + [f"lower model.max_completion_len by {asked - most}"] * bool(
+    ways = ways * (room > 0) + [f"lower model.max_completion_length by {asked - most}"] * bool(
         completion
     )
     lower = f"Remedy: {' or '.join(ways)}."

@@ -11,7 +11,7 @@ from litgrpo.arguments import import_by_path
 from litgrpo.rewards.public import PATHS
 
 if TYPE_CHECKING:
-    from litgrpo.rewards.llm_judge import RemoteJudge
+    from litgrpo.rewards.llm_judge import LLMJudge
     from litgrpo.rewards.parts import Reward
     from litgrpo.rewards.reward_model import Judge, RewardModel
     from litgrpo.rewards.rubric import Criterion, Rubric
@@ -26,8 +26,8 @@ __all__ = [
     "Criterion",
     "InProcessRunner",
     "Judge",
+    "LLMJudge",
     "ProcessRunner",
-    "RemoteJudge",
     "Reward",
     "RewardFailure",
     "RewardModel",

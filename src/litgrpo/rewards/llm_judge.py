@@ -89,7 +89,7 @@ class GaveUp(Exception):
         self.what, self.why = what, why
 
 
-class RemoteJudge(Rubric):
+class LLMJudge(Rubric):
     """The weighted mean of the marks that a model behind an OpenAI-compatible address gives.
 
     Each completion costs one request for each criterion, to `base_url` + `/chat/completions`. A

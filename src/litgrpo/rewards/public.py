@@ -7,7 +7,7 @@ CLASSES = {
     "scorer": ("Scorer",),
     "reward_model": ("Judge", "RewardModel"),
     "rubric": ("Criterion", "Rubric"),
-    "llm_judge": ("RemoteJudge",),
+    "llm_judge": ("LLMJudge",),
     "runner.marks": ("pure", "whole_batch"),
     "runner.runner": ("RewardRunner",),
     "runner.troubles": ("RewardFailure",),

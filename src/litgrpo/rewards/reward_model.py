@@ -105,7 +105,7 @@ class RewardModel(Judge):
             texts, or as one `text`. Default: chat where its tokenizer has a chat template, else
             pair where it has a separator token, else text.
         tokenizer: hub id or folder; default: the model's own.
-        max_len: tokens of prompt and completion at most; default: the model's own limit.
+        max_length: tokens of prompt and completion at most; default: the model's own limit.
         overlong: `truncate` the start of the prompt, or `mask` the completion.
         max_tokens: padded tokens that go through the model at once, in batches of about equal
             length; only memory and speed depend on it.
@@ -124,7 +124,7 @@ class RewardModel(Judge):
         output: Output = "logit",
         form: Form | None = None,
         tokenizer: str | None = None,
-        max_len: int | None = None,
+        max_length: int | None = None,
         overlong: Overlong = "truncate",
         max_tokens: int = 8192,
         dtype: Dtype = "float32",
@@ -135,11 +135,11 @@ class RewardModel(Judge):
         one_of("reward model: form", form, (None, *FORMS))
         one_of("reward model: overlong", overlong, get_args(Overlong))
         one_of("reward model: dtype", dtype, get_args(Dtype))
-        at_least("reward model: max_len", max_len, 1)
+        at_least("reward model: max_length", max_length, 1)
         at_least("reward model: max_tokens", max_tokens, 1)
         self.pretrained, self.label, self.output, self.form = pretrained, label, output, form
         self.tokenizer_path = tokenizer or pretrained
-        self.max_len, self.overlong, self.max_tokens = max_len, overlong, max_tokens
+        self.max_length, self.overlong, self.max_tokens = max_length, overlong, max_tokens
         self.dtype, self.device = getattr(torch, dtype), device
         self.allow_policy_as_reward = allow_policy_as_reward
         self.model: Any = None
@@ -173,7 +173,7 @@ class RewardModel(Judge):
             f"reward model: the tokenizer of {self.tokenizer_path!r} has no chat template; give"
             " form: text or pair, or a `tokenizer` that has one",
         )
-        limit = self.max_len or own_limit(model.config, tokenizer)
+        limit = self.max_length or own_limit(model.config, tokenizer)
         self.input = JudgeInput(tokenizer, form, limit, self.overlong, self.counts)
         self.column = column_of(self.label, model.config.id2label, self.pretrained)
         self.pad_id = model.config.get_text_config().pad_token_id
@@ -356,7 +356,7 @@ class JudgeInput:
     Args:
         tokenizer: the model's.
         form: the tokenizer's `chat` format, a `pair` of texts, or one `text`.
-        max_len: tokens at most.
+        max_length: tokens at most.
         overlong: `truncate` cuts the start of what was asked, system messages excepted; `mask`
             gives up. What was answered is never cut.
         counts: how many were over the limit, and how many of these were masked.
@@ -364,7 +364,7 @@ class JudgeInput:
 
     tokenizer: Any
     form: Form
-    max_len: float
+    max_length: float
     overlong: Overlong = "truncate"
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -410,7 +410,7 @@ class JudgeInput:
         return {name: list(encoded[name]) for name in names if name in encoded}
 
     def _over(self, encoded: Encoded) -> int:
-        return int(max(0, len(encoded["input_ids"]) - self.max_len))
+        return int(max(0, len(encoded["input_ids"]) - self.max_length))
 
     def _count(self, *, fits: bool) -> None:
         self.counts["over the limit"] += 1
@@ -420,7 +420,7 @@ class JudgeInput:
                 "reward model: so far %d inputs were over its limit of %d tokens: %d lost the start"
                 " of the prompt, %d are masked",
                 self.counts["over the limit"],
-                self.max_len,
+                self.max_length,
                 self.counts["over the limit"] - self.counts["masked"],
                 self.counts["masked"],
             )

@@ -42,7 +42,7 @@ class Pending:
 
 
 @dataclass
-class AheadRollouter(Rollouter):
+class AsyncRollouter(Rollouter):
     """Samples the next iteration's rollout in each training call, and returns the last call's.
 
     With an engine that samples elsewhere the call returns at once; the others sample within it,

@@ -74,7 +74,7 @@ class DynamicSampling(AllGroups):
     Args:
         rollouter: samples.
         scorer: judges.
-        max_resamples: resamplings of an iteration at most.
+        dynamic_sampling_attempts: resamplings of an iteration at most.
         device: where prompts are put.
         comm: of the processes, which resample together.
         static_shapes: take B prompts each time, where another number would have to be compiled.
@@ -86,7 +86,7 @@ class DynamicSampling(AllGroups):
 
     rollouter: Rollouter
     scorer: RewardSource
-    max_resamples: int
+    dynamic_sampling_attempts: int
     device: torch.device
     comm: Comm = field(default_factory=SingleProcess)
     static_shapes: bool = False
@@ -101,8 +101,9 @@ class DynamicSampling(AllGroups):
         """
         require(
             isinstance(loader, PromptSource),
-            f"max_resamples is {self.max_resamples}, but the training data cannot give prompts "
-            "out of turn. Use litgrpo.PromptData, or set max_resamples to 0.",
+            f"dynamic_sampling_attempts is {self.dynamic_sampling_attempts}, but the training "
+            f"data cannot give prompts "
+            "out of turn. Use litgrpo.PromptData, or set dynamic_sampling_attempts to 0.",
         )
         self.prompt_source = loader
 
@@ -137,7 +138,9 @@ class DynamicSampling(AllGroups):
         num_prompts = asked = len(useful)
         found = first = int(useful.sum())
         resamples = 0
-        while resamples < self.max_resamples and (missing := self._most(int((~useful).sum()))):
+        while resamples < self.dynamic_sampling_attempts and (
+            missing := self._most(int((~useful).sum()))
+        ):
             resamples += 1
             share = max(found / asked, 1 / num_prompts)
             needed = num_prompts if self.static_shapes else math.ceil(missing / share)
@@ -153,7 +156,7 @@ class DynamicSampling(AllGroups):
             useful[slots] = True
         numbers = {
             "dynamic/resamples": resamples,
-            "dynamic/prompts_asked": asked,
+            "dynamic/prompts_sampled": asked,
             "dynamic/informative_frac": first / num_prompts,
             "dynamic/filled_frac": int(useful.sum()) / num_prompts,
         }

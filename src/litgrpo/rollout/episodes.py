@@ -14,7 +14,7 @@ import torch
 from litgrpo.arguments import require
 from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import LeftOut
-from litgrpo.environments.base import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
 from litgrpo.rollout.bridge import Bridge
 from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
@@ -168,7 +168,9 @@ class Episodes:
             "env/reward": torch.stack([total[right].sum(), right.sum()]),
             "env/failed_frac": failed.float().mean(),
             "env/timeout_frac": late.float().mean(),
-            "completion/heard_frac": torch.stack([heard.sum(), rollout.completion_mask.sum()]),
+            "completion/observation_frac": torch.stack(
+                [heard.sum(), rollout.completion_mask.sum()]
+            ),
             "time/env_s": torch.tensor(self.waited),
         }
         self.waited = 0.0
@@ -237,7 +239,7 @@ class PoolListener(Listener):
         self.asked -= answers.keys()
         return found | {row: self._ids(row, answer) for row, answer in answers.items()}
 
-    def _ids(self, row: int, answer: Heard | Failed) -> list[int] | None:
+    def _ids(self, row: int, answer: StepResult | Failed) -> list[int] | None:
         """What a row hears; None: it is over."""
         record, settings = self.rows[row], self.episodes.settings
         record.seconds += time.perf_counter() - record.asked
@@ -246,7 +248,7 @@ class PoolListener(Listener):
             return None
         record.answered(answer)
         record.done = answer.done
-        cut = record.cut and not settings.close_turns
+        cut = record.cut and not settings.close_truncated_turns
         if answer.done or cut or len(record.rewards) == settings.max_turns:
             return None
         # A chat template writes the end of a turn that was cut itself.
@@ -263,7 +265,7 @@ class PoolListener(Listener):
 
     def _shortened(self, record: Record, ids: list[int]) -> list[int]:
         """At most as many tokens as are heard between two turns, cut in the middle."""
-        most = self.episodes.settings.max_heard_tokens
+        most = self.episodes.settings.max_observation_tokens
         if len(ids) <= most:
             return ids
         mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: most // 2]

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from litgrpo.environments.base import Heard, Message
+from litgrpo.environments.base import Message, StepResult
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Record:
         self.spans += [(self.used, self.used + length)] * len(messages)
         self.used += length
 
-    def answered(self, heard: Heard) -> None:
+    def answered(self, heard: StepResult) -> None:
         """Count a turn."""
         self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
         self.states.append(heard.state)

@@ -38,7 +38,7 @@ class Rollouter:
     Args:
         policy: samples.
         group_size: completions of each prompt in training, G.
-        max_completion_len: tokens of a completion at most, C.
+        max_completion_length: tokens of a completion at most, C.
         engine: computes rollouts.
         episodes: plays completions as episodes of an environment; None: each is one turn.
         sampling: temperature and filters in training.
@@ -49,7 +49,7 @@ class Rollouter:
 
     policy: Policy
     group_size: int
-    max_completion_len: int
+    max_completion_length: int
     engine: RolloutEngine = field(default_factory=LocalEngine)
     episodes: Episodes | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -114,7 +114,7 @@ class Rollouter:
     ) -> Requests:
         """What the engine is asked for the rollout of a name; see `generate`."""
         group_size = self.group_size if group_size is None else group_size
-        size, stops = (group_size, self.max_completion_len), self.stop_strings
+        size, stops = (group_size, self.max_completion_length), self.stop_strings
         uniforms = draw_uniforms(*named[:3], prompts.index, *size, attempt=named.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
         return Requests(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
@@ -164,6 +164,6 @@ class Rollouter:
             what="the rollout",
             setting="engine.max_rows",
             unchanged="the completions",
-            remedy="lower model.max_completion_len, data.max_prompt_len or model.group_size",
+            remedy="lower model.max_completion_length, data.max_prompt_length or model.group_size",
             least=requests.group_size,
         )

@@ -29,7 +29,7 @@ class Sampling:
         top_p: keep the most likely tokens up to this cumulative probability, the one that
             crosses it included; 1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
-        max_support: largest set of tokens that is remembered of a token drawn through filters;
+        max_candidates: largest set of tokens that is remembered of a token drawn through filters;
             training keeps no more than these, so that its ratios are taken over the same set.
         stop: a completion ends with the token that completes one of these texts. That token is part
             of the completion and learned like an end token. Also in validation and predict.
@@ -44,7 +44,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_support: int = 256
+    max_candidates: int = 256
     stop: tuple[str, ...] | str = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -56,7 +56,7 @@ class Sampling:
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p < 1, "at least 0 (off) and below 1"),
-            "max_support": (self.max_support >= 1, "1 or more"),
+            "max_candidates": (self.max_candidates >= 1, "1 or more"),
             "stop": (all(self.stops), "texts of one character or more"),
             "stop_token_ids": (min(self.stop_token_ids, default=0) >= 0, "numbers of tokens"),
         }

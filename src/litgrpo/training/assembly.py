@@ -16,10 +16,10 @@ from litgrpo.algorithms import (
     surrogates,  # noqa: F401
 )
 from litgrpo.algorithms import turn_credit as credit  # noqa: F401
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
+from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.turn_credit import TurnAdvantages
-from litgrpo.algorithms.weighting import PerTokenOfMicroBatch
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.data.sampler import BatchLoader
@@ -37,7 +37,7 @@ from litgrpo.models.sharded import Divide, Divided, left_whole
 from litgrpo.rewards.builtin.format import soft_overlong
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
-from litgrpo.rollout.async_rollout import AheadRollouter
+from litgrpo.rollout.async_rollout import AsyncRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
@@ -61,20 +61,20 @@ class Settings:
     """What of a recipe the parts of an iteration are made from; see `GRPO`."""
 
     group_size: int
-    max_completion_len: int
+    max_completion_length: int
     sampling: Sampling
     engine: RolloutEngine
     environment: object | None
     episode: EpisodeSettings
     update: UpdateConfig
     precision: Precision
-    max_resamples: int
+    dynamic_sampling_attempts: int
     seed: int
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Completions of each prompt, and tokens of a completion at most."""
-        return self.group_size, self.max_completion_len
+        return self.group_size, self.max_completion_length
 
 
 def place_of(module: LightningModule, policy: Policy) -> tuple[torch.device, str]:
@@ -141,7 +141,7 @@ def join(
         seed=settings.seed,
         clock=clock,
     )
-    if isinstance(rollouter, AheadRollouter) and is_attached(module):
+    if isinstance(rollouter, AsyncRollouter) and is_attached(module):
         rollouter.source = partial(prompts_ahead, module, backend(device).data_device)
     learner = Learner(
         policy,
@@ -158,8 +158,13 @@ def join(
         micro_batching=Static(backend(device)) if static_shapes else ragged(policy, comm),
     )
     dynamic_sampling = AllGroups()
-    if settings.max_resamples:
-        resampling = (settings.max_resamples, backend(device).data_device, comm, static_shapes)
+    if settings.dynamic_sampling_attempts:
+        resampling = (
+            settings.dynamic_sampling_attempts,
+            backend(device).data_device,
+            comm,
+            static_shapes,
+        )
         found = coefficients.objective.advantages
         credit = found if isinstance(found, TurnAdvantages) else None
         dynamic_sampling = DynamicSampling(rollouter, scorer, *resampling, credit=credit)
@@ -182,7 +187,7 @@ def rollouter_class(policy: Policy, settings: Settings) -> type[Rollouter]:
         f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
         "divides the weights. Set it to 0, take trainer.strategy ddp, or a ServerEngine.",
     )
-    return AheadRollouter if stale else GatheredRollouter if divided else Rollouter
+    return AsyncRollouter if stale else GatheredRollouter if divided else Rollouter
 
 
 def ragged(policy: Policy, comm: TrainerComm) -> Ragged:
@@ -191,7 +196,7 @@ def ragged(policy: Policy, comm: TrainerComm) -> Ragged:
 
 
 def check_sizes(
-    group_size: int, max_completion_len: int, max_iterations: int | None, objective: Objective
+    group_size: int, max_completion_length: int, max_iterations: int | None, objective: Objective
 ) -> None:
     """Refuse sizes that nothing can be learned with.
 
@@ -199,7 +204,7 @@ def check_sizes(
         ValueError: a size below 1, or a group of one where completions of it are compared.
     """
     at_least("group_size", group_size, 1)
-    at_least("max_completion_len", max_completion_len, 1)
+    at_least("max_completion_length", max_completion_length, 1)
     at_least("max_iterations", max_iterations, 1)
     require(
         group_size > 1 or not objective.advantages.compares,
@@ -226,14 +231,14 @@ def check_overrides(module_class: type) -> None:
     )
 
 
-def overlong(share: float, max_completion_len: int) -> dict[str, Reward]:
+def overlong(share: float, max_completion_length: int) -> dict[str, Reward]:
     """The soft overlong punishment over the last share of the tokens; none for a share of 0."""
     require(0 <= share <= 1, f"soft_overlong is {share}; it must be between 0 (off) and 1.")
     if not share:
         return {}
     limits = {
-        "max_completion_len": max_completion_len,
-        "soft_punish_cache": max(1, round(share * max_completion_len)),
+        "max_completion_length": max_completion_length,
+        "soft_punish_cache": max(1, round(share * max_completion_length)),
     }
     return {"soft_overlong": Reward(soft_overlong, kwargs=limits)}
 
@@ -259,27 +264,31 @@ def check_ahead(settings: Settings) -> None:
         ValueError: prompts are resampled, or environments answer.
     """
     require(
-        not (settings.update.staleness and (settings.max_resamples or settings.environment)),
-        "update.staleness is 1, but max_resamples asks for prompts, or an environment for answers, "
+        not (
+            settings.update.staleness
+            and (settings.dynamic_sampling_attempts or settings.environment)
+        ),
+        "update.staleness is 1, but dynamic_sampling_attempts asks for prompts, or an "
+        "environment for answers, "
         "by what an iteration finds. Set staleness to 0, or leave these out.",
     )
 
 
 def corrected(objective: Objective, engine: RolloutEngine, update: UpdateConfig) -> Objective:
     """The objective with a correction for the sampler, where it is not the policy."""
-    if update.staleness and objective.sampler_correction is None:
+    if update.staleness and objective.importance_correction is None:
         rank_zero_info(
             "update.staleness is 1, so rollouts are of earlier weights: "
-            "objective.sampler_correction is on, and log-probabilities are computed anew."
+            "objective.importance_correction is on, and log-probabilities are computed anew."
         )
-        return replace(objective, sampler_correction=SamplerCorrection())
-    if engine.exact or objective.sampler_correction is not None:
+        return replace(objective, importance_correction=ImportanceCorrection())
+    if engine.exact or objective.importance_correction is not None:
         return objective
     rank_zero_info(
         f"{type(engine).__name__} does not sample with the policy's own log-probabilities: "
-        "objective.sampler_correction is on, and those before the update are computed anew."
+        "objective.importance_correction is on, and those before the update are computed anew."
     )
-    return replace(objective, sampler_correction=SamplerCorrection())
+    return replace(objective, importance_correction=ImportanceCorrection())
 
 
 def same_digits(settings: Settings, trainer_precision: str) -> bool:
@@ -300,7 +309,8 @@ def check_device(settings: Settings, objective: Objective, device: torch.device)
     """Refuse what a device that compiles a program for each set of shapes cannot compute.
 
     Raises:
-        ValueError: the engine's shapes change, the weighting counts the rows of a micro-batch, or
+        ValueError: the engine's shapes change, the loss_aggregation counts the rows of a
+            micro-batch, or
             dropout would be drawn anew where activations are computed a second time.
     """
     if not backend(device).static_shapes:
@@ -312,9 +322,10 @@ def check_device(settings: Settings, objective: Objective, device: torch.device)
         "as the overlays for such devices in configs/hardware do.",
     )
     require(
-        not isinstance(objective.weighting, PerTokenOfMicroBatch),
-        "objective.weighting is PerTokenOfMicroBatch, whose gradient depends on the rows of a "
-        "micro-batch, which are filled up in fixed shapes. Take PerToken.",
+        not isinstance(objective.loss_aggregation, MicroBatchTokenMean),
+        "objective.loss_aggregation is MicroBatchTokenMean, whose gradient depends on the rows "
+        "of a "
+        "micro-batch, which are filled up in fixed shapes. Take TokenMean.",
     )
     require(
         not (settings.precision.gradient_checkpointing and settings.precision.dropout),
@@ -329,14 +340,14 @@ def remembered(sampling: Sampling) -> Sampling:
     Raises:
         ValueError: top_k asks for a larger set.
     """
-    top_k, largest = sampling.top_k, sampling.max_support
+    top_k, largest = sampling.top_k, sampling.max_candidates
     if not sampling.truncated:
         return sampling
     require(
         top_k <= largest,
         f"sampling.top_k is {top_k}, but learning takes its ratios over the tokens that could be "
         f"drawn and remembers {largest} of them. Lower top_k, set it to 0 (all tokens), or raise "
-        "sampling.max_support (4 bytes for each token of a rollout and each of the set).",
+        "sampling.max_candidates (4 bytes for each token of a rollout and each of the set).",
     )
     return replace(sampling, top_k=top_k or largest)
 

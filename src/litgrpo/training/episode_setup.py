@@ -86,9 +86,9 @@ def episodes_of(
     def opener(prompts: PromptBatch, row: int, added: Any) -> list[int]:
         ids = opened(prompts, row, added)
         if len(ids) > longest[0]:
-            longest[0], limit = len(ids), module.settings.max_completion_len
+            longest[0], limit = len(ids), module.settings.max_completion_length
             said = f"A prompt has {len(ids)} tokens with what the environment adds at its start"
-            check_length(policy, len(ids), limit, "max_prompt_len", said)
+            check_length(policy, len(ids), limit, "max_prompt_length", said)
         return ids
 
     def opened(prompts: PromptBatch, row: int, added: Any) -> list[int]:
@@ -128,7 +128,7 @@ def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:
         workers=settings.workers,
         timeout_s=settings.timeout_s,
         on_timeout=settings.on_timeout,
-        max_heard_chars=settings.max_heard_chars,
+        max_observation_chars=settings.max_observation_chars,
         journal=journal,
     )
 

@@ -13,7 +13,7 @@ from litgrpo.distributed.comm import Comm
 from litgrpo.distributed.fsdp.units import is_gathered
 from litgrpo.models.policy import Policy
 from litgrpo.training.micro_batches import Limits, LogprobsOf, Ragged, Rows, StepSums
-from litgrpo.types import Experience, LossOutput, TokenLogprobs, TokenRows
+from litgrpo.types import LossOutput, TokenLogprobs, TokenRows, TrainingBatch
 
 
 class Even(Ragged):
@@ -86,7 +86,7 @@ class OwnSums(StepSums):
 
 def without_weight(carrier: Any) -> Any:
     """The same rows, of which nothing is learned."""
-    if not isinstance(carrier, Experience):
+    if not isinstance(carrier, TrainingBatch):
         return carrier
     weights, advantages = (torch.zeros_like(x) for x in (carrier.weights, carrier.advantages))
     return replace(carrier, weights=weights, advantages=advantages)

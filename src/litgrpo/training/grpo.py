@@ -57,7 +57,7 @@ from litgrpo.training.optimizers import optimizer_and_schedule
 from litgrpo.training.state import load, save
 from litgrpo.training.trainer_adapters import TrainerStepper, is_attached, passes_over_data
 from litgrpo.training.update_config import UpdateConfig
-from litgrpo.types import Experience, PromptBatch, Stats, StepReport
+from litgrpo.types import PromptBatch, Stats, StepReport, TrainingBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,9 +73,9 @@ class GRPO(LightningModule):
         pretrained: the model to train: hub id, folder, GGUF file, `builtin:<name>`; in Python also
             a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
-        objective: what is maximized: advantages, surrogate, weighting and KL term.
+        objective: what is maximized: advantages, surrogate, loss_aggregation and KL term.
         group_size: completions of each prompt, G.
-        max_completion_len: tokens of a completion at most, C.
+        max_completion_length: tokens of a completion at most, C.
         sampling: temperature and filters of the rollout.
         engine: how the rollout is computed.
         update: how the optimizer uses one rollout.
@@ -85,9 +85,11 @@ class GRPO(LightningModule):
         max_iterations: stop after so many iterations; None: after three passes over the data,
             unless tokens or the trainer set a limit.
         max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
-        max_resamples: where all completions of a prompt are equally good, sample another prompt, at
+        dynamic_sampling_attempts: where all completions of a prompt are equally good, sample
+            another prompt, at
             most so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
-        soft_overlong: share of max_completion_len, at its end, over which a completion loses up to
+        soft_overlong: share of max_completion_length, at its end, over which a completion loses
+            up to
             1 point of reward (DAPO's soft overlong punishment); 0 punishes nothing.
         reference: model that the KL term refers to; None takes the start (with LoRA: the model
             without adapters). Nothing is loaded when the KL coefficient is 0.
@@ -115,7 +117,7 @@ class GRPO(LightningModule):
         *,
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         group_size: int = 8,
-        max_completion_len: int = 256,
+        max_completion_length: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         engine: RolloutEngine = LocalEngine(),  # noqa: B008 (frozen)
         update: UpdateConfig = UpdateConfig(),  # noqa: B008 (frozen)
@@ -124,7 +126,7 @@ class GRPO(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
-        max_resamples: int = 0,
+        dynamic_sampling_attempts: int = 0,
         soft_overlong: float = 0.0,
         reference: str | None = None,
         controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
@@ -139,7 +141,7 @@ class GRPO(LightningModule):
     ) -> None:
         super().__init__()
         self.arguments = arguments_kept.kept(locals())
-        check_sizes(group_size, max_completion_len, max_iterations, objective)
+        check_sizes(group_size, max_completion_length, max_iterations, objective)
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
         self.pretrained, self.reference_path = as_folder(pretrained), reference
@@ -151,19 +153,19 @@ class GRPO(LightningModule):
         self.reference: Reference | None = None
         self.settings = Settings(
             group_size=group_size,
-            max_completion_len=max_completion_len,
+            max_completion_length=max_completion_length,
             sampling=remembered(sampling),
             engine=engine,
             environment=checked(environment, episode, engine, named_rewards(rewards)),
             episode=episode,
             update=update,
             precision=precision,
-            max_resamples=max_resamples,
+            dynamic_sampling_attempts=dynamic_sampling_attempts,
             seed=seed,
         )
         self.coefficients = coefficients_of(controllers, corrected(objective, engine, update))
         check_overrides(type(self))
-        parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_len)
+        parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_length)
         self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer)
         self.iteration, self.generated_tokens = 0, 0
@@ -209,7 +211,7 @@ class GRPO(LightningModule):
                 self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
             )
         if is_attached(self):
-            check_data(self, self.policy, self.settings.max_completion_len, "max_prompt_len")
+            check_data(self, self.policy, self.settings.max_completion_length, "max_prompt_length")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
@@ -243,7 +245,9 @@ class GRPO(LightningModule):
         shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
         return shown | {"advantages": advantages_of(experience, rewards)}
 
-    def log_iteration(self, seen: Stats, experience: Experience, reports: list[StepReport]) -> None:
+    def log_iteration(
+        self, seen: Stats, experience: TrainingBatch, reports: list[StepReport]
+    ) -> None:
         """Count the iteration and log it; its number is the loggers' x-axis."""
         self.iteration += 1
         comm, tokens = self.learner.comm, self.rollouter.take_sampled_tokens()

@@ -33,7 +33,6 @@ from litgrpo.training.skipped_steps import OfRow, not_finite
 from litgrpo.training.stepper import Stepper
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import (
-    Experience,
     LossOutput,
     RewardTable,
     Rollout,
@@ -42,6 +41,7 @@ from litgrpo.types import (
     StepReport,
     TokenLogprobs,
     TokenRows,
+    TrainingBatch,
 )
 
 Result = TypeVar("Result")
@@ -95,7 +95,7 @@ class Learner:
         config: how the optimizer uses one rollout.
         sampling: how the completions were sampled.
         group_size: completions of each prompt, G.
-        max_completion_len: tokens of a completion at most.
+        max_completion_length: tokens of a completion at most.
         reference: for the KL term; None without one.
         engine_exact: whether the engine's log-probabilities are the policy's own, up to rounding.
         reuse_sampler_logprobs: take the sampler's log-probabilities as those before the update;
@@ -111,7 +111,7 @@ class Learner:
     config: UpdateConfig
     sampling: Sampling
     group_size: int
-    max_completion_len: int
+    max_completion_length: int
     reference: Reference | None = None
     engine_exact: bool = True
     reuse_sampler_logprobs: bool = True
@@ -190,7 +190,7 @@ class Learner:
     @timed("time/learn_s")
     def experience(
         self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
-    ) -> Experience:
+    ) -> TrainingBatch:
         """Everything that the optimizer steps of this iteration need.
 
         Args:
@@ -199,20 +199,20 @@ class Learner:
             logprobs: of the same rollout.
 
         Returns:
-            Experience of all N rows.
+            TrainingBatch of all N rows.
         """
         mask = rollout.loss_mask
         self.coefficients.follow_entropy(rollout, self.comm)
         weights = torch.zeros_like(rollout.sampler_logprobs)
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
             weights[rows] = self.objective.token_weights(
-                mask[rows], rollout.truncated[rows], self.max_completion_len, self.comm
+                mask[rows], rollout.truncated[rows], self.max_completion_length, self.comm
             )
         turns = None if rollout.turns is None else Turns.of(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
         check_centered(of_completions(advantages).view_as(rewards.total), self.objective)
         tokens = rollout.tokens
-        return Experience(
+        return TrainingBatch(
             **vars(tokens) | {"loss_mask": mask},
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
@@ -224,7 +224,7 @@ class Learner:
     # --- the update ---
 
     @timed("time/learn_s")
-    def update(self, experience: Experience, stepper: Stepper) -> list[StepReport]:
+    def update(self, experience: TrainingBatch, stepper: Stepper) -> list[StepReport]:
         """All optimizer steps of this iteration.
 
         Args:
@@ -237,7 +237,7 @@ class Learner:
         self.policy.train()
         steps = mini_batches(len(experience), self.group_size, self.config.num_mini_batches)
         reports: list[StepReport] = []
-        for _ in range(self.config.inner_epochs):
+        for _ in range(self.config.epochs_per_rollout):
             for rows in steps:
                 report = self.step(self.micro_batching.step_rows(experience, rows), stepper)
                 if report.skipped:
@@ -248,7 +248,7 @@ class Learner:
                 reports.append(report)
         return reports
 
-    def step(self, experience: Experience, stepper: Stepper) -> StepReport:
+    def step(self, experience: TrainingBatch, stepper: Stepper) -> StepReport:
         """One step on the exact gradient of these rows; none if a number in it is not finite.
 
         Args:
@@ -268,7 +268,7 @@ class Learner:
         return StepReport(lr, stats)
 
     def _add_up_gradients(
-        self, experience: Experience, stepper: Stepper, max_rows: int | None
+        self, experience: TrainingBatch, stepper: Stepper, max_rows: int | None
     ) -> StepSums:
         """The gradient of these rows, micro-batch by micro-batch."""
         stepper.zero_grad()
@@ -281,7 +281,7 @@ class Learner:
         return sums
 
     def _finish(
-        self, experience: Experience, sums: StepSums, trained: list[Parameter]
+        self, experience: TrainingBatch, sums: StepSums, trained: list[Parameter]
     ) -> Stats | None:
         """Clip the gradient; drop it on all processes if a number on any of them is not finite.
 
@@ -303,18 +303,20 @@ class Learner:
         share = torch.stack([loss * self.comm.world_size, one])
         return stats | {"policy/loss": share, "optim/grad_norm": torch.stack([norm, one])}
 
-    def _alone(self, experience: Experience) -> OfRow:
+    def _alone(self, experience: TrainingBatch) -> OfRow:
         """Learns from single rows of a step; for the rare one that was skipped."""
         normalizers = self.normalizers(experience)
 
-        def of_row(row: Tensor) -> tuple[Experience, TokenLogprobs, Tensor]:
+        def of_row(row: Tensor) -> tuple[TrainingBatch, TokenLogprobs, Tensor]:
             micro, _ = next(self.micro_batching.split(experience, row, self.limits))
             new = self.logprobs(micro.tokens)
             return micro, new, self.objective.loss(new, micro, normalizers).loss
 
         return of_row
 
-    def losses(self, experience: Experience, limits: Limits) -> Iterator[tuple[LossOutput, bool]]:
+    def losses(
+        self, experience: TrainingBatch, limits: Limits
+    ) -> Iterator[tuple[LossOutput, bool]]:
         """What each micro-batch of one optimizer step adds to its loss, and whether it is the last.
 
         Args:
@@ -329,7 +331,7 @@ class Learner:
             output.stats[MISMATCH] = _sampler_mismatch(new, micro)
             yield output, is_last
 
-    def normalizers(self, experience: Experience) -> Normalizers:
+    def normalizers(self, experience: TrainingBatch) -> Normalizers:
         """What all micro-batches of one optimizer step must agree on."""
         entropy = None
         if self.objective.needs_entropy:
@@ -388,7 +390,7 @@ class Learner:
         )
 
 
-def _sampler_mismatch(new: TokenLogprobs, rows: Experience) -> Tensor:
+def _sampler_mismatch(new: TokenLogprobs, rows: TrainingBatch) -> Tensor:
     """[2] sum and count of the distance (nats) of the sampler from the policy."""
     gap = (new.logprobs.detach() - rows.sampler_logprobs).abs()
     return torch.stack([torch.where(rows.loss_mask, gap, 0.0).sum(), rows.loss_mask.sum()])
@@ -445,12 +447,12 @@ def of_completions(advantages: Tensor) -> Tensor:
     return advantages.gather(1, advantages.abs().argmax(1, keepdim=True)).squeeze(1)
 
 
-def advantages_of(experience: Experience, rewards: RewardTable) -> Tensor:
+def advantages_of(experience: TrainingBatch, rewards: RewardTable) -> Tensor:
     """[B, G] the advantage of each completion, on the host."""
     return of_completions(experience.advantages).view_as(rewards.total).cpu()
 
 
-def advantage_stats(experience: Experience) -> Stats:
+def advantage_stats(experience: TrainingBatch) -> Stats:
     """Mean and spread of the advantages of completions."""
     advantages = of_completions(experience.advantages)
     return {

@@ -16,9 +16,9 @@ from litgrpo.algorithms.losses import RATIO_MAX, Normalizers, Objective
 from litgrpo.distributed.comm import Comm
 from litgrpo.models.packing import family_buckets
 from litgrpo.tensors import length_buckets
-from litgrpo.types import Experience, LossOutput, Stats, StepReport, TokenLogprobs, TokenRows
+from litgrpo.types import LossOutput, Stats, StepReport, TokenLogprobs, TokenRows, TrainingBatch
 
-Rows = TypeVar("Rows", TokenRows, Experience)
+Rows = TypeVar("Rows", TokenRows, TrainingBatch)
 LogprobsOf = Callable[[TokenRows], TokenLogprobs]
 
 
@@ -106,7 +106,7 @@ class MicroBatching(ABC):
     """How the rows of an optimizer step become micro-batches on the device."""
 
     @abstractmethod
-    def step_rows(self, experience: Experience, rows: Tensor) -> Experience:
+    def step_rows(self, experience: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """The rows [m] of one optimizer step."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ class MicroBatching(ABC):
 class Ragged(MicroBatching):
     """Micro-batches as small as their content, where the rollout is: on CPU and CUDA."""
 
-    def step_rows(self, experience: Experience, rows: Tensor) -> Experience:
+    def step_rows(self, experience: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """The rows without columns that none of them uses."""
         return experience.select(rows)
 
@@ -190,7 +190,7 @@ def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]
     return [part.flatten() for part in groups.tensor_split(num_steps) if part.numel()]
 
 
-def rows_with_gradient(experience: Experience) -> Tensor:
+def rows_with_gradient(experience: TrainingBatch) -> Tensor:
     """Rows whose tokens have both weight and advantage.
 
     Without a KL or entropy term the gradient of the others is 0; their tokens stay in the

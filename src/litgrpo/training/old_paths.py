@@ -19,9 +19,9 @@ PATHS = {
     "litgrpo.data.pairs.PairData": "litgrpo.PairData",
     "litgrpo.objectives": "litgrpo.algorithms",
     **{
-        f"litgrpo.{room}.weighting.{name}": f"litgrpo.algorithms.losses.{name}"
+        f"litgrpo.{room}.loss_aggregation.{name}": f"litgrpo.algorithms.losses.{name}"
         for room in ("objectives", "algorithm")
-        for name in ("PerSequence", "PerToken")
+        for name in ("SequenceMean", "TokenMean")
     },
     **{
         f"litgrpo.{room}.advantages.{name}": f"litgrpo.algorithms.estimators.{name}"
@@ -29,8 +29,8 @@ PATHS = {
         for name in ("DecoupledNormalized", "TopShare")
     },
     **{
-        f"litgrpo.algorithms.losses.{name}": f"litgrpo.algorithms.weighting.{name}"
-        for name in ("Constant", "PerTokenOfMicroBatch")
+        f"litgrpo.algorithms.losses.{name}": f"litgrpo.algorithms.loss_aggregation.{name}"
+        for name in ("Constant", "MicroBatchTokenMean")
     },
     "litgrpo.objectives.surrogates.Clipped": "litgrpo.algorithms.losses.Clipped",
     "litgrpo.algorithms.surrogates.Clipped": "litgrpo.algorithms.losses.Clipped",

@@ -155,7 +155,7 @@ class SFT(LightningModule):
             self.policy = made_policy(self)
         divide_of(self)(self.policy)
         if is_attached(self):
-            check_data(self, self.policy, 0, "max_len")
+            check_data(self, self.policy, 0, "max_length")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_optimizers(self) -> Any:

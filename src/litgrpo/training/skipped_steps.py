@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from litgrpo.distributed.fsdp.units import gathered
-from litgrpo.types import Experience, TokenLogprobs
+from litgrpo.types import TokenLogprobs, TrainingBatch
 
 # Number [1] of a row -> the row alone, what the policy thinks of it, and its share of the loss.
-OfRow = Callable[[Tensor], tuple[Experience, TokenLogprobs, Tensor]]
+OfRow = Callable[[Tensor], tuple[TrainingBatch, TokenLogprobs, Tensor]]
 
 
-def not_finite(experience: Experience, of_row: OfRow, policy: nn.Module) -> dict[int, str]:
+def not_finite(experience: TrainingBatch, of_row: OfRow, policy: nn.Module) -> dict[int, str]:
     """{row: which of its numbers is not finite}, found by learning from each row alone.
 
     A forward and a backward pass per row.
@@ -26,7 +26,7 @@ def not_finite(experience: Experience, of_row: OfRow, policy: nn.Module) -> dict
         return _not_finite(experience, of_row, policy)
 
 
-def _not_finite(experience: Experience, of_row: OfRow, policy: nn.Module) -> dict[int, str]:
+def _not_finite(experience: TrainingBatch, of_row: OfRow, policy: nn.Module) -> dict[int, str]:
     trained = [p for p in policy.parameters() if p.requires_grad]
     found = {}
     for row in (experience.weights != 0).any(1).nonzero():

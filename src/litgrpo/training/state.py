@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from litgrpo.models.loading import check_weights
-from litgrpo.rollout.async_rollout import AheadRollouter
+from litgrpo.rollout.async_rollout import AsyncRollouter
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training import kernel_choice
 from litgrpo.training.learner import Learner
@@ -27,7 +27,7 @@ def save(
     weights = checkpoint["state_dict"]
     # Limits on rows at once decide how sums are rounded.
     lowered = {"micro_batch_size": learner.max_rows, "max_rows": rollouter.max_rows}
-    if isinstance(rollouter, AheadRollouter):
+    if isinstance(rollouter, AsyncRollouter):
         checkpoint["ahead"] = rollouter.state_dict(checkpoint["iteration"])
     checkpoint |= {
         "state_dict": {name: weights[name] for name in weights if name in kept},
@@ -50,5 +50,5 @@ def load(
     learner.max_rows = checkpoint["lowered"].get("micro_batch_size")
     rollouter.max_rows = checkpoint["lowered"].get("max_rows")
     rollouter.forget_weights()
-    if isinstance(rollouter, AheadRollouter):
+    if isinstance(rollouter, AsyncRollouter):
         rollouter.load_state_dict(checkpoint.get("ahead"))

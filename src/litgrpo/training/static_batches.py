@@ -18,11 +18,11 @@ from litgrpo.distributed.device import Backend, to_host
 from litgrpo.training.micro_batches import Limits, LogprobsOf, MicroBatching, Rows, StepSums
 from litgrpo.types import (
     PROMPT_FIELDS,
-    Experience,
     LossOutput,
     Stats,
     TokenLogprobs,
     TokenRows,
+    TrainingBatch,
     row_fields,
 )
 
@@ -67,11 +67,11 @@ class Static(MicroBatching):
 
     device: Backend
 
-    def step_rows(self, experience: Experience, rows: Tensor) -> Experience:
+    def step_rows(self, experience: TrainingBatch, rows: Tensor) -> TrainingBatch:
         """The rows with all of their columns."""
         return whole_rows(experience, rows)
 
-    def rows_at_once(self, carrier: TokenRows | Experience, limits: Limits) -> int:
+    def rows_at_once(self, carrier: TokenRows | TrainingBatch, limits: Limits) -> int:
         """Rows of every micro-batch: padding counts, the prompt in each row; chips share evenly."""
         width = carrier.prompt_ids.shape[1] + carrier.completion_ids.shape[1]
         most = [len(carrier)]

@@ -20,7 +20,7 @@ class UpdateConfig:
     """How the optimizer uses one rollout.
 
     Args:
-        inner_epochs: passes over the rollout.
+        epochs_per_rollout: passes over the rollout.
         num_mini_batches: optimizer steps of each pass; the prompts are dealt out evenly, whole
             groups to one step.
         micro_batch_size: completions that go through the model at once; only memory and speed
@@ -34,7 +34,7 @@ class UpdateConfig:
             own. 0 waits for each rollout.
     """
 
-    inner_epochs: int = 1
+    epochs_per_rollout: int = 1
     num_mini_batches: int = 1
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = "auto"
@@ -43,7 +43,7 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("inner_epochs", "num_mini_batches", "micro_batch_size"):
+        for name in ("epochs_per_rollout", "num_mini_batches", "micro_batch_size"):
             at_least(f"update.{name}", getattr(self, name), 1)
         at_least("update.micro_batch_tokens", self.max_tokens, 1)
         at_least("update.max_grad_norm", self.max_grad_norm, 0)
@@ -70,4 +70,4 @@ class UpdateConfig:
     @cached_property
     def num_steps(self) -> int:
         """Optimizer steps of one iteration."""
-        return self.inner_epochs * self.num_mini_batches
+        return self.epochs_per_rollout * self.num_mini_batches

@@ -156,7 +156,7 @@ class Worker:
         return died_of(code)
 
 
-Heard = tuple[Worker, Any, bool]
+StepResult = tuple[Worker, Any, bool]
 
 
 class Launcher:
@@ -378,7 +378,7 @@ class WorkerPool:
         except OSError as error:  # it died while it waited: its answer will be its end
             log.debug("worker %d: %s", worker.pid, error)
 
-    def answers(self, *, wait: bool) -> list[Heard]:
+    def answers(self, *, wait: bool) -> list[StepResult]:
         """What workers answered since the last call.
 
         Args:
@@ -390,7 +390,7 @@ class WorkerPool:
         """
         until = min((worker.until for worker in self.workers if worker.busy), default=0.0)
         ready = self.selector.select(max(0.0, until - time.monotonic()) if wait else 0)
-        heard: list[Heard] = []
+        heard: list[StepResult] = []
         for worker in dict.fromkeys(key.data for key, _ in ready):
             flood = worker.output.drain()
             # All answers that came before what was printed: else a flood is blamed on them.
@@ -403,7 +403,7 @@ class WorkerPool:
         overdue = [worker for worker in late if not worker.connection.poll()]
         return heard + [(worker, self._lost(worker, TIMEOUT), True) for worker in overdue]
 
-    def _read(self, worker: Worker) -> list[Heard]:
+    def _read(self, worker: Worker) -> list[StepResult]:
         """One message; none where it died while it waited."""
         try:
             answer, last = worker.connection.recv()

@@ -71,7 +71,7 @@ def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
     """Of a model in the folder."""
     given = {
         "group_size": 4,
-        "max_completion_len": 6,
+        "max_completion_length": 6,
         "max_iterations": 2,
         "update": UpdateConfig(micro_batch_size=3),
         "optimizer": partial(torch.optim.SGD, lr=0.5),
@@ -84,7 +84,7 @@ def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
 
 
 INLINE = EpisodeSettings(
-    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_turns=True
+    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
 )
 VARIANTS = {
     "plain": {"check_invariants": True},
@@ -97,14 +97,14 @@ VARIANTS = {
         "kind": "qwen2",
         "check_invariants": True,
     },
-    "epochs": {"update": UpdateConfig(inner_epochs=2, micro_batch_size=3)},
+    "epochs": {"update": UpdateConfig(epochs_per_rollout=2, micro_batch_size=3)},
     "entropy": {"objective": Objective(entropy_coef=0.01)},
-    "resampled": {"max_resamples": 3},
+    "resampled": {"dynamic_sampling_attempts": 3},
     "bf16": {"precision": Precision(compute="bfloat16"), "check_invariants": True},
     "t5": {"kind": "t5"},
     "served": {"check_invariants": True},
     "served lora": {"kind": "qwen2", "lora": LoRA(rank=4), "check_invariants": True},
-    "turns": {"environment": Echo((2, 40)), "episode": INLINE, "max_completion_len": 70},
+    "turns": {"environment": Echo((2, 40)), "episode": INLINE, "max_completion_length": 70},
 }
 
 
@@ -189,7 +189,7 @@ def train(processes, folder, name, source=None, replicas=1, fallback=False):
         folder,
         max_iterations=4,
         objective=Objective(kl_coef=0.1),
-        update=UpdateConfig(micro_batch_size=3, inner_epochs=2),
+        update=UpdateConfig(micro_batch_size=3, epochs_per_rollout=2),
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
     )
     keeper = IterationCheckpoint(2, keep_last=9, keep_best=0)

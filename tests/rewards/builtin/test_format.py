@@ -59,10 +59,10 @@ def test_length_is_full_inside_the_range_and_falls_linearly_outside() -> None:
 
 def test_soft_overlong_agrees_with_trl() -> None:
     lengths = [10, 80, 81, 90, 100, 101, 5, 6, 1, 0]
-    rewards = soft_overlong([], [], lengths, max_completion_len=100, soft_punish_cache=20)
+    rewards = soft_overlong([], [], lengths, max_completion_length=100, soft_punish_cache=20)
     assert rewards == [0.0, 0.0, -0.05, -0.5, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="soft_punish_cache is 11; it must be at most 10"):
-        soft_overlong([], [], [1], max_completion_len=10, soft_punish_cache=11)
+        soft_overlong([], [], [1], max_completion_length=10, soft_punish_cache=11)
 
 
 def test_repetition_agrees_with_trl() -> None:

@@ -6,7 +6,7 @@ RIGHT, WRONG = "<answer>72</answer>", "<answer>73</answer>"
 
 
 def judge(text: str, length: int, gold: object = "72", **kwargs) -> float | None:
-    return cosine_length(["?"], [text], [gold], [length], max_completion_len=100, **kwargs)[0]
+    return cosine_length(["?"], [text], [gold], [length], max_completion_length=100, **kwargs)[0]
 
 
 def test_the_cosine_by_hand() -> None:

@@ -108,8 +108,8 @@ def test_groups_that_wait_fill_the_places_of_finished_rows(architecture, fused):
     assert max(rows) <= 4
     assert len(rows) < 6 * int(plain.lengths.max())  # six waves, one after the other
     assert_same(waves, plain)
-    for look_every in (2, 5):
-        engine = LocalEngine(max_rows=6, look_every=look_every, fused=fused)
+    for sync_every_tokens in (2, 5):
+        engine = LocalEngine(max_rows=6, sync_every_tokens=sync_every_tokens, fused=fused)
         assert_same(engine.generate(requests), plain)
 
 
@@ -131,8 +131,8 @@ def test_looking_for_finished_rows_less_often_changes_nothing(architecture, engi
     policy, prompts = ragged(tiny_policy(architecture)), prompt_batch(*TEXTS)
     requests = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     whole = engine.generate(requests)
-    for look_every in (3, 100):
-        assert_same(replace(engine, look_every=look_every).generate(requests), whole)
+    for sync_every_tokens in (3, 100):
+        assert_same(replace(engine, sync_every_tokens=sync_every_tokens).generate(requests), whole)
 
 
 def test_lower_precision_is_near_and_says_so(architecture):
@@ -149,7 +149,7 @@ def test_lower_precision_is_near_and_says_so(architecture):
     assert LocalEngine().exact
 
 
-@pytest.mark.parametrize("setting", ["max_rows", "look_every"])
+@pytest.mark.parametrize("setting", ["max_rows", "sync_every_tokens"])
 def test_engine_settings_out_of_range_are_refused(setting):
     with pytest.raises(ValueError, match=f"engine.{setting} is 0; it must be at least 1"):
         LocalEngine(**{setting: 0})

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.algorithms.importance import SamplerCorrection
+from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
@@ -126,7 +126,7 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine(engine):
 
 def test_it_samples_the_next_rollout_while_this_one_is_learned_from(engine):
     Sequential.batches = all_batches()
-    correction = Objective(sampler_correction=SamplerCorrection())
+    correction = Objective(importance_correction=ImportanceCorrection())
     expected = run(Sequential, staleness=0, objective=correction, engine=InTurn())
     found = run(engine=engine)
     assert_same_weights(found, expected)

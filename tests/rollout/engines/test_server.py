@@ -302,7 +302,7 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine(server):
 def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(server, caplog):
     server.mode = "processed_logprobs"
     grpo = module(engine=engine_of(server, numbers="seeds"))
-    assert grpo.coefficients.objective.sampler_correction is not None
+    assert grpo.coefficients.objective.importance_correction is not None
     assert "ServerEngine does not sample with the policy's own" in caplog.text
     train(grpo, loader(prompt_batch("a", "hello there")))
     assert not grpo.learner.reuse_sampler_logprobs

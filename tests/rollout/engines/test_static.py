@@ -22,7 +22,7 @@ from tests.models.test_t5 import VARIANTS, variant
 from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.reference_engine import ReferenceEngine
 
-ENGINE = StaticEngine(prompt_buckets=8, look_every=4)
+ENGINE = StaticEngine(prompt_buckets=8, sync_every_tokens=4)
 
 
 def said(policy, engine, sampling=None, texts=TEXTS):
@@ -164,7 +164,7 @@ def test_no_more_steps_are_taken_once_all_rows_have_ended():
             return super().step(tokens, state)
 
     policy.static_decoder = Counted
-    lengths = said(policy, StaticEngine(look_every=3)).lengths
+    lengths = said(policy, StaticEngine(sync_every_tokens=3)).lengths
     assert len(steps) == -(-int(lengths.max()) // 3) * 3 - 1 < 11
 
 
@@ -186,8 +186,8 @@ def test_what_cannot_be_decoded_in_static_shapes_is_refused():
     for buckets in (0, (), (8, -1)):
         with pytest.raises(ValueError, match=r"engine.prompt_buckets is .*; it must be"):
             StaticEngine(prompt_buckets=buckets)
-    with pytest.raises(ValueError, match=r"engine.look_every is 0; it must be at least 1"):
-        StaticEngine(look_every=0)
+    with pytest.raises(ValueError, match=r"engine.sync_every_tokens is 0; it must be at least 1"):
+        StaticEngine(sync_every_tokens=0)
     scaled = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
     with pytest.raises(ValueError, match=r"\['dynamic'\] depend on the length.*LocalEngine"):
         said(tiny_policy("llama", rope_parameters=scaled), ENGINE)

@@ -148,7 +148,7 @@ def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
     policy = ending(tiny_policy("qwen2"))
     one = played(LocalEngine(), requests_of(policy), max_turns=1)
     assert (one.turns <= 0).all()
-    cut = played(LocalEngine(), requests_of(policy), Echo(lengths=(50,)), max_heard_tokens=20)
+    cut = played(LocalEngine(), requests_of(policy), Echo(lengths=(50,)), max_observation_tokens=20)
     heard = cut.episodes[0].spans[1]
     assert heard[1] - heard[0] in (20, 21)  # an end token in front where the turn was cut
     ids = cut.completion_ids[0, heard[1] - 20 : heard[1]].tolist()
@@ -162,7 +162,7 @@ def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
 def test_a_turn_cut_by_its_limit_ends_the_episode_unless_it_is_closed():
     policy = tiny_policy("qwen2")
     policy.eos_ids = (2,)
-    cut = played(LocalEngine(), requests_of(policy), close_turns=False)
+    cut = played(LocalEngine(), requests_of(policy), close_truncated_turns=False)
     assert cut.truncated.all()
     assert torch.equal(cut.lengths, torch.full_like(cut.lengths, 4))
     assert (cut.turn_rewards == 1).all()  # it is rewarded

@@ -87,7 +87,7 @@ model:
   class_path: litgrpo.GRPO
   init_args:
     pretrained: builtin:tiny-gemma2
-    max_completion_len: 8
+    max_completion_length: 8
     rewards:
       cheerful: {function: tests.tools.audit.test_open_text.cheerful}
 data:

@@ -12,7 +12,7 @@ GAME = {
             "environment": {"class_path": "litgrpo.environments.examples.NumberGame"},
             "episode": {"max_turns": 2, "max_turn_tokens": 6, "between": "inline"},
             "rewards": {"environment": {"weight": 1.0}},
-            "max_completion_len": 16,
+            "max_completion_length": 16,
         },
     },
     "data": {

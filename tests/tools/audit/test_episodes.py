@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from litgrpo.environments.base import Heard, Start
+from litgrpo.environments.base import Start, StepResult
 from litgrpo.environments.examples import NumberGame
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.rewards import Reward, Scorer
@@ -28,7 +28,7 @@ class Paying:
         return ""
 
     def step(self, said):
-        return Heard("go on", reward=self.pays(said, self.row))
+        return StepResult("go on", reward=self.pays(said, self.row))
 
 
 def found(environment, rewards=None, spoken=SPOKEN):

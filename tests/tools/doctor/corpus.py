@@ -20,7 +20,7 @@ import torch
 import yaml
 from lightning import Callback, Trainer
 
-from litgrpo.algorithms.losses import Objective, PerToken
+from litgrpo.algorithms.losses import Objective, TokenMean
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
@@ -87,9 +87,9 @@ def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
     plain = {
         "pretrained": model_of(task, kind.teacher),
         "rewards": {"correct": Reward(correct)},
-        "objective": Objective(weighting=PerToken()),
+        "objective": Objective(loss_aggregation=TokenMean()),
         "group_size": 8,
-        "max_completion_len": 10,
+        "max_completion_length": 10,
         "evaluation": Evaluation(samples=2, pass_at=[1], fluency=False),
         "optimizer": lambda trained: torch.optim.AdamW(trained, lr=kind.lr, weight_decay=0.0),
         "lr_scheduler": kind.schedule,
@@ -103,7 +103,9 @@ def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
 
 def config_of(given: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """The recipe as `config.yaml` would have it; what was planted beside it is not in it."""
-    model = {name: given[name] for name in ("group_size", "max_completion_len", "max_iterations")}
+    model = {
+        name: given[name] for name in ("group_size", "max_completion_length", "max_iterations")
+    }
     objective = given["objective"]
     model["objective"] = {
         name: getattr(objective, name) for name in ("ratio", "kl_coef", "entropy_coef")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning import Callback
 
-from litgrpo.algorithms.losses import Clipped, Objective, PerToken
+from litgrpo.algorithms.losses import Clipped, Objective, TokenMean
 from litgrpo.models.loading import LoRA
 from litgrpo.rewards.parts import Reward
 from litgrpo.rollout.engines.local import LocalEngine
@@ -290,17 +290,17 @@ def fixed(**settings: Any) -> Callable[[], dict[str, Any]]:
     return lambda: settings
 
 
-HEAVY = UpdateConfig(inner_epochs=8, num_mini_batches=4, max_grad_norm=None)
-OFTEN = UpdateConfig(inner_epochs=6)
+HEAVY = UpdateConfig(epochs_per_rollout=8, num_mini_batches=4, max_grad_norm=None)
+OFTEN = UpdateConfig(epochs_per_rollout=6)
 COLLAPSE = ("collapsed", "diverged")
 MISMATCH = ("sampler_mismatch",)
 UNTRUE = ("reward_contradicts",)
 CUT = ("truncated", "no_end_token")
 
 FAULTS = (
-    Kind("truncated", ("truncated",), lambda h: True, settings=fixed(max_completion_len=4)),
-    Kind("truncated_hard", ("truncated",), planted, settings=fixed(max_completion_len=3)),
-    Kind("too_hard", ("too_hard",), stuck, words=7, settings=fixed(max_completion_len=16)),
+    Kind("truncated", ("truncated",), lambda h: True, settings=fixed(max_completion_length=4)),
+    Kind("truncated_hard", ("truncated",), planted, settings=fixed(max_completion_length=3)),
+    Kind("too_hard", ("too_hard",), stuck, words=7, settings=fixed(max_completion_length=16)),
     Kind("too_easy", ("too_easy",), planted, teacher="perfect"),
     Kind("copies", ("copies",), stuck, settings=fixed(sampling=Sampling(temperature=0.05))),
     Kind(
@@ -332,7 +332,8 @@ FAULTS = (
         ("loops", "hacked"),
         fell,
         settings=lambda: (
-            rewarded(correct=(correct, 0.1), repeats=(repeats, 2.0))() | {"max_completion_len": 24}
+            rewarded(correct=(correct, 0.1), repeats=(repeats, 2.0))()
+            | {"max_completion_length": 24}
         ),
     ),
     Kind(
@@ -356,7 +357,7 @@ FAULTS = (
         ("entropy_explosion", *COLLAPSE),
         fell,
         since=None,
-        settings=fixed(objective=Objective(weighting=PerToken(), entropy_coef=1.0)),
+        settings=fixed(objective=Objective(loss_aggregation=TokenMean(), entropy_coef=1.0)),
     ),
     Kind(
         "kl_blowup",
@@ -364,7 +365,7 @@ FAULTS = (
         fell_from_best,
         since=None,
         lr=2e-2,
-        settings=fixed(objective=Objective(weighting=PerToken(), kl_coef=1e-4)),
+        settings=fixed(objective=Objective(loss_aggregation=TokenMean(), kl_coef=1e-4)),
     ),
     Kind(
         "clip_saturated",
@@ -381,7 +382,8 @@ FAULTS = (
         since=None,
         lr=2e-2,
         settings=fixed(
-            update=OFTEN, objective=Objective(weighting=PerToken(), surrogate=Clipped(0.9, 100.0))
+            update=OFTEN,
+            objective=Objective(loss_aggregation=TokenMean(), surrogate=Clipped(0.9, 100.0)),
         ),
     ),
     Kind("noisy_sampler", MISMATCH, planted, settings=fixed(engine=Noisy())),
@@ -397,7 +399,9 @@ FAULTS = (
         "nan_loss",
         ("not_finite",),
         lambda h: h.skipped >= 3,
-        settings=lambda: {"objective": Objective(weighting=PerToken(), surrogate=Breaking())},
+        settings=lambda: {
+            "objective": Objective(loss_aggregation=TokenMean(), surrogate=Breaking())
+        },
     ),
     Kind(
         "broken_weight",
@@ -437,7 +441,7 @@ FAULTS = (
         ("truncated", "dead_part"),
         planted,
         settings=lambda: (
-            rewarded(correct=(correct, 0.5), format=(never, 0.5))() | {"max_completion_len": 4}
+            rewarded(correct=(correct, 0.5), format=(never, 0.5))() | {"max_completion_length": 4}
         ),
     ),
 )
@@ -462,11 +466,11 @@ HEALTHY = (
     ),
     Kind(
         "dr_grpo_steps",
-        settings=with_objective(PUBLISHED["dr_grpo"], update=UpdateConfig(inner_epochs=2)),
+        settings=with_objective(PUBLISHED["dr_grpo"], update=UpdateConfig(epochs_per_rollout=2)),
     ),
     Kind("lora", lr=1e-2, settings=lambda: {"lora": LoRA(rank=8)}),
     Kind("kl", settings=with_objective(Objective(kl_coef=0.05))),
-    Kind("inner_epochs", settings=fixed(update=UpdateConfig(inner_epochs=2))),
+    Kind("epochs_per_rollout", settings=fixed(update=UpdateConfig(epochs_per_rollout=2))),
     Kind("mini_batches", settings=fixed(update=UpdateConfig(num_mini_batches=4))),
     Kind("small_batch", batch=3),
     Kind("group_of_four", settings=fixed(group_size=4)),
@@ -476,10 +480,11 @@ HEALTHY = (
     Kind("hard_start", teacher="weak"),
     Kind("warm", settings=fixed(sampling=Sampling(temperature=0.8))),
     Kind(
-        "entropy_bonus", settings=with_objective(Objective(weighting=PerToken(), entropy_coef=1e-3))
+        "entropy_bonus",
+        settings=with_objective(Objective(loss_aggregation=TokenMean(), entropy_coef=1e-3)),
     ),
-    Kind("resampled", settings=fixed(max_resamples=2)),
-    Kind("long_limit", settings=fixed(max_completion_len=24)),
+    Kind("resampled", settings=fixed(dynamic_sampling_attempts=2)),
+    Kind("long_limit", settings=fixed(max_completion_length=24)),
     Kind("hard_and_mixed", settings=TWO_PARTS, teacher="weak", batch=12),
     Kind("clipped_gradient", settings=fixed(update=UpdateConfig(max_grad_norm=0.05))),
 )

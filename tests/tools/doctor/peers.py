@@ -15,7 +15,7 @@ NAMES = {
     "reward/std": "reward/std",
     "reward/min": "reward/min",
     "reward/max": "reward/max",
-    "frac_reward_zero_std": "reward/equal_groups_frac",
+    "frac_reward_zero_std": "reward/zero_variance_groups_frac",
     "eval/score": "val/avg@2",
     "entropy": "policy/entropy",
     "kl": "policy/kl",
@@ -52,7 +52,7 @@ def rldoctor(run):
 
     settings = run["config"]["model"]["init_args"]
     config = {"num_generations": settings["group_size"]}
-    config["max_completion_length"] = settings["max_completion_len"]
+    config["max_completion_length"] = settings["max_completion_length"]
     found = diagnose(run_from_records(records(run), config=config)).findings
     return [
         [each.detector, None, each.severity.name.lower()]

@@ -2,13 +2,13 @@ import math
 
 from litgrpo.tools.doctor.config import Config
 
-NESTED = {"model": {"init_args": {"update": {"inner_epochs": 2}, "kl": None}}}
+NESTED = {"model": {"init_args": {"update": {"epochs_per_rollout": 2}, "kl": None}}}
 
 
 def test_a_key_is_found_with_and_without_init_args():
     config = Config(NESTED, "runs/a/config.yaml")
-    assert config.get("model.update.inner_epochs") == 2
-    assert config.get("model.init_args.update.inner_epochs") == 2
+    assert config.get("model.update.epochs_per_rollout") == 2
+    assert config.get("model.init_args.update.epochs_per_rollout") == 2
     assert config.get("model.kl", 3) == 3
     assert config.get("model.update.nothing.there", "x") == "x"
     assert config.steps_per_iteration == 2

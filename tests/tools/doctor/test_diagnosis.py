@@ -6,7 +6,7 @@ from litgrpo.tools.doctor.rule import EXPLAINS, RULES
 from litgrpo.tools.doctor.run_files import read
 from tests.tools.doctor.writing import written
 
-CONFIG = {"model": {"class_path": "litgrpo.GRPO", "init_args": {"max_completion_len": 12}}}
+CONFIG = {"model": {"class_path": "litgrpo.GRPO", "init_args": {"max_completion_length": 12}}}
 CUT = [0.0] * 15 + [0.8] * 15
 
 
@@ -17,9 +17,9 @@ def test_a_finding_names_the_key_the_command_the_samples_and_since_when(tmp_path
     assert (found.rule, found.severity) == ("truncated", "critical")
     assert 14 <= found.since <= 18
     assert [row["completion"] for row in found.samples] == ["a [cut]"]
-    assert (found.key, found.value) == ("model.max_completion_len", "24")
+    assert (found.key, found.value) == ("model.max_completion_length", "24")
     assert f"-c {run}/config.yaml" in found.command
-    assert "--model.max_completion_len 24" in found.command
+    assert "--model.max_completion_length 24" in found.command
     assert found.page == "docs/doctor.md#truncated"
 
 

@@ -24,12 +24,12 @@ def late(before, after):
     return np.concatenate([np.full(20, float(before)), np.full(20, float(after))])
 
 
-FLAT = {"reward/mean": flat(0.4), "reward/right_frac": flat(0.4)}
-BETTER = {"reward/mean": up(0.3, 0.9), "reward/right_frac": up(0.3, 0.9)}
-PAID = {"reward/mean": up(0.3, 0.9), "reward/right_frac": up(0.5, 0.1)}
-ONCE = {"model": {"update": {"inner_epochs": 1}}}
-STEPS = {"model": {"update": {"inner_epochs": 4}, "objective": {"ratio": "token"}}}
-ALL_WRONG = {"reward/all_wrong_frac": flat(0.9), "reward/equal_groups_frac": flat(0.9)}
+FLAT = {"reward/mean": flat(0.4), "reward/correct_frac": flat(0.4)}
+BETTER = {"reward/mean": up(0.3, 0.9), "reward/correct_frac": up(0.3, 0.9)}
+PAID = {"reward/mean": up(0.3, 0.9), "reward/correct_frac": up(0.5, 0.1)}
+ONCE = {"model": {"update": {"epochs_per_rollout": 1}}}
+STEPS = {"model": {"update": {"epochs_per_rollout": 4}, "objective": {"ratio": "token"}}}
+ALL_WRONG = {"reward/all_incorrect_frac": flat(0.9), "reward/zero_variance_groups_frac": flat(0.9)}
 FORM = {
     "reward/format": late(0.3, 1),
     "reward/format_std": flat(0.1),
@@ -47,14 +47,18 @@ FOUND = [
     ("truncated", {"completion/truncated_frac": late(0, 0.5)}, {}),
     (
         "copies",
-        {"completion/unique_frac": flat(0.13), "reward/equal_groups_frac": flat(1)},
+        {"completion/unique_frac": flat(0.13), "reward/zero_variance_groups_frac": flat(1)},
         {"model": {"sampling": {"temperature": 0.05}}},
     ),
     ("rewards_fail", {"reward/failed_frac": flat(0.3)}, {}),
     ("fighting_parts", FLAT | {"reward/cosine_a_b": flat(-1)}, {}),
     ("too_hard", FLAT | ALL_WRONG, {}),
-    ("too_easy", {"reward/all_right_frac": flat(0.9), "reward/equal_groups_frac": flat(0.9)}, {}),
-    ("no_signal", {"reward/equal_groups_frac": flat(0.9), "reward/mean": flat(0.4)}, {}),
+    (
+        "too_easy",
+        {"reward/all_correct_frac": flat(0.9), "reward/zero_variance_groups_frac": flat(0.9)},
+        {},
+    ),
+    ("no_signal", {"reward/zero_variance_groups_frac": flat(0.9), "reward/mean": flat(0.4)}, {}),
     ("dominating_part", FLAT | FORM | {"reward/format_share": flat(0.97)}, PARTS),
     ("hacked", PAID, {}),
     ("format_only", FLAT | FORM, PARTS),
@@ -75,7 +79,7 @@ FOUND = [
     ("length_collapse", FLAT | {"completion/len_mean": up(40, 10)}, {}),
     (
         "memorised",
-        {"data/epoch": up(0, 9), "reward/right_frac": up(0.3, 1), "val/avg@4": flat(0.3)}
+        {"data/epoch": up(0, 9), "reward/correct_frac": up(0.3, 1), "val/avg@4": flat(0.3)}
         | {"val/avg@4_high": flat(0.35)},
         {},
     ),
@@ -90,9 +94,13 @@ NORMAL = [
         {},
     ),
     ("kl_blowup", BETTER | {"policy/kl": up(0, 0.4)}, {}),
-    ("too_easy", {"reward/all_right_frac": up(0.1, 1), "reward/equal_groups_frac": up(0.1, 1)}, {}),
-    ("no_signal", {"reward/equal_groups_frac": up(0.1, 1), "reward/mean": up(0.1, 1)}, {}),
-    ("too_hard", FLAT | ALL_WRONG | {"reward/equal_groups_frac": flat(0.1)}, {}),
+    (
+        "too_easy",
+        {"reward/all_correct_frac": up(0.1, 1), "reward/zero_variance_groups_frac": up(0.1, 1)},
+        {},
+    ),
+    ("no_signal", {"reward/zero_variance_groups_frac": up(0.1, 1), "reward/mean": up(0.1, 1)}, {}),
+    ("too_hard", FLAT | ALL_WRONG | {"reward/zero_variance_groups_frac": flat(0.1)}, {}),
     ("length_growth", BETTER | {"completion/len_mean": up(10, 40)}, {}),
     ("dead_part", FLAT | {"reward/x": flat(1), "reward/x_std": flat(0)}, {}),
     ("dominating_part", BETTER | FORM | {"reward/format_share": flat(0.97)}, {}),
@@ -102,7 +110,11 @@ NORMAL = [
     ("hacked", BETTER, {}),
     ("nothing_moves", BETTER | {"optim/update_rel": flat(1e-9)}, {}),
     ("nothing_moves", FLAT | {"optim/update_rel": flat(1e-5), "policy/entropy": up(0.1, 0.02)}, {}),
-    ("copies", {"completion/unique_frac": flat(0.13), "reward/equal_groups_frac": flat(1)}, {}),
+    (
+        "copies",
+        {"completion/unique_frac": flat(0.13), "reward/zero_variance_groups_frac": flat(1)},
+        {},
+    ),
     ("loops", {"completion/loop_frac": flat(0.3)}, {}),
 ]
 

@@ -8,9 +8,9 @@ FOUND = Finding(
     7,
     ("completion/truncated_frac: 0.5",),
     ({"prompt": "a\nb", "completion": "c" * 500, "reward": 0.0},),
-    "model.max_completion_len",
+    "model.max_completion_length",
     "64",
-    "python cli.py fit -c runs/a/config.yaml --model.max_completion_len 64",
+    "python cli.py fit -c runs/a/config.yaml --model.max_completion_length 64",
     (Finding("too_hard", "Nothing is right.", "warning", 9),),
 )
 

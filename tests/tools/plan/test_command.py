@@ -65,7 +65,7 @@ def test_what_is_proposed_fits_and_where_nothing_helps_that_is_said(cli):  # noq
     rates |= {"tflops": {"float32": 0.1}, "source": "made up"}
     made = {"small": rates | {"memory_gb": 0.1}, "tiny": rates | {"memory_gb": 0.0005}}
     Path("mine.yaml").write_text(json.dumps({"devices": made}))
-    words = ("plan", "-c", QUICKSTART, "--devices", "mine.yaml", "--data.max_prompt_len", "32")
+    words = ("plan", "-c", QUICKSTART, "--devices", "mine.yaml", "--data.max_prompt_length", "32")
     words += ("--val_prompts", "10", "--data.eval_batch_size", "16", "--fit")
     code, out, _ = cli(*words, "--chip", "small")
     assert code == 0

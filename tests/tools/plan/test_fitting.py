@@ -12,7 +12,7 @@ from litgrpo.tools.plan.memory import peak
 from litgrpo.tools.plan.training import read
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
-WORDS = ["-c", QUICKSTART, "--data.max_prompt_len", "32", "--data.eval_batch_size", "16"]
+WORDS = ["-c", QUICKSTART, "--data.max_prompt_length", "32", "--data.eval_batch_size", "16"]
 
 
 @pytest.fixture(scope="module")

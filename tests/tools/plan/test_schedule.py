@@ -21,7 +21,7 @@ def settings():
         ({}, "evaluations", 3),
         ({}, "answers", 5),
         ({}, "scores_old", False),
-        ({"model.init_args.update.inner_epochs": 2}, "steps", 2),
+        ({"model.init_args.update.epochs_per_rollout": 2}, "steps", 2),
         ({"model.init_args.update.staleness": 1}, "scores_old", True),
         ({"model.init_args.objective.kl_coef": 0.1}, "scores_reference", True),
         ({"trainer.limit_val_batches": 2}, "held_out", 200),

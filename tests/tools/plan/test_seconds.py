@@ -41,7 +41,7 @@ def test_a_phase_overlaps_memory_with_arithmetic_and_adds_the_rest():
     assert Phase("decoding", terms, 3).once == Span(4, 6)
     assert Phase("decoding", terms, 3).whole == Span(12, 18)
     assert Phase("decoding", terms, 3).mostly == ARITHMETIC
-    assert "max_completion_len" in Phase("decoding", terms, 3).key
+    assert "max_completion_length" in Phase("decoding", terms, 3).key
 
 
 def test_gemma_2_2b_by_hand(gemma):

@@ -97,7 +97,7 @@ class Found:
     what: str = "Every group earns the same."
     severity: str = "warning"
     since: int = 7
-    evidence: tuple[str, ...] = ("reward/equal_groups_frac is 0.9",)
+    evidence: tuple[str, ...] = ("reward/zero_variance_groups_frac is 0.9",)
     samples: tuple[dict, ...] = ()
     key: str = "model.group_size"
     command: str = "python cli.py fit -c configs/quickstart.yaml --model.group_size 16"

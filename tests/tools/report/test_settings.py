@@ -5,29 +5,29 @@ CONFIG = {
     "run_dir": "runs/mine",
     "seed_everything": 3,
     "trainer": {"accelerator": "auto", "devices": 2},
-    "model": {"init_args": {"group_size": 4, "max_completion_len": 40}},
+    "model": {"init_args": {"group_size": 4, "max_completion_length": 40}},
     "data": {"init_args": {"batch_size": 16}},
 }
 
 
 def test_what_differs_from_the_recipe_comes_first(tmp_path):
     recipe = tmp_path / "my recipe.yaml"
-    recipe.write_text("model: {init_args: {group_size: 8, max_completion_len: 40.0}}\n")
+    recipe.write_text("model: {init_args: {group_size: 8, max_completion_length: 40.0}}\n")
     command = f"python cli.py fit -c '{recipe}' --model.group_size=4 --data.batch_size 16"
     names, settings = stated(RunFiles("a", CONFIG, command=command))
     assert names == [str(recipe)]
     assert [(each.key, each.recipe, each.used, each.differs) for each in settings] == [
         ("model.init_args.group_size", "8", "4", True),
         ("data.init_args.batch_size", "", "16", True),
-        ("model.init_args.max_completion_len", "40", "40", False),
+        ("model.init_args.max_completion_length", "40", "40", False),
     ]
 
 
 def test_a_class_named_by_its_last_word_is_the_same():
-    key, used = "objective.class_path", "litgrpo.algorithms.losses.PerToken"
-    assert not Setting(key, "PerToken", used).differs
+    key, used = "objective.class_path", "litgrpo.algorithms.losses.TokenMean"
+    assert not Setting(key, "TokenMean", used).differs
     assert Setting(key, "Token", used).differs
-    assert Setting("name", "PerToken", used).differs
+    assert Setting("name", "TokenMean", used).differs
 
 
 def test_a_recipe_that_is_gone_makes_no_guess():

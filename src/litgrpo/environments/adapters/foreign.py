@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from litgrpo.environments.base import Heard, Message
+from litgrpo.environments.base import Message, StepResult
 
 ACTION = "action"  # what the calls of a game are counted as
 
@@ -23,7 +23,7 @@ class Foreign(ABC):
         """Begin an episode; see `Environment.reset`."""
 
     @abstractmethod
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Answer one turn; see `Environment.step`."""
 
     def close(self) -> None:
@@ -67,14 +67,14 @@ def opening(row: dict[str, Any], text: str) -> str:
     return f"\n\n{text.strip()}" if row.get("prompt") else text.strip()
 
 
-def refused(text: str) -> Heard:
+def refused(text: str) -> StepResult:
     """A turn without an action that can be played: a fixed text, and a call that failed."""
-    return Heard(text, calls={ACTION: (1, 1)})
+    return StepResult(text, calls={ACTION: (1, 1)})
 
 
 def played(
     said: str | list[Message], reward: float, *, done: bool, state: str, failed: bool = False
-) -> Heard:
+) -> StepResult:
     """A turn that the game answered; its state is a hash, equal in every process."""
     digest = hashlib.blake2b(state.encode("utf-8", "replace"), digest_size=12).hexdigest()
-    return Heard(said, float(reward), done, digest, calls={ACTION: (1, int(failed))})
+    return StepResult(said, float(reward), done, digest, calls={ACTION: (1, int(failed))})

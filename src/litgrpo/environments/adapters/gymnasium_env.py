@@ -10,7 +10,7 @@ from typing import Any
 from litgrpo.arguments import require
 from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played, refused
 from litgrpo.environments.adapters.toy_text import DESCRIBERS, NAMES
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.environments.tool import imported
 from litgrpo.environments.tool_calls import after_thoughts
 
@@ -70,7 +70,7 @@ class Text(Foreign):
         observation, info = self._game.reset(seed=seed % SEEDS)
         return opening(row, f"{self._told(observation, info)}\n{self._actions}")
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Play one action; see `Environment.step`."""
         fixed = self.invalid.replace("{actions}", self._actions).strip()
         action = self._action(said)

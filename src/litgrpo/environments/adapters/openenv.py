@@ -10,7 +10,7 @@ from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played, refused
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 from litgrpo.environments.tool import imported
 from litgrpo.environments.tool_calls import after_thoughts
 
@@ -63,7 +63,7 @@ class OpenEnv(Foreign):
         self._game = self._made()
         return opening(row, self._told(_fields(self._game.reset(seed=seed % SEEDS))))
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Take one action; see `Environment.step`."""
         try:
             action = self._action(after_thoughts(said))

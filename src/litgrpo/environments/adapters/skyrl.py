@@ -8,7 +8,7 @@ from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played
-from litgrpo.environments.base import Heard, Message
+from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.tool import imported
 
 
@@ -69,7 +69,7 @@ class SkyRL(Foreign):
         new = _text_or_messages(messages[1:])
         return opening(row, new) if new and isinstance(new, str) else new
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Answer one turn; see `Environment.step`."""
         given = self._game.step(said)
         new = [dict(each) for each in given["observations"]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played
-from litgrpo.environments.base import Heard
+from litgrpo.environments.base import StepResult
 
 SEEDS = 2**31
 
@@ -45,7 +45,7 @@ class TextArena(Foreign):
         self._seen = self._observation()
         return opening(row, self._seen)
 
-    def step(self, said: str) -> Heard:
+    def step(self, said: str) -> StepResult:
         """Make a move; see `Environment.step`."""
         done, _ = self._game.step(said)
         state = self._game.state

@@ -112,7 +112,7 @@ def soft_overlong(
     completions: Completions,
     completion_lengths: Sequence[int],
     *,
-    max_completion_len: int,
+    max_completion_length: int,
     soft_punish_cache: int,
 ) -> list[float]:
     """0 for a short completion, falling to -1 over the last tokens before the limit.
@@ -121,7 +121,7 @@ def soft_overlong(
         prompts: N prompts; not read.
         completions: N completions; not read.
         completion_lengths: N lengths in tokens.
-        max_completion_len: length that costs the whole punishment.
+        max_completion_length: length that costs the whole punishment.
         soft_punish_cache: number of tokens over which the punishment grows.
 
     Returns:
@@ -130,10 +130,10 @@ def soft_overlong(
     Source: DAPO, arXiv:2503.14476, equation 13.
     """
     at_least("soft_punish_cache", soft_punish_cache, 1)
-    at_most("soft_punish_cache", soft_punish_cache, max_completion_len)
+    at_most("soft_punish_cache", soft_punish_cache, max_completion_length)
     # 0                     if n <= start
     # (start - n) / cache   between, down to -1 at the limit
-    start = max_completion_len - soft_punish_cache
+    start = max_completion_length - soft_punish_cache
     return [max(-1.0, min(0.0, (start - n) / soft_punish_cache)) for n in completion_lengths]
 
 

@@ -16,7 +16,7 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
     answer: Sequence[Gold],
     completion_lengths: Sequence[int],
     *,
-    max_completion_len: int,
+    max_completion_length: int,
     right_short: float = 1.0,
     right_long: float = 0.5,
     wrong_short: float = -1.0,
@@ -26,7 +26,8 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
 ) -> list[float | None]:
     """Right answers earn more when they are short, wrong ones lose less when they are long.
 
-    Between no token and `max_completion_len` the reward follows half a cosine: it changes little at
+    Between no token and `max_completion_length` the reward follows half a cosine: it changes
+    little at
     both ends. With `right_long` above `wrong_long` no wrong answer beats a right one.
 
     Args:
@@ -34,7 +35,7 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
         completions: N completions, texts or lists of chat messages.
         answer: N gold answers, as in `litgrpo.rewards.builtin.math.correctness`.
         completion_lengths: N lengths in tokens.
-        max_completion_len: length at which a completion is cut off.
+        max_completion_length: length at which a completion is cut off.
         right_short: reward of a right answer in no tokens.
         right_long: reward of a right answer just below the limit.
         wrong_short: reward of a wrong answer in no tokens.
@@ -47,7 +48,7 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
 
     Source: Yeo et al. 2025, arXiv:2502.03373, section 4.2; the defaults are Open-R1's.
     """
-    at_least("max_completion_len", max_completion_len, 1)
+    at_least("max_completion_length", max_completion_length, 1)
     require(
         right_long >= wrong_long,
         f"cosine_length needs right_long >= wrong_long, got {right_long} and {wrong_long}",
@@ -58,8 +59,8 @@ def cosine_length(  # noqa: PLR0913 (five levels and a limit)
         None
         if is_right is None
         else too_long
-        if length >= max_completion_len
-        else _cosine(length / max_completion_len, *ends[is_right])
+        if length >= max_completion_length
+        else _cosine(length / max_completion_length, *ends[is_right])
         for is_right, length in zip(right, completion_lengths, strict=True)
     ]
 

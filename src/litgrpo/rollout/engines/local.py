@@ -28,7 +28,8 @@ class LocalEngine(RolloutEngine):
             begin as soon as enough rows have finished. Lower it when keys and values do not fit
             into memory. None decodes all.
         drop_frac: finished rows leave the batch when they are this fraction of it.
-        look_every: tokens between looks for finished rows; each look waits for the device, which
+        sync_every_tokens: tokens between looks for finished rows; each look waits for the device,
+            which
             costs nothing on a CPU.
         dtype: `bfloat16` decodes in lower precision than the policy's. Its log-probabilities are
             then not the policy's own, and the learner corrects for that. None: as the policy.
@@ -37,14 +38,14 @@ class LocalEngine(RolloutEngine):
 
     max_rows: int | None = None
     drop_frac: float = 0.03
-    look_every: int = 1
+    sync_every_tokens: int = 1
     dtype: Literal["bfloat16"] | None = None
     fused: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         at_least("engine.max_rows", self.max_rows, 1)
-        at_least("engine.look_every", self.look_every, 1)
+        at_least("engine.sync_every_tokens", self.sync_every_tokens, 1)
 
     @property
     def exact(self) -> bool:
@@ -90,7 +91,7 @@ class LocalEngine(RolloutEngine):
         group_size, length = requests.group_size, requests.uniforms.shape[1]
         waiting, batch, step, full = len(requests.prompts), None, 0, 0
         # Finished rows take up room until they are looked for, so short limits look more often.
-        pause = min(self.look_every, max(1, length // 4))
+        pause = min(self.sync_every_tokens, max(1, length // 4))
         stops = requests.stops
         watch = _NoWatch() if stops is None else stops.watch(requests.uniforms)
         while waiting or batch is not None:

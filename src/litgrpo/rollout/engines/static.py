@@ -29,14 +29,14 @@ class StaticEngine(RolloutEngine):
     Args:
         prompt_buckets: widths that prompts are padded to. One number: its multiples; several:
             these, and longer prompts are refused. Each width costs a compilation.
-        look_every: tokens between looks whether every row has ended; each look waits for the
+        sync_every_tokens: tokens between looks whether every row has ended; each look waits for the
             device.
         record: on CUDA, record the step that feeds a token and replay it: one launch instead of
             hundreds. A model that looks at values on the way cannot be recorded.
     """
 
     prompt_buckets: int | tuple[int, ...] = 64
-    look_every: int = 16
+    sync_every_tokens: int = 16
     record: bool = True
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class StaticEngine(RolloutEngine):
             f"engine.prompt_buckets is {self.prompt_buckets}; it must be a number of tokens, or "
             "several, each at least 1.",
         )
-        at_least("engine.look_every", self.look_every, 1)
+        at_least("engine.sync_every_tokens", self.sync_every_tokens, 1)
 
     @property
     def static_shapes(self) -> bool:
@@ -79,7 +79,7 @@ class StaticEngine(RolloutEngine):
         require(
             bool(fitting),
             f"A prompt has {length} tokens, but the largest of engine.prompt_buckets is "
-            f"{max(self._widths)}. Give a larger one, or a lower data.max_prompt_len.",
+            f"{max(self._widths)}. Give a larger one, or a lower data.max_prompt_length.",
         )
         return min(fitting)
 
@@ -107,7 +107,7 @@ class StaticEngine(RolloutEngine):
             sampler = TokenSampler(_plain(uniforms, device), is_end, sampling)
             output, state = prefill(policy, ids, mask, sampler, group_size)
             for column in range(1, uniforms.shape[1]):
-                if column % self.look_every == 0 and _all_ended(output, requests.stops):
+                if column % self.sync_every_tokens == 0 and _all_ended(output, requests.stops):
                     break
                 output, state = step(policy, output, state, sampler)
             if device.static_shapes:

@@ -248,11 +248,11 @@ def audit_open(
     wanted = min(limit or OPEN_PROMPTS, OPEN_PROMPTS, len(rows))
     rows = rows[:: len(rows) // wanted][:wanted]
     asked: Any = {"style": data.style, "limit": data.limit, "tokenizer": tokenizer}
-    prompts = tokenized_prompts(rows, "audit", **asked, pad_to_multiple=1)
+    prompts = tokenized_prompts(rows, "audit", **asked, pad_to_multiple_of=1)
     rollouter = Rollouter(
         load_policy(str(name), tokenizer=tokenizer),
         SAMPLES,
-        int(settings.get("max_completion_len", 256)),
+        int(settings.get("max_completion_length", 256)),
         sampling=Sampling(**(settings.get("sampling") or {})),
     )
     print(f"sampling {SAMPLES} completions of {len(prompts)} prompts by {name}")

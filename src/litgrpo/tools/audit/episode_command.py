@@ -32,7 +32,7 @@ MOST_ROWS, SAMPLES = 32, 4
 WORKERS = 8
 # What decides how the start model's episodes look; the rest is about learning.
 TAKEN = (
-    *("pretrained", "rewards", "max_completion_len", "sampling", "precision", "lora"),
+    *("pretrained", "rewards", "max_completion_length", "sampling", "precision", "lora"),
     *("reward_format", "environment", "episode", "seed"),
 )
 
@@ -75,7 +75,7 @@ def audit_environment(
         module.settings.environment,  # type: ignore[arg-type]
         workers=min(WORKERS, episode.workers or WORKERS),
         timeout_s=episode.timeout_s,
-        max_heard_chars=episode.max_heard_chars,
+        max_observation_chars=episode.max_observation_chars,
         max_failed_frac=1.0,
     )
     size = rollout.group_size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.environments.base import EpisodePool, Failed, Heard, Message, Start
+from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.tools.audit.policies import (
     HOSTILE,
@@ -233,7 +233,7 @@ def _speak(pool: EpisodePool, policy: Policy, number: int, episode: Played) -> N
     pool.say(number, said)
 
 
-def _goes_on(episode: Played, heard: Heard | Failed) -> bool:
+def _goes_on(episode: Played, heard: StepResult | Failed) -> bool:
     """Note an answer; whether another turn may follow."""
     if isinstance(heard, Failed):
         episode.failed = heard.reason

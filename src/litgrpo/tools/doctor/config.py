@@ -45,7 +45,7 @@ class Config:
     @property
     def steps_per_iteration(self) -> float:
         """Optimizer steps of an iteration; infinite where there is no recipe to ask."""
-        epochs = self.number("model.update.inner_epochs", 1)
+        epochs = self.number("model.update.epochs_per_rollout", 1)
         steps = epochs * self.number("model.update.num_mini_batches", 1)
         return steps if self.values else math.inf
 

@@ -21,7 +21,8 @@ class Finding:
         since: first iteration in which it shows.
         evidence: the numbers that show it, a sentence each.
         samples: rows of `samples/iteration-*.jsonl` that show it, at most three.
-        key: key of the recipe to change, such as `model.max_completion_len`; "" where none helps.
+        key: key of the recipe to change, such as `model.max_completion_length`; "" where none
+            helps.
         value: what to set it to.
         command: starts the changed run.
         symptoms: findings that this one explains.

@@ -50,8 +50,8 @@ class Rule:
         return lacks or [f"{self.patience} iterations"] * (metrics.iterations < self.patience)
 
 
-REWARD, RIGHT = "reward/mean", "reward/right_frac"
-EQUAL, UNIQUE = "reward/equal_groups_frac", "completion/unique_frac"
+REWARD, RIGHT = "reward/mean", "reward/correct_frac"
+EQUAL, UNIQUE = "reward/zero_variance_groups_frac", "completion/unique_frac"
 CUT, ENDS = "completion/truncated_frac", "completion/eos_frac"
 # Causes first: a finding is put under the first one that explains it.
 RULES = (
@@ -81,13 +81,13 @@ RULES = (
     Rule(reward.fighting_parts, (COSINES,), "No two rewards pull against each other."),
     Rule(
         signal.too_hard,
-        ("reward/all_wrong_frac", EQUAL, RIGHT),
+        ("reward/all_incorrect_frac", EQUAL, RIGHT),
         "Most groups have a right completion, or rewards that differ.",
         10,
     ),
     Rule(
         signal.too_easy,
-        ("reward/all_right_frac", EQUAL),
+        ("reward/all_correct_frac", EQUAL),
         "There was something to learn; groups that become all right later are normal.",
         10,
     ),

@@ -188,11 +188,11 @@ def format_only(metrics: Metrics, samples: Rows, config: Config) -> Finding | No
 
 def hacked(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """The reward rises and right answers become fewer. Source: open-r1 #407, arXiv:2606.04923."""
-    reward, answers = trend(metrics["reward/mean"]), trend(metrics["reward/right_frac"])
+    reward, answers = trend(metrics["reward/mean"]), trend(metrics["reward/correct_frac"])
     fewer = answers.fell and answers.change < -LESS
     if not reward.rose or not (fewer or held_out_fell(metrics)):
         return None
-    falls = metrics["reward/right_frac"].means()
+    falls = metrics["reward/correct_frac"].means()
     weight = config.get("model.rewards", {})
     paid = [name for name in metrics.parts() if trend(metrics[f"reward/{name}"]).rose]
     paid = [name for name in paid if name != success_part(metrics, config)] or list(weight)
@@ -219,7 +219,7 @@ def held_out_fell(metrics: Metrics) -> bool:
 
 def gained(metrics: Metrics) -> bool:
     """Whether right answers became more frequent by more than noise, and by more than a little."""
-    answers = metrics["reward/right_frac"]
+    answers = metrics["reward/correct_frac"]
     if len(answers.known) <= 1:
         return trend(metrics["reward/mean"]).rose
     change = trend(answers)
@@ -228,7 +228,7 @@ def gained(metrics: Metrics) -> bool:
 
 def right(metrics: Metrics) -> str:
     """A sentence about right answers."""
-    return both("reward/right_frac", metrics["reward/right_frac"])
+    return both("reward/correct_frac", metrics["reward/correct_frac"])
 
 
 def success_part(metrics: Metrics, config: Config) -> str:

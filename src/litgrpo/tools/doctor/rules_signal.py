@@ -48,7 +48,7 @@ def no_end_token(metrics: Metrics, samples: Rows, config: Config) -> Finding | N
     stopped = bool(config.get("model.sampling.stop"))
     if stopped and lately(cut) < CUT:
         return None
-    limit = config.get("model.max_completion_len")
+    limit = config.get("model.max_completion_length")
     return Finding(
         "no_end_token",
         f"Only {ends.values[-1]:.0%} of the completions end with an end token.",
@@ -60,7 +60,7 @@ def no_end_token(metrics: Metrics, samples: Rows, config: Config) -> Finding | N
             "training), or the limit is below what any answer needs: the samples tell which",
         ),
         cut_off(samples),
-        "model.max_completion_len",
+        "model.max_completion_length",
         str(2 * int(limit)) if limit else "",
     )
 
@@ -70,7 +70,7 @@ def truncated(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
     share = metrics["completion/truncated_frac"].means()
     if not len(share) or share.values[-1] < CUT:
         return None
-    limit = config.get("model.max_completion_len")
+    limit = config.get("model.max_completion_length")
     return Finding(
         "truncated",
         f"The length limit cuts off {share.values[-1]:.0%} of the completions.",
@@ -78,14 +78,14 @@ def truncated(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
         first_of(share, share.values >= CUT),
         (both("completion/truncated_frac", metrics["completion/truncated_frac"]),),
         cut_off(samples),
-        "model.max_completion_len",
+        "model.max_completion_length",
         str(2 * int(limit)) if limit else "",
     )
 
 
 def copies(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """The completions of a group are the same from the start. Source: TRL #3452, unsloth #2291."""
-    unique, equal = metrics["completion/unique_frac"], metrics["reward/equal_groups_frac"]
+    unique, equal = metrics["completion/unique_frac"], metrics["reward/zero_variance_groups_frac"]
     temperature = config.number("model.sampling.temperature", 1.0)
     size = config.number("model.group_size", 8)
     alone = np.mean(unique.first()) < 1 / size + 1 / 8
@@ -109,7 +109,7 @@ def copies(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
 
 def too_hard(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """No completion of most prompts is right. Source: TRL #3857, DAPO arXiv:2503.14476."""
-    pairs = metrics["reward/all_wrong_frac"], metrics["reward/equal_groups_frac"]
+    pairs = metrics["reward/all_incorrect_frac"], metrics["reward/zero_variance_groups_frac"]
     useless = Series(pairs[0].steps, np.minimum(pairs[0].values, aligned(pairs[1], pairs[0])))
     share = useless.means()
     if not len(share) or share.values[-1] < MUCH:
@@ -119,17 +119,20 @@ def too_hard(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
         f"In {share.values[-1]:.0%} of the groups no completion is right: they teach nothing.",
         "critical" if share.values[-1] >= MOST else "warning",
         first_of(share, share.values >= MUCH),
-        tuple(both(name, metrics[name]) for name in ("reward/all_wrong_frac", "reward/right_frac")),
+        tuple(
+            both(name, metrics[name])
+            for name in ("reward/all_incorrect_frac", "reward/correct_frac")
+        ),
         tuple(samples[-3:]),
-        "model.max_resamples",
+        "model.dynamic_sampling_attempts",
         "4",
     )
 
 
 def too_easy(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """From the start all completions of most prompts are right. Source: DAPO, arXiv:2503.14476."""
-    share = metrics["reward/all_right_frac"]
-    equal = np.mean(metrics["reward/equal_groups_frac"].first())
+    share = metrics["reward/all_correct_frac"]
+    equal = np.mean(metrics["reward/zero_variance_groups_frac"].first())
     if min(np.mean(share.first()), equal) < MOST:
         return None
     return Finding(
@@ -138,16 +141,16 @@ def too_easy(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
         "little to learn.",
         "warning",
         int(share.steps[0]),
-        (both("reward/all_right_frac", share),),
+        (both("reward/all_correct_frac", share),),
         tuple(samples[:1]),
-        "model.max_resamples",
+        "model.dynamic_sampling_attempts",
         "4",
     )
 
 
 def no_signal(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """Most groups are equal from the start. Source: TRL #3857, ms-swift #4570."""
-    equal, reward = metrics["reward/equal_groups_frac"], metrics["reward/mean"]
+    equal, reward = metrics["reward/zero_variance_groups_frac"], metrics["reward/mean"]
     from_start = np.mean(equal.first())
     if from_start < MOST or lately(equal) < MOST or trend(reward).rose:
         return None
@@ -156,9 +159,9 @@ def no_signal(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
         f"{from_start:.0%} of the groups have equal rewards from the start: they teach nothing.",
         "critical",
         int(equal.steps[0]),
-        (both("reward/equal_groups_frac", equal), both("reward/mean", reward)),
+        (both("reward/zero_variance_groups_frac", equal), both("reward/mean", reward)),
         tuple(samples[:3]),
-        "model.max_resamples",
+        "model.dynamic_sampling_attempts",
         "4",
     )
 
@@ -166,7 +169,7 @@ def no_signal(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
 def memorised(metrics: Metrics, samples: Rows, config: Config) -> Finding | None:
     """Training prompts are known by heart, held-out ones are not. Source: ConvSearch-R1 #6."""
     name = metrics.success()
-    passes, train = metrics["data/epoch"], metrics["reward/right_frac"]
+    passes, train = metrics["data/epoch"], metrics["reward/correct_frac"]
     held_out = metrics[name]
     if not name or float(passes.values[-1]) < PASSES:
         return None
@@ -181,7 +184,7 @@ def memorised(metrics: Metrics, samples: Rows, config: Config) -> Finding | None
         int(passes.steps[np.argmax(passes.values >= PASSES)]),
         (
             f"data/epoch: {passes.values[-1]:.3g}",
-            f"reward/right_frac: {lately(train):.2f} lately, {name}: "
+            f"reward/correct_frac: {lately(train):.2f} lately, {name}: "
             f"{held_out.known.values[-1]:.2f}",
         ),
         (),

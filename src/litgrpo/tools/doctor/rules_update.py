@@ -195,11 +195,12 @@ def clip_saturated(metrics: Metrics, samples: Rows, config: Config) -> Finding |
         (
             both("policy/clip_low_frac", low),
             both("policy/clip_high_frac", high),
-            f"optimizer steps of an iteration: {config.get('model.update.inner_epochs', '?')} x "
+            "optimizer steps of an iteration: "
+            f"{config.get('model.update.epochs_per_rollout', '?')} x "
             f"{config.get('model.update.num_mini_batches', '?')}",
         ),
         (),
-        "model.update.inner_epochs",
+        "model.update.epochs_per_rollout",
         "1",
     )
 

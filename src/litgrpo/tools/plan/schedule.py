@@ -24,7 +24,7 @@ class Schedule:
         answers: completions of each of them.
         save_every: iterations between checkpoints; 0: the last only.
         whole_checkpoints: whether they hold moments, too.
-        inner_epochs: passes over a rollout.
+        epochs_per_rollout: passes over a rollout.
         steps: optimizer steps of an iteration.
         scores_old: whether log-probabilities before the update are computed.
         scores_reference: whether those of a reference are.
@@ -39,7 +39,7 @@ class Schedule:
     answers: int = 5
     save_every: int = 50
     whole_checkpoints: bool = True
-    inner_epochs: int = 1
+    epochs_per_rollout: int = 1
     steps: int = 1
     scores_old: bool = False
     scores_reference: bool = False
@@ -84,14 +84,14 @@ def schedule_of(settings: Namespace, samples: bool) -> Schedule:
 
 def _of_grpo(model: Namespace) -> dict[str, Any]:
     update, engine = model["update"], model.engine
-    steps = update.inner_epochs * update.num_mini_batches
+    steps = update.epochs_per_rollout * update.num_mini_batches
     given = engine.get("init_args", Namespace())
     name = engine.class_path.rpartition(".")[2]
     elsewhere = name not in ("LocalEngine", "StaticEngine")
     inexact = elsewhere or bool(given.get("dtype")) or bool(update.staleness)
     return {
         "answers": model.evaluation.samples + model.evaluation.greedy,
-        "inner_epochs": update.inner_epochs,
+        "epochs_per_rollout": update.epochs_per_rollout,
         "steps": steps,
         # One exact step needs none; several take the sampler's own where these are exact.
         "scores_old": inexact,

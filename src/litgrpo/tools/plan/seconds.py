@@ -30,18 +30,18 @@ ENGINES = "model.engine.dtype bfloat16"
 KEYS = {
     "reading": {
         READING: f"data.batch_size up, {ENGINES}",
-        ARITHMETIC: "data.max_prompt_len, data.batch_size",
+        ARITHMETIC: "data.max_prompt_length, data.batch_size",
     },
     "decoding": {
         READING: f"data.batch_size up (rows share a reading), {ENGINES}",
-        CACHE: f"model.max_completion_len, {ENGINES}",
-        ARITHMETIC: "model.max_completion_len, model.group_size",
+        CACHE: f"model.max_completion_length, {ENGINES}",
+        ARITHMETIC: "model.max_completion_length, model.group_size",
         CALLS: "data.batch_size up; model.engine: StaticEngine or ServerEngine",
         GATHERING: "fewer chips, trainer.strategy",
     },
     "scoring": {ARITHMETIC: "model.objective.kl_coef 0, model.update.staleness 0"},
     "learning": {
-        ARITHMETIC: "model.precision.compute bfloat16, model.update.inner_epochs",
+        ARITHMETIC: "model.precision.compute bfloat16, model.update.epochs_per_rollout",
         CALLS: "model.update.micro_batch_tokens up",
         GATHERING: "model.update.micro_batch_tokens up",
         STEPPING: "model.lora.rank, model.update.num_mini_batches",
@@ -243,7 +243,7 @@ class Estimate:
         # Gradients of weights that are not trained are not computed.
         backward = BACKWARD if training.lora is None else BACKWARD / 2
         passes = 1 + backward / FORWARD + training.checkpointing
-        operations = self._passes(self._tokens) * (passes * plan.inner_epochs)
+        operations = self._passes(self._tokens) * (passes * plan.epochs_per_rollout)
         moved = MOVED_IN_A_STEP * training.over(self.number).share(blueprint.trained) * plan.steps
         through = self._micro_batches * plan.steps * (2 + training.checkpointing)
         terms = {

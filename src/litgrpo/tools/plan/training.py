@@ -281,9 +281,9 @@ def work_of_grpo(model: Namespace, data: Namespace, ragged: Any = None) -> Work:
         sharing = (1, model.group_size)[known]
         update = update.fitted(linear_outputs(Blueprint(ragged)))
     engine = model.engine.get("init_args", Namespace())
-    width = bucket(data.pad_to_multiple, data.max_prompt_len)
+    width = bucket(data.pad_to_multiple_of, data.max_prompt_length)
     width = bucket(engine.get("prompt_buckets") or 1, width)
-    length = row_length(width, model.max_completion_len, sharing)
+    length = row_length(width, model.max_completion_length, sharing)
     rollouts = (
         (data.batch_size, model.group_size),
         (data.eval_batch_size or data.batch_size, model.evaluation.samples),
@@ -293,7 +293,7 @@ def work_of_grpo(model: Namespace, data: Namespace, ragged: Any = None) -> Work:
     return Work(
         rollouts=rollouts,
         prompt_len=width,
-        completion_len=model.max_completion_len,
+        completion_len=model.max_completion_length,
         micro_rows=_rows(of_step, update.micro_batch_size, update.max_tokens, length),
         length=length,
         cache_bytes=getattr(torch, dtype).itemsize,
@@ -317,8 +317,8 @@ def linear_outputs(blueprint: Blueprint) -> int:
 
 def work_of_sft(data: Namespace) -> Work:
     """Sizes of a step of SFT, every pair of the greatest length, from those of PairData."""
-    rows = _rows(sys.maxsize, data.batch_size, data.max_tokens, data.max_len)
-    return Work((), data.max_len, data.max_len, rows, data.max_len)
+    rows = _rows(sys.maxsize, data.batch_size, data.max_tokens, data.max_length)
+    return Work((), data.max_length, data.max_length, rows, data.max_length)
 
 
 def bucket(widths: int | Sequence[int], length: int) -> int:

@@ -42,7 +42,7 @@ PANELS = (
     Panel("Loops and repeats", (r"completion/(loop|unique|distinct)_frac",)),
     Panel("Turns of an episode", (r"env/turns", r"tools/.+_calls")),
     Panel("Episodes that failed", (r"env/(failed|timeout)_frac", r"tools/.+_failed")),
-    Panel("Entropy", (r"policy/entropy", r"policy/entropy_learned")),
+    Panel("Entropy", (r"policy/entropy", r"policy/entropy_trained")),
     Panel("Distance to the reference", (r"policy/kl",)),
     Panel("Log ratio", (r"policy/log_ratio",)),
     Panel("Clipped tokens", (r"policy/clip_(low|high)_frac",)),

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from litgrpo.algorithms.losses import Weighting
+from litgrpo.algorithms.losses import LossAggregation
 
 
 @dataclass(frozen=True)
-class Constant(Weighting):
-    """Every token counts the same, always: Dr. GRPO, m / (N * max_completion_len), or m / N.
+class Constant(LossAggregation):
+    """Every token counts the same, always: Dr. GRPO, m / (N * max_completion_length), or m / N.
 
     Source: arXiv:2503.20783. A completion's sum, m / N: LUSPO, arXiv:2602.05261; RLOO; REINFORCE.
 
@@ -25,10 +25,10 @@ class Constant(Weighting):
 
 
 @dataclass(frozen=True)
-class PerTokenOfMicroBatch(Weighting):
+class MicroBatchTokenMean(LossAggregation):
     """BNPO, discouraged: a mean over each micro-batch's tokens; the gradient depends on the split.
 
-    A micro-batch of M rows counts M / N. For comparison with TRL's `bnpo`; prefer `PerToken`.
+    A micro-batch of M rows counts M / N. For comparison with TRL's `bnpo`; prefer `TokenMean`.
     """
 
     def __call__(self, mask: Tensor, rows: Tensor, tokens: Tensor, limit: int) -> Tensor:
