@@ -1,7 +1,5 @@
 """Pages for users of other trainers: every option of theirs has a row, every key of ours exists."""
 
-# ruff: noqa: F811 (fixture of another test)
-
 import re
 import shlex
 from dataclasses import fields
@@ -14,7 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 from litgrpo import PairData, PromptData
-from tests.test_recipes import CONFIGS, program  # noqa: F401
+from tests.support.recipes import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 # The list that the names below were taken from; where it lies beside the clone it is compared.

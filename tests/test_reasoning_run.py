@@ -1,7 +1,5 @@
 """The reasoning system by its recipes: supervised, GRPO, answers with reasoning; and its checks."""
 
-# ruff: noqa: F811 (fixtures of another test)
-
 import csv
 import json
 import math
@@ -20,8 +18,8 @@ from litgrpo.rewards.scorer import Scorer
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.micro_batches import check_centered
 from litgrpo.types import RewardTable, Rollout
-from tests.conftest import prompt_batch, tiny_model
-from tests.test_recipes import CONFIGS, TINY, program, samples_of  # noqa: F401
+from tests.support.models import prompt_batch, tiny_model
+from tests.support.recipes import CONFIGS, TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 # The embedded model is asked in its own words, so that it answers with reasoning.

@@ -1,7 +1,5 @@
 """Policy, reference and reward model together, by the recipe: train, log, stop, go on, use."""
 
-# ruff: noqa: F811 (fixtures of another test)
-
 import importlib.util
 import json
 import struct
@@ -14,16 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.test_recipes import (  # noqa: F401
-    CONFIGS,
-    FEW,
-    models,
-    program,
-    questions,
-    read,
-    samples_of,
-    small,
-)
+from tests.support.recipes import CONFIGS, FEW, read, samples_of, small
 
 NAME = "reward_model_qwen2.5_1.5b.yaml"
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

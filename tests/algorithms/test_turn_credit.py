@@ -15,10 +15,10 @@ from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.playing import Echo, episodes_of
 from tests.support.algorithms import PUBLISHED
 from tests.support.comms import in_turns
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import gradient_of, learner_of, rollouter_of
 
 ALL = [GiGPO(), MTGRPO(), GTPO(), ReBN(), WithoutVoid()]

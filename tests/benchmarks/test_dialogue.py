@@ -18,7 +18,7 @@ from tests.benchmarks.dialogue import (
     table,
 )
 from tests.benchmarks.lapdog_released import Released, WrongSign
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 
 TEXTS = ("a", "what is 3+4?", "hello", "xy")
 

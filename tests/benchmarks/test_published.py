@@ -1,5 +1,3 @@
-# ruff: noqa: F811 (fixtures of another test)
-
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +6,7 @@ import pytest
 import yaml
 
 from tests.benchmarks import published
-from tests.test_recipes import CONFIGS, gsm8k, models, program, read, small  # noqa: F401
+from tests.support.recipes import CONFIGS, read, small
 
 RECIPE = "gsm8k_qwen2.5_0.5b"
 

@@ -25,7 +25,7 @@ from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
-from tests.conftest import tiny_policy
+from tests.support.models import tiny_policy
 
 SIZES = dict(hidden_size=128, num_hidden_layers=4, intermediate_size=256, head_dim=32)
 PROMPT_LEN = 16

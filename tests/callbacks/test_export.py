@@ -8,7 +8,7 @@ from litgrpo.callbacks.export import Export, HFCheckpoints
 from litgrpo.callbacks.run_folder import checkpoint_file
 from litgrpo.models.loading import LoRA, as_policy
 from tests.callbacks.fitting import fit
-from tests.conftest import byte_tokenizer, tiny_model
+from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(

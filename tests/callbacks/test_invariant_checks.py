@@ -12,7 +12,7 @@ from litgrpo.callbacks import invariant_checks
 from litgrpo.callbacks.invariant_checks import InvariantChecks, first_batch
 from litgrpo.checks.invariants import Finding
 from litgrpo.data.prompt_data import PromptData
-from tests.training.test_grpo import batches, module, train
+from tests.support.training import batches, module, train
 
 FAILS = Finding("6 groups are contiguous", 1.0, 0.0)
 HOLDS = Finding("6 groups are contiguous", 0.0, 0.0)

@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from litgrpo.callbacks.nothing_learned import NothingLearned
-from tests.training.test_grpo import always_half, batches, letters, module, train
+from tests.support.training import always_half, batches, letters, module, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

@@ -6,7 +6,7 @@ import torch
 from litgrpo.callbacks.run_numbers import RunNumbers, clipped, loops, of_success, of_tokens
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import StepReport
-from tests.training.test_grpo import batches, letters, module, train
+from tests.support.training import batches, letters, module, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

@@ -6,7 +6,7 @@ import torch
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.disk_use import checkpoint_bytes, say_disk_use
 from tests.callbacks.fitting import fit
-from tests.checkpointing.test_recipe_settings import Learns
+from tests.support.recipe_settings import Learns
 from tests.support.standin import StandIn
 
 

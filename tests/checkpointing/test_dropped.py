@@ -16,8 +16,8 @@ from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget
-from tests.conftest import byte_tokenizer, tiny_model
-from tests.training.test_grpo import module, train
+from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.training import module, train
 
 TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

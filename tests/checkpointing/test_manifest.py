@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from litgrpo.checkpointing.manifest import digest, manifest_of, on_host, rebuilt
-from tests.checkpointing.test_io import state
+from tests.support.io import state
 
 
 def test_the_manifest_names_parts_shapes_versions_config_and_data():

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -18,43 +17,7 @@ from torch.optim.lr_scheduler import (
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.recipe_settings import RecipeSettings
 from tests.callbacks.fitting import fit
-from tests.support.standin import StandIn
-
-ADAMW = partial(AdamW, lr=0.1)
-STEPS = 3  # optimizer steps of an iteration of the stand-in
-
-
-class Learns(StandIn):
-    """Takes real steps, and notes the options of each."""
-
-    gradient = torch.ones(2)
-
-    def __init__(self, iterations, optimizer=ADAMW, schedule: LRSchedulerCallable = None):
-        super().__init__(iterations)
-        self.hparams.clear()  # a checkpoint holds no functions
-        self.optimizer, self.schedule, self.seen = optimizer, schedule, []
-        self.weight = torch.nn.Parameter(torch.ones(2))
-
-    def configure_model(self):
-        """Nothing to load."""
-
-    def configure_optimizers(self):
-        made = self.optimizer([self.weight])
-        return [made] if self.schedule is None else ([made], [self.schedule(made)])
-
-    def training_step(self, batch, batch_idx):
-        for _ in range(STEPS):
-            self.weight.grad = self.gradient.clone()
-            self.seen.append({**self.optimizers().param_groups[0], "params": None})
-            self.optimizers().step()
-            if self.schedule is not None:
-                self.lr_schedulers().step()
-        return self._rest(batch)
-
-    def _rest(self, batch):
-        self.iteration += 1
-        self.log("step", float(self.iteration))
-        self.trainer.should_stop = self.iteration == self.max_iterations
+from tests.support.recipe_settings import STEPS, Learns
 
 
 def run(folder, *settings, iterations=4, resume=None):

@@ -14,8 +14,8 @@ from litgrpo.checks.dry_run import (
     padded,
     some_ends,
 )
-from tests.conftest import prompt_batch
-from tests.training.test_grpo import module
+from tests.support.models import prompt_batch
+from tests.support.training import module
 
 
 def dry_run():

@@ -24,11 +24,11 @@ from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.learner import Learner
-from tests.conftest import prompt_batch, tiny_policy
 from tests.environments import faulty
 from tests.rollout.chat_templates import QWEN, chat_format
 from tests.rollout.playing import Echo, episodes_of
 from tests.support.algorithms import PUBLISHED
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of, rollouter_of
 
 PROMPTS = prompt_batch("a", "hello there", "what is it?")

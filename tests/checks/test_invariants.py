@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from lightning import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
@@ -33,11 +32,10 @@ from litgrpo.training.grpo import GRPO
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.algorithms import PUBLISHED
+from tests.support.invariants import KL, TEXTS, fit, letters, module
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
-TEXTS = ("a", "hello there", "xyz")
-KL = Objective(kl_coef=0.1)
 SAMPLINGS = {
     "plain": Sampling(temperature=0.7),
     "top_k": Sampling(top_k=20),
@@ -45,32 +43,6 @@ SAMPLINGS = {
     "min_p": Sampling(min_p=0.05),
     "all": Sampling(temperature=1.3, top_k=40, top_p=0.9, min_p=0.02),
 }
-
-
-def letters(prompts, completions):
-    return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
-
-
-def module(architecture="qwen2", *, policy=None, **settings):
-    chosen = dict(group_size=4, max_completion_length=12, max_iterations=1) | settings
-    grpo = GRPO("", {"letters": Reward(letters)}, **chosen)
-    grpo.policy = tiny_policy(architecture) if policy is None else policy
-    if grpo.coefficients.objective.needs_reference:
-        grpo.reference = FrozenModel(tiny_policy(architecture))
-    return grpo
-
-
-def runner(**settings):
-    silent = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    plain = dict(accelerator="cpu", max_epochs=-1, enable_model_summary=False)
-    return Trainer(**silent | plain | settings)
-
-
-def fit(grpo, data=None, ckpt_path=None, **settings):
-    trainer = runner(**settings)
-    data = DataLoader([prompt_batch(*TEXTS)] * 9, batch_size=None) if data is None else data
-    trainer.fit(grpo, data, ckpt_path=ckpt_path)
-    return trainer
 
 
 def weights(grpo):

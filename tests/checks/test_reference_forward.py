@@ -5,8 +5,8 @@ from litgrpo.checks.reference_forward import kept, reference_forward
 from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.plain import filtered
+from tests.support.models import prompt_batch, tiny_policy
 
 
 def test_what_the_filters_keep_of_four_tokens():

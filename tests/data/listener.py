@@ -3,7 +3,7 @@
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 
 class Listener(LightningModule):

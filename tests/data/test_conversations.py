@@ -6,7 +6,7 @@ import torch
 from litgrpo.data.pairs import PairStyle, tokenized_pairs
 from litgrpo.data.rendering import Chat, LengthLimit, Template, prompt_style
 from litgrpo.data.sources import read
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 # As ChatML, with the end token as the mark of a turn's end.
 FORMAT = (

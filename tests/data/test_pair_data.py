@@ -9,8 +9,8 @@ from lightning import LightningDataModule
 from litgrpo.data import Source
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
-from tests.conftest import byte_tokenizer
 from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
+from tests.support.models import byte_tokenizer
 
 SUMS = [{"prompt": f"{a}+{b}?", "completion": f"{a + b}"} for a in range(4, 8) for b in range(4, 8)]
 

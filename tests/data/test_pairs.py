@@ -6,7 +6,7 @@ import torch
 from litgrpo.data.pairs import PairBatch, PairStyle, padding_frac, tokenized_pairs
 from litgrpo.data.rendering import LengthLimit, Template, prompt_style
 from litgrpo.data.sources import read
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 
 def test_a_batch_of_rows_marks_what_is_to_predict():

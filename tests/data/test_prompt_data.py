@@ -11,8 +11,8 @@ from lightning import LightningDataModule
 from litgrpo.data import Chat, Source
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sources import named_sets
-from tests.conftest import byte_tokenizer
 from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
+from tests.support.models import byte_tokenizer
 
 SUMS = [{"prompt": f"{a}+{b}?", "answer": a + b} for a in range(3) for b in range(4)]
 

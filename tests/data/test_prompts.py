@@ -6,7 +6,7 @@ import torch
 from litgrpo.data.prompts import pad_left, tokenized_prompts
 from litgrpo.data.rendering import Chat, LengthLimit, prompt_style
 from litgrpo.data.sources import read
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 
 def prompts_of(rows, *, chat=False, limit=9, overlong="drop", multiple=1):

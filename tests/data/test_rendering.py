@@ -15,7 +15,7 @@ from litgrpo.data.rendering import (
     prompt_style,
 )
 from litgrpo.data.sources import read
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -4,7 +4,7 @@ import pytest
 
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 
 @pytest.mark.parametrize("kind", [PromptData, PairData])

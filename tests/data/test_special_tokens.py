@@ -8,7 +8,7 @@ from litgrpo.data.prompts import tokenized_prompts
 from litgrpo.data.rendering import LengthLimit, prompt_style
 from litgrpo.data.sources import read
 from litgrpo.data.special_tokens import special_texts
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 FORMAT = "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}"
 

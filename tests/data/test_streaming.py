@@ -8,7 +8,7 @@ from litgrpo.data import streaming
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sources import Source, read
 from litgrpo.data.streaming import LINES, Lines, rows_of, streams
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
 

@@ -12,9 +12,9 @@ from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import prompt_batch, tiny_policy
-from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
-from tests.rollout.engines.test_static import ENGINE, said
+from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.static import ENGINE, said
 
 GPU = torch.device("cuda")
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")

@@ -11,7 +11,7 @@ from litgrpo.environments.failures import EnvironmentFailure
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.faulty import Dice, Echo
-from tests.environments.test_workers import answers, starts, texts
+from tests.support.workers import answers, starts, texts
 
 
 def test_both_pools_hear_the_same() -> None:

@@ -6,7 +6,7 @@ from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.repeatable import deviations
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.faulty import Clock, Counting, Dice, Echo, Telling
-from tests.environments.test_workers import starts
+from tests.support.workers import starts
 
 SAID = ("1", "two", "three words now")
 

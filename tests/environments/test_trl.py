@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers.utils import get_json_schema
 
 from litgrpo.environments import Tools
-from tests.conftest import byte_tokenizer, tiny_model
+from tests.support.models import byte_tokenizer, tiny_model
 
 trl = pytest.importorskip("trl", reason="run by: python -m tests.environments.adapters.foreign trl")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,27 +17,8 @@ from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.journal import Journal
 from litgrpo.environments.workers import LATE, EpisodeWorkers, episode_pool
 from tests.environments.faulty import Dice, Echo, Meeting
-from tests.rewards.runner.test_process_runner import processes_under, wait_until_gone
-
-
-def starts(num=4, iteration=0, **row):
-    return [
-        Start({"prompt": "p", **row}, n // 2, (iteration, 0, n // 2, n % 2)) for n in range(num)
-    ]
-
-
-def answers(pool, said):
-    """What each episode hears; {episode: turn}."""
-    for episode, turn in said.items():
-        pool.say(episode, turn)
-    heard = {}
-    while len(heard) < len(said):
-        heard |= pool.heard(wait=True)
-    return {episode: heard[episode] for episode in said}
-
-
-def texts(heard):
-    return {n: each.said if isinstance(each, StepResult) else each for n, each in heard.items()}
+from tests.support.process_runner import processes_under, wait_until_gone
+from tests.support.workers import answers, starts, texts
 
 
 @pytest.fixture
@@ -238,7 +219,7 @@ def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
 PARENT = """
 import sys
 from tests.environments.faulty import Echo
-from tests.environments.test_workers import starts
+from tests.support.workers import starts
 from litgrpo.environments.workers import EpisodeWorkers
 pool = EpisodeWorkers(Echo(sys.argv[1]), timeout_s=600)
 pool.begin(starts(2))

@@ -14,7 +14,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.overlap import token_f1, without_articles
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 
 REPLIES = [
     "R: i have two dogs and a cat .",

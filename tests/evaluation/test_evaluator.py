@@ -9,7 +9,7 @@ from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import letters, rollouter_of
 
 BATCH = prompt_batch("a", "hello there", "xyz")

@@ -6,7 +6,7 @@ import torch
 
 from litgrpo.evaluation.fluency import Fluency, StartFluency, distinct_ngrams
 from litgrpo.types import Rollout
-from tests.conftest import prompt_batch
+from tests.support.models import prompt_batch
 
 
 def rollout() -> Rollout:

@@ -32,7 +32,7 @@ from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import language_part, model_class
 from litgrpo.training.stepper import PlainStepper
-from tests.conftest import byte_tokenizer, prompt_batch
+from tests.support.models import byte_tokenizer, prompt_batch
 from tests.training.parts import learner_of, rollouter_of, sampled
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -17,9 +17,10 @@ from litgrpo.models.loading import (
     load_reference,
 )
 from litgrpo.models.reference import AdapterAtStart
-from tests.checks.test_invariants import KL, fit, module
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model
-from tests.models.test_causal import tokens
+from tests.support.adapters import moved
+from tests.support.causal import tokens
+from tests.support.invariants import KL, fit, module
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
 
 peft = pytest.importorskip("peft")
 KINDS = {
@@ -37,16 +38,6 @@ def base(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     return str(tmp_path / "base")
-
-
-def moved(policy, std=0.1):
-    """The policy after a change of everything that is trained."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
-    return policy.eval()
 
 
 def logits(model):

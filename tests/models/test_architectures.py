@@ -3,7 +3,7 @@ from transformers import AutoConfig
 
 from litgrpo.models.architectures import ARCHITECTURES, has_known_layers, rope_types
 from litgrpo.models.fused_decode import is_known
-from tests.conftest import tiny_model
+from tests.support.models import tiny_model
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

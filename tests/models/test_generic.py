@@ -9,8 +9,8 @@ from litgrpo.models.generic import LibraryPolicy, decoder_only, tried
 from litgrpo.models.loading import LoRA, as_policy, export, load_policy
 from litgrpo.models.weights import attention_of, model_class
 from litgrpo.rollout.engines.static import StaticEngine
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.models.table import small_config, try_type
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.training.parts import rollouter_of
 
 PATHS = {

@@ -6,8 +6,8 @@ import torch
 from litgrpo.models.in_memory import as_folder
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
-from tests.conftest import byte_tokenizer, tiny_model
-from tests.training.test_grpo import batches, letters, train
+from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.training import batches, letters, train
 
 
 def test_names_and_folders_stay_as_they_are():

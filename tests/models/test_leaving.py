@@ -1,5 +1,5 @@
 from litgrpo.models.offloaded_rows import CachedRowsAway
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 
 
 def test_rows_leave_where_the_cache_is_ours():

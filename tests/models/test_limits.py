@@ -1,16 +1,10 @@
 """Prompts and completions that a model has no positions or no embeddings for."""
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.limits import Context, check_lengths, check_tokens, context_of
-from tests.conftest import tiny_model, tiny_policy
-
-SMALL = dict(vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-
-
-def random_model(model_type, **sizes):
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL | sizes))
+from tests.support.limits import random_model
+from tests.support.models import tiny_model, tiny_policy
 
 
 def test_tables_of_positions_are_a_hard_limit_and_rotary_ones_are_not():

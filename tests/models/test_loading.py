@@ -14,7 +14,7 @@ from litgrpo.models.loading import (
     load_reference,
     load_tokenizer,
 )
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.models.shared_prefix import SharedPrefixCache
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 
 PROMPTS, GROUP = prompt_batch("ab", "hello"), 2
 

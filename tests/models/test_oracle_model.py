@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.loading import as_policy
 from litgrpo.types import TokenRows
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
 if not FOLDER.is_dir():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import ARCHITECTURES, tiny_policy
-from tests.models.test_packed_shared_prefix import rows
+from tests.support.models import ARCHITECTURES, tiny_policy
+from tests.support.packed_shared_prefix import rows
 
 
 class Sums(TorchDispatchMode):

@@ -13,8 +13,8 @@ from litgrpo.models.packing import (
     similar_lengths,
 )
 from litgrpo.types import TokenRows
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model
-from tests.models.test_packed_shared_prefix import SPECIAL, rows
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
+from tests.support.packed_shared_prefix import SPECIAL, rows
 
 
 def test_a_packing_worked_out_by_hand():

@@ -17,9 +17,9 @@ from litgrpo.models.loading import (
     load_reference,
 )
 from litgrpo.models.policy import Policy
-from tests.checks.test_invariants import KL, fit, module
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model
-from tests.models.test_adapters import moved
+from tests.support.adapters import moved
+from tests.support.invariants import KL, fit, module
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

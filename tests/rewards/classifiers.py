@@ -7,7 +7,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.conftest import ARCHITECTURES, byte_tokenizer
+from tests.support.models import ARCHITECTURES, byte_tokenizer
 
 SIZES = {name: sizes for name, sizes in ARCHITECTURES.items() if name != "t5"} | {
     "bert": dict(

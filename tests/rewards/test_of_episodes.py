@@ -5,8 +5,8 @@ from litgrpo.environments.base import StepResult
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.playing import Echo, episodes_of
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import rollouter_of
 
 

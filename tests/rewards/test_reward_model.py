@@ -6,8 +6,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from litgrpo.rewards import Reward, RewardFailure, Scorer
 from litgrpo.rewards.reward_model import RewardModel, column_of, load_judges, own_limit
-from tests.conftest import tiny_model
 from tests.rewards.classifiers import CHAT, SIZES, judge_tokenizer, write_classifier
+from tests.support.models import tiny_model
 
 PROMPTS = ["Why is the sky blue?", "2+2", "2+2", "a long question " * 6]
 TEXTS = ["because of the light", "4", "", "a long answer, too " * 4]

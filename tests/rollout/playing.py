@@ -8,8 +8,8 @@ from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.episodes import Episodes
-from tests.conftest import byte_tokenizer
 from tests.rollout.echo import Echo
+from tests.support.models import byte_tokenizer
 
 __all__ = ["Echo"]
 

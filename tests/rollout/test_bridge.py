@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from litgrpo.rollout.bridge import Inline
-from tests.conftest import byte_tokenizer
+from tests.support.models import byte_tokenizer
 
 
 def test_a_text_stands_as_it_is_and_its_special_tokens_only_on_demand():

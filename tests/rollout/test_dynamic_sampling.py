@@ -20,12 +20,12 @@ from litgrpo.rollout.dynamic_sampling import (
 )
 from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
-from tests.algorithms.test_turns import rollout as turns_rollout
-from tests.algorithms.test_turns import table as turns_table
-from tests.conftest import prompt_batch, tiny_policy
 from tests.support.algorithms import PUBLISHED
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.training import GROUP, loader, module, train
+from tests.support.turns import rollout as turns_rollout
+from tests.support.turns import table as turns_table
 from tests.training.parts import rollouter_of
-from tests.training.test_grpo import GROUP, loader, module, train
 
 TEXTS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
 

@@ -8,8 +8,8 @@ from litgrpo.environments.failures import EnvironmentFailure
 from litgrpo.rollout.dynamic_sampling import with_groups
 from litgrpo.rollout.episodes import Named, episode_seed
 from litgrpo.rollout.sampling import Purpose
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.playing import Echo, episodes_of
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 PROMPTS = prompt_batch("a", "hello there")

@@ -4,7 +4,7 @@ import torch
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import GROUP, LENGTH, rollouter_of
 
 TEXTS = ("a", "hello there")

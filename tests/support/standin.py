@@ -8,7 +8,7 @@ from litgrpo.distributed.comm import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluated
 from litgrpo.training.learner import averages
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
-from tests.conftest import tiny_policy
+from tests.support.models import tiny_policy
 
 GROUP_SIZE = 2
 STEPS_PER_ITERATION = 3

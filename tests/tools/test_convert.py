@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from litgrpo.tools.convert import as_yaml, old_settings, recipe_of, table
-from tests.test_recipes import FEW, program, read, samples_of  # noqa: F401
+from tests.support.recipes import FEW, read, samples_of
 
 OPTIONS = table()["options"]
 ALL = {
@@ -140,7 +140,7 @@ def problems(path: Path, **more: str) -> Path:
     return path
 
 
-def test_convert_prints_a_recipe_and_says_what_it_did(old, program, capsys):  # noqa: F811
+def test_convert_prints_a_recipe_and_says_what_it_did(old, program, capsys):
     assert program("convert", old, "--train", "mine.jsonl", "--pretrained", "mine") == 0
     shown = capsys.readouterr()
     recipe = yaml.safe_load(shown.out)
@@ -160,7 +160,7 @@ def test_convert_prints_a_recipe_and_says_what_it_did(old, program, capsys):  # 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("use_grpo", [True, False])
-def test_fit_takes_the_old_settings_as_they_are(use_grpo, old, tmp_path, program, capsys):  # noqa: F811
+def test_fit_takes_the_old_settings_as_they_are(use_grpo, old, tmp_path, program, capsys):
     old.write_text(json.dumps(json.loads(old.read_text()) | {"use_grpo": use_grpo}))
     data = problems(tmp_path / "data.jsonl", completion="<answer>1</answer>")
     overlay = tmp_path / "small.yaml"

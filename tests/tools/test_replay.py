@@ -3,7 +3,7 @@ import json
 import pytest
 
 from litgrpo.tools.replay import replay
-from tests.callbacks.test_episodes import rows_of_episodes
+from tests.support.episodes import rows_of_episodes
 
 
 @pytest.fixture

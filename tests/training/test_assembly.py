@@ -28,8 +28,8 @@ from litgrpo.training.assembly import (
 )
 from litgrpo.training.controllers import Controllers, ReferenceSync, SteeredCoefficients
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import tiny_policy
-from tests.training.test_grpo import module
+from tests.support.models import tiny_policy
+from tests.support.training import module
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(

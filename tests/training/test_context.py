@@ -5,8 +5,8 @@ import pytest
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.training.sft import SFT
-from tests.conftest import tiny_policy
-from tests.training.test_grpo import module, train
+from tests.support.models import tiny_policy
+from tests.support.training import module, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

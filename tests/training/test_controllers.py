@@ -16,9 +16,9 @@ from litgrpo.training.controllers import (
     coefficients_of,
 )
 from litgrpo.types import Rollout
-from tests.conftest import prompt_batch, tiny_policy
 from tests.support.comms import Twins
-from tests.training.test_grpo import batches, module, train
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.training import batches, module, train
 
 KL = Objective(kl_coef=0.1)
 

@@ -9,8 +9,8 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.defaults import GRPO_RATES, SFT_RATES, length_of
 from litgrpo.training.optim import WarmupLinear
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import prompt_batch
-from tests.training.test_grpo import batches, letters, loader, module, train
+from tests.support.models import prompt_batch
+from tests.support.training import batches, letters, loader, module, train
 
 
 class Asked:

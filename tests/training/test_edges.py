@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
-from tests.training.test_grpo import LENGTH, batches, module, train
+from tests.support.training import LENGTH, batches, module, train
 
 EVERY_TOKEN, NO_TOKEN = tuple(range(259)), (10_000,)
 BATCH = ("a", "hello there")

@@ -13,10 +13,10 @@ from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.training.episode_setup import checked, episodes_of, pool_of
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.playing import Echo, SlowPool
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.training import loader, module
 from tests.training.parts import rollouter_of
-from tests.training.test_grpo import loader, module
 
 INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_truncated_turns=True)
 OWN = {"environment": Reward()}

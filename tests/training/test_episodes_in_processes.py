@@ -13,16 +13,10 @@ from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import tiny_policy
 from tests.rollout.echo import Echo
 from tests.support.algorithms import PUBLISHED
-from tests.training.test_processes import (
-    TEXTS,
-    Gradients,
-    in_a_process_of_one_thread,
-    letters,
-    trainer,
-)
+from tests.support.models import tiny_policy
+from tests.support.processes import TEXTS, Gradients, in_a_process_of_one_thread, letters, trainer
 
 COMPARED = (
     "env/turns",

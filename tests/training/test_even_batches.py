@@ -4,7 +4,7 @@ from litgrpo.training import even_batches
 from litgrpo.training.even_batches import Even
 from litgrpo.training.micro_batches import Limits, Ragged
 from litgrpo.types import TokenLogprobs
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 

@@ -7,8 +7,8 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import prompt_batch
-from tests.training.test_grpo import loader, module
+from tests.support.models import prompt_batch
+from tests.support.training import loader, module
 
 LIMIT = 0.5  # of the gradient's norm
 

@@ -3,7 +3,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from lightning import Trainer
-from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
@@ -11,70 +10,33 @@ from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.reference import AdapterOff, FrozenModel
-from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import PromptBatch
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.learner import Broken, Tight, first_token
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.training import (
+    GROUP,
+    LENGTH,
+    always_half,
+    batches,
+    letters,
+    loader,
+    module,
+    sampled,
+    train,
+    vowels,
+)
 from tests.training.parts import learner_of
-from tests.training.test_learner import Broken, Tight, first_token
-
-GROUP, LENGTH = 4, 6
-
-
-def vowels(prompts, completions):
-    return [sum(letter in "aeiou" for letter in text) / LENGTH for text in completions]
-
-
-def letters(prompts, completions):
-    return [sum(letter.isalpha() for letter in text) / LENGTH for text in completions]
-
-
-def always_half(prompts, completions):
-    return [0.5 for _ in completions]
-
-
-def module(architecture="qwen2", *, reward=letters, **settings):
-    settings = {
-        "group_size": GROUP,
-        "max_completion_length": LENGTH,
-        "max_iterations": 1,
-    } | settings
-    grpo = GRPO("", {"letters": Reward(reward)}, **settings)
-    grpo.policy = tiny_policy(architecture)
-    return grpo
-
-
-def sampled(grpo, batch, purpose="train", **settings):
-    """Completions of a module that need not have a trainer."""
-    grpo.configure_model()
-    return grpo.rollouter.generate(batch, purpose, **settings)
 
 
 def mean_reward(grpo):
     """Of 64 completions of each of two prompts."""
     rollout = sampled(grpo, prompt_batch("a", "b"), "val", group_size=64)
     return grpo.scorer.submit(rollout).result().total.mean()
-
-
-def loader(batch, num=1000):
-    """The same batch again and again."""
-    return DataLoader([batch] * num, batch_size=None)
-
-
-def batches(*texts):
-    return loader(prompt_batch(*texts))
-
-
-def train(grpo, data, ckpt=None, **trainer):
-    silent = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    settings = silent | dict(accelerator="cpu", max_epochs=-1, enable_model_summary=False) | trainer
-    runner = Trainer(**settings)
-    runner.fit(grpo, data, ckpt_path=ckpt)
-    return runner
 
 
 def step_gradient(grpo, batch) -> torch.Tensor:

@@ -11,7 +11,7 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 from litgrpo.training.grpo import GRPO
 from litgrpo.rewards import ProcessRunner, Reward
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 
 calls = []
 

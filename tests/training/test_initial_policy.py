@@ -10,7 +10,7 @@ from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training import initial_policy as start
 from litgrpo.training.grpo import GRPO
-from tests.conftest import prompt_batch
+from tests.support.models import prompt_batch
 
 MODEL = "builtin:tiny-gemma2"
 BATCH = prompt_batch("a", "hello")

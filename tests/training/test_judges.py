@@ -9,8 +9,8 @@ from litgrpo.models.loading import export
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.reward_model import RewardModel
 from litgrpo.training.grpo import GRPO
-from tests.conftest import tiny_policy
 from tests.rewards.classifiers import CHAT, write_classifier
+from tests.support.models import tiny_policy
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"

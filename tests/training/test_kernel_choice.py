@@ -7,8 +7,8 @@ from litgrpo.models.reference import FrozenModel
 from litgrpo.rewards.parts import Reward
 from litgrpo.training import kernel_choice
 from litgrpo.training.grpo import GRPO
-from tests.checks.test_invariants import fit, module
-from tests.conftest import tiny_policy
+from tests.support.invariants import fit, module
+from tests.support.models import tiny_policy
 
 ONEDNN = Kernels(decode="onednn", learn="onednn")
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")

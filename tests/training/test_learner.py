@@ -17,9 +17,10 @@ from litgrpo.training.static_batches import Static
 from litgrpo.training.stepper import PlainStepper
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import RolloutLogprobs, StepReport
-from tests.conftest import prompt_batch, tiny_policy
 from tests.support.algorithms import PUBLISHED
 from tests.support.comms import Twins, in_turns
+from tests.support.learner import Broken, Tight, first_token
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import (
     GROUP,
     ONE_PASS,
@@ -220,30 +221,6 @@ def test_weights_are_made_for_each_optimizer_step():
 # --- a number that is not finite ---
 
 
-@dataclass(frozen=True)
-class Broken(Objective):
-    """The loss of rows that were asked `prompt`, and of one kind of number in it, is no number."""
-
-    prompt: int = 0
-    kind: str = "loss"
-    value: float = float("nan")
-
-    def loss(self, new, experience, *rest):
-        output = super().loss(new, experience, *rest)
-        asked = experience.prompt_ids[experience.prompt_of]
-        if not bool((asked == self.prompt).any()):
-            return output
-        if self.kind == "loss":
-            return replace(output, loss=output.loss * self.value)
-        # The square root of 0 is 0, but its slope there is infinite.
-        return replace(output, loss=output.loss + (new.logprobs * 0).sum().sqrt())
-
-
-def first_token(text: str) -> int:
-    """The token after the begin token."""
-    return int(prompt_batch(text).prompt_ids[0, 1])
-
-
 @pytest.mark.parametrize(
     ("kind", "value"), [("loss", float("nan")), ("loss", float("inf")), ("gradient", 0.0)]
 )
@@ -305,16 +282,6 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
 
 
 # --- memory ---
-
-
-@dataclass(frozen=True)
-class Tight(Objective):
-    """Memory suffices for two rows."""
-
-    def loss(self, new, experience, *rest):
-        if len(experience) > 2:
-            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
-        return super().loss(new, experience, *rest)
 
 
 def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():

@@ -15,7 +15,7 @@ from litgrpo.training.micro_batches import (
 from litgrpo.training.update_config import KEPT_BYTES, UpdateConfig
 from litgrpo.types import TrainingBatch
 from tests.benchmarks.kept import kept_of
-from tests.conftest import tiny_policy
+from tests.support.models import tiny_policy
 
 
 def experience(advantages, weights=None):

@@ -13,9 +13,9 @@ from litgrpo.models.reference import FrozenModel
 from litgrpo.rewards import InProcessRunner, ProcessRunner
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rewards import faulty
-from tests.training.test_grpo import GROUP, letters, module, sampled, train, vowels
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.training import GROUP, letters, module, sampled, train, vowels
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?"]
 KL = Objective(kl_coef=0.1)

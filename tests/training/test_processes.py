@@ -1,10 +1,7 @@
 import json
-import multiprocessing
-from dataclasses import replace
 
 import pytest
 import torch
-from lightning import Trainer
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
@@ -15,21 +12,22 @@ from litgrpo.models.reference import FrozenModel
 from litgrpo.rewards.parts import Reward
 from litgrpo.rewards.runner.in_process import InProcessRunner
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.trainer_adapters import TrainerStepper
 from litgrpo.training.update_config import UpdateConfig
-from tests.conftest import tiny_policy
 from tests.support.algorithms import PUBLISHED
+from tests.support.models import tiny_policy
+from tests.support.processes import (
+    TEXTS,
+    Gradients,
+    in_a_process_of_one_thread,
+    letters,
+    trainer,
+)
 
 HELD_OUT = [
     {"prompt": "one", "answers": ["o n e"]},
     {"prompt": "two", "answers": ["t", "w", "o"]},
     {"prompt": "three", "answers": "e"},
 ]
-TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
-
-
-def letters(prompts, completions):
-    return [sum(letter.isalpha() for letter in text) / 6 for text in completions]
 
 
 def vowels(prompts, completions):
@@ -66,51 +64,6 @@ def train(num_processes, folder, kind):
     (folder / f"{num_processes}.json").write_text(json.dumps(report))
 
 
-def trainer(num_processes):
-    """A silent trainer of so many processes."""
-    return Trainer(
-        accelerator="cpu",
-        devices=num_processes,
-        strategy="ddp_fork" if num_processes > 1 else "auto",
-        use_distributed_sampler=False,
-        max_epochs=-1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-
-
-class Gradients(GRPO):
-    """Takes the gradient of every published algorithm on one rollout instead of learning."""
-
-    def training_step(self, prompts, batch_idx):
-        rollout = self.rollouter.generate(prompts, "train", self.iteration)
-        rewards = self.scorer.submit(rollout, self.iteration).result()
-        logprobs = self.learner.old_and_reference_logprobs(rollout)
-        self.policy.train()
-        self.found = {}
-        for name, objective in PUBLISHED.items():
-            if name == "bnpo":
-                continue  # defined by the split
-            self.coefficients.objective = objective
-            experience = self.learner.experience(rollout, rewards, logprobs)
-            # A policy that has moved since: ratios off 1 by what depends on the token only.
-            moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
-            old = experience.sampler_logprobs + moved
-            self.name = name
-            self.learner.step(replace(experience, old_logprobs=old), TrainerStepper(self))
-        if self.global_rank == 0:
-            torch.save(self.found, self.file)
-        self.iteration += 1
-        self.stop_when_done()
-
-    def on_before_optimizer_step(self, optimizer):
-        gradients = [p.grad.double().flatten() for p in self.policy.parameters()]
-        self.found[self.name] = torch.cat(gradients).clone()
-
-
 def take_gradients(num_processes, folder):
     """Leaves the gradients of all algorithms, in both precisions."""
     for dtype in (torch.float32, torch.float64):
@@ -132,25 +85,6 @@ def take_gradients(num_processes, folder):
         grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1).to(dtype))
         grpo.file = folder / f"{num_processes} {dtype}.pt"
         trainer(num_processes).fit(grpo, PromptData(TEXTS, batch_size=4))
-
-
-def in_a_process_of_one_thread(function, folder, *words):
-    """Run for 1 and 2 processes; a fork of several threads can wait for some it does not have.
-
-    The processes are forked from one that has imported everything, which takes seconds.
-    """
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
-    child = server.Process(target=once_alone_and_once_in_two, args=(function, folder, *words))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-
-
-def once_alone_and_once_in_two(function, folder, *words):
-    """For 1 process and for 2."""
-    for number in (1, 2):
-        function(number, folder, *words)
 
 
 def redraw(num_processes, folder):

@@ -12,7 +12,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.saved_arguments import NotPlain, made, plain
 from litgrpo.training.sft import SFT
-from tests.training.test_sft import SCRATCH
+from tests.support.sft import SCRATCH
 
 BUILTIN = "builtin:tiny-gemma2"
 

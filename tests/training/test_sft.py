@@ -17,14 +17,11 @@ from litgrpo.cli.trainer_cli import load_module
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.models.loading import LoRA, export
-from litgrpo.models.scratch import Scratch
 from litgrpo.program import main
 from litgrpo.training.sft import SFT
-from tests.conftest import byte_tokenizer, tiny_model
+from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.sft import SCRATCH
 
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "sliding_window": 8}
-LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-SCRATCH = Scratch({"model_type": "gemma2", **SIZES, **LAYERS}, vocab_size=300)
 ROWS = [{"prompt": f"What is {n}?", "completion": f"<answer>{n}</answer>"} for n in range(8)]
 QUIET = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),

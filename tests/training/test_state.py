@@ -6,7 +6,7 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.training.controllers import Controllers, KLTarget, SteeredCoefficients
 from litgrpo.training.state import load, save
-from tests.conftest import tiny_policy
+from tests.support.models import tiny_policy
 from tests.training.parts import learner_of, rollouter_of
 
 

@@ -8,7 +8,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.static_batches import Static
 from litgrpo.types import TrainingBatch
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
 

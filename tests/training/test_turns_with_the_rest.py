@@ -19,12 +19,12 @@ from litgrpo.models.loading import as_policy, load_policy
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.static_batches import Static
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.models.test_limits import random_model
 from tests.rollout.chat_templates import GEMMA, QWEN, merging_tokenizer
 from tests.rollout.playing import Echo, episodes_of
+from tests.support.limits import random_model
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.training import loader, module
 from tests.training.parts import learner_of, rewards_of, rollouter_of
-from tests.training.test_grpo import loader, module
 
 INLINE = EpisodeSettings(
     between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True

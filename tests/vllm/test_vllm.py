@@ -19,11 +19,11 @@ from litgrpo.rollout.engines.vllm_server import ServerFailure
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
-from tests.rollout.engines.test_turns import NAMED
-from tests.rollout.engines.test_turns import assert_same as assert_same_turns
 from tests.rollout.playing import Echo, episodes_of
 from tests.support.gloo import run_by
-from tests.training.test_grpo import loader, train
+from tests.support.training import loader, train
+from tests.support.turns_support import NAMED
+from tests.support.turns_support import assert_same as assert_same_turns
 from tests.vllm import divided
 from tests.vllm.serving import CPU, PROCESSED, PYTHON, ROOT, UNIFORMS, served
 

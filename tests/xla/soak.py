@@ -3,9 +3,9 @@
 import os
 import sys
 
+from tests.support.training_support import assert_steady
 from tests.xla.fitting import SMALL, fit
 from tests.xla.own_process import ENVIRONMENT
-from tests.xla.test_training import assert_steady
 
 
 def main(iterations: int) -> None:

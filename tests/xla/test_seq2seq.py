@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import byte_tokenizer, tiny_model
+from tests.support.models import byte_tokenizer, tiny_model
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
 from tests.xla.own_process import own_process
 

@@ -1,14 +1,11 @@
 """Training through XLA on the processor: the CPU's run, compiled once, with few looks."""
 
-import math
-
 import pytest
 import torch
 
+from tests.support.training_support import assert_steady
 from tests.xla.fitting import SMALL, Watcher, distance, fit, same_tokens
 from tests.xla.own_process import own_process
-
-LONGEST, LOOK_EVERY = 40, 16  # tokens of a completion; of the overlay
 
 
 @own_process()
@@ -28,20 +25,6 @@ def test_the_quickstart_is_the_run_of_the_cpu_and_is_compiled_once():
     assert_steady(found.rows)
     assert found.at_end["cpu_fallbacks"] == 0
     assert len({int(n) for rollout in found.rollouts for n in rollout.lengths}) > 3  # ragged
-
-
-def assert_steady(rows, warm_up=2):
-    """Nothing is compiled after two iterations, and the host looks as rarely as it can.
-
-    Two epochs have ended meanwhile, checkpoints were written and held-out prompts were answered.
-    """
-    compiled = [row["perf/compilations"] for row in rows]
-    assert sum(compiled[warm_up:]) == 0, compiled
-    most = math.ceil(LONGEST / LOOK_EVERY) + 2
-    reads = [row["perf/host_reads"] for row in rows[warm_up:]]
-    # What is read to write a checkpoint, or to validate, counts in the iteration that follows it.
-    assert sorted(reads)[len(reads) // 2] <= most, reads
-    assert all(row["perf/cpu_fallbacks"] == 0 for row in rows[warm_up:])
 
 
 def settings(**values):

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from litgrpo.distributed.fsdp.units import divide, gathered, is_divided, is_gathered, sharing_copy
 from litgrpo.models.sharded import ENTRIES, units_of
 from litgrpo.tensors import whole
-from tests.conftest import prompt_batch, tiny_policy
 from tests.support.gloo import run_by
+from tests.support.models import prompt_batch, tiny_policy
 
 
 def test_what_is_not_divided_stays_whole():

@@ -10,7 +10,7 @@ from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels import packed_flash as flash
 from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
-from tests.conftest import byte_tokenizer, tiny_model, tiny_policy
+from tests.support.models import byte_tokenizer, tiny_model, tiny_policy
 
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")
 packs_bfloat16 = pytest.mark.skipif(not linears.packs(torch.bfloat16), reason="needs AVX-512")

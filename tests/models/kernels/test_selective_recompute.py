@@ -12,8 +12,8 @@ from litgrpo.models.kernels.selective_recompute import (
 )
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from tests.benchmarks.kept import by_recompute
-from tests.conftest import byte_tokenizer, tiny_model
-from tests.models.test_fused_decode import model_of
+from tests.support.fused_decode import model_of
+from tests.support.models import byte_tokenizer, tiny_model
 
 KINDS = ["tied", "biases", "window", "head norms", "gemma"]
 IDS = torch.arange(1, 41).view(2, 20)

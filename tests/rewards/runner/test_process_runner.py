@@ -20,6 +20,7 @@ from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.runner.calls import Call
 from litgrpo.rewards.runner.process_runner import is_trusted, state_of
 from tests.rewards import faulty
+from tests.support.process_runner import alive, processes_under, wait_until_gone
 
 TEXTS = ["a", "bb", "bad", "dddd", "e", "ff", "ggg", "hhhh"]
 TIMEOUT_S = 2.0
@@ -254,29 +255,6 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
     assert not is_trusted(call(correctness, judges={"x": [faulty.lengths]}))
     assert not is_trusted(call(faulty.lengths))
     assert not is_trusted(call(len))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_gone(pids) -> None:
-    for _ in range(6000):
-        if not any(map(alive, pids)):
-            return
-        time.sleep(0.02)
-    pytest.fail("a worker outlived its parent")
-
-
-def processes_under(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            found += [int(child) for child in task.read_text().split()]
-    return found[1:]
 
 
 def test_closing_or_forgetting_a_runner_ends_its_processes() -> None:

@@ -7,7 +7,7 @@ from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import prompt_batch, tiny_policy
+from tests.support.models import prompt_batch, tiny_policy
 
 
 class Plain(RolloutEngine):

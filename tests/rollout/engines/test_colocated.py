@@ -9,11 +9,11 @@ import torch
 from litgrpo.models.loading import load_policy
 from litgrpo.rollout.engines.colocated import ColocatedEngine
 from litgrpo.rollout.engines.local import LocalEngine
-from tests.conftest import tiny_policy
-from tests.rollout.engines.test_engines import ragged
-from tests.rollout.engines.test_server import requests_for
-from tests.rollout.engines.test_turns import ending, played, requests_of
 from tests.rollout.engines.vllm_stand_in import StandIn
+from tests.support.engines import ragged
+from tests.support.models import tiny_policy
+from tests.support.server import requests_for
+from tests.support.turns_support import ending, played, requests_of
 
 
 class LLM:

@@ -1,4 +1,3 @@
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -7,13 +6,21 @@ import torch
 from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
-from tests.conftest import prompt_batch, tiny_policy
 from tests.rollout.reference_engine import ReferenceEngine
+from tests.support.engines import (
+    GROUP,
+    LENGTH,
+    TEXTS,
+    assert_same,
+    ragged,
+    steps_counted,
+    uniforms_for,
+    used,
+)
+from tests.support.models import prompt_batch, tiny_policy
 
-TEXTS = ("a", "what is 3+4?", "hello", "xy")
-GROUP, LENGTH = 3, 12
 SAMPLINGS = {
     "greedy": Sampling(temperature=0),
     "plain": Sampling(temperature=0.7),
@@ -27,34 +34,6 @@ SAMPLINGS = {
 def engine(request):
     """What must say the same as the reference engine, whatever else it does."""
     return request.param
-
-
-def ragged(policy):
-    """Many end tokens, so that completions have different lengths."""
-    policy.eos_ids = tuple(range(2, 40))
-    return policy
-
-
-def uniforms_for(prompts, group_size=GROUP, length=LENGTH):
-    return draw_uniforms(11, "train", 0, prompts.index, group_size, length)
-
-
-def used(rollout):
-    """The rollout without the columns that nobody used, which static shapes keep."""
-    columns = slice(0, int(rollout.lengths.max()))
-    names = ("completion_ids", "completion_mask", "sampler_logprobs")
-    parts = {name: getattr(rollout, name)[:, columns] for name in names}
-    candidate_ids = None if rollout.candidate_ids is None else rollout.candidate_ids[:, columns]
-    return replace(rollout, **parts, candidate_ids=candidate_ids)
-
-
-def assert_same(one, other, tolerance=1e-5):
-    one, other = used(one), used(other)
-    assert torch.equal(one.completion_ids, other.completion_ids)
-    assert torch.equal(one.completion_mask, other.completion_mask)
-    assert torch.equal(one.truncated, other.truncated)
-    logprobs = one.sampler_logprobs, other.sampler_logprobs
-    torch.testing.assert_close(*logprobs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -111,20 +90,6 @@ def test_groups_that_wait_fill_the_places_of_finished_rows(architecture, fused):
     for sync_every_tokens in (2, 5):
         engine = LocalEngine(max_rows=6, sync_every_tokens=sync_every_tokens, fused=fused)
         assert_same(engine.generate(requests), plain)
-
-
-@contextmanager
-def steps_counted(policy):
-    """The number of rows of each decoding step."""
-    rows, step = [], policy.step
-
-    def counted(tokens, state):
-        rows.append(len(tokens))
-        return step(tokens, state)
-
-    policy.step = counted
-    yield rows
-    del policy.step
 
 
 def test_looking_for_finished_rows_less_often_changes_nothing(architecture, engine):

@@ -7,8 +7,8 @@ from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine
 from litgrpo.rollout.sampling import Drawn, Sampling
 from litgrpo.tensors import compacted
-from tests.conftest import prompt_batch, tiny_policy
-from tests.rollout.engines.test_engines import (
+from tests.rollout.reference_engine import write_column
+from tests.support.engines import (
     GROUP,
     LENGTH,
     TEXTS,
@@ -17,7 +17,7 @@ from tests.rollout.engines.test_engines import (
     steps_counted,
     uniforms_for,
 )
-from tests.rollout.reference_engine import write_column
+from tests.support.models import prompt_batch, tiny_policy
 
 
 def requests_for(policy, **settings):

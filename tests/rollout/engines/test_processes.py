@@ -23,11 +23,11 @@ from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch
-from tests.conftest import prompt_batch, tiny_policy
-from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.playing import Echo
-from tests.rollout.test_async_rollout import Sequential, all_batches, assert_same_weights, run
-from tests.training.test_grpo import loader, module, train
+from tests.support.async_rollout import Sequential, all_batches, assert_same_weights, run
+from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.training import loader, module, train
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.rollout_worker import POLICY, Failed, Share, sample
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import prompt_batch, tiny_policy
-from tests.rollout.engines.test_engines import GROUP, TEXTS, uniforms_for
+from tests.support.engines import GROUP, TEXTS, uniforms_for
+from tests.support.models import prompt_batch, tiny_policy
 
 
 def share_of(prompts, uniforms, **settings):

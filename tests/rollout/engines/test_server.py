@@ -16,15 +16,16 @@ from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.engines.vllm_server import Away, Server, ServerFailure, ServersAway
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
-from tests.rollout.engines.test_turns import TEXTS as EPISODES
-from tests.rollout.engines.test_turns import assert_same as assert_same_turns
-from tests.rollout.engines.test_turns import ending, played, requests_of
 from tests.rollout.engines.two_processes import one_of_two
 from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.rollout.playing import Echo
-from tests.training.test_grpo import loader, module, train
+from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.server import requests_for
+from tests.support.training import loader, module, train
+from tests.support.turns_support import TEXTS as EPISODES
+from tests.support.turns_support import assert_same as assert_same_turns
+from tests.support.turns_support import ending, played, requests_of
 
 GENERATE = "/inference/v1/generate"
 
@@ -52,12 +53,6 @@ def quick(monkeypatch):
 def engine_of(*servers, **settings):
     given = {"numbers": "uniforms", "timeout_s": 20.0, "wait_s": 5.0} | settings
     return ServerEngine([each.url for each in servers], **given)
-
-
-def requests_for(policy, sampling=None, **settings):
-    prompts = prompt_batch(*TEXTS)
-    asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling or Sampling())
-    return replace(asked, **settings)
 
 
 def synced(engine, policy, number=0):

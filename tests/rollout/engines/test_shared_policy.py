@@ -7,7 +7,7 @@ import torch
 
 from litgrpo.models.loading import LoRA, as_policy
 from litgrpo.rollout.engines.shared_policy import SharedPolicy
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
 
 @torch.no_grad()

@@ -16,18 +16,12 @@ from litgrpo.rollout.engines.base import Requests, RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.models.test_packed_shared_prefix import SPECIAL, model_of_type
-from tests.models.test_t5 import VARIANTS, variant
-from tests.rollout.engines.test_engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.rollout.reference_engine import ReferenceEngine
-
-ENGINE = StaticEngine(prompt_buckets=8, sync_every_tokens=4)
-
-
-def said(policy, engine, sampling=None, texts=TEXTS):
-    prompts, sampling = prompt_batch(*texts), sampling or Sampling()
-    return engine.generate(Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling))
+from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
+from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.packed_shared_prefix import SPECIAL, model_of_type
+from tests.support.static import ENGINE, said
+from tests.support.t5 import VARIANTS, variant
 
 
 class Tracing(Backend):

@@ -7,8 +7,8 @@ from litgrpo.distributed.together import several
 from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.sampling import Sampling
-from tests.conftest import prompt_batch, tiny_policy
-from tests.rollout.engines.test_engines import GROUP, TEXTS, ragged, uniforms_for
+from tests.support.engines import GROUP, TEXTS, ragged, uniforms_for
+from tests.support.models import prompt_batch, tiny_policy
 
 
 def one_of_two(rank, url, file, folder):

@@ -9,7 +9,7 @@ from litgrpo.tools.audit import command as audit_verb
 from litgrpo.tools.audit.cases import Problem
 from litgrpo.tools.audit.command import merged, overridden, problems_of
 from tests.cli.running import cli  # noqa: F401 (a fixture)
-from tests.tools.audit.test_cases import WORKED
+from tests.support.cases import WORKED
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

@@ -14,7 +14,7 @@ from litgrpo.rewards.builtin.math import correctness
 from litgrpo.tools.audit.cases import Form, Problem
 from litgrpo.tools.audit.run import audit_rewards
 from tests.rewards import faulty_rules
-from tests.tools.audit.test_cases import PROBLEMS
+from tests.support.cases import PROBLEMS
 
 ROOT = Path(__file__).parents[3]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.conftest import byte_tokenizer, tiny_model
+from tests.support.models import byte_tokenizer, tiny_model
 
 LETTERS = string.ascii_lowercase[:8]
 PROMPT_TOKENS = 5  # the begin token, three letters, a colon

@@ -6,7 +6,7 @@ from litgrpo.callbacks.loggers import Board
 from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.tools.doctor.callback import Doctor
 from litgrpo.tools.doctor.diagnosis import diagnose
-from tests.training.test_grpo import batches, letters, module, train
+from tests.support.training import batches, letters, module, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

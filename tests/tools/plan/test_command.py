@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.running import cli  # noqa: F401 (a fixture)
-from tests.conftest import tiny_model
+from tests.support.models import tiny_model
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

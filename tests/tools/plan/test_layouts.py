@@ -14,8 +14,8 @@ from litgrpo.tools.plan.division import FullShard
 from litgrpo.tools.plan.layouts import layout_of
 from litgrpo.tools.plan.memory import Blueprint, optimizer_states, states_share
 from litgrpo.tools.plan.on_devices import plan_of
-from tests.conftest import tiny_model, tiny_policy
 from tests.support.gloo import run_by
+from tests.support.models import tiny_model, tiny_policy
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 WORDS = ["-c", str(CONFIGS / "quickstart.yaml"), "-c", str(CONFIGS / "hardware" / "fsdp2.yaml")]

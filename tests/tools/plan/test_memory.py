@@ -21,7 +21,7 @@ from litgrpo.tools.plan.memory import (
     states_share,
 )
 from litgrpo.tools.plan.training import known_config
-from tests.conftest import prompt_batch, tiny_model, tiny_policy
+from tests.support.models import prompt_batch, tiny_model, tiny_policy
 
 DECODERS = ["gemma2", "qwen2", "llama", "gpt2"]
 

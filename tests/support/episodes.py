@@ -1,0 +1,35 @@
+"""Shared by tests of callbacks.episodes."""
+
+from dataclasses import replace
+
+import torch
+
+from litgrpo.callbacks.completions import sample_rows
+from litgrpo.rollout.record import Episode
+from tests.support.standin import prompts, rewards_of, rollout_of
+
+SAID = [
+    {"role": "assistant", "content": "<call>2*3</call>"},
+    {"role": "tool", "name": "multiply", "content": "6 | *six*"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+def rollout_of_episodes():
+    """Two episodes: one of two turns, one that failed in its first."""
+    rollout = rollout_of(prompts("2*3=?"))
+    told = [
+        Episode(SAID, calls={"multiply": (1, 0)}),
+        Episode(SAID[:1], failed="timed out", heard_cut=7),
+    ]
+    rewards = torch.tensor([[0.0, 1.0], [torch.nan, torch.nan]], dtype=torch.float64)
+    turns = torch.zeros_like(rollout.completion_ids, dtype=torch.int16)
+    states = [[None, None], [None]]
+    more = {"turn_rewards": rewards, "turn_states": states, "episodes": told, "turns": turns}
+    return replace(rollout, **more)
+
+
+def rows_of_episodes():
+    rollout = rollout_of_episodes()
+    rewards = rewards_of(rollout)
+    return sample_rows(3, rollout, rewards, rewards.total - 0.5)

@@ -1,0 +1,47 @@
+"""Shared by tests of rollout.engines.turns."""
+
+import torch
+
+from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.episodes import Named
+from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from tests.rollout.playing import Echo, episodes_of
+from tests.support.models import prompt_batch
+
+TEXTS, GROUP, LENGTH = ("a", "hello there", "what is it?"), 3, 96
+
+
+NAMED = Named(0, "train", 0, 0)
+
+
+def ending(policy):
+    """Its turns end early, here and there."""
+    policy.eos_ids = tuple(range(2, 259, 9))
+    return policy
+
+
+def requests_of(policy, sampling=None, length=LENGTH, **settings):
+    prompts = prompt_batch(*TEXTS)
+    uniforms = draw_uniforms(3, "train", 0, prompts.index, GROUP, length)
+    return Requests(policy, prompts, GROUP, uniforms, sampling or Sampling(), **settings)
+
+
+def played(engine, requests, pool=None, **settings):
+    return episodes_of(pool or Echo(), **settings).play(engine, requests, NAMED)
+
+
+def assert_same(found, expected):
+    for name in ("completion_ids", "completion_mask", "loss_mask", "turns", "truncated"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    gap = (found.sampler_logprobs - expected.sampler_logprobs).abs()
+    assert gap.max() < 1e-4
+    if expected.candidate_ids is not None:
+        both = (each.candidate_ids.sort(2).values for each in (found, expected))
+        assert torch.equal(*both)
+    assert torch.equal(found.turn_rewards.nan_to_num(-1), expected.turn_rewards.nan_to_num(-1))
+    assert found.turn_states == expected.turn_states
+    assert [each.messages for each in found.episodes] == [
+        each.messages for each in expected.episodes
+    ]
+    assert [each.spans for each in found.episodes] == [each.spans for each in expected.episodes]
+    assert found.completions == expected.completions

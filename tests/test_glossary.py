@@ -1,0 +1,28 @@
+"""Docstrings, comments, messages and pages use the field's words."""
+
+import pytest
+
+from tests.house import glossary
+
+
+def test_clean_files_use_the_words_of_the_field():
+    found = [hit for file in glossary.files(glossary.CLEAN) for hit in glossary.hits(file)]
+    assert not found, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('"""Whether the engine hears."""\n', ["Whether", "hears"]),
+        ("def loaded():\n    pass\n", ["def loaded"]),
+        ("@property\ndef loaded(self):\n    pass\n", []),
+        ("def seed_everything():\n    pass  # at most 3 seeds\n", []),
+        ("x = 1  # so many, at most\n", ["at most", "so many"]),
+        ("x = 'anew'  # glossary: ok\n", []),
+        ("heard = 1  # `heard` is a name\n", []),
+    ],
+)
+def test_home_made_words_are_found(text, words, tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text(text)
+    assert sorted(hit.found for hit in glossary.hits(file)) == sorted(words)
