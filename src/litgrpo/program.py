@@ -105,15 +105,13 @@ def main() -> int:
 
 
 def run(verb: str, words: list[str]) -> None:
-    """Hand over to LightningCLI or to a function, with the names of this version."""
+    """Hand over to LightningCLI or to a function, with recipes as files."""
     from litgrpo.cli.first_look import refuse_mistakes
-    from litgrpo.cli.old_names import current_words
-    from litgrpo.cli.recipes import with_classes
-    from litgrpo.tools.convert import converted
+    from litgrpo.cli.recipes import prepared_words, with_classes
 
     add_folders([*recipe_folders(words), os.getcwd()])  # where a recipe's own rewards may lie
     with TemporaryDirectory() as folder:
-        words = with_classes(verb, current_words(words, Path(folder), converted))
+        words = with_classes(verb, prepared_words(words, Path(folder)))
         sys.argv[2:] = words
         if verb in (*LIGHTNING_VERBS, "plan"):
             refuse_mistakes(words)

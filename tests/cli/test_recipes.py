@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from litgrpo.cli.old_names import current_words
 from litgrpo.cli.recipes import (
     EnvironmentKeys,
     Sources,
     brought,
+    prepared_words,
     recipe_file,
     refuse_repeated_keys,
     repeated,
@@ -142,7 +142,7 @@ PLAYS = (
 
 def environment_of(words, folder):
     """What the last recipe of these words names."""
-    changed = current_words(words, folder, lambda path: None)
+    changed = prepared_words(words, folder)
     return changed, yaml.safe_load(Path(changed[1]).read_text())["model"]["init_args"][
         "environment"
     ]

@@ -146,11 +146,10 @@ def words_of(path: Path) -> str:
     return " ".join(word for word in " ".join(kept).split() if "configs/hardware/" not in word)
 
 
-OLD_NAMES = SOURCE / "training" / "old_paths.py"
 FILES = [
     path
     for path in sorted(SOURCE.rglob("*.py"))
-    if "litgrpo/xla" not in path.as_posix() and path not in (Path(devices.__file__), OLD_NAMES)
+    if "litgrpo/xla" not in path.as_posix() and path != Path(devices.__file__)
 ]
 
 
@@ -168,11 +167,6 @@ def test_the_table_is_the_only_place_of_the_device_file():
         'DIVIDING["tpu"] ',
         "PREFLIGHTS ",
     ]
-
-
-def test_the_old_names_know_where_its_strategy_went_and_nothing_else():
-    lines = [line.strip() for line in OLD_NAMES.read_text().splitlines() if "xla" in line.lower()]
-    assert lines == ['"litgrpo.strategies.xla": "litgrpo.xla.strategy",']
 
 
 class Ticking:

@@ -20,7 +20,6 @@ from litgrpo.cli.verbs import COMMANDS, LIGHTNING_VERBS
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.report.command import run_words
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.old_paths import PATHS
 from litgrpo.training.sft import SFT
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +38,6 @@ SECTIONS: dict[str, list[type]] = {
 # What runs write, and what stands in an example for a file of the reader's own.
 FILES = (".json", ".jsonl", ".csv", ".md", ".py", ".yaml", ".safetensors")
 NO_KEYS = {"model.generate"}  # a method
-# Names of classes that have another one now.
-OLD = {old.rpartition(".")[2] for old in PATHS} - {new.rpartition(".")[2] for new in PATHS.values()}
-OLD = {name for name in OLD if name[0].isupper()}
 MADE = ("runs/", "checkpoints/", "samples/", "my_", "path/", "out/")
 
 
@@ -60,8 +56,6 @@ def stale(page: Path) -> Iterator[str]:
         yield from (f"import {name}" for name in IMPORT.findall(span) if not importable(name))
         yield from (f"file {name}" for name in PATH.findall(span) if not there(name, page))
         key = KEY.fullmatch(span.split()[0].rstrip(":")) if span.strip() else None
-        if span in OLD:
-            yield f"name {span}"
         if (
             key
             and "/" not in span

@@ -130,12 +130,4 @@ PROBES = [
         ("--model.reward_runner CLASS", "ProcessRunner"),
         quick=True,
     ),
-    Probe(
-        "a subclass that overrides what nothing calls",
-        script="from litgrpo import GRPO\n"
-        "class Mine(GRPO):\n    def reward(self, rollout): ...\n"
-        "try:\n    Mine('builtin:quickstart', [len])\n"
-        "except ValueError as error:\n    print(error)\n    raise SystemExit(2)",
-        says=("Scorer.combine", "scorer_class"),
-    ),
 ]

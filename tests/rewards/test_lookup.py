@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
@@ -24,21 +23,6 @@ def test_every_class_is_public_by_name(name):
 def test_looking_up_a_function_imports_no_torch():
     code = "import sys; from litgrpo.rewards import correctness; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("litgrpo.rewards.math.correctness", "litgrpo.rewards.correctness"),
-        ("litgrpo.rewards.length.cosine_length", "litgrpo.rewards.cosine_length"),
-        ("litgrpo.rewards.diversity.distinct", "litgrpo.rewards.distinct"),
-        ("litgrpo.rewards.dialogue.lapdog", "litgrpo.rewards.lapdog"),
-    ],
-)
-def test_an_old_path_works_with_a_line_that_names_the_new_one(old, new, caplog):
-    module, _, name = new.rpartition(".")
-    assert resolved("r", old, {}) is getattr(import_module(module), name)
-    assert caplog.messages == [f"the reward function {old} is now {new}; the old path will go"]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[1] / "configs"
 CLONES_FOLDER = "configs/"  # where the same recipes are in a clone
 SOURCES = ("train", "val", "test", "predict")  # keys of data
 RECIPE_FLAGS = ("-c", "--config")
+OF_TORCH = ("Adagrad", "AdamW", "Adam", "RMSprop", "SGD")
 # What a command line without a recipe trains or asks, and what `predict` does not need to be told.
 CLASSES = {"model": "litgrpo.GRPO", "data": "litgrpo.PromptData"}
 NOT_NEEDED = {"predict": ("--model.rewards", "{none: {function: litgrpo.rewards.correctness}}")}
@@ -243,3 +244,55 @@ def mapping(path: str) -> str:
 def _below(node: yaml.Node | None, key: str) -> list[yaml.Node]:
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return [value for name, value in pairs if name.value == key]
+
+
+def prepared_words(words: Sequence[str], folder: Path) -> list[str]:
+    """Command line whose recipes are files, with sources and environments written out.
+
+    Args:
+        words: after the command.
+        folder: for copies of recipes in which something was replaced.
+    """
+    sources, environment = Sources(words), EnvironmentKeys(words)
+
+    def read(word: str) -> str:
+        path = recipe_file(word)
+        old = path.read_text(encoding="utf-8")
+        refuse_repeated_keys(old, word)
+        new = environment.content(sources.text(with_torch_optimizer(old)))
+        if new == old:
+            return str(path)
+        # A run is named after its recipe, so the copy keeps the name.
+        copy = folder / str(len(list(folder.iterdir()))) / path.with_suffix(".yaml").name
+        copy.parent.mkdir()
+        copy.write_text(new, encoding="utf-8")
+        return str(copy)
+
+    result, option = [], ""
+    for word in (part for given in environment.others for part in _apart(given)):
+        if option in RECIPE_FLAGS:
+            result.append(read(word))
+        elif option == "--model.optimizer" and word in OF_TORCH:
+            result.append(f"torch.optim.{word}")
+        else:
+            result.append(word)
+        option = word
+    environment.others = sources.words(result)
+    return environment.words()
+
+
+def with_torch_optimizer(text: str) -> str:
+    """Recipe that names an optimizer of torch by its full path.
+
+    After transformers is imported, the short name of some is ambiguous.
+    """
+    return re.sub(
+        rf"(optimizer:\s*(?:\{{?\s*class_path:\s*)?)({'|'.join(OF_TORCH)})\b",
+        r"\1torch.optim.\2",
+        text,
+    )
+
+
+def _apart(word: str) -> list[str]:
+    """`--config=FILE` as two words, every other word as it is."""
+    return word.split("=", 1) if word.startswith("--config=") else [word]

@@ -55,7 +55,6 @@ from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.checkpointing.shards import read_any
 from litgrpo.cli.errors import explain
 from litgrpo.cli.key_help import asked, explained, roots_of
-from litgrpo.cli.old_names import current_recipe
 from litgrpo.cli.run_keys import RUN_KEYS
 from litgrpo.distributed.machine import check_machine
 from litgrpo.distributed.restarts import meet_anew
@@ -384,7 +383,7 @@ def load_module(path: Path) -> Any:
         path: a checkpoint written by `cli.py fit`.
     """
     checkpoint = read_any(path)
-    node = current_recipe(saved_config(checkpoint))["model"]
+    node = yaml.safe_load(saved_config(checkpoint))["model"]
     module = instantiate_module(
         LightningModule, {"_class_path": node["class_path"], **node["init_args"]}
     )

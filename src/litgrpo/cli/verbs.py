@@ -11,7 +11,6 @@ LIGHTNING_VERBS = {
 # {verb: the module with the function of that name, what it does}
 COMMANDS = {
     "export": ("litgrpo.cli.export", "write a checkpoint's policy as a Hugging Face folder"),
-    "convert": ("litgrpo.tools.convert", "turn a Gemma 2 reasoning trainer's JSON into a recipe"),
     "audit": (
         "litgrpo.tools.audit.command",
         "test the rewards of a recipe: fair to right answers, hard to game?",
@@ -33,5 +32,4 @@ COMMANDS = {
         "litgrpo.tools.report.command",
         "write one HTML page that shows a run, or compares several",
     ),
-    "completion": ("litgrpo.tools.completion", "print a script that completes keys in a shell"),
 }

@@ -5,23 +5,17 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from litgrpo.arguments import did_you_mean, import_by_path, require
-from litgrpo.rewards.public import FUNCTIONS, PATHS
+from litgrpo.rewards.public import FUNCTIONS
 
 log = logging.getLogger(__name__)
 
 SHIPPED = [f"litgrpo.rewards.{module}" for module in FUNCTIONS]
 PUBLIC = {name: f"litgrpo.rewards.{name}" for names in FUNCTIONS.values() for name in names}
-# Where the functions were before they were public by name, such as litgrpo.rewards.math.exact.
-OLD = re.compile(
-    r"litgrpo\.rewards\.(math|format|length|reasoning|quality|safety|diversity|dialogue|verify)"
-    r"\.(\w+)"
-)
 
 
 def resolved(
@@ -61,7 +55,6 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
 
 def _imported(name: str, path: str) -> Any:
     """What an import path names; the error says what was not found and what is near it."""
-    path = _current(path)
     try:
         return import_by_path(path)
     except ValueError as error:
@@ -73,18 +66,6 @@ def _imported(name: str, path: str) -> Any:
         near = difflib.get_close_matches(word, known, n=1)
         hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
         raise ValueError(f"reward '{name}': {error}{hint}") from error
-
-
-def _current(path: str) -> str:
-    """The path under which a function is now that is given by an old one."""
-    old = OLD.fullmatch(path)
-    if old is None:
-        return path
-    module, name = old.groups()
-    moved = f"litgrpo.rewards.builtin.{module}.{name}"
-    new = PUBLIC[name] if PATHS.get(name) == moved else moved
-    log.warning("the reward function %s is now %s; the old path will go", path, new)
-    return new
 
 
 def _functions(module_path: str) -> list[str]:

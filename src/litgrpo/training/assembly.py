@@ -213,24 +213,6 @@ def check_sizes(
     )
 
 
-NOT_CALLED = ("reward", "start_reward")  # methods of earlier versions
-
-
-def check_overrides(module_class: type) -> None:
-    """Refuse a subclass that overrides a method of earlier versions, which nothing calls.
-
-    Raises:
-        ValueError: it does.
-    """
-    found = [name for name in NOT_CALLED if name in dir(module_class)]
-    require(
-        not found,
-        f"{module_class.__name__} defines {', '.join(found)}, which nothing calls. Rewards are made"
-        " by `Scorer.combine`: override that in a subclass of litgrpo.rewards.Scorer, and name it"
-        " by `scorer_class` in the module's class.",
-    )
-
-
 def overlong(share: float, max_completion_length: int) -> dict[str, Reward]:
     """The soft overlong punishment over the last share of the tokens; none for a share of 0."""
     require(0 <= share <= 1, f"soft_overlong is {share}; it must be between 0 (off) and 1.")

@@ -36,7 +36,6 @@ from litgrpo.training import saved_arguments as arguments_kept
 from litgrpo.training.assembly import (
     Settings,
     changing,
-    check_overrides,
     check_sizes,
     corrected,
     join,
@@ -164,7 +163,6 @@ class GRPO(LightningModule):
             seed=seed,
         )
         self.coefficients = coefficients_of(controllers, corrected(objective, engine, update))
-        check_overrides(type(self))
         parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_length)
         self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
         self.evaluator = Evaluator(evaluation, self.scorer)

@@ -13,7 +13,6 @@ import torch
 from lightning import LightningModule
 
 from litgrpo.arguments import import_by_path, require
-from litgrpo.training.old_paths import current_path
 
 KEY = "arguments"
 OBJECT, FUNCTION, PARTIAL = "class_path", "import_path", "partial"
@@ -83,17 +82,17 @@ def _path(value: Any) -> str:
 
 
 def made(value: Any) -> Any:
-    """What `plain` wrote, made again; also import paths of the previous version are known."""
+    """Rebuild the value that `plain` wrote."""
     if isinstance(value, list | tuple):
         return type(value)(made(each) for each in value)
     if not isinstance(value, dict):
         return value
     if FUNCTION in value:
-        return import_by_path(current_path(value[FUNCTION]))
+        return import_by_path(value[FUNCTION])
     if PARTIAL in value:
         return functools.partial(made(value[PARTIAL]), *made(value["args"]), **value["kwargs"])
     if OBJECT in value:
-        return import_by_path(current_path(value[OBJECT]))(**made(value["init_args"]))
+        return import_by_path(value[OBJECT])(**made(value["init_args"]))
     return {key: made(each) for key, each in value.items()}
 
 
