@@ -132,7 +132,7 @@ class Logger(DummyLogger):
 
 def test_a_constructor_that_refuses_is_heard(cli):  # noqa: F811
     code, _, err = cli(
-        "fit", "-c", "recipe.yaml", "--trainer.logger", "tests.cli.test_errors.Logger"
+        "fit", "-c", "recipe.yaml", "--trainer.logger", "tests.cli.test_messages.Logger"
     )
     assert (code, err) == (2, "error: Logger cannot be made: needs a moon that is full\n")
 
