@@ -32,7 +32,7 @@ from lightning import Callback, Trainer, seed_everything
 
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.cli.trainer_cli import keep_quiet
-from litgrpo.data import Episodes
+from litgrpo.data import EpisodePrompts
 from litgrpo.environments import StepResult
 from litgrpo.environments.examples import NumberGame
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
@@ -153,8 +153,8 @@ def played(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Result
         seed=seed,
     )
     data = PromptData(
-        train=Episodes(size=100_000, prompt="Guess:"),
-        val=Episodes(size=HELD_OUT, prompt="Guess:", first=100_000),
+        train=EpisodePrompts(size=100_000, prompt="Guess:"),
+        val=EpisodePrompts(size=HELD_OUT, prompt="Guess:", first_episode=100_000),
         batch_size=16,
         eval_batch_size=HELD_OUT,
     )

@@ -86,7 +86,9 @@ def test_a_conversation_that_is_cut_off_learns_what_is_left():
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last():
-    with pytest.raises(ValueError, match=r"row 1: .* writes a turn otherwise .* `turns: last`"):
+    with pytest.raises(
+        ValueError, match=r"row 1: .* writes a turn otherwise .* `train_on_turns: last`"
+    ):
         pairs_of({"messages": TALK}, form=LAST_ONLY)
 
 

@@ -1,14 +1,14 @@
 import pytest
 
-from litgrpo.data import Episodes
+from litgrpo.data import EpisodePrompts
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.rows import Table
 
-PLAIN = Table(columns={}, extract={}, val_fraction=0.0, overlap="drop")
+PLAIN = Table(columns={}, extract={}, val_fraction=0.0, train_val_overlap="drop")
 
 
 def test_rows_carry_a_number_a_prompt_and_the_same_columns():
-    source = Episodes(size=2, prompt="Guess.", first=7, columns={"level": "easy"})
+    source = EpisodePrompts(size=2, prompt="Guess.", first_episode=7, columns={"level": "easy"})
     assert source.rows() == [
         {"prompt": "Guess.", "episode_number": 7, "level": "easy"},
         {"prompt": "Guess.", "episode_number": 8, "level": "easy"},
@@ -17,11 +17,13 @@ def test_rows_carry_a_number_a_prompt_and_the_same_columns():
 
 def test_the_same_prompt_with_another_number_is_another_row():
     with pytest.warns(UserWarning, match="2 of 10 training prompts are in the validation set"):
-        train, val = PLAIN.train_and_val(Episodes(size=10), Episodes(size=5, first=8))
+        train, val = PLAIN.train_and_val(
+            EpisodePrompts(size=10), EpisodePrompts(size=5, first_episode=8)
+        )
     assert [row.values["episode_number"] for row in train] == list(range(8))
     assert len(val) == 5
-    held = Table(columns={}, extract={}, val_fraction=0.5, overlap="drop")
-    train, val = held.train_and_val(Episodes(size=100), None)
+    held = Table(columns={}, extract={}, val_fraction=0.5, train_val_overlap="drop")
+    train, val = held.train_and_val(EpisodePrompts(size=100), None)
     assert 30 < len(val) < 70
     assert len(train) + len(val) == 100
 
@@ -29,21 +31,24 @@ def test_the_same_prompt_with_another_number_is_another_row():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"size": 0}, "size of Episodes is 0"),
-        ({"first": -1}, "first of Episodes is -1"),
-        ({"prompt": " "}, "prompt of Episodes is empty"),
-        ({"columns": {"prompt": "x"}}, "columns of Episodes name 'prompt'"),
+        ({"size": 0}, "size of EpisodePrompts is 0"),
+        ({"first_episode": -1}, "first_episode of EpisodePrompts is -1"),
+        ({"prompt": " "}, "prompt of EpisodePrompts is empty"),
+        ({"columns": {"prompt": "x"}}, "columns of EpisodePrompts name 'prompt'"),
     ],
 )
 def test_what_can_give_no_rows_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
-        Episodes(**given)
+        EpisodePrompts(**given)
 
 
 def test_a_set_with_a_name_takes_a_class_as_a_recipe_writes_it():
-    node = {"class_path": "litgrpo.data.Episodes", "init_args": {"size": 3}}
+    node = {"class_path": "litgrpo.data.EpisodePrompts", "init_args": {"size": 3}}
     data = PromptData(train="a.jsonl", val={"easy": node, "hard": [node, "b.jsonl"]})
-    assert data.sources["val"] == {"easy": Episodes(3), "hard": [Episodes(3), "b.jsonl"]}
+    assert data.sources["val"] == {
+        "easy": EpisodePrompts(3),
+        "hard": [EpisodePrompts(3), "b.jsonl"],
+    }
     wrong = {"easy": node | {"init_args": {"sise": 3}}}
     with pytest.raises(ValueError, match=r"set 'easy': .* has no argument 'sise' .did you mean"):
         PromptData(train="a.jsonl", val=wrong)

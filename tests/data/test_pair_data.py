@@ -69,7 +69,10 @@ def test_templates_make_prompt_and_completion(tmp_path):
 def test_a_truncated_pair_keeps_its_start_and_has_no_end_token(tmp_path):
     with pytest.warns(UserWarning, match="1 of 1 .*max_length=4 .*truncated"):
         batch = the_batch(
-            tmp_path, [{"prompt": "a", "completion": "bcdef"}], max_length=4, overlong="truncate"
+            tmp_path,
+            [{"prompt": "a", "completion": "bcdef"}],
+            max_length=4,
+            long_examples="truncate",
         )
     assert texts_of(batch) == ["<bos>abc"]
     assert targets_of(batch) == ["bc"]
@@ -81,7 +84,7 @@ def test_a_truncated_pair_without_anything_to_learn_is_refused(tmp_path):
         pytest.warns(UserWarning, match="truncated"),
         pytest.raises(ValueError, match=r"row 1: the prompt alone has 5"),
     ):
-        ready(tmp_path, rows, max_length=5, overlong="truncate")
+        ready(tmp_path, rows, max_length=5, long_examples="truncate")
 
 
 def test_the_tokenizer_is_fitted_to_training_rows_only_and_before_use(tmp_path):
@@ -109,7 +112,9 @@ def test_batches_keep_to_rows_and_tokens(tmp_path):
     rows = [{"prompt": "p" * (1 + n), "completion": "c"} for n in range(40)]
     by_rows = ready(tmp_path, rows, batch_size=6).train_dataloader()
     assert sorted(len(batch) for batch in by_rows) == [4] + [6] * 6
-    by_tokens = list(ready(tmp_path, rows, batch_size=None, max_tokens=64).train_dataloader())
+    by_tokens = list(
+        ready(tmp_path, rows, batch_size=None, max_tokens_per_batch=64).train_dataloader()
+    )
     assert sum(map(len, by_tokens)) == 40
     assert max(batch.input_ids.numel() for batch in by_tokens) <= 64
 
@@ -155,10 +160,10 @@ def test_data_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, rows, se
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="batch_size and max_tokens are both null"):
+    with pytest.raises(ValueError, match="batch_size and max_tokens_per_batch are both null"):
         PairData(SUMS, batch_size=None)
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        PairData(SUMS, max_tokens=0)
+    with pytest.raises(ValueError, match="max_tokens_per_batch is 0"):
+        PairData(SUMS, max_tokens_per_batch=0)
     with pytest.raises(ValueError, match="val and val_fraction are both set"):
         PairData(SUMS, val=SUMS, val_fraction=0.1)
 
@@ -170,11 +175,11 @@ def test_a_recipe_parses():
         "train": "python:litgrpo.data.examples.problems.supervised?size=5",
         "columns": {"completion": "completion"},
         "batch_size": None,
-        "max_tokens": 4096,
+        "max_tokens_per_batch": 4096,
     }
     recipe = {"data": {"class_path": "litgrpo.PairData", "init_args": settings}}
     data = parser.instantiate(parser.parse_object(recipe)).data
-    assert (data.batch_size, data.max_tokens) == (None, 4096)
+    assert (data.batch_size, data.max_tokens_per_batch) == (None, 4096)
 
 
 def test_conversations_are_pairs_too_and_their_texts_are_fitted_to(tmp_path):
@@ -190,8 +195,8 @@ def test_conversations_are_pairs_too_and_their_texts_are_fitted_to(tmp_path):
     assert list(data.pair_style.plain(data.sets["train"].rows)) == ["hi", "yo"] * 3
     with pytest.raises(ValueError, match=r"no field 'completion' .* need `chat: true`"):
         ready(tmp_path, rows)
-    with pytest.raises(ValueError, match="turns is 'first'; it must be one of: all, last"):
-        PairData(rows, turns="first")
+    with pytest.raises(ValueError, match="train_on_turns is 'first'; it must be one of: all, last"):
+        PairData(rows, train_on_turns="first")
 
 
 @pytest.mark.parametrize("cut", [1, 3])
@@ -211,5 +216,5 @@ def test_a_mixture_of_pairs_is_resumed_where_it_stopped(tmp_path, cut):
     before = trained_rows(tmp_path, data(), texts_of, epochs=2, save=save)
     after = trained_rows(tmp_path, data(), texts_of, epochs=2, ckpt_path=save.path)
     assert before[:cut] + after == whole
-    with pytest.raises(ValueError, match="leave max_tokens out"):
-        trained_rows(tmp_path, data(max_tokens=9), texts_of)
+    with pytest.raises(ValueError, match="leave max_tokens_per_batch out"):
+        trained_rows(tmp_path, data(max_tokens_per_batch=9), texts_of)

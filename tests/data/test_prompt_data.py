@@ -48,7 +48,7 @@ def test_the_length_is_a_multiple_as_asked(tmp_path):
 
 def test_truncation_keeps_the_end_and_the_begin_token(tmp_path):
     with pytest.warns(UserWarning, match="1 of 1 .*max_prompt_length=3 .*truncated"):
-        data = ready("test", tmp_path, test=["abcd"], max_prompt_length=3, overlong="truncate")
+        data = ready("test", tmp_path, test=["abcd"], max_prompt_length=3, long_prompts="truncate")
     batch = next(iter(data.test_dataloader()))
     assert byte_tokenizer().batch_decode(batch.prompt_ids) == ["<bos>cd"]
 
@@ -207,7 +207,7 @@ def test_a_recipe_parses():
         "columns": {"prompt": "question"},
         "extract": {"answer": r"####\s*(.+)"},
         "chat": {"system": "Be brief."},
-        "overlong": "truncate",
+        "long_prompts": "truncate",
     }
     recipe = {"data": {"class_path": "litgrpo.PromptData", "init_args": settings}}
     data = parser.instantiate(parser.parse_object(recipe)).data

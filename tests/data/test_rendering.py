@@ -43,7 +43,7 @@ def test_a_template_sees_every_field_and_keeps_its_last_newline():
 
 def test_the_chat_format_asks_for_an_answer():
     assert texts(["hi"], chat=Chat()) == ["<bos>[user]hi[assistant]"]
-    asked = texts(["hi"], "Say {{ prompt }}", Chat(system="be kind", kwargs={"mood": "!"}))
+    asked = texts(["hi"], "Say {{ prompt }}", Chat(system="be kind", template_kwargs={"mood": "!"}))
     assert asked == ["<bos>[system]be kind[user]Say hi[assistant]!"]
 
 
@@ -169,14 +169,16 @@ def test_too_long_rows_are_kept_to_be_truncated_or_stop_as_asked():
     rows = read(["a", "bb"])
     with pytest.warns(UserWarning, match="1 of 2 .*: truncated"):
         assert LengthLimit("max_length", 1, "truncate").kept([1, 2], rows, "train") == [0, 1]
-    with pytest.raises(ValueError, match=r"1 of 2 .*raise max_length or say"):
+    with pytest.raises(ValueError, match=r"1 of 2 .*raise max_length or set"):
         LengthLimit("max_length", 1, "error").kept([1, 2], rows, "train")
     with pytest.raises(ValueError, match=r"2 of 2 .*none is left"):
         LengthLimit("max_length", 1, "drop").kept([2, 2], rows, "train")
 
 
 def test_limits_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="overlong is 'cut'; it must be one of: drop, truncate"):
+    with pytest.raises(
+        ValueError, match="long_prompts is 'cut'; it must be one of: drop, truncate"
+    ):
         LengthLimit("max_length", 1, "cut")
     with pytest.raises(ValueError, match="max_length is 0"):
         LengthLimit("max_length", 0, "drop")

@@ -9,8 +9,8 @@ from litgrpo.data.rows import Table, columns_of, fingerprint, is_held_out
 from litgrpo.data.sources import read
 
 
-def table(columns=None, extract=None, val_fraction=0.0, overlap="drop"):
-    return Table(columns or {}, extract or {}, val_fraction, overlap)
+def table(columns=None, extract=None, val_fraction=0.0, train_val_overlap="drop"):
+    return Table(columns or {}, extract or {}, val_fraction, train_val_overlap)
 
 
 def prompts(rows):
@@ -107,10 +107,10 @@ def test_training_prompts_that_are_in_validation_are_removed_and_counted():
 
 
 def test_overlap_stops_or_stays_as_asked():
-    with pytest.raises(ValueError, match=r"1 of 2 training prompts .*overlap: drop"):
-        table(overlap="error").train_and_val(["a", "b"], ["b"])
+    with pytest.raises(ValueError, match=r"1 of 2 training prompts .*train_val_overlap: drop"):
+        table(train_val_overlap="error").train_and_val(["a", "b"], ["b"])
     with pytest.warns(UserWarning, match="kept"):
-        train, _ = table(overlap="keep").train_and_val(["a", "b"], ["b"])
+        train, _ = table(train_val_overlap="keep").train_and_val(["a", "b"], ["b"])
     assert prompts(train) == ["a", "b"]
 
 
@@ -143,7 +143,7 @@ def test_the_fingerprint_depends_on_prompts_and_order():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"overlap": "ignore"}, "overlap is 'ignore'; it must be one of: drop"),
+        ({"train_val_overlap": "ignore"}, "train_val_overlap is 'ignore'; it must be one of: drop"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0"),
         ({"extract": {"answer": "("}}, r"extract.answer: '\(' is no pattern"),
         ({"extract": {"answer": "a"}}, "has 0 groups, expected one"),

@@ -116,10 +116,10 @@ def test_a_row_that_is_left_out_gives_its_place_to_the_next(file, monkeypatch):
     assert "4+1=" not in prompts
     assert [batch.prompts for batch in data.val_dataloader()] == [["4+1="]]
     with pytest.raises(ValueError, match=r"line 2: has 5\d tokens, more than max_prompt_length=16"):
-        set_up(streamed(file, overlong="error", shuffle=False)).sets["train"][[1]]
-    kept = set_up(streamed(file, overlap="keep", val=held))
+        set_up(streamed(file, long_prompts="error", shuffle=False)).sets["train"][[1]]
+    kept = set_up(streamed(file, train_val_overlap="keep", val=held))
     assert "4+1=" in kept.sets["train"][[5]].prompts
-    refused = set_up(streamed(file, overlap="error", val=held))
+    refused = set_up(streamed(file, train_val_overlap="error", val=held))
     with pytest.raises(ValueError, match="line 6: this training prompt is in the validation set"):
         refused.sets["train"][[5]]
 

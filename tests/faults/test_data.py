@@ -74,9 +74,9 @@ def test_a_bad_file_is_one_line(fit, content, said):
 
 def test_training_problems_that_are_held_out_too_are_reported(fit):
     Path("val.jsonl").write_text(lines(GOOD[3:5]))
-    code, err = fit(lines(GOOD), "--data.val", "val.jsonl", "--data.overlap", "error")
+    code, err = fit(lines(GOOD), "--data.val", "val.jsonl", "--data.train_val_overlap", "error")
     assert code == 2
     assert err.splitlines()[-1] == (
         "error: 2 of 8 training prompts are in the validation set (train.jsonl, line 4 = val.jsonl,"
-        " line 1); `overlap: drop` removes them from training"
+        " line 1); `train_val_overlap: drop` removes them from training"
     )

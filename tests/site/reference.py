@@ -30,7 +30,7 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
             "data": [
                 "litgrpo.data.prompt_data.PromptData",
                 "litgrpo.data.pair_data.PairData",
-                "litgrpo.data.Episodes",
+                "litgrpo.data.EpisodePrompts",
                 "litgrpo.data.ReasoningGym",
             ]
         },

@@ -24,14 +24,14 @@ def sgd(lr=1.0):
 
 def test_the_learning_rate_is_open_until_it_is_settled():
     optimizer = DefaultAdamW(parameters())
-    assert optimizer.lr_is_open
-    optimizer.settle(1e-6)
+    assert optimizer.needs_lr
+    optimizer.set_default_lr(1e-6)
     assert optimizer.param_groups[0]["lr"] == 1e-6
 
 
 def test_a_given_learning_rate_stays():
     optimizer = DefaultAdamW(parameters(), lr=3e-4)
-    optimizer.settle(1e-6)
+    optimizer.set_default_lr(1e-6)
     assert optimizer.param_groups[0]["lr"] == 3e-4
 
 
@@ -52,7 +52,7 @@ def test_a_linear_schedule_rises_and_falls_in_straight_lines():
 
 
 def test_half_a_cosine_passes_through_the_middle_and_ends_at_its_share():
-    schedule = WarmupCosine(sgd(), warmup=0.2, final=0.1, total_steps=10)
+    schedule = WarmupCosine(sgd(), warmup=0.2, min_lr_ratio=0.1, total_steps=10)
     seen = rates(schedule, 11)
     assert seen[0] == pytest.approx(0.5)
     assert seen[6] == pytest.approx((1 + 0.1) / 2)
@@ -65,7 +65,7 @@ def test_without_warm_up_the_first_step_has_the_whole_learning_rate():
 
 def test_the_length_comes_from_the_run():
     schedule = WarmupLinear(sgd(), warmup=0.5)
-    schedule.settle(4)
+    schedule.set_total_steps(4)
     assert rates(schedule, 4) == pytest.approx([0.5, 1.0, 1.0, 0.5])
 
 
@@ -79,15 +79,15 @@ def test_a_checkpoint_holds_the_position_and_the_recipe_the_curve():
 
 def test_a_run_without_known_length_is_refused():
     with pytest.raises(ValueError, match=r"WarmupCosine decays .* model\.max_iterations"):
-        WarmupCosine(sgd()).settle(None)
+        WarmupCosine(sgd()).set_total_steps(None)
 
 
 def test_a_warm_up_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match="warms up for 10 optimizer steps, but the run has 4"):
-        WarmupCosine(sgd(), warmup=10).settle(4)
+        WarmupCosine(sgd(), warmup=10).set_total_steps(4)
 
 
-@pytest.mark.parametrize("given", [{"warmup": -1}, {"final": 2}, {"total_steps": 0}])
+@pytest.mark.parametrize("given", [{"warmup": -1}, {"min_lr_ratio": 2}, {"total_steps": 0}])
 def test_sizes_that_make_no_curve_are_refused(given):
     with pytest.raises(ValueError, match=r"lr_scheduler\."):
         WarmupCosine(sgd(), **given)

@@ -317,7 +317,14 @@ def test_a_validation_reads_other_pairs_with_the_tokenizer_of_the_checkpoint(
         return score(self, batch)
 
     monkeypatch.setattr(SFT, "score", noted)
-    words = ["--ckpt_path", "last", "--data.val", json.dumps(other[:1]), "--data.overlap", "keep"]
+    words = [
+        "--ckpt_path",
+        "last",
+        "--data.val",
+        json.dumps(other[:1]),
+        "--data.train_val_overlap",
+        "keep",
+    ]
     with pytest.warns(UserWarning, match="kept"):
         run(monkeypatch, "validate", "-c", str(scratch_run / "config.yaml"), *words)
     assert loss == ["Who are 0 othersnobody 0"]
@@ -353,7 +360,7 @@ def test_validation_sets_with_names_have_numbers_of_their_own(folder):
     sets = {"low": ROWS[:3], "high": ROWS[3:]}
 
     def losses(val):
-        sft, data = SFT(folder), PairData(ROWS, val=val, batch_size=2, overlap="keep")
+        sft, data = SFT(folder), PairData(ROWS, val=val, batch_size=2, train_val_overlap="keep")
         with pytest.warns(UserWarning, match="kept"):
             Trainer(**QUIET | {"limit_val_batches": 1.0}).validate(sft, data, verbose=False)
         return sft.evaluation_report

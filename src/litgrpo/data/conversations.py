@@ -88,8 +88,9 @@ def parts_of(
         require(
             asked.startswith(done) and answered.startswith(asked),
             f"{row.place}: the tokenizer's chat template writes a turn otherwise once others follow"
-            f" (at message {number + 1}), so the answers cannot be told apart; say `turns: last`, "
-            "or give the template what it needs in `chat: {kwargs: ...}`",
+            f" (at message {number + 1}), so the answers cannot be told apart; set "
+            "`train_on_turns: last`, or give the template what it needs in "
+            "`chat: {template_kwargs: ...}`",
         )
         turn = answered[len(asked) :]
         # Templates write a line break behind the mark that ends a turn; no model has to.

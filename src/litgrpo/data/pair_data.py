@@ -12,8 +12,8 @@ from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.conversations import Turns
 from litgrpo.data.mixing import mixed
 from litgrpo.data.pairs import PairBatch, PairSet, PairStyle, padding_frac, tokenized_pairs
-from litgrpo.data.rendering import Chat, LengthLimit, Overlong, Template, prompt_style
-from litgrpo.data.rows import Overlap, Table, fingerprint
+from litgrpo.data.rendering import Chat, LengthLimit, LongRows, Template, prompt_style
+from litgrpo.data.rows import Table, TrainValOverlap, fingerprint
 from litgrpo.data.sampler import BatchLoader, bucketed_batches
 from litgrpo.data.source_data import SourceData
 from litgrpo.data.sources import SetsLike, SourceLike
@@ -41,21 +41,21 @@ class PairData(SourceData[PairBatch]):
         completion_template: Jinja text of the completion, likewise.
         chat: `true` puts the prompt into the chat format of the tokenizer as a user's message;
             `{system: text}` adds a system message.
-        turns: of a conversation, learn `all` of the assistant's turns, or the `last` one, for chat
-            templates that write earlier turns otherwise (without their reasoning).
+        train_on_turns: of a conversation, train on `all` of the assistant's turns, or on the `last`
+            one, for chat templates that write earlier turns otherwise (without reasoning).
         group_by_length: batches of pairs of about equal length, so that little is padding;
             `false` mixes
             all lengths, for data whose lengths differ little but go with what there is to learn.
         batch_size: pairs per optimizer step at most, over all processes together; null for no
-            limit but max_tokens.
-        max_tokens: tokens per optimizer step at most, padding included, likewise.
+            limit but max_tokens_per_batch.
+        max_tokens_per_batch: tokens per optimizer step at most, padding included, likewise.
         max_length: tokens of prompt and completion at most.
-        overlong: what to do with longer pairs: drop, truncate (keeps the start) or error.
+        long_examples: what to do with longer pairs: drop, truncate (keeps the start) or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never moves and is the same in reinforcement learning.
         split_by: another column to take the hash of, such as a dialogue's persona: rows that agree
             in it are all held out or none is.
-        overlap: training prompts that are also in `val`: drop, error or keep.
+        train_val_overlap: training prompts that are also in `val`: drop, error or keep.
         seed: of the order of batches and of pairs among those of about equal length.
         num_workers: processes that build batches ahead; the pairs are tokenized before, so 0 is
             enough.
@@ -73,15 +73,15 @@ class PairData(SourceData[PairBatch]):
         template: str | None = None,
         completion_template: str | None = None,
         chat: bool | Chat = False,
-        turns: Turns = "all",
+        train_on_turns: Turns = "all",
         group_by_length: bool = True,
         batch_size: int | None = 32,
-        max_tokens: int | None = None,
+        max_tokens_per_batch: int | None = None,
         max_length: int = 1024,
-        overlong: Overlong = "drop",
+        long_examples: LongRows = "drop",
         val_fraction: float = 0.0,
         split_by: str = "prompt",
-        overlap: Overlap = "drop",
+        train_val_overlap: TrainValOverlap = "drop",
         seed: int = 0,
         num_workers: int = 0,
         pad_to_multiple_of: int = 1,
@@ -90,23 +90,27 @@ class PairData(SourceData[PairBatch]):
         instead = {"messages": {"prompt", "completion"}} if chat else {}
         super().__init__(
             {"train": train, "val": val},
-            Table(columns or {}, extract or {}, val_fraction, overlap, split_by, instead),
+            Table(columns or {}, extract or {}, val_fraction, train_val_overlap, split_by, instead),
             prompt_style(template, chat),
-            LengthLimit("max_length", max_length, overlong),
+            LengthLimit("max_length", max_length, long_examples, "long_examples"),
             tokenizer=tokenizer,
             num_workers=num_workers,
             pad_to_multiple_of=pad_to_multiple_of,
         )
         at_least("batch_size", batch_size, 1)
-        at_least("max_tokens", max_tokens, 1)
-        unlimited = batch_size is None and max_tokens is None
-        require(not unlimited, "batch_size and max_tokens are both null; set one of them")
+        at_least("max_tokens_per_batch", max_tokens_per_batch, 1)
+        unlimited = batch_size is None and max_tokens_per_batch is None
+        require(not unlimited, "batch_size and max_tokens_per_batch are both null; set one of them")
         self.train = train
         self.completion = Template("completion", completion_template)
         self.completion.check()
-        one_of("turns", turns, get_args(Turns))
-        self.pair_style = PairStyle(self.style, self.completion, turns)
-        self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
+        one_of("train_on_turns", train_on_turns, get_args(Turns))
+        self.pair_style = PairStyle(self.style, self.completion, train_on_turns)
+        self.batch_size, self.max_tokens_per_batch, self.seed = (
+            batch_size,
+            max_tokens_per_batch,
+            seed,
+        )
         self.group_by_length = group_by_length
 
     def setup(self, stage: str) -> None:
@@ -151,7 +155,9 @@ class PairData(SourceData[PairBatch]):
         lengths = pairs.lengths[torch.tensor(rows) % len(pairs)]
         if not self.group_by_length:
             lengths = torch.full_like(lengths, int(lengths.max()))
-        places = bucketed_batches(lengths, self.batch_size, self.max_tokens, self.seed, epoch)
+        places = bucketed_batches(
+            lengths, self.batch_size, self.max_tokens_per_batch, self.seed, epoch
+        )
         return [[rows[place] for place in batch] for batch in places]
 
     def _mixed_plan(self, weights: list[float], epoch: int) -> list[list[int]]:
@@ -165,16 +171,16 @@ class PairData(SourceData[PairBatch]):
             "pairs": self.fingerprint,
             "num_pairs": len(pairs),
             "batch_size": self.batch_size,
-            "max_tokens": self.max_tokens,
+            "max_tokens_per_batch": self.max_tokens_per_batch,
             "group_by_length": self.group_by_length,
             "seed": self.seed,
         }
         if self.weights is None:
             return self.train_loader(partial(plan, range(len(pairs))), identity)
         require(
-            self.max_tokens is None,
-            "sources with weights give other rows in every epoch, and max_tokens another number of "
-            "batches: leave max_tokens out and set batch_size",
+            self.max_tokens_per_batch is None,
+            "sources with weights give other rows in every epoch, and max_tokens_per_batch "
+            "another number of batches: leave max_tokens_per_batch out and set batch_size",
         )
         return self.train_loader(partial(self._mixed_plan, self.weights), identity)
 

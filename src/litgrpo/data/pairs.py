@@ -239,7 +239,7 @@ def tokenized_pairs(
         require(
             length < limit.tokens,
             f"{rows[number].place}: the prompt alone has {length} tokens, "
-            f"max_length={limit.tokens} leaves none to learn; say `overlong: drop`",
+            f"max_length={limit.tokens} leaves none to learn; set `long_examples: drop`",
         )
     return PairSet(
         ids=[pairs[number][: limit.tokens] for number in kept],

@@ -10,8 +10,8 @@ import torch
 from litgrpo.arguments import at_least, require
 from litgrpo.data.mixing import mixed
 from litgrpo.data.prompts import tokenized_prompts
-from litgrpo.data.rendering import Chat, LengthLimit, Overlong, PromptStyle, prompt_style
-from litgrpo.data.rows import Overlap, Table, fingerprint, identity
+from litgrpo.data.rendering import Chat, LengthLimit, LongRows, PromptStyle, prompt_style
+from litgrpo.data.rows import Table, TrainValOverlap, fingerprint, identity
 from litgrpo.data.sampler import BatchLoader, FullBatches, Plan, batches_by_set, shuffled_batches
 from litgrpo.data.source_data import SourceData
 from litgrpo.data.sources import Row, SetsLike, SourceLike
@@ -51,12 +51,12 @@ class PromptData(SourceData[PromptBatch]):
         batch_size: prompts per iteration, over all processes together.
         eval_batch_size: prompts per batch in validation, test and prediction (default: batch_size).
         max_prompt_length: tokens of a prompt at most.
-        overlong: what to do with longer prompts: drop, truncate (keeps the end) or error.
+        long_prompts: what to do with longer prompts: drop, truncate (keeps the end) or error.
         val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
             so that it never moves and is the same in supervised training.
         split_by: another column to take the hash of, such as a dialogue's persona: rows that agree
             in it are all held out or none is.
-        overlap: training prompts that are also in `val`: drop, error or keep.
+        train_val_overlap: training prompts that are also in `val`: drop, error or keep.
         shuffle: put the training prompts into another random order in every epoch.
         seed: of that order.
         split_special_tokens: read special tokens that the data write as text, such as `<eos>`, as
@@ -82,10 +82,10 @@ class PromptData(SourceData[PromptBatch]):
         batch_size: int = 8,
         eval_batch_size: int | None = None,
         max_prompt_length: int = 512,
-        overlong: Overlong = "drop",
+        long_prompts: LongRows = "drop",
         val_fraction: float = 0.0,
         split_by: str = "prompt",
-        overlap: Overlap = "drop",
+        train_val_overlap: TrainValOverlap = "drop",
         shuffle: bool = True,
         seed: int = 0,
         split_special_tokens: bool = False,
@@ -99,9 +99,9 @@ class PromptData(SourceData[PromptBatch]):
             sources["predict"] = [{"prompt": text} for text in prompts]
         super().__init__(
             sources,
-            Table(columns or {}, extract or {}, val_fraction, overlap, split_by),
+            Table(columns or {}, extract or {}, val_fraction, train_val_overlap, split_by),
             prompt_style(template, chat, split_special_tokens),
-            LengthLimit("max_prompt_length", max_prompt_length, overlong),
+            LengthLimit("max_prompt_length", max_prompt_length, long_prompts),
             tokenizer=tokenizer,
             num_workers=num_workers,
             pad_to_multiple_of=pad_to_multiple_of,

@@ -9,14 +9,14 @@ from typing import Any
 
 from litgrpo.arguments import above, at_least, did_you_mean, require
 from litgrpo.data.mixing import quotas
-from litgrpo.data.sources import Generated
+from litgrpo.data.sources import GeneratedSource
 from litgrpo.workers.sandbox.wire import dumps
 
 INSTALL = "needs `pip install reasoning-gym` (or `pip install litgrpo[reasoning_gym]`)"
 
 
 @dataclass(frozen=True)
-class ReasoningGym(Generated):
+class ReasoningGym(GeneratedSource):
     """Problems of reasoning-gym, made when they are read: the same ones for the same arguments.
 
     Rows have `prompt`, `answer` (None where a task has no single one), `task`, and `metadata`, the

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # slow to import; only named here
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
-Overlong = Literal["drop", "truncate", "error"]
+LongRows = Literal["drop", "truncate", "error"]
 FIRST_HEARD = 100_000  # number of the mark of an environment's first text
 DONE = {"drop": "dropped", "truncate": "truncated"}
 # What a field that should be text may be, and what to do about it.
@@ -33,13 +33,14 @@ class Chat:
 
     Args:
         system: text of a system message in front; null for none.
-        kwargs: more arguments for the tokenizer's chat template, such as `enable_thinking: false`.
+        template_kwargs: more arguments for the tokenizer's chat template, such as
+            `enable_thinking: false`.
         tools: JSON schemas of tools that the template shows to the model; those of
             `model.environment` need not be given.
     """
 
     system: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: Messages = field(default_factory=list)
 
 
@@ -354,9 +355,8 @@ def opened(
             f"the prompt has {len(ids)} tokens with what the environment adds at its start "
             f"({limit.name}={limit.tokens})"
         )
-        hint = f"raise {limit.name} or say `overlong: drop` or `truncate`"
-        require(limit.overlong != "error", f"{said}; {hint}")
-        if limit.overlong == "drop":
+        require(limit.action != "error", f"{said}; {limit.remedy}")
+        if limit.action == "drop":
             raise LeftOut(said)
     return end_of(ids, limit.tokens, tokenizer)
 
@@ -385,7 +385,7 @@ def in_chat_format(
             tools=tools,
             tokenize=False,
             add_generation_prompt=asks,
-            **chat.kwargs,
+            **chat.template_kwargs,
         )
     except jinja2.TemplateError as error:  # Gemma's raises one on a system message
         hint = "a model without system messages takes that text in `template`"
@@ -490,25 +490,31 @@ class LengthLimit:
     Args:
         name: the setting, for messages.
         tokens: the largest number allowed.
-        overlong: "drop" leaves the row out, "truncate" shortens it, "error" stops.
+        action: `drop` leaves the row out, `truncate` shortens it, `error` stops.
+        option: name of the option that sets the action, for messages.
     """
 
     name: str
     tokens: int
-    overlong: Overlong
+    action: LongRows
+    option: str = "long_prompts"
 
     def __post_init__(self) -> None:
         """Refuse a limit that nothing can meet."""
-        one_of("overlong", self.overlong, get_args(Overlong))
+        one_of(self.option, self.action, get_args(LongRows))
         at_least(self.name, self.tokens, 1)
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a row that is too long."""
+        return f"raise {self.name} or set `{self.option}: drop` or `truncate`"
 
     def admits(self, length: int, row: Row) -> bool:
         """Whether a row of so many tokens is used, cut or not; refuses it where it is an error."""
         fits = length <= self.tokens
         said = f"{row.place}: has {length} tokens, more than {self.name}={self.tokens}"
-        hint = f"raise {self.name} or say `overlong: drop` or `truncate`"
-        require(fits or self.overlong != "error", f"{said}; {hint}")
-        return fits or self.overlong == "truncate"
+        require(fits or self.action != "error", f"{said}; {self.remedy}")
+        return fits or self.action == "truncate"
 
     def kept(self, lengths: list[int], rows: list[Row], role: str) -> list[int]:
         """Numbers of the rows that stay; what happens to the others is counted and said once.
@@ -527,9 +533,8 @@ class LengthLimit:
             f"{self.name}={self.tokens} tokens (the longest {lengths[longest]}, "
             f"{rows[longest].place})"
         )
-        hint = f"raise {self.name} or say `overlong: drop` or `truncate`"
-        require(self.overlong != "error", f"{said}; {hint}")
-        left = {"drop": fitting, "truncate": list(range(len(rows)))}[self.overlong]
+        require(self.action != "error", f"{said}; {self.remedy}")
+        left = {"drop": fitting, "truncate": list(range(len(rows)))}[self.action]
         require(bool(left), f"{said}: none is left; raise {self.name}")
-        rank_zero_warn(f"{said}: {DONE[self.overlong]}")
+        rank_zero_warn(f"{said}: {DONE[self.action]}")
         return left

@@ -13,7 +13,7 @@ from litgrpo.arguments import one_of, require
 from litgrpo.data.sources import Row, SetsLike, SourceLike, read
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 
-Overlap = Literal["drop", "error", "keep"]
+TrainValOverlap = Literal["drop", "error", "keep"]
 NAMES_OF_REWARDS = {
     *("prompts", "completions", "completion_ids", "completion_lengths", "truncated"),
     "conversation",
@@ -32,7 +32,7 @@ class Table:
             ours is taken as it is. All fields keep their own names, too.
         extract: {our name: regular expression}; the column becomes the expression's only group.
         val_fraction: share of the training rows to hold out, chosen by a hash of their prompts.
-        overlap: what to do with training rows whose prompt is also in the validation set.
+        train_val_overlap: what to do with training rows whose prompt is also in the validation set.
         split_by: the column whose hash is taken; rows that agree in it stay together.
         instead: {name: the fields that a row with this one need not have}.
     """
@@ -40,13 +40,13 @@ class Table:
     columns: dict[str, str]
     extract: dict[str, str]
     val_fraction: float
-    overlap: Overlap
+    train_val_overlap: TrainValOverlap
     split_by: str = "prompt"
     instead: Mapping[str, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""
-        one_of("overlap", self.overlap, get_args(Overlap))
+        one_of("train_val_overlap", self.train_val_overlap, get_args(TrainValOverlap))
         allowed = 0 <= self.val_fraction < 1
         require(allowed, f"val_fraction is {self.val_fraction}; it must be in [0, 1).")
         for name, pattern in self.extract.items():
@@ -137,11 +137,14 @@ class Table:
             return train
         first = f"{shared[0].place} = {places[identity(shared[0])]}"
         said = f"{len(shared)} of {len(train)} training prompts are in the validation set ({first})"
-        require(self.overlap != "error", f"{said}; `overlap: drop` removes them from training")
+        require(
+            self.train_val_overlap != "error",
+            f"{said}; `train_val_overlap: drop` removes them from training",
+        )
         done, left = {
             "drop": ("removed from training", [r for r in train if identity(r) not in places]),
             "keep": ("kept, so validation is optimistic", train),
-        }[self.overlap]
+        }[self.train_val_overlap]
         rank_zero_warn(f"{said}: {done}")
         return left
 
@@ -149,7 +152,7 @@ class Table:
 def identity(row: Row, name: str = "prompt") -> str:
     """What makes two rows the same problem: the prompt before any template, less white space.
 
-    Rows of `litgrpo.data.Episodes` have their number in it, for their prompts are the same.
+    Rows of `litgrpo.data.EpisodePrompts` have their number in it, for their prompts are the same.
     """
     values = row.values
     asked = {"prompt": values["messages"][:-1]} if values.get("messages") else {}

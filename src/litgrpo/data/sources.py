@@ -53,7 +53,7 @@ class Source:
         require(used, f"kwargs are for a path that begins with {PYTHON!r}, not {self.path}")
 
 
-class Generated(ABC):
+class GeneratedSource(ABC):
     """A source whose rows are made when they are read; named by `class_path` in a recipe."""
 
     @property
@@ -70,9 +70,9 @@ KEYS = {each.name: None for each in fields(Source)}.keys()
 # In Python also a `datasets.Dataset`, or anything else that gives one mapping after the other.
 SourceLike = (
     str
-    | Generated
+    | GeneratedSource
     | Source
-    | list[str | Source | Generated]
+    | list[str | Source | GeneratedSource]
     | list[str | Source]
     | list[dict[str, Any]]
 )
@@ -133,7 +133,7 @@ def named_sets(given: Mapping[str, Any]) -> dict[str, SourceLike]:
     for name, source in given.items():
         good = isinstance(name, str) and name and "/" not in name
         require(bool(good), f"{name!r} cannot name a set: names are words, as in `easy: a.jsonl`")
-        fits = isinstance(source, Iterable | Source | Generated) and bool(source)
+        fits = isinstance(source, Iterable | Source | GeneratedSource) and bool(source)
         require(fits, f"the set {name!r} is {source!r}, not a source such as `a.jsonl`")
     return {name: _as_source(source) for name, source in given.items()}
 
@@ -161,8 +161,8 @@ def several(source: SourceLike) -> list[Any]:
     """The sources that are meant: one, or those of a list, where it names sources and not rows."""
     if not isinstance(source, list):
         return [source]
-    named = [isinstance(each, Source | Generated) or is_path(each) for each in source]
-    with_keys = any(isinstance(each, Source | Generated) for each in source)
+    named = [isinstance(each, Source | GeneratedSource) or is_path(each) for each in source]
+    with_keys = any(isinstance(each, Source | GeneratedSource) for each in source)
     if not any(named):
         return [source]
     text = next((each for each, is_named in zip(source, named, strict=True) if not is_named), "")
@@ -203,7 +203,7 @@ def weights_of(source: Any) -> list[float] | None:
 
 def _some(source: Any) -> list[Placed]:
     """The rows of one source, as many as its limit asks for."""
-    if isinstance(source, Generated):
+    if isinstance(source, GeneratedSource):
         return from_list(source.rows(), source.name)
     source = Source(source) if isinstance(source, str) else source
     if not isinstance(source, Source):

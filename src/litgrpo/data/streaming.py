@@ -263,11 +263,11 @@ class StreamedPrompts(Dataset[PromptBatch]):
         """The first row from this number on that can be used, its text and its tokens."""
         for step in range(min(PATIENCE, len(self))):
             row = self.row((number + step) % len(self))
-            shared = self.table.overlap != "keep" and identity(row) in self.held
+            shared = self.table.train_val_overlap != "keep" and identity(row) in self.held
             require(
-                not shared or self.table.overlap == "drop",
-                f"{row.place}: this training prompt is in the validation set; `overlap: drop` "
-                "leaves it out",
+                not shared or self.table.train_val_overlap == "drop",
+                f"{row.place}: this training prompt is in the validation set; "
+                "`train_val_overlap: drop` leaves it out",
             )
             (text,) = self.style.texts([row], self.tokenizer)
             (ids,) = self.style.encode([text], self.tokenizer, [row])

@@ -95,7 +95,8 @@ def check_length(policy: Policy, tokens: int, completion: int, key: str, said: s
         f"{'has' if context.hard else 'was made for'} {most}."
     )
     room = most - completion
-    ways = [f"set data.{key} to {room} or less (data.overlong says what to do with what is longer)"]
+    too_long = {"max_length": "long_examples"}.get(key, "long_prompts")
+    ways = [f"set data.{key} to {room} or less (data.{too_long}: what to do with longer rows)"]
     ways = ways * (room > 0) + [f"lower model.max_completion_length by {asked - most}"] * bool(
         completion
     )

@@ -77,7 +77,7 @@ def settled(module: Any, usual: UsualRates, steps_per_iteration: int = 1) -> tup
     def schedule(optimizer: Optimizer) -> Any:
         made = constructed("lr_scheduler", module.lr_scheduler, optimizer)
         if isinstance(made, Warmup):
-            made.settle(steps)
+            made.set_total_steps(steps)
         return made
 
     return optimizer, None if module.lr_scheduler is None else schedule
@@ -106,8 +106,8 @@ def say_optimizer(made: Optimizer, usual: float, trained: str) -> None:
     """
     name, origin = type(made).__name__, ""
     if isinstance(made, DefaultAdamW):
-        name, origin = "AdamW", f" (usual for {trained})" if made.lr_is_open else ""
-        made.settle(usual)
+        name, origin = "AdamW", f" (usual for {trained})" if made.needs_lr else ""
+        made.set_default_lr(usual)
     lr, decay = float(made.param_groups[0]["lr"]), made.param_groups[0].get("weight_decay", 0)
     line = f"Optimizer: {name}, lr {lr:.3g}{origin}, weight decay {decay:g}"
     if "betas" in made.param_groups[0] and lr > MUCH_HIGHER * usual:

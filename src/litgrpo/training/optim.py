@@ -39,13 +39,13 @@ class DefaultAdamW(AdamW):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, lr or 0.0, betas, eps, weight_decay)
-        self.lr_is_open = lr is None
+        self.needs_lr = lr is None
 
-    def settle(self, lr: float) -> None:
+    def set_default_lr(self, lr: float) -> None:
         """Take this learning rate where none was given."""
         for group in self.param_groups:
-            group["lr"] = lr if self.lr_is_open else group["lr"]
-        self.lr_is_open = False
+            group["lr"] = lr if self.needs_lr else group["lr"]
+        self.needs_lr = False
 
 
 class Warmup(LRScheduler, ABC):
@@ -58,7 +58,7 @@ class Warmup(LRScheduler, ABC):
         optimizer: whose learning rates are the peaks.
         warmup: share of all optimizer steps in which the learning rate rises, or their number
             where it is 1 or more.
-        final: where the decay ends, as a share of the peak.
+        min_lr_ratio: where the decay ends, as a share of the peak.
         total_steps: optimizer steps of the run; None takes them from `max_iterations`.
     """
 
@@ -66,14 +66,14 @@ class Warmup(LRScheduler, ABC):
         self,
         optimizer: Optimizer,
         warmup: float = 0.1,
-        final: float = 0.0,
+        min_lr_ratio: float = 0.0,
         total_steps: int | None = None,
     ) -> None:
         at_least("lr_scheduler.warmup", warmup, 0)
-        at_least("lr_scheduler.final", final, 0)
-        at_most("lr_scheduler.final", final, 1)
+        at_least("lr_scheduler.min_lr_ratio", min_lr_ratio, 0)
+        at_most("lr_scheduler.min_lr_ratio", min_lr_ratio, 1)
         above("lr_scheduler.total_steps", total_steps, 0)
-        self.warmup, self.final, self.total_steps = warmup, final, total_steps
+        self.warmup, self.min_lr_ratio, self.total_steps = warmup, min_lr_ratio, total_steps
         super().__init__(optimizer)
 
     @property
@@ -81,7 +81,7 @@ class Warmup(LRScheduler, ABC):
         """Optimizer steps in which the learning rate rises."""
         return self.warmup if self.warmup >= 1 else self.warmup * (self.total_steps or 0)
 
-    def settle(self, total_steps: int | None) -> None:
+    def set_total_steps(self, total_steps: int | None) -> None:
         """Take this length where none was given.
 
         Args:
@@ -116,7 +116,7 @@ class Warmup(LRScheduler, ABC):
         if self.total_steps is None or step + 1 < self.warmup_steps:
             return (step + 1) / max(1.0, self.warmup_steps)
         done = (step - self.warmup_steps) / max(1.0, self.total_steps - self.warmup_steps)
-        return self.final + (1 - self.final) * self.decay(min(max(done, 0.0), 1.0))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * self.decay(min(max(done, 0.0), 1.0))
 
     @abstractmethod
     def decay(self, done: float) -> float:
@@ -139,7 +139,7 @@ class Warmup(LRScheduler, ABC):
 
 
 class WarmupCosine(Warmup):
-    """A linear warm-up, then half a cosine down to `final`. See `Warmup`."""
+    """A linear warm-up, then half a cosine down to `min_lr_ratio`. See `Warmup`."""
 
     def decay(self, done: float) -> float:
         """(1 + cos(pi done)) / 2."""
@@ -147,7 +147,7 @@ class WarmupCosine(Warmup):
 
 
 class WarmupLinear(Warmup):
-    """A linear warm-up, then a straight line down to `final`. See `Warmup`."""
+    """A linear warm-up, then a straight line down to `min_lr_ratio`. See `Warmup`."""
 
     def decay(self, done: float) -> float:
         """1 - done."""

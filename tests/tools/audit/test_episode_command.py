@@ -18,7 +18,7 @@ GAME = {
     "data": {
         "class_path": "litgrpo.PromptData",
         "init_args": {
-            "train": {"class_path": "litgrpo.data.Episodes", "init_args": {"size": 6}},
+            "train": {"class_path": "litgrpo.data.EpisodePrompts", "init_args": {"size": 6}},
         },
     },
 }

@@ -317,7 +317,7 @@ def linear_outputs(blueprint: Blueprint) -> int:
 
 def work_of_sft(data: Namespace) -> Work:
     """Sizes of a step of SFT, every pair of the greatest length, from those of PairData."""
-    rows = _rows(sys.maxsize, data.batch_size, data.max_tokens, data.max_length)
+    rows = _rows(sys.maxsize, data.batch_size, data.max_tokens_per_batch, data.max_length)
     return Work((), data.max_length, data.max_length, rows, data.max_length)
 
 
