@@ -239,7 +239,7 @@ def test_every_overlay_learns_from_episodes(name):
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
     rollout = rollouter.generate(prompt_batch("a", "hello there"), "train")
     scorer = Scorer({"environment": Reward(environment)}, runner=InProcessRunner())
-    rewards = scorer.submit(rollout).result()
+    rewards = scorer.start(rollout).wait()
     assert rewards.total.unique().numel() > 1
     learner = learner_of(policy, PUBLISHED[name])
     logprobs = learner.old_and_reference_logprobs(rollout)

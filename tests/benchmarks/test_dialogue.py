@@ -73,7 +73,7 @@ def test_the_released_objective_learns_padding_too():
     module.configure_model()
     rollout = module.rollouter.generate(prompt_batch(*TEXTS), "train")
     assert not rollout.completion_mask.all()
-    rewards = module.scorer.submit(rollout).result()
+    rewards = module.scorer.start(rollout).wait()
     logprobs = module.learner.old_and_reference_logprobs(rollout)
     experience = module.learner.experience(rollout, rewards, logprobs)
     assert experience.completion_mask.all()

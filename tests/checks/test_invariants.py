@@ -296,14 +296,14 @@ def prompts_of_completions_interleaved(patch):
 
 
 def rewards_interleaved(patch):
-    right = Scorer.submit
+    right = Scorer.start
 
-    def submit(self, rollout, *args):
+    def start(self, rollout, *args):
         texts = rollout.completions
         shuffled = [texts[n] for n in torch.arange(len(texts)).view(-1, 4).T.flatten()]
         return right(self, replace(rollout, completions=shuffled), *args)
 
-    patch(Scorer, "submit", submit)
+    patch(Scorer, "start", start)
     return module()
 
 
@@ -694,7 +694,7 @@ def experience_of(grpo, batch):
     learner = grpo.learner
     rollout = grpo.rollouter.generate(batch, "train")
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.experience(rollout, grpo.scorer.submit(rollout).result(), logprobs)
+    experience = learner.experience(rollout, grpo.scorer.start(rollout).wait(), logprobs)
     noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
     return replace(experience, old_logprobs=experience.sampler_logprobs + noise)
 

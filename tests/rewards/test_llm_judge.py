@@ -211,11 +211,11 @@ def test_requests_are_on_their_way_before_the_rewards_are_needed(serve, tmp_path
         return graded(text, times)
 
     scorer = Scorer({"judge": Reward(judge(serve(noted), tmp_path))})
-    pending = scorer._submit(
+    pending = scorer._start(
         {"prompts": ["p"] * 2, "completions": ["a", "b"]}, {}, 2, {}, 0, range(1)
     )
     assert arrived.wait(20)  # nobody has asked for a reward yet
-    assert pending.result().total.tolist() == [[0.8, 0.8]]
+    assert pending.wait().total.tolist() == [[0.8, 0.8]]
 
 
 def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_path):

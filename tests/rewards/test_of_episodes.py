@@ -32,7 +32,7 @@ def played(environment, purpose="val"):
 
 def scored(rollout, reward_format="text", **parts):
     scorer = Scorer(parts, reward_format, runner=InProcessRunner())
-    return scorer.submit(rollout).result()
+    return scorer.start(rollout).wait()
 
 
 def test_failed_episodes_have_no_reward_and_are_no_valid_rows():

@@ -1,7 +1,5 @@
 """Dynamic sampling: what is replaced, by what, how often, and that a resumed run does the same."""
 
-from concurrent.futures import Future
-
 import pytest
 import torch
 from lightning import Callback
@@ -14,6 +12,7 @@ from litgrpo.distributed.comm import SingleProcess
 from litgrpo.distributed.device import Clock
 from litgrpo.rollout.dynamic_sampling import (
     DynamicSampling,
+    FinishedTable,
     informative,
     informative_turns,
     with_groups,
@@ -144,14 +143,12 @@ class Answers:
         self.attempts.append(attempt)
         return said(prompts, length=1, token=attempt)
 
-    def submit(self, rollout, iteration):
+    def start(self, rollout, iteration):
         assert iteration == 7
         found = self.found[self.attempts[-1]]
         found = len(rollout.prompts) if found is None else found
-        done = Future()
         groups = range(len(rollout.prompts))
-        done.set_result(table(*([0, 1] if number < found else [1, 1] for number in groups)))
-        return done
+        return FinishedTable(table(*([0, 1] if number < found else [1, 1] for number in groups)))
 
 
 class MorePrompts:
@@ -173,13 +170,6 @@ def sampling_of(found, dynamic_sampling_attempts, **settings):
     )
     dynamic.connect(source)
     return dynamic, source
-
-
-def done(rewards):
-    """Rewards that are known already."""
-    future = Future()
-    future.set_result(rewards)
-    return future
 
 
 def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
@@ -243,16 +233,16 @@ def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
 def test_the_statistics_are_those_of_the_prompts_that_came_first():
     dynamic, _ = sampling_of({1: None}, dynamic_sampling_attempts=8)
     first, rewards = said(prompt_batch("a", "b"), length=3, token=9), table([1, 1], [0, 1])
-    rollout, pending, stats = dynamic.replace_uninformative(first, done(rewards), 7)
+    rollout, pending, stats = dynamic.replace_uninformative(first, FinishedTable(rewards), 7)
     assert rollout.prompts.prompts == ["new 0", "b"]
-    assert pending.result().total.tolist() == [[0, 1], [0, 1]]
+    assert pending.wait().total.tolist() == [[0, 1], [0, 1]]
     assert stats["reward/mean"] == 0.75
     assert stats["completion/len_mean"] == 3
     assert stats["dynamic/resamples"] == 1
 
 
 def test_nothing_is_waited_for_where_nothing_may_be_replaced():
-    first, pending = said(prompt_batch("a"), length=1, token=9), Future()
+    first, pending = said(prompt_batch("a"), length=1, token=9), None
     assert AllGroups().replace_uninformative(first, pending, 7) == (first, pending, {})
 
 

@@ -38,7 +38,7 @@ class Gradients(GRPO):
 
     def training_step(self, prompts, batch_idx):
         rollout = self.rollouter.generate(prompts, "train", self.iteration)
-        rewards = self.scorer.submit(rollout, self.iteration).result()
+        rewards = self.scorer.start(rollout, self.iteration).wait()
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         self.policy.train()
         self.found = {}

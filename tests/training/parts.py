@@ -51,7 +51,7 @@ def learner_of(
 def rewards_of(rollout: Rollout, function=letters) -> RewardTable:
     """What a function of this process says."""
     scorer = Scorer({"reward": Reward(function)}, runner=InProcessRunner())
-    return scorer.submit(rollout).result()
+    return scorer.start(rollout).wait()
 
 
 def sampled(

@@ -36,7 +36,7 @@ from tests.training.parts import learner_of
 def mean_reward(grpo):
     """Of 64 completions of each of two prompts."""
     rollout = sampled(grpo, prompt_batch("a", "b"), "val", group_size=64)
-    return grpo.scorer.submit(rollout).result().total.mean()
+    return grpo.scorer.start(rollout).wait().total.mean()
 
 
 def step_gradient(grpo, batch) -> torch.Tensor:

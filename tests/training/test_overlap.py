@@ -1,7 +1,6 @@
 """While other processes judge completions, this one asks its models what they do not depend on."""
 
 import time
-from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -120,25 +119,25 @@ def test_no_reference_is_asked_about_groups_that_may_be_replaced():
     assert "rewards" not in events[events.index("reference") :]
 
 
-def test_what_was_never_gathered_ends_with_the_next_submit_or_the_runner(runner, tmp_path):
+def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(runner, tmp_path):
     grpo = module(reward=faulty.waiting_for(str(tmp_path / "never")), reward_runner=runner)
     rollout = sampled(grpo, prompt_batch(*TEXTS))
-    first = grpo.scorer.submit(rollout)
-    grpo.scorer.submit(rollout)
+    first = grpo.scorer.start(rollout)
+    grpo.scorer.start(rollout)
     assert [worker.busy for worker in runner.pool.workers].count(True) == 1
-    with pytest.raises(CancelledError):
-        first.result()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        first.wait()
     grpo.teardown("fit")
     assert not runner.pool.workers
     assert not runner.pool.launchers
 
 
-def test_time_in_which_nobody_looks_is_not_the_rows():
+def test_time_before_wait_does_not_count_against_the_rows():
     runner = ProcessRunner(timeout_s=2.0, workers=2)
     grpo = module(reward=faulty.sleeps, reward_runner=runner)
     rollout = sampled(grpo, prompt_batch("a", "b"))
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]
-    pending = grpo.scorer.submit(rollout)
+    pending = grpo.scorer.start(rollout)
     time.sleep(3.0)  # the models take longer than the functions may
-    assert pending.result().valid.flatten().tolist() == [True, False, *[True] * 6]
+    assert pending.wait().valid.flatten().tolist() == [True, False, *[True] * 6]
     runner.close()

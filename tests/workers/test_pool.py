@@ -93,7 +93,7 @@ def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reas
         for name, function in (("fatal", Fatal(code)), ("fine", faulty.lengths))
     )
     for _ in range(2):
-        first, second = runner.submit([fatal, fine]).result()
+        first, second = runner.start([fatal, fine]).wait()
         assert first.failures == {0: reason, 1: reason}
         assert second.values == [1.0, 1.0]
     assert len(runner.pool.launchers) == 1

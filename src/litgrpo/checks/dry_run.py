@@ -71,7 +71,7 @@ class DryRun:
     def rewards(self, rollout: Rollout) -> RewardTable:
         """Some that differ within every group."""
         scorer = Scorer({"probe": Reward(self.probe)}, runner=InProcessRunner())
-        return scorer.submit(rollout).result()
+        return scorer.start(rollout).wait()
 
 
 class RecordingReward:

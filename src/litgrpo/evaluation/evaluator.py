@@ -182,7 +182,7 @@ class Evaluator:
         settings, counts = self.settings, self.counts[name]
         sampled: dict[str, Any] = {"group_size": settings.samples, "sampling": self.sampling}
         rollout = rollouter.generate(prompts, purpose, iteration, **sampled)
-        pending = self.scorer.submit(rollout, iteration)
+        pending = self.scorer.start(rollout, iteration)
         replies, greedy = rollout.completions[:: settings.samples], None
         if settings.greedy:  # while reward functions of other processes judge the samples
             likely: dict[str, Any] = {"group_size": 1, "sampling": Sampling(temperature=0.0)}
@@ -193,14 +193,14 @@ class Evaluator:
             counts.unscored.append(rollout)
         if self.start_logprobs is not None:
             counts.score(self.start_logprobs)
-        rewards = pending.result()
+        rewards = pending.wait()
         right = self._successes(rewards)
         counts.sampled.update(prompts.index, right)
         counts.rewards.update(prompts.index, rewards)
         counts.played.update(prompts.index, rollout)
         answered = Evaluated(rollout, rewards, right, name=name)
         if greedy is not None:
-            judged = self.scorer.submit(greedy, iteration).result()
+            judged = self.scorer.start(greedy, iteration).wait()
             likely_right = self._successes(judged)
             counts.greedy_played.update(prompts.index, greedy)
             counts.greedy.update(prompts.index, likely_right.squeeze(1))

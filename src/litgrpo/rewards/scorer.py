@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -18,7 +17,7 @@ from litgrpo.rewards.parts import Reward, RewardFormat, checked, lacking, named_
 from litgrpo.rewards.reward_model import waiting, with_budget
 from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
 from litgrpo.rewards.runner.process_runner import ProcessRunner
-from litgrpo.rewards.runner.runner import LazyFuture, RewardRunner
+from litgrpo.rewards.runner.runner import RewardRunner, StartedCalls
 from litgrpo.rewards.shaping import scheduled, shaped
 from litgrpo.types import RewardTable, Rollout
 
@@ -95,20 +94,25 @@ class Scorer:
         """
         texts = {"prompts": list(prompts), "completions": list(completions)}
         numbers = range(len(completions) // max(1, group_size))
-        return self._submit(texts, columns, group_size, context or {}, iteration, numbers).result()
+        return self._start(texts, columns, group_size, context or {}, iteration, numbers).wait()
 
-    def submit(self, rollout: Rollout, iteration: int = 0) -> Future[RewardTable]:
-        """Begin to score a rollout; worker processes run until the rewards are asked for.
+    def start(self, rollout: Rollout, iteration: int = 0) -> PendingRewards:
+        """Start scoring a rollout; worker processes run while the caller continues.
 
-        Functions that run in this process do so before this returns or in `result()`. What was
-        submitted before and never waited for is given up.
+        Functions that run in this process run in `wait()`. A rollout that was started before and
+        not waited for is cancelled.
 
         Args:
             rollout: N completions with texts.
-            iteration: finished iterations, for schedules and for functions that ask.
+            iteration: finished iterations, for schedules and for functions that name
+                `trainer_state`.
 
-        Returns:
-            The [B, G] rewards. Errors as those of a call; those of the arguments are raised here.
+        Raises:
+            ValueError: a column is missing or has the wrong length.
+
+        Example:
+            >>> pending = scorer.start(rollout, iteration=3)  # doctest: +SKIP
+            >>> rewards = pending.wait()  # doctest: +SKIP
         """
         prompts, group_size = rollout.prompts, rollout.group_size
         texts: dict[str, list[Any]] = {
@@ -130,10 +134,10 @@ class Scorer:
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         context, numbers = {"trainer_state": state}, prompts.index.tolist()
-        asked = self._submit(texts, columns, group_size, context, iteration, numbers)
-        if not rollout.episodes:
-            return asked
-        return LazyFuture(lambda: of_episodes.without_failed(asked.result(), rollout))
+        pending = self._start(texts, columns, group_size, context, iteration, numbers)
+        if rollout.episodes:
+            pending.rollout = rollout
+        return pending
 
     def check(self, columns: Iterable[str], episodes: bool = False) -> None:
         """Refuse data that lack a column which a function needs, before anything is sampled.
@@ -151,7 +155,7 @@ class Scorer:
         for name in self.parts:
             self._call(name, rows, {"group_size": 0, "trainer_state": None})
 
-    def _submit(
+    def _start(
         self,
         texts: dict[str, list[Any]],
         columns: Mapping[str, list[Any]],
@@ -159,8 +163,8 @@ class Scorer:
         context: Mapping[str, Any],
         iteration: int,
         numbers: Sequence[int],
-    ) -> Future[RewardTable]:
-        """Begin to score rows, `group_size` to a prompt, that follow each other.
+    ) -> PendingRewards:
+        """Start scoring rows, `group_size` to a prompt, that follow each other.
 
         `numbers` are those of the prompts, for messages.
         """
@@ -180,8 +184,7 @@ class Scorer:
         for call in calls:
             if call.name in self.waiting:
                 self.waiting[call.name].begin(**call.arguments())
-        scores = self.runner.submit(calls)
-        return LazyFuture(lambda: self.combine(scores.result(), group_size, iteration))
+        return PendingRewards(self, self.runner.start(calls), group_size, iteration)
 
     def _call(self, name: str, rows: Mapping[str, list[Any]], context: Mapping[str, Any]) -> Call:
         """A call with what the signature names, or with every column if it takes `**kwargs`."""
@@ -259,6 +262,50 @@ class Scorer:
         """Go on with the budgets of a checkpoint."""
         for name, judge in with_budget(self.functions).items():
             judge.load_state_dict(state.get(name, {}))
+
+
+class PendingRewards:
+    """Rewards of a rollout that are being computed; `wait` for them.
+
+    Args:
+        scorer: scorer that started them.
+        calls: the calls of its reward functions.
+        group_size: G.
+        iteration: finished iterations, for schedules.
+        rollout: the episodes, if completions are episodes.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        calls: StartedCalls,
+        group_size: int,
+        iteration: int,
+        rollout: Rollout | None = None,
+    ) -> None:
+        self.scorer, self.calls = scorer, calls
+        self.group_size, self.iteration = group_size, iteration
+        self.rollout = rollout
+        self._table: RewardTable | None = None
+
+    def wait(self) -> RewardTable:
+        """Call the functions that run in this process, wait for the workers, add up the rewards.
+
+        Returns:
+            Table of [B, G] rewards.
+
+        Raises:
+            ValueError: a function that never worked before returned no list of N rewards.
+            RewardFailure: more than `max_failed_frac` of a function's rows failed.
+            RuntimeError: the scorer was closed, or has started another rollout.
+        """
+        if self._table is None:
+            scores = self.calls.wait()
+            table = self.scorer.combine(scores, self.group_size, self.iteration)
+            if self.rollout is not None:
+                table = of_episodes.without_failed(table, self.rollout)
+            self._table = table
+        return self._table
 
 
 def extras_of(results: Sequence[Scores]) -> dict[str, dict[int, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +15,7 @@ from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.algorithms.turns import Turns
 from litgrpo.arguments import require
 from litgrpo.distributed.comm import Comm, SingleProcess
-from litgrpo.rollout.rollouter import AllGroups, Rollouter
+from litgrpo.rollout.rollouter import AllGroups, PendingTable, Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
@@ -29,10 +28,25 @@ class PromptSource(Protocol):
 
 
 class RewardSource(Protocol):
-    """Judges rollouts."""
+    """Scores rollouts."""
 
-    def submit(self, rollout: Rollout, iteration: int) -> Future[RewardTable]:
-        """Begin to judge a rollout."""
+    def start(self, rollout: Rollout, iteration: int) -> PendingTable:
+        """Start scoring a rollout."""
+
+
+@dataclass(frozen=True)
+class FinishedTable:
+    """Rewards that are known already.
+
+    Args:
+        table: the rewards.
+    """
+
+    table: RewardTable
+
+    def wait(self) -> RewardTable:
+        """Return the rewards."""
+        return self.table
 
 
 def informative(rewards: RewardTable) -> Tensor:
@@ -108,8 +122,8 @@ class DynamicSampling(AllGroups):
         self.prompt_source = loader
 
     def replace_uninformative(
-        self, rollout: Rollout, pending: Future[RewardTable], iteration: int
-    ) -> tuple[Rollout, Future[RewardTable], Stats]:
+        self, rollout: Rollout, pending: PendingTable, iteration: int
+    ) -> tuple[Rollout, PendingTable, Stats]:
         """The same number of groups, uninformative ones replaced as far as others are found.
 
         Args:
@@ -122,12 +136,10 @@ class DynamicSampling(AllGroups):
             of the prompts that came first, and how it went.
         """
         with self.rollouter.clock.phase("time/reward_s"):
-            rewards = pending.result()
+            rewards = pending.wait()
         first = rewards.stats() | rollout.stats()
         rollout, rewards, stats = self.resampled(rollout, rewards, iteration)
-        done: Future[RewardTable] = Future()
-        done.set_result(rewards)
-        return rollout, done, first | stats
+        return rollout, FinishedTable(rewards), first | stats
 
     def resampled(
         self, rollout: Rollout, rewards: RewardTable, iteration: int
@@ -174,7 +186,7 @@ class DynamicSampling(AllGroups):
     ) -> tuple[Rollout, RewardTable]:
         rollout = self.rollouter.generate(prompts, "train", iteration, attempt=attempt)
         with self.rollouter.clock.phase("time/reward_s"):
-            rewards = self.scorer.submit(rollout, iteration).result()
+            rewards = self.scorer.start(rollout, iteration).wait()
         return rollout, rewards
 
     def _most(self, number: int) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 from litgrpo.distributed.device import Clock, timed, with_halving
 from litgrpo.models.policy import Policy
@@ -18,6 +17,13 @@ from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
+class PendingTable(Protocol):
+    """Rewards that are being computed."""
+
+    def wait(self) -> RewardTable:
+        """Return the rewards, when they are known."""
+
+
 class AllGroups:
     """Learns from every group, informative or not; see `DynamicSampling`, which does not."""
 
@@ -25,8 +31,8 @@ class AllGroups:
         """No further prompts are needed."""
 
     def replace_uninformative(
-        self, rollout: Rollout, pending: Future[RewardTable], iteration: int
-    ) -> tuple[Rollout, Future[RewardTable], Stats]:
+        self, rollout: Rollout, pending: PendingTable, iteration: int
+    ) -> tuple[Rollout, PendingTable, Stats]:
         """The rollout and its rewards, which are not waited for, and nothing to log."""
         return rollout, pending, {}
 

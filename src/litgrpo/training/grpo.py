@@ -29,6 +29,7 @@ from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.rollouter import PendingTable
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.training import initial_policy as start
 from litgrpo.training import kernel_choice
@@ -229,12 +230,12 @@ class GRPO(LightningModule):
         """
         n = self.iteration
         rollout = self.rollouter.generate(prompts, "train", n)
-        with self.clock.phase("time/reward_s"):  # functions that run here do so at once
-            pending = self.scorer.submit(rollout, n)
+        with self.clock.phase("time/reward_s"):  # worker processes run from here on
+            pending: PendingTable = self.scorer.start(rollout, n)
         rollout, pending, first = self.dynamic_sampling.replace_uninformative(rollout, pending, n)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         with self.clock.phase("time/reward_s"):
-            rewards = pending.result()
+            rewards = pending.wait()
         experience = self.learner.experience(rollout, rewards, logprobs)
         reports = self.learner.update(experience, TrainerStepper(self))
         self.log_dict(rewards.metrics)

@@ -1,15 +1,13 @@
-"""The future that a runner gives back."""
+"""Calls that a runner started."""
 
 import copy
 import pickle
 import threading
-from concurrent.futures import CancelledError, Future
 
 import pytest
 
 from litgrpo.rewards import InProcessRunner, ProcessRunner, RewardFailure
 from litgrpo.rewards.runner.calls import Call
-from litgrpo.rewards.runner.runner import LazyFuture
 from tests.rewards import faulty
 
 
@@ -17,42 +15,38 @@ def call(function, texts=("a", "bb")) -> Call:
     return Call("r", function, {"completions": list(texts)}, {}, len(texts))
 
 
-def test_a_lazy_future_is_finished_once_by_who_asks_in_that_thread():
-    threads = []
-    future = LazyFuture(lambda: threads.append(threading.current_thread()))
-    assert isinstance(future, Future)
-    assert not future.done()
-    assert future.result() is future.result() is None
-    assert threads == [threading.main_thread()]
-    assert future.done()
+def test_scores_are_computed_once_and_kept():
+    calls = []
+
+    def counting(completions):
+        calls.append(len(completions))
+        return [1.0] * len(completions)
+
+    started = InProcessRunner().start([call(counting)])
+    assert not calls
+    assert started.wait() is started.wait()
+    assert calls == [2]
 
 
-def test_a_lazy_future_keeps_type_and_message_of_an_error():
-    future = LazyFuture(lambda: {}["missing"])
+def test_too_many_failures_raise_from_the_first_error_each_time_one_waits():
+    started = InProcessRunner().start([call(faulty.raises, ["bad", "bad"])])
     for _ in range(2):
-        with pytest.raises(KeyError, match="missing"):
-            future.result()
-    assert isinstance(future.exception(), KeyError)
+        with pytest.raises(RewardFailure, match="2 of 2") as caught:
+            started.wait()
+        assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_the_error_of_too_many_failures_comes_with_the_result_and_its_cause():
-    future = InProcessRunner().submit([call(faulty.raises, ["bad", "bad"])])
-    with pytest.raises(RewardFailure, match="2 of 2") as caught:
-        future.result()
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_what_was_not_waited_for_is_given_up_at_the_next_submit_and_at_close():
+def test_started_calls_are_cancelled_by_the_next_start_and_by_close():
     runner = InProcessRunner()
-    first, second = (runner.submit([call(faulty.lengths)]) for _ in range(2))
-    with pytest.raises(CancelledError):
-        first.result()
+    first, second = (runner.start([call(faulty.lengths)]) for _ in range(2))
     runner.close()
-    assert second.cancelled()
-    third = runner.submit([call(faulty.lengths)])
-    assert third.result()[0].values == [1.0, 2.0]
+    for cancelled in (first, second):
+        with pytest.raises(RuntimeError, match="cancelled"):
+            cancelled.wait()
+    third = runner.start([call(faulty.lengths)])
+    assert third.wait()[0].values == [1.0, 2.0]
     runner.close()
-    assert third.result()[0].values == [1.0, 2.0]
+    assert third.wait()[0].values == [1.0, 2.0]
 
 
 def test_what_runs_in_this_process_runs_in_the_callers_thread():
@@ -65,16 +59,16 @@ def test_what_runs_in_this_process_runs_in_the_callers_thread():
         return [0.0] * len(completions)
 
     for runner in (InProcessRunner(), ProcessRunner(workers=1)):
-        runner.submit([call(here)]).result()
+        runner.start([call(here)]).wait()
         runner.close()
     assert threads == {threading.main_thread()}
 
 
-def test_a_runner_with_something_pending_can_be_copied():
+def test_a_runner_with_started_calls_can_be_copied():
     runner = InProcessRunner()
-    runner.submit([call(faulty.lengths)])
+    runner.start([call(faulty.lengths)])
     for twin in (copy.deepcopy(runner), pickle.loads(pickle.dumps(runner))):
-        assert twin.submit([call(faulty.lengths)]).result()[0].values == [1.0, 2.0]
+        assert twin.start([call(faulty.lengths)]).wait()[0].values == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 from litgrpo.rewards.runner.calls import Call, Scores, answer, failed
 from litgrpo.rewards.runner.coroutines import scored_together
 from litgrpo.rewards.runner.marks import is_marked
-from litgrpo.rewards.runner.runner import Finish, RewardRunner
+from litgrpo.rewards.runner.runner import RewardRunner, StartedCalls
 from litgrpo.workers.failures import MAX_PRINTED, MAX_SHOWN
 
 
@@ -28,10 +28,17 @@ class InProcessRunner(RewardRunner):
     lost. A function that hangs cannot be interrupted, and one that crashes ends the run.
     """
 
-    def begin(self, calls: Sequence[Call]) -> Finish:
-        """Run everything at once."""
-        results = run_here(self, calls)
-        return lambda: results
+    def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
+        """Leave everything to `wait`."""
+        return CallsInProcess(self, calls)
+
+
+class CallsInProcess(StartedCalls):
+    """Calls that run in `wait`, in the caller's thread."""
+
+    def collect(self) -> list[Scores]:
+        """Call each function."""
+        return run_here(self.runner, self.calls)
 
 
 def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:

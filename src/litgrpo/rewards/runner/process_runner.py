@@ -18,7 +18,7 @@ from litgrpo.rewards.runner.batch import Batch
 from litgrpo.rewards.runner.calls import Call, Scores
 from litgrpo.rewards.runner.in_process import run_here
 from litgrpo.rewards.runner.marks import is_marked
-from litgrpo.rewards.runner.runner import Finish, RewardRunner
+from litgrpo.rewards.runner.runner import RewardRunner, StartedCalls
 from litgrpo.workers.pool import WorkerPool
 
 OURS = "litgrpo.rewards."
@@ -60,8 +60,8 @@ class ProcessRunner(RewardRunner):
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size
 
-    def begin(self, calls: Sequence[Call]) -> Finish:
-        """Let the workers begin; what runs in this process does when the scores are asked for."""
+    def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
+        """Give the calls to workers; functions that stay in this process run in `wait`."""
         self.pool.end_busy()
         foreign = {n: call for n, call in enumerate(calls) if not is_trusted(call)}
         parts = {call.name: (call.function, call.settings) for call in foreign.values()}
@@ -88,21 +88,7 @@ class ProcessRunner(RewardRunner):
         known = {n: self._remembered(row_keys) for n, row_keys in keys.items()}
         batch = Batch(self, self.pool, sent, known)
         batch.dispatch()
-        return partial(self._finish, calls, batch, keys)
-
-    def _finish(
-        self, calls: Sequence[Call], batch: Batch, keys: Mapping[int, Sequence[bytes]]
-    ) -> list[Scores]:
-        """Run what stays here while the workers are busy, then wait for them."""
-        here = [n for n in range(len(calls)) if n not in batch.calls]
-        try:
-            results = dict(zip(here, run_here(self, [calls[n] for n in here]), strict=True))
-            results |= batch.finish()
-        finally:
-            self.pool.end_busy()  # none, unless something was raised above
-        for n, row_keys in keys.items():
-            self._remember(row_keys, results[n])
-        return [results[n] for n in range(len(calls))]
+        return CallsInWorkers(self, calls, batch, keys)
 
     def close(self) -> None:
         """End all processes; they start again when needed."""
@@ -126,13 +112,47 @@ class ProcessRunner(RewardRunner):
         """{row: reward} of the rows that were scored before."""
         return {row: self.cache[key] for row, key in enumerate(keys) if key in self.cache}
 
-    def _remember(self, keys: Sequence[bytes], scores: Scores) -> None:
+    def remember(self, keys: Sequence[bytes], scores: Scores) -> None:
+        """Keep the rewards of rows that did not fail."""
         for row, key in enumerate(keys):
             if row not in scores.failures:
                 self.cache[key] = scores.values[row]
                 self.cache.move_to_end(key)
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
+
+
+class CallsInWorkers(StartedCalls):
+    """Calls of which some are run by workers and the rest in `wait`.
+
+    Args:
+        runner: runner that started them.
+        calls: one call per reward function.
+        batch: the calls that workers run.
+        keys: {number of a call: cache key of each row}, of `pure` functions.
+    """
+
+    def __init__(
+        self,
+        runner: ProcessRunner,
+        calls: Sequence[Call],
+        batch: Batch,
+        keys: Mapping[int, Sequence[bytes]],
+    ) -> None:
+        super().__init__(runner, calls)
+        self.process_runner, self.batch, self.keys = runner, batch, keys
+
+    def collect(self) -> list[Scores]:
+        """Run what stays in this process while the workers are busy, then wait for them."""
+        here = [n for n in range(len(self.calls)) if n not in self.batch.calls]
+        try:
+            scores = run_here(self.runner, [self.calls[n] for n in here])
+            results = dict(zip(here, scores, strict=True)) | self.batch.finish()
+        finally:
+            self.process_runner.pool.end_busy()  # none, unless something was raised above
+        for n, row_keys in self.keys.items():
+            self.process_runner.remember(row_keys, results[n])
+        return [results[n] for n in range(len(self.calls))]
 
 
 def state_of(function: Any) -> list[str]:

@@ -1,6 +1,6 @@
-"""What every reward runner shares: a Future of the scores, counting failures, stopping the run.
+"""Base class of reward runners: start calls, wait for their scores, count what failed.
 
-Reward functions are other people's code. A bad one may cost its own samples, never the run.
+Reward functions are user code. A faulty one may lose its own rows, but must never stop the run.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from litgrpo.arguments import above, at_least, at_most
 from litgrpo.rewards.runner.calls import Call, MalformedResult, Scores
@@ -18,41 +17,50 @@ from litgrpo.rewards.runner.troubles import count
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-Finish = Callable[[], list[Scores]]
 
-
-class LazyFuture(Future[Result]):
-    """A future that whoever asks for the result finishes, in that thread.
-
-    Reward models compute on the training device. In a thread of their own they would run beside the
-    training step, so no thread is used: workers are waited for, and the rest is run, in `result()`.
+class StartedCalls(ABC):
+    """The calls of one iteration, whose worker processes are running; `wait` for the scores.
 
     Args:
-        finish: waits for the result.
+        runner: runner that started them.
+        calls: one call per reward function.
     """
 
-    def __init__(self, finish: Callable[[], Result]) -> None:
-        super().__init__()
-        self._finish = finish
+    def __init__(self, runner: RewardRunner, calls: Sequence[Call]) -> None:
+        self.runner = runner
+        self.calls = list(calls)
+        self.cancelled = False
+        self._scores: list[Scores] | None = None
 
-    def result(self, timeout: float | None = None) -> Result:
-        """The result; the time-outs of the reward functions end the wait, not `timeout`."""
-        self._run()
-        return super().result(timeout)
+    def wait(self) -> list[Scores]:
+        """Call the functions that run in this process, then wait for the worker processes.
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise."""
-        self._run()
-        return super().exception(timeout)
+        Returns:
+            The scores of each call. Failures have been counted and logged.
 
-    def _run(self) -> None:
-        if self.done():
-            return
-        try:
-            self.set_result(self._finish())
-        except BaseException as error:  # Ctrl-C, too, is for whoever asked
-            self.set_exception(error)
+        Raises:
+            ValueError: a function that never worked before returned no list of N rewards, neither
+                for all rows together nor for any row alone: a mistake in its code.
+            RewardFailure: more than `max_failed_frac` of a function's rows failed.
+            RuntimeError: the runner was closed, or has started other calls.
+        """
+        if self.cancelled:
+            raise RuntimeError(
+                "these reward calls were cancelled: the runner was closed or started other calls"
+                " before wait()"
+            )
+        if self._scores is None:
+            # Reward models compute on the training device. They run here, in the caller's thread:
+            # in a thread of their own they would run beside the training step.
+            scores = self.collect()
+            self.runner.started = None
+            self.runner.count_failures(self.calls, scores)
+            self._scores = scores
+        return self._scores
+
+    @abstractmethod
+    def collect(self) -> list[Scores]:
+        """Return the scores of each call; raises nothing that a reward function raised."""
 
 
 class RewardRunner(ABC):
@@ -79,48 +87,37 @@ class RewardRunner(ABC):
         self.failures: dict[str, Counter[str]] = {}
         self.proven: set[str] = set()  # functions that have scored a row
         self.told: set[str] = set()
-        self.pending: Future[list[Scores]] | None = None
+        self.started: StartedCalls | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has nothing pending: a future cannot be copied."""
-        return vars(self) | {"pending": None}
+        """Copy everything but started calls, which belong to this runner."""
+        return vars(self) | {"started": None}
 
-    @abstractmethod
-    def begin(self, calls: Sequence[Call]) -> Finish:
-        """Begin with the calls, and return what waits for their scores.
+    def start(self, calls: Sequence[Call]) -> StartedCalls:
+        """Start the calls of one iteration; worker processes run while the caller continues.
 
-        Neither raises for anything that a reward function does.
-        """
-
-    def submit(self, calls: Sequence[Call]) -> Future[list[Scores]]:
-        """Begin with the calls of one iteration; workers run while the caller does other things.
-
-        Functions that run in this process do so before this returns or in `result()`, never at the
-        same time as other code of the caller. What is still pending is given up.
+        Calls that were started before and not waited for are cancelled.
 
         Args:
-            calls: the calls, one for each reward function.
-
-        Returns:
-            The scores of each call, after counting and showing failures. Its `result()` raises
-            ValueError where a function that never worked before returned no list of N rewards,
-            neither for all rows nor for any alone (a mistake in its code), and RewardFailure where
-            more than `max_failed_frac` of a function's rows failed.
+            calls: one call per reward function.
         """
-        self.give_up()
-        finish = self.begin(calls)
-        self.pending = LazyFuture(lambda: self._checked(calls, finish))
-        return self.pending
+        self.cancel()
+        self.started = self.dispatch(calls)
+        return self.started
 
-    def give_up(self) -> None:
-        """Cancel what was submitted and never waited for."""
-        if self.pending is not None:
-            self.pending.cancel()
-        self.pending = None
+    @abstractmethod
+    def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
+        """Give the calls to worker processes; raises nothing that a reward function raised."""
+
+    def cancel(self) -> None:
+        """Cancel started calls that were not waited for."""
+        if self.started is not None:
+            self.started.cancelled = True
+        self.started = None
 
     def close(self) -> None:
-        """Give up what is pending and release what is held; it comes back when needed."""
-        self.give_up()
+        """Cancel started calls and release resources, which come back when needed."""
+        self.cancel()
 
     def tell_once(self, name: str, message: str, *values: object) -> None:
         """Warn, but only the first time for this reward and message."""
@@ -137,10 +134,13 @@ class RewardRunner(ABC):
                 *(call.name, seconds, len(rows), texts[rows[0]]),
             )
 
-    def _checked(self, calls: Sequence[Call], finish: Finish) -> list[Scores]:
-        """The scores, after counting and showing failures."""
-        results = finish()
-        self.pending = None
+    def count_failures(self, calls: Sequence[Call], results: Sequence[Scores]) -> None:
+        """Count and log the failures of an iteration.
+
+        Raises:
+            ValueError: see `StartedCalls.wait`.
+            RewardFailure: see `StartedCalls.wait`.
+        """
         for call, scores in zip(calls, results, strict=True):
             worked = len(scores.failures) < call.num_rows
             if worked:
@@ -156,4 +156,3 @@ class RewardRunner(ABC):
                     "reward '%s' failed for %d rows together and was called row by row: %s",
                     *(call.name, call.num_rows, scores.error),
                 )
-        return results
