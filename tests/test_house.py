@@ -48,7 +48,6 @@ MAY_IMPORT = {
         "workers/",
         "tools/compare.py",
         "tools/plan/measuring.py",
-        "rewards/builtin/verify.py",
     ),
 }
 NAMELESS = {"utils", "common", "helpers", "registry", "misc"}

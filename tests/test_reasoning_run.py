@@ -13,7 +13,7 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.completions import first_groups
 from litgrpo.callbacks.run_folder import saved_config
 from litgrpo.models.loading import load_tokenizer
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.micro_batches import check_centered

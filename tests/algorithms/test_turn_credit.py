@@ -10,9 +10,8 @@ from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, WithoutVoid
 from litgrpo.algorithms.turns import Turns
 from litgrpo.distributed.comm import SingleProcess
-from litgrpo.rewards.builtin.episode import environment
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward, environment
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable
 from tests.rollout.playing import Echo, episodes_of

@@ -22,8 +22,8 @@ from lightning import Callback, Trainer
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.rewards import correctness
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
 from tests.support.gloo import run_by
 

@@ -52,7 +52,7 @@ def steps_of_ours(
     from lightning import Callback, Trainer, seed_everything
 
     from litgrpo.algorithms.losses import Objective, TokenMean
-    from litgrpo.rewards.parts import Reward
+    from litgrpo.rewards.reward import Reward
     from litgrpo.training.grpo import GRPO
 
     torch.set_num_threads(work.threads)

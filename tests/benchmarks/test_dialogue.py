@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.learner import Learner
 from tests.benchmarks.dialogue import (

@@ -60,7 +60,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     from torch.utils.data import DataLoader
 
     from litgrpo.algorithms.losses import Objective, TokenMean
-    from litgrpo.rewards.parts import Reward
+    from litgrpo.rewards.reward import Reward
     from litgrpo.rollout.episode_settings import EpisodeSettings
     from litgrpo.training.grpo import GRPO
 

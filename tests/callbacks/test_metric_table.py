@@ -11,7 +11,7 @@ from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training.controllers import Controllers, EntropyTarget
 from litgrpo.training.grpo import GRPO

@@ -23,7 +23,7 @@ from litgrpo.models.fused_decode import FusedDecoder
 from litgrpo.models.loading import LoRA, Precision, as_policy
 from litgrpo.models.packing import Packing
 from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines import local as local_engine
 from litgrpo.rollout.engines.local import CompletionBuffer

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.evaluation.dialogue import DialogueScores, reply_counts
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.overlap import token_f1, without_articles
 from litgrpo.training.grpo import GRPO

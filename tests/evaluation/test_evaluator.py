@@ -5,8 +5,8 @@ import torch
 
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
 from tests.support.models import prompt_batch, tiny_policy

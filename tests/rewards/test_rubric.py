@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from litgrpo.rewards import ProcessRunner, Reward, Scorer
+from litgrpo.rewards.llm_judge import Criterion, Rubric
 from litgrpo.rewards.reward_model import Judge, load_judges
-from litgrpo.rewards.rubric import Criterion, Rubric
 
 TEXTS = ["short and right", "wrong", "", "right"]
 PROMPTS = ["p"] * 4
@@ -161,7 +161,7 @@ def test_a_recipe_can_say_all_of_it():
 rewards:
   by_function:
     function:
-      class_path: {of}rubric.Rubric
+      class_path: {of}Rubric
       init_args:
         criteria: {{correct: {{text: the answer is right, weight: 3}}, brief: {{}}}}
         judge: tests.rewards.test_rubric.judge
@@ -169,7 +169,7 @@ rewards:
   by_model:
     weight: 0.5
     function:
-      class_path: {of}rubric.Rubric
+      class_path: {of}Rubric
       init_args:
         criteria: {{clear: {{weight: 1}}}}
         judge: {{class_path: tests.rewards.test_rubric.Placed}}

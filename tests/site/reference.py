@@ -7,11 +7,10 @@ from typing import Any
 
 from docstring_parser import parse
 
-from litgrpo import PUBLIC
+from litgrpo import PUBLIC, rewards
 from litgrpo.cli import key_help
 from litgrpo.cli.run_keys import RUN_KEYS
 from litgrpo.cli.trainer_cli import CALLBACKS
-from litgrpo.rewards.public import PATHS
 from tests.site.text import cell, escaped, table, title
 
 # {page: (heading, first words, {key: classes that can stand there})}
@@ -38,7 +37,7 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
 }
 API = {
     "litgrpo": ["GRPO", "SFT", "PromptData", "PairData", "WarmupCosine", "WarmupLinear"],
-    "litgrpo.rewards": sorted(PATHS),
+    "litgrpo.rewards": sorted(rewards.__all__),
     "litgrpo.environments": [],
     "litgrpo.data": [],
     "litgrpo.evaluation": [],

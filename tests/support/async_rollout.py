@@ -3,7 +3,7 @@
 import torch
 
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.reference import FrozenModel
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.training.grpo import GRPO
 from tests.support.models import prompt_batch, tiny_policy
 

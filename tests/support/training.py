@@ -3,7 +3,7 @@
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.training.grpo import GRPO
 from tests.support.models import prompt_batch, tiny_policy
 

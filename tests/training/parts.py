@@ -7,8 +7,8 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling

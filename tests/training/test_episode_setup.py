@@ -6,7 +6,7 @@ from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.environments.workers import EpisodeWorkers
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine

@@ -8,8 +8,8 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.reference import FrozenModel
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig

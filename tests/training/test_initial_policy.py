@@ -6,7 +6,7 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import LoRA, load_policy
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training import initial_policy as start
 from litgrpo.training.grpo import GRPO

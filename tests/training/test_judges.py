@@ -6,7 +6,7 @@ from lightning import Trainer
 
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import export
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.reward_model import RewardModel
 from litgrpo.training.grpo import GRPO
 from tests.rewards.classifiers import CHAT, write_classifier

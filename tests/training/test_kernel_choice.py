@@ -4,7 +4,7 @@ import torch
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.reference import FrozenModel
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.training import kernel_choice
 from litgrpo.training.grpo import GRPO
 from tests.support.invariants import fit, module

@@ -9,8 +9,8 @@ from litgrpo.data.sampler import BatchLoader, BatchOrder
 from litgrpo.evaluation.dialogue import DialogueScores
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.reference import FrozenModel
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import PUBLISHED

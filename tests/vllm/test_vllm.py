@@ -9,7 +9,7 @@ import torch
 
 from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import export, load_policy
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.engines.base import Requests
 from litgrpo.rollout.engines.local import LocalEngine

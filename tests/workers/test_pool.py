@@ -7,9 +7,8 @@ import signal
 import pytest
 
 from litgrpo.rewards import ProcessRunner
-from litgrpo.rewards.runner.calls import Call
-from litgrpo.rewards.runner.process_runner import HANDLER
-from litgrpo.rewards.runner.worker import Message, Question
+from litgrpo.rewards.calls import Call, Message, Question
+from litgrpo.rewards.process_runner import HANDLER
 from litgrpo.workers import pool as pool_module
 from litgrpo.workers.pool import MAX_PICKLED, WorkerPool, packed
 from tests.rewards import faulty

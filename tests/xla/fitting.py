@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
                     "weight": 0.2,
                 },
             },
-            "reward_runner": {"class_path": "litgrpo.rewards.runner.in_process.InProcessRunner"},
+            "reward_runner": {"class_path": "litgrpo.rewards.runner.InProcessRunner"},
             "group_size": 4,
             "check_invariants": False,
             "update": {"micro_batch_size": 12},

@@ -15,8 +15,8 @@ from litgrpo.checks.episode_checks import small_episodes
 from litgrpo.distributed.fsdp.units import sharing_copy
 from litgrpo.distributed.precision import matmul_precision
 from litgrpo.models.policy import Policy
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner

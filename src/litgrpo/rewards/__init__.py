@@ -1,6 +1,7 @@
-"""How good a completion is: reward functions, how they are weighted, and how they are run.
+"""Reward functions, and what runs, weights and combines them.
 
-Every reward function that litgrpo brings is here by name, such as `litgrpo.rewards.correctness`.
+Every built-in reward function can be named by `litgrpo.rewards.<name>`, such as
+`litgrpo.rewards.correctness`.
 """
 
 from __future__ import annotations
@@ -8,25 +9,52 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from litgrpo.arguments import import_by_path
-from litgrpo.rewards.public import PATHS
+from litgrpo.rewards.builtin.code import unit_tests
+from litgrpo.rewards.builtin.dialogue import bleu, f1, lapdog, rouge_l
+from litgrpo.rewards.builtin.diversity import distinct, group_diversity, repetition
+from litgrpo.rewards.builtin.format import json_fields, reasoning_answer, think_format
+from litgrpo.rewards.builtin.length import cosine_length, length, soft_overlong
+from litgrpo.rewards.builtin.math import closeness, correctness, exact, gsm8k, math_verify
+from litgrpo.rewards.builtin.quality import cheerful, explanation_quality, quality
+from litgrpo.rewards.builtin.reasoning import (
+    arithmetic,
+    coherence,
+    connectives,
+    relevance,
+    steps,
+)
+from litgrpo.rewards.builtin.reasoning_gym import reasoning_gym
+from litgrpo.rewards.builtin.safety import safety
+from litgrpo.rewards.calls import pure, whole_batch
+from litgrpo.rewards.process_runner import ProcessRunner
+from litgrpo.rewards.runner import InProcessRunner, RewardFailure, RewardRunner
 
 if TYPE_CHECKING:
-    from litgrpo.rewards.llm_judge import LLMJudge
-    from litgrpo.rewards.parts import Reward
+    from litgrpo.rewards.llm_judge import Criterion, LLMJudge, Rubric
+    from litgrpo.rewards.reward import Reward
     from litgrpo.rewards.reward_model import Judge, RewardModel
-    from litgrpo.rewards.rubric import Criterion, Rubric
-    from litgrpo.rewards.runner.in_process import InProcessRunner
-    from litgrpo.rewards.runner.marks import pure, whole_batch
-    from litgrpo.rewards.runner.process_runner import ProcessRunner
-    from litgrpo.rewards.runner.runner import RewardRunner
-    from litgrpo.rewards.runner.troubles import RewardFailure
-    from litgrpo.rewards.scorer import Scorer
+    from litgrpo.rewards.scorer import PendingRewards, Scorer
+
+# {name: module} of the names whose modules import torch, which takes a second. They are imported
+# on first use, because a worker process imports this package for a user's reward function that
+# uses `pure` or `correctness`, and should start in a tenth of a second.
+NEED_TORCH = {
+    "Criterion": "llm_judge",
+    "Judge": "reward_model",
+    "LLMJudge": "llm_judge",
+    "PendingRewards": "scorer",
+    "Reward": "reward",
+    "RewardModel": "reward_model",
+    "Rubric": "llm_judge",
+    "Scorer": "scorer",
+}
 
 __all__ = [
     "Criterion",
     "InProcessRunner",
     "Judge",
     "LLMJudge",
+    "PendingRewards",
     "ProcessRunner",
     "Reward",
     "RewardFailure",
@@ -34,13 +62,42 @@ __all__ = [
     "RewardRunner",
     "Rubric",
     "Scorer",
+    "arithmetic",
+    "bleu",
+    "cheerful",
+    "closeness",
+    "coherence",
+    "connectives",
+    "correctness",
+    "cosine_length",
+    "distinct",
+    "exact",
+    "explanation_quality",
+    "f1",
+    "group_diversity",
+    "gsm8k",
+    "json_fields",
+    "lapdog",
+    "length",
+    "math_verify",
     "pure",
+    "quality",
+    "reasoning_answer",
+    "reasoning_gym",
+    "relevance",
+    "repetition",
+    "rouge_l",
+    "safety",
+    "soft_overlong",
+    "steps",
+    "think_format",
+    "unit_tests",
     "whole_batch",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name."""
-    if name not in PATHS:
+    """Import a name that needs torch."""
+    if name not in NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_by_path(PATHS[name])
+    return import_by_path(f"litgrpo.rewards.{NEED_TORCH[name]}.{name}")

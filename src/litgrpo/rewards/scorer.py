@@ -1,25 +1,157 @@
-"""Several reward functions, named and weighted, made into one table."""
+"""Named and weighted reward functions, combined into one table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isnan
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from litgrpo.arguments import one_of
-from litgrpo.rewards import of_episodes
-from litgrpo.rewards.lookup import parameters
-from litgrpo.rewards.of_episodes import OF_EPISODES
-from litgrpo.rewards.parts import Reward, RewardFormat, checked, lacking, named_rewards
+from litgrpo.rewards.calls import DOUBLE_EPS, Call, Notes, Scores
+from litgrpo.rewards.process_runner import ProcessRunner
+from litgrpo.rewards.reward import (
+    Normalize,
+    Reward,
+    RewardFormat,
+    checked,
+    lacking,
+    named_rewards,
+    parameters,
+)
 from litgrpo.rewards.reward_model import waiting, with_budget
-from litgrpo.rewards.runner.calls import DOUBLE_EPS, Call, Notes, Scores
-from litgrpo.rewards.runner.process_runner import ProcessRunner
-from litgrpo.rewards.runner.runner import RewardRunner, StartedCalls
-from litgrpo.rewards.shaping import scheduled, shaped
+from litgrpo.rewards.runner import RewardRunner, StartedCalls
 from litgrpo.types import RewardTable, Rollout
+
+EPS = 1e-4
+
+
+def normalize(values: Tensor, how: Normalize, precision: float) -> Tensor:
+    """Distance from the mean, in standard deviations.
+
+    Numbers that are equal but for rounding get exactly 0.
+
+    Args:
+        values: [B, G]; NaN is left out and stays.
+        how: `group` compares each row of the tensor, `batch` all of it, `none` nothing.
+        precision: machine epsilon of the arithmetic that the values came in.
+
+    Returns:
+        [B, G].
+    """
+    if how == "none":
+        return values
+    compared = values if how == "group" else values.reshape(1, -1)
+    # (x - mean) / (std + eps), with n - 1 in the standard deviation
+    missing = compared.isnan()
+    distance = compared - compared.nanmean(1, keepdim=True)
+    others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
+    std = (distance.square().nansum(1, keepdim=True) / others).sqrt()
+    high = compared.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
+    low = compared.masked_fill(missing, torch.inf).amin(1, keepdim=True)
+    largest = compared.nan_to_num(0.0).abs().amax(1, keepdim=True)
+    # Rounding errors would be blown up by a standard deviation that is one itself.
+    equal = high - low <= 4 * precision * largest
+    result = torch.where(equal & ~missing, 0.0, distance / (std + EPS))
+    return result.view(values.shape)
+
+
+def apply_gate(
+    values: Tensor, gate: Tensor, threshold: float, how: Normalize, eps: float
+) -> Tensor:
+    """The values where the gate is open, 0 where it is closed.
+
+    Only values behind open gates are compared with each other.
+
+    Args:
+        values: [B, G].
+        gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
+        threshold: the gate is open from here on.
+        how: as in `normalized`.
+        eps: machine epsilon, as `precision` there.
+
+    Returns:
+        [B, G].
+    """
+    is_open = gate >= threshold
+    compared = normalize(values.where(is_open, torch.nan), how, eps)
+    return compared.where(is_open, 0.0).where(~gate.isnan(), torch.nan)
+
+
+def schedule_factor(schedule: Mapping[int, float], iteration: int) -> float:
+    """The factor at an iteration: linear between the given points, constant outside.
+
+    Args:
+        schedule: {iteration: factor}; nothing means 1.
+        iteration: finished iterations.
+
+    Example:
+        >>> schedule_factor({0: 1.0, 100: 0.0}, 25)
+        0.75
+    """
+    points = sorted(schedule.items()) or [(0, 1.0)]
+    # Outside of the points, the nearest one is on both sides.
+    start, low = max((p for p in points if p[0] <= iteration), default=points[0])
+    end, high = min((p for p in points if p[0] > iteration), default=points[-1])
+    return low + (high - low) * (iteration - start) / max(1, end - start)
+
+
+def shape(part: Reward, name: str, parts: Mapping[str, Tensor], precision: float) -> Tensor:
+    """[B, G] a part as it is weighted.
+
+    Args:
+        part: its settings.
+        name: its name.
+        parts: {name: [B, G]} all of them.
+        precision: machine epsilon of the arithmetic that it came in.
+    """
+    if part.gate is None:
+        return normalize(parts[name], part.normalize, precision)
+    gate = parts[part.gate]
+    return apply_gate(parts[name], gate, part.gate_threshold, part.normalize, precision)
+
+
+OF_EPISODES = ("messages", "turns", "turn_rewards")
+
+
+def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
+    """What functions may ask for by name; `completion_ids` are those of the last turn alone."""
+    assert rollout.turns is not None
+    assert rollout.turn_rewards is not None
+    last = rollout.turns == rollout.turns.amax(1, keepdim=True)
+    rewards = [
+        [None if isnan(reward) else reward for reward in row[: len(states)]]
+        for row, states in zip(rollout.turn_rewards.tolist(), rollout.turn_states, strict=True)
+    ]
+    ids = zip(rollout.completion_ids, last, strict=True)
+    return {
+        "completion_ids": [row[mine].tolist() for row, mine in ids],
+        "messages": [each.messages for each in rollout.episodes],
+        "turns": [each.spoken for each in rollout.episodes],
+        "turn_rewards": rewards,
+    }
+
+
+def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
+    """The table in which episodes that failed are no valid rows and have no reward."""
+    failed = torch.tensor([bool(each.failed) for each in rollout.episodes])
+    failed = failed.view_as(rewards.valid)
+
+    def hidden(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: part.masked_fill(failed, torch.nan) for name, part in parts.items()}
+
+    return replace(
+        rewards,
+        parts=hidden(rewards.parts),
+        counted=hidden(rewards.counted),
+        total=rewards.total.masked_fill(failed, 0.0),
+        valid=rewards.valid & ~failed,
+    )
+
 
 # What a rollout adds to the columns of its prompts.
 OF_ROLLOUT = ("completion_ids", "completion_lengths", "truncated")
@@ -130,7 +262,7 @@ class Scorer:
             "completion_lengths": rollout.lengths.tolist(),
             "truncated": rollout.truncated.tolist(),
         }
-        columns |= of_episodes.columns(rollout) if rollout.episodes else {}
+        columns |= episode_columns(rollout) if rollout.episodes else {}
         # What reward functions written for TRL may ask for by name.
         state = SimpleNamespace(global_step=iteration, max_steps=self.max_iterations)
         context, numbers = {"trainer_state": state}, prompts.index.tolist()
@@ -219,12 +351,12 @@ class Scorer:
             for name, part in scores.items()
         }
         weights = self.weights | {
-            name: self.weights[name] * scheduled(part.schedule, iteration)
+            name: self.weights[name] * schedule_factor(part.schedule, iteration)
             for name, part in self.parts.items()
             if part.schedule
         }
         counted = values | {
-            name: shaped(self.parts[name], name, values, scores[name].precision)
+            name: shape(self.parts[name], name, values, scores[name].precision)
             for name in self.shaped
         }
         total = torch.zeros_like(next(iter(values.values())))
@@ -303,7 +435,7 @@ class PendingRewards:
             scores = self.calls.wait()
             table = self.scorer.combine(scores, self.group_size, self.iteration)
             if self.rollout is not None:
-                table = of_episodes.without_failed(table, self.rollout)
+                table = mask_failed_episodes(table, self.rollout)
             self._table = table
         return self._table
 

@@ -34,8 +34,8 @@ from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import FrozenModel, Reference
 from litgrpo.models.sharded import Divide, Divided, left_whole
-from litgrpo.rewards.builtin.format import soft_overlong
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.builtin.length import soft_overlong
+from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.async_rollout import AsyncRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling

@@ -22,9 +22,9 @@ from litgrpo.models.in_memory import as_folder
 from litgrpo.models.loading import LoRA, Precision, load_tokenizer
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
-from litgrpo.rewards.parts import Reward, RewardFormat, named_rewards
+from litgrpo.rewards.reward import Reward, RewardFormat, named_rewards
 from litgrpo.rewards.reward_model import load_judges
-from litgrpo.rewards.runner.runner import RewardRunner
+from litgrpo.rewards.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine

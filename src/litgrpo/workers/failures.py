@@ -10,9 +10,10 @@ MAX_TRACEBACK = 20_000  # characters
 MAX_PRINTED = 5_000_000  # characters that may be printed while one message is answered
 MAX_SHOWN = 20_000  # of which so many are shown
 TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
+# Files whose stack frames are not the user's.
 OURS = tuple(
-    str(Path(__file__).parents[1] / package)
-    for package in ("workers", "rewards/runner", "environments/episode")
+    str(Path(__file__).parents[1] / path)
+    for path in ("workers", "rewards/calls", "rewards/runner", "environments/episode")
 )
 
 

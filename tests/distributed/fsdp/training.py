@@ -15,8 +15,8 @@ from litgrpo.data.prompt_data import PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.loading import LoRA, Precision, export
 from litgrpo.models.shard_files import full_weights
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.episode_settings import EpisodeSettings

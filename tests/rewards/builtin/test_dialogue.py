@@ -6,7 +6,7 @@ import pytest
 from sacrebleu import sentence_bleu
 
 from litgrpo.rewards.builtin import dialogue
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 
 SAID = ["i have two dogs .", "i like cats .", ""]

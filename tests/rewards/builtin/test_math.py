@@ -1,4 +1,7 @@
+"""Correct answers get 1, whatever their formatting; nothing else does."""
+
 import json
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -6,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from litgrpo.rewards.builtin.math import closeness, correctness, exact, gsm8k, read_gold
+from litgrpo.rewards import ProcessRunner, Reward, Scorer
+from litgrpo.rewards.builtin.math import (
+    closeness,
+    correctness,
+    exact,
+    gsm8k,
+    math_verify,
+    read_gold,
+)
+from litgrpo.rewards.calls import Call
+from litgrpo.rewards.process_runner import is_trusted
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -194,3 +207,41 @@ def test_any_of_several_accepted_answers_is_right():
     assert near == [1.0, 0.0, 0.0, 1.0, None, None]
     with pytest.raises(ValueError, match="numbers, got"):
         closeness(["p"], ["7"], [["seven"]])
+
+
+library = pytest.importorskip("math_verify", reason="math-verify is not installed")
+
+SAME = {
+    r"\frac{1}{2}": "0.5", "1+x": "x+1", "(1,2)": "(1,2)", r"\{1,2\}": r"\{2,1\}",
+    r"\sqrt{8}": r"2\sqrt{2}", "72": "72",
+}  # fmt: skip
+
+
+def verify(claims, golds):
+    return math_verify(["?"] * len(claims), [f"<answer>{c}</answer>" for c in claims], golds)
+
+
+def test_equal_formulas_are_equal_and_others_are_not() -> None:
+    assert verify(list(SAME), list(SAME.values())) == [1.0] * len(SAME)
+    assert verify(["x+2", "", "no idea", "(2,1)"], ["x+1", "1", "1", "(1,2)"]) == [0.0] * 4
+    assert verify(["1"], [None]) == [None]
+
+
+def test_it_works_outside_of_the_main_thread() -> None:
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(verify(["x+1"], ["1+x"])))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> None:
+    runner = ProcessRunner(timeout_s=30.0, workers=2)
+    scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
+    texts = ["<answer>1+x</answer>", r"<answer>9^{9^{9^{9^{9}}}}</answer>"] * 2
+    columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}
+    assert not is_trusted(Call("same", math_verify, {}, {}, 4))
+    table = scorer(["?"] * 4, texts, columns, 2)
+    assert table.valid[:, 0].all()
+    assert (table.total[:, 0] == 1.0).all()
+    runner.close()

@@ -4,8 +4,8 @@ import pytest
 
 from litgrpo.data.reasoning_gym import ReasoningGym, row_of
 from litgrpo.rewards.builtin import reasoning_gym as reward
-from litgrpo.rewards.runner.calls import Call
-from litgrpo.rewards.runner.process_runner import is_trusted
+from litgrpo.rewards.calls import Call
+from litgrpo.rewards.process_runner import is_trusted
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
 

@@ -9,7 +9,7 @@ from litgrpo.environments.base import Start, StepResult
 from litgrpo.environments.examples import NumberGame
 from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.tools.audit.episodes import audit_episodes
 
 ROWS = [{"prompt": "Guess.", "answer": str(n)} for n in (3, 7)]

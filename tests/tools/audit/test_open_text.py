@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.tools.audit.cases import Problem
 from litgrpo.tools.audit.open_text import OWN_WORDS, audit_open_text, own_words
 

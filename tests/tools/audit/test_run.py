@@ -9,7 +9,8 @@ import yaml
 
 from litgrpo.data.examples.problems import held_out
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.builtin.format import length, reasoning_answer
+from litgrpo.rewards.builtin.format import reasoning_answer
+from litgrpo.rewards.builtin.length import length
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.tools.audit.cases import Form, Problem
 from litgrpo.tools.audit.run import audit_rewards

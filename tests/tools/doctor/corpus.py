@@ -26,8 +26,8 @@ from litgrpo.callbacks.metrics_csv import MetricsCSV
 from litgrpo.callbacks.non_finite import NonFinite
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.rewards.parts import Reward
-from litgrpo.rewards.runner.in_process import InProcessRunner
+from litgrpo.rewards.reward import Reward
+from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
 from tests.tools.doctor.kinds import CUT, FAULTS, HEALTHY, ITERATIONS, Hidden, Kind, correct
 from tests.tools.doctor.tasks import DEV, UNSEEN, Truth, held_out, model_of, probe, rows

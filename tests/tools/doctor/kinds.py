@@ -12,7 +12,7 @@ from lightning import Callback
 
 from litgrpo.algorithms.losses import Clipped, Objective, TokenMean
 from litgrpo.models.loading import LoRA
-from litgrpo.rewards.parts import Reward
+from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.optim import WarmupCosine

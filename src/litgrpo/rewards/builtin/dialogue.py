@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from litgrpo.rewards.runner.marks import whole_batch
+from litgrpo.rewards.calls import whole_batch
 from litgrpo.text import overlap
 from litgrpo.text.answers import Completions, text_of
 

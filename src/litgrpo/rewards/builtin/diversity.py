@@ -9,10 +9,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from litgrpo.arguments import at_least
-from litgrpo.rewards.runner.marks import whole_batch
+from litgrpo.arguments import at_least, at_most
+from litgrpo.rewards.calls import whole_batch
 from litgrpo.text.answers import Completions, text_of
-from litgrpo.text.overlap import distinct_n, ngrams
+from litgrpo.text.overlap import distinct_n, distinct_share, ngrams
+
+
+def repetition(
+    prompts: Sequence[object],
+    completions: Completions,
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    ngram_size: int = 3,
+    max_penalty: float = -1.0,
+) -> list[float]:
+    """`max_penalty` times the share of token n-grams that were said before.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions; not read.
+        completion_ids: N lists of token ids.
+        ngram_size: n.
+        max_penalty: what endless repetition costs; at most 0.
+
+    Returns:
+        N rewards in [max_penalty, 0]; 0 for a text without n-grams.
+
+    Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.2.
+    """
+    at_most("max_penalty", max_penalty, 0)
+    return [
+        max_penalty * (1.0 - distinct_share(ngrams(ids, ngram_size), of_none=1.0))
+        for ids in completion_ids
+    ]
 
 
 def distinct(

@@ -1,12 +1,13 @@
-"""How a completion looks: its tags, its length in tokens, how often it repeats itself."""
+"""Format of a completion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from litgrpo.arguments import at_least, at_most, require
+from litgrpo.arguments import require
 from litgrpo.text.answers import Completions, text_of
-from litgrpo.text.overlap import distinct_share, ngrams
 
 
 def reasoning_answer(
@@ -72,95 +73,84 @@ def think_format(prompts: Sequence[object], completions: Completions) -> list[fl
     ]
 
 
-def length(
+def json_fields(
     prompts: Sequence[object],
     completions: Completions,
-    completion_lengths: Sequence[int],
+    answer: Sequence[Any],
     *,
-    low: int = 0,
-    high: int,
-    zero: int | None = None,
+    same_fields: bool = False,
 ) -> list[float]:
-    """1 for `low` to `high` tokens, falling linearly to 0 at no tokens and at `zero` tokens.
+    """Share of fields that a completion has right, where it is one JSON object and nothing else.
+
+    The share is of the fields of either object, so that a field too many costs as much as one that
+    is missing. A number is a number and not a text; texts are compared without case and outer
+    spaces. What `json.loads` refuses earns 0, as do fields that stand twice.
+
+    To leave a field out costs as much as to get it wrong, so a policy may learn to leave out what
+    it seldom gets right; with `same_fields` it earns nothing then.
 
     Args:
         prompts: N prompts; not read.
-        completions: N completions; not read.
-        completion_lengths: N lengths in tokens.
-        low: shortest length with full reward.
-        high: longest length with full reward.
-        zero: length from which on there is no reward; default is twice `high`.
+        completions: N completions.
+        answer: N objects that are right: mappings, or their JSON; of a list of them any one is.
+        same_fields: an object with other fields than the right one's, whatever their values, earns
+            nothing.
 
     Returns:
         N rewards in [0, 1].
+
+    Raises:
+        ValueError: an answer is no JSON object, or an empty one.
     """
-    zero = 2 * high if zero is None else zero
-    require(
-        0 <= low <= high < zero,
-        f"length needs 0 <= low <= high < zero, got low {low}, high {high}, zero {zero}",
-    )
-    # n / low              if n < low
-    # 1                    if low <= n <= high
-    # (zero - n) / (zero - high), at least 0, above
-    rising = [min(1.0, n / low) if low else 1.0 for n in completion_lengths]
-    falling = [min(1.0, max(0.0, (zero - n) / (zero - high))) for n in completion_lengths]
-    return [min(pair) for pair in zip(rising, falling, strict=True)]
+    right = [_wanted(each) for each in answer]
+    said = [_read(text_of(each)) for each in completions]
+    pairs = zip(said, right, strict=True)
+    return [max(_share(one, other, same_fields) for other in accepted) for one, accepted in pairs]
 
 
-def soft_overlong(
-    prompts: Sequence[object],
-    completions: Completions,
-    completion_lengths: Sequence[int],
-    *,
-    max_completion_length: int,
-    soft_punish_cache: int,
-) -> list[float]:
-    """0 for a short completion, falling to -1 over the last tokens before the limit.
-
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions; not read.
-        completion_lengths: N lengths in tokens.
-        max_completion_length: length that costs the whole punishment.
-        soft_punish_cache: number of tokens over which the punishment grows.
-
-    Returns:
-        N rewards in [-1, 0].
-
-    Source: DAPO, arXiv:2503.14476, equation 13.
-    """
-    at_least("soft_punish_cache", soft_punish_cache, 1)
-    at_most("soft_punish_cache", soft_punish_cache, max_completion_length)
-    # 0                     if n <= start
-    # (start - n) / cache   between, down to -1 at the limit
-    start = max_completion_length - soft_punish_cache
-    return [max(-1.0, min(0.0, (start - n) / soft_punish_cache)) for n in completion_lengths]
+def _wanted(answer: Any) -> list[Mapping[str, Any]]:
+    given = answer if isinstance(answer, list) and answer else [answer]
+    wanted = [each if isinstance(each, Mapping) else _read(str(each)) for each in given]
+    require(all(wanted), f"json_fields: answer {answer!r} is no JSON object with a field.")
+    return wanted
 
 
-def repetition(
-    prompts: Sequence[object],
-    completions: Completions,
-    completion_ids: Sequence[Sequence[int]],
-    *,
-    ngram_size: int = 3,
-    max_penalty: float = -1.0,
-) -> list[float]:
-    """`max_penalty` times the share of token n-grams that were said before.
+def _read(text: str) -> dict[str, Any]:
+    """The object that a text is; an empty one if it is none."""
+    try:
+        found = json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
-    Args:
-        prompts: N prompts; not read.
-        completions: N completions; not read.
-        completion_ids: N lists of token ids.
-        ngram_size: n.
-        max_penalty: what endless repetition costs; at most 0.
 
-    Returns:
-        N rewards in [max_penalty, 0]; 0 for a text without n-grams.
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    require(len(pairs) == len(dict(pairs)), "a field stands twice")
+    return dict(pairs)
 
-    Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.2.
-    """
-    at_most("max_penalty", max_penalty, 0)
-    return [
-        max_penalty * (1.0 - distinct_share(ngrams(ids, ngram_size), of_none=1.0))
-        for ids in completion_ids
-    ]
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _share(said: Mapping[str, Any], right: Mapping[str, Any], same_fields: bool) -> float:
+    if same_fields and said.keys() != right.keys():
+        return 0.0
+    same = [name for name in right if name in said and _equal(said[name], right[name])]
+    return len(same) / len(said.keys() | right.keys())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    match one, other:
+        case str(), str():
+            return one.strip().casefold() == other.strip().casefold()
+        case bool(), bool():
+            return one == other
+        case (bool(), _) | (_, bool()):  # which Python takes for numbers
+            return False
+        case list(), list():
+            return len(one) == len(other) and all(map(_equal, one, other))
+        case dict(), dict():
+            return one.keys() == other.keys() and all(_equal(one[n], other[n]) for n in one)
+        case _:
+            return bool(one == other)

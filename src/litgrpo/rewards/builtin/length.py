@@ -1,13 +1,78 @@
-"""How long a completion may be, given how good it is."""
+"""Length of a completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import cos, pi
 
-from litgrpo.arguments import at_least, require
+from litgrpo.arguments import at_least, at_most, require
 from litgrpo.rewards.builtin.math import Gold, correctness
 from litgrpo.text.answers import Completions
+
+
+def length(
+    prompts: Sequence[object],
+    completions: Completions,
+    completion_lengths: Sequence[int],
+    *,
+    low: int = 0,
+    high: int,
+    zero: int | None = None,
+) -> list[float]:
+    """1 for `low` to `high` tokens, falling linearly to 0 at no tokens and at `zero` tokens.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions; not read.
+        completion_lengths: N lengths in tokens.
+        low: shortest length with full reward.
+        high: longest length with full reward.
+        zero: length from which on there is no reward; default is twice `high`.
+
+    Returns:
+        N rewards in [0, 1].
+    """
+    zero = 2 * high if zero is None else zero
+    require(
+        0 <= low <= high < zero,
+        f"length needs 0 <= low <= high < zero, got low {low}, high {high}, zero {zero}",
+    )
+    # n / low              if n < low
+    # 1                    if low <= n <= high
+    # (zero - n) / (zero - high), at least 0, above
+    rising = [min(1.0, n / low) if low else 1.0 for n in completion_lengths]
+    falling = [min(1.0, max(0.0, (zero - n) / (zero - high))) for n in completion_lengths]
+    return [min(pair) for pair in zip(rising, falling, strict=True)]
+
+
+def soft_overlong(
+    prompts: Sequence[object],
+    completions: Completions,
+    completion_lengths: Sequence[int],
+    *,
+    max_completion_length: int,
+    soft_punish_cache: int,
+) -> list[float]:
+    """0 for a short completion, falling to -1 over the last tokens before the limit.
+
+    Args:
+        prompts: N prompts; not read.
+        completions: N completions; not read.
+        completion_lengths: N lengths in tokens.
+        max_completion_length: length that costs the whole punishment.
+        soft_punish_cache: number of tokens over which the punishment grows.
+
+    Returns:
+        N rewards in [-1, 0].
+
+    Source: DAPO, arXiv:2503.14476, equation 13.
+    """
+    at_least("soft_punish_cache", soft_punish_cache, 1)
+    at_most("soft_punish_cache", soft_punish_cache, max_completion_length)
+    # 0                     if n <= start
+    # (start - n) / cache   between, down to -1 at the limit
+    start = max_completion_length - soft_punish_cache
+    return [max(-1.0, min(0.0, (start - n) / soft_punish_cache)) for n in completion_lengths]
 
 
 def cosine_length(  # noqa: PLR0913 (five levels and a limit)

@@ -14,7 +14,7 @@ from math import log, prod, sqrt
 from operator import mul, truediv
 
 from litgrpo.arguments import require
-from litgrpo.rewards.runner.marks import whole_batch
+from litgrpo.rewards.calls import whole_batch
 from litgrpo.text.answers import Completions, Message, reasonings, text_of
 
 WORD = re.compile(r"[a-z]+|[0-9]+(?:[.,][0-9]+)*")

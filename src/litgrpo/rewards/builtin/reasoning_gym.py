@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from litgrpo.arguments import above, at_least, at_most, one_of, require
 from litgrpo.rewards.builtin.math import committed_claims
-from litgrpo.rewards.runner.marks import isolated
+from litgrpo.rewards.calls import isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads

@@ -62,7 +62,7 @@ def safety(
 def _classifier(given: str | Callable[[list[str]], Sequence[Any]]) -> Callable[..., Sequence[Any]]:
     if not isinstance(given, str):
         return given
-    from litgrpo.rewards.lookup import resolved
+    from litgrpo.rewards.reward import resolved
 
     return resolved("safety.classifier", given, {})
 

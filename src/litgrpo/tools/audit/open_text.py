@@ -14,7 +14,7 @@ from torch import Tensor
 
 from litgrpo.arguments import require
 from litgrpo.rewards import ProcessRunner, Scorer
-from litgrpo.rewards.runner.runner import RewardRunner
+from litgrpo.rewards.runner import RewardRunner
 from litgrpo.tools.audit.cases import PRAISE, Case, Problem
 from litgrpo.tools.audit.report import slack
 from litgrpo.tools.audit.run import PATIENCE_S, judge, no_warnings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import above, require
-from litgrpo.rewards.runner.marks import isolated
+from litgrpo.rewards.calls import isolated
 from litgrpo.text.answers import Completions, text_of
 from litgrpo.workers import sandbox
 

@@ -4,7 +4,7 @@
 import pytest
 
 from litgrpo.rewards import Reward, Scorer
-from litgrpo.rewards.code import extract_code, read_tests, unit_tests
+from litgrpo.rewards.builtin.code import extract_code, read_tests, unit_tests
 from litgrpo.workers import sandbox
 
 in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
@@ -193,11 +193,11 @@ def test_code_that_takes_too_much_memory_fails_alone():
 
 @in_sandbox
 def test_the_reward_has_the_path_that_recipes_name_and_runs_in_a_worker():
-    scorer = Scorer({"tests": Reward("litgrpo.rewards.code.unit_tests")})
+    scorer = Scorer({"tests": Reward("litgrpo.rewards.builtin.code.unit_tests")})
     rows = {"tests": [SQUARES], "prompts": [""], "completions": ["def f(x): return x * x"]}
     assert scorer.functions["tests"](**rows) == [1.0]
-    from litgrpo.rewards.runner.calls import Call
-    from litgrpo.rewards.runner.process_runner import is_trusted
+    from litgrpo.rewards.calls import Call
+    from litgrpo.rewards.process_runner import is_trusted
 
     assert not is_trusted(Call("tests", unit_tests, {}, {}, 1))
 

@@ -2,8 +2,7 @@
 
 import pickle
 
-from litgrpo.rewards.runner.calls import MalformedResult
-from litgrpo.rewards.runner.worker import Message, Question, answered
+from litgrpo.rewards.calls import MalformedResult, Message, Question, answered
 from litgrpo.workers.failures import WorkerError
 from tests.rewards import faulty
 

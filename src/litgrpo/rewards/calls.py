@@ -1,24 +1,57 @@
-"""A call of a reward function and how its answer is read; also used inside worker processes.
-
-Nothing here imports torch or numpy, so that a worker starts in a tenth of a second: where a
-function returns a tensor or an array, its library is loaded already.
-"""
+"""Calls of reward functions, in the training process and inside workers."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, nan
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from litgrpo.arguments import require
-from litgrpo.rewards.runner.event_loop import gathered
-from litgrpo.rewards.runner.marks import Function
-from litgrpo.workers.failures import WorkerError, cause_of
+from litgrpo.workers.failures import WorkerError, cause_of, portable
+from litgrpo.workers.worker import Send
+
+MARKS = ("whole_batch", "pure", "isolated", "in_process")
+
+Function = Callable[..., Any]
+
+
+def whole_batch(function: Function) -> Function:
+    """Mark a function that compares completions: it always gets all of them at once."""
+    function.whole_batch = True  # type: ignore[attr-defined]
+    return function
+
+
+def pure(function: Function) -> Function:
+    """Mark a function whose reward of a row depends on that row only, and is always the same.
+
+    It is then called row by row, in several processes, and never twice for the same row.
+    """
+    function.pure = True  # type: ignore[attr-defined]
+    return function
+
+
+def isolated(function: Function) -> Function:
+    """Mark a function of this package that may hang: it runs in a worker like a user's."""
+    function.isolated = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_marked(function: Any, mark: str) -> bool:
+    """Whether a function, or what a partial of it holds, has a mark."""
+    assert mark in MARKS
+    while isinstance(function, partial):
+        function = function.func
+    return mark in dir(function) and bool(getattr(function, mark))
+
 
 DOUBLE_EPS = sys.float_info.epsilon
 LARGEST = 1e15  # of a reward: squares of float32 must not overflow in a group's variance
@@ -258,3 +291,120 @@ def copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
     return copy.deepcopy(value)
+
+
+def gathered(coroutines: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of coroutines that wait together.
+
+    They run in a thread of their own, because a notebook has an event loop in this one.
+    """
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*coroutines))
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, together()).result()
+
+
+async def awaited_answer(
+    function: Function, given: dict[str, Any], num_rows: int, notes: Iterable[str], limit_s: float
+) -> Scores:
+    """What `answer` gives, for a coroutine function, which is stopped after some seconds."""
+    noted = Notes(num_rows)
+    try:
+        coming = function(**given, **noted.methods(notes))
+        return noted.read(await asyncio.wait_for(coming, limit_s))
+    except (Exception, SystemExit) as error:
+        return failed(num_rows, error)
+
+
+def scored_together(calls: Sequence[Call], limit_s: float) -> list[Scores]:
+    """The scores of calls that are awaited at the same time, in this process."""
+    return gathered([_score(call, limit_s) for call in calls])
+
+
+async def _score(call: Call, limit_s: float) -> Scores:
+    """Await the function for all rows; if that fails, for each row, all at the same time."""
+
+    def attempt(rows: range) -> Any:
+        given = call.arguments(slice(rows.start, rows.stop))
+        return awaited_answer(call.function, given, len(rows), call.notes, limit_s)
+
+    whole: Scores = await attempt(range(call.num_rows))
+    if whole.error is None or is_marked(call.function, "whole_batch"):
+        return whole
+    scores = Scores([nan] * call.num_rows, error=whole.error)
+    each = [attempt(range(row, row + 1)) for row in range(call.num_rows)]
+    for row, one in enumerate(await asyncio.gather(*each)):
+        scores.put([row], one)
+    return scores
+
+
+Answer = tuple[int, Scores, float]  # number of the question, scores, seconds that it took
+
+
+class Question(NamedTuple):
+    """Some rows of a call, as they travel to a worker; settings were sent before.
+
+    Args:
+        name: of the reward function.
+        arguments: {parameter: value}.
+        num_rows: how many.
+        notes: which methods of `Notes` the function names.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    num_rows: int
+    notes: tuple[str, ...] = ()
+
+
+class Message(NamedTuple):
+    """What a worker is sent.
+
+    Args:
+        questions: one, or coroutines that are awaited at the same time.
+        together: they are coroutines.
+        limit_s: seconds after which a coroutine is stopped.
+    """
+
+    questions: list[Question]
+    together: bool
+    limit_s: float
+
+
+def answered(loaded: dict[str, Any], message: Message, send: Send) -> Answer | None:
+    """Answer a message; coroutines are answered as they end."""
+    if message.together:
+        asyncio.run(_answer_together(loaded, message, send))
+        return None
+    (question,) = message.questions
+    started = time.perf_counter()
+    function, given = _asked(loaded, question)
+    # No Ctrl-C reaches a worker: whatever is raised, it was the function.
+    scores = answer(function, given, question.num_rows, question.notes, (BaseException,))
+    return _packed(0, scores, started)
+
+
+async def _answer_together(loaded: dict[str, Any], message: Message, send: Send) -> None:
+    """Call all functions, and await them at the same time."""
+
+    async def ask(number: int, question: Question) -> None:
+        started = time.perf_counter()
+        function, given = _asked(loaded, question)
+        rows, notes = question.num_rows, question.notes
+        scores = await awaited_answer(function, given, rows, notes, message.limit_s)
+        send(_packed(number, scores, started))
+
+    await asyncio.gather(*(ask(*numbered) for numbered in enumerate(message.questions)))
+
+
+def _asked(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[str, Any]]:
+    function, settings = loaded[question.name]
+    return function, question.arguments | own_settings(settings)
+
+
+def _packed(number: int, scores: Scores, started: float) -> Answer:
+    if scores.error is not None and not isinstance(scores.error, MalformedResult):
+        scores.error = portable(scores.error)
+    return number, scores, time.perf_counter() - started

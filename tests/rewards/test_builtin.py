@@ -2,27 +2,20 @@
 
 import gc
 import inspect
+import pkgutil
 import random
 import time
 from importlib import import_module
 
 import pytest
 
-from litgrpo.rewards.lookup import SHIPPED
+from litgrpo import rewards
+from litgrpo.rewards import builtin
+from litgrpo.rewards.reward import builtin_rewards
 
 # They start processes, and have tests of their own.
 SANDBOXED = {"unit_tests", "reasoning_gym"}
-MODULES = {path: import_module(path) for path in SHIPPED}
-FUNCTIONS = {
-    f"{path}.{name}": function
-    for path, module in MODULES.items()
-    for name, function in vars(module).items()
-    if inspect.isfunction(function)
-    and function.__module__ == path
-    and "completions" in inspect.signature(function).parameters
-    and not name.startswith("_")
-    and name not in SANDBOXED
-}
+FUNCTIONS = {name: getattr(rewards, name) for name in builtin_rewards() if name not in SANDBOXED}
 KWARGS = {
     "length": {"high": 100},
     "soft_overlong": {"max_completion_length": 100, "soft_punish_cache": 20},
@@ -79,9 +72,18 @@ def call(name: str, prompts: list[str], completions: list[str]) -> list[float | 
     return function(prompts, completions, **asked, **KWARGS.get(function.__name__, {}))
 
 
-def test_names_are_unique_so_that_each_can_be_public_without_its_module() -> None:
-    names = [name.rpartition(".")[2] for name in FUNCTIONS]
-    assert len(set(names)) == len(names) == 27
+def test_every_reward_function_of_a_builtin_module_is_public() -> None:
+    found = set()
+    for module in pkgutil.iter_modules(builtin.__path__, f"{builtin.__name__}."):
+        members = inspect.getmembers(import_module(module.name), inspect.isfunction)
+        found |= {
+            name
+            for name, function in members
+            if function.__module__ == module.name
+            and list(inspect.signature(function).parameters)[:2] == ["prompts", "completions"]
+        }
+    assert found == set(builtin_rewards())
+    assert len(found) == 29
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -97,12 +99,12 @@ def test_nothing_that_a_policy_writes_makes_a_reward_slow_or_endless(name: str) 
             at_once = max(2e-4, min(used_s(name, short) for _ in range(2)))
             within = (used_s(name, long) < GROWTH * at_once for _ in range(3))
             assert any(within), kind  # the first of them, unless the machine was disturbed
-            given = [reward for reward in rewards(name, long) if reward is not None]
+            given = [reward for reward in score_twice(name, long) if reward is not None]
             largest = LARGEST.get(name.rpartition(".")[2], 1.0)
             assert all(-1.0 <= reward <= largest for reward in given), kind
 
 
-def rewards(name: str, text: str) -> list[float | None]:
+def score_twice(name: str, text: str) -> list[float | None]:
     """Of two equal texts for a prompt that is much of them."""
     return call(name, [text[:1000]] * 2, [text, text])
 
@@ -112,7 +114,7 @@ def used_s(name: str, text: str) -> float:
     gc.disable()
     try:
         start = time.process_time()
-        rewards(name, text)
+        score_twice(name, text)
         return time.process_time() - start
     finally:
         gc.enable()

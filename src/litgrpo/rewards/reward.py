@@ -1,17 +1,99 @@
-"""One reward of several: its function, how much it counts, and what may not stand beside it."""
+"""One reward of several: its function, weight and shaping."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import isfinite
 from typing import Any, Literal, get_args
 
-from litgrpo.arguments import did_you_mean, one_of, require
-from litgrpo.rewards.builtin.episode import environment
-from litgrpo.rewards.lookup import resolved
+from litgrpo.arguments import did_you_mean, import_by_path, one_of, require
 from litgrpo.types import RewardTable
+
+
+def resolved(
+    name: str, given: str | Callable[..., Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The function of a part, imported if it is a path, and with kwargs that fit it.
+
+    Raises:
+        ValueError: there is no such function, or it does not take the kwargs.
+    """
+    function = _imported(name, given) if isinstance(given, str) else given
+    require(
+        callable(function) and not inspect.isclass(function),
+        f"reward '{name}' must be a function, got {given!r}",
+    )
+    named, takes_all = parameters(function)
+    unknown = [key for key in kwargs if not takes_all and key not in named]
+    if unknown:
+        allowed = [key for key in named if key not in ("prompts", "completions")]
+        raise ValueError(
+            f"reward '{name}' has no argument '{unknown[0]}'{did_you_mean(unknown[0], allowed)};"
+            f" it takes {', '.join(allowed) or 'none'}"
+        )
+    return function
+
+
+def parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """{parameter given by name: whether it is required}, and whether there is a `**kwargs`."""
+    parameters = inspect.signature(function).parameters.values()
+    named = {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _imported(name: str, path: str) -> Any:
+    """What an import path names; the error says what was not found and what is near it."""
+    try:
+        return import_by_path(path)
+    except ValueError as error:
+        module_path, _, word = path.rpartition(".")
+        if module_path.partition(".")[0] in ("", "litgrpo"):
+            known = {one: f"litgrpo.rewards.{one}" for one in builtin_rewards()}
+        else:
+            known = {one: f"{module_path}.{one}" for one in _functions(module_path)}
+        near = difflib.get_close_matches(word, known, n=1)
+        hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
+        raise ValueError(f"reward '{name}': {error}{hint}") from error
+
+
+def builtin_rewards() -> list[str]:
+    """Names of the reward functions in `litgrpo.rewards`."""
+    builtin = "litgrpo.rewards.builtin."
+    # The package imports this module, so it cannot be imported here.
+    members = inspect.getmembers(sys.modules["litgrpo.rewards"], inspect.isfunction)
+    return [name for name, function in members if function.__module__.startswith(builtin)]
+
+
+def _functions(module_path: str) -> list[str]:
+    """Names of the public functions that a module defines; none if it is not imported."""
+    members = inspect.getmembers(sys.modules.get(module_path), inspect.isfunction)
+    return [name for name, value in members if value.__module__ == module_path and name[0] != "_"]
+
+
+def environment(
+    prompts: Sequence[object],
+    completions: Sequence[object],
+    turn_rewards: Sequence[list[float | None]],
+) -> list[float | None]:
+    """The sum of the rewards of an episode's turns; abstains where all of them do.
+
+    Args:
+        prompts: N prompts.
+        completions: N completions.
+        turn_rewards: of each episode, one for each turn; None where the environment abstained.
+    """
+    known = [[reward for reward in row if reward is not None] for row in turn_rewards]
+    return [sum(row) if row else None for row in known]
+
 
 RewardFormat = Literal["text", "chat"]
 OWN = {"environment": environment}  # functions of rewards that need not name one

@@ -1,19 +1,86 @@
-"""Base class of reward runners: start calls, wait for their scores, count what failed.
-
-Reward functions are user code. A faulty one may lose its own rows, but must never stop the run.
-"""
+"""Reward runners: start calls, wait for their scores, count what failed."""
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from math import nan
 from typing import Any
 
 from litgrpo.arguments import above, at_least, at_most
-from litgrpo.rewards.runner.calls import Call, MalformedResult, Scores
-from litgrpo.rewards.runner.troubles import count
+from litgrpo.rewards.calls import (
+    Call,
+    MalformedResult,
+    Scores,
+    answer,
+    failed,
+    is_marked,
+    scored_together,
+)
+from litgrpo.workers.failures import MAX_PRINTED, MAX_SHOWN, cause_of
+
+log = logging.getLogger(__name__)
+
+
+class RewardFailure(RuntimeError):
+    """So many rewards of one function failed that going on would train on noise.
+
+    The message is one line; the cause has the traceback.
+    """
+
+
+def count(counts: Counter[str], call: Call, scores: Scores, max_failed_frac: float) -> None:
+    """Count the failures of a call; show the first, and stop the run if there are too many.
+
+    Args:
+        counts: {reason: rows of this function so far}, added to.
+        call: the call.
+        scores: what came of it, with at least one failure.
+        max_failed_frac: share of the rows that may fail.
+
+    Raises:
+        RewardFailure: more failed.
+    """
+    before, first = counts.total(), min(scores.failures)
+    counts.update(scores.failures.values())
+    summary = f"reward '{call.name}': {len(scores.failures)} of {call.num_rows} completions failed"
+    if len(scores.failures) > max_failed_frac * call.num_rows:
+        raise RewardFailure(_why_stopped(call, scores, summary)) from scores.error
+    if not before:
+        given = (f"{name} {values[first]!r:.200}" for name, values in call.rows.items())
+        log.warning(
+            "%s and are left out (%s); the first is %s, which got %s",
+            *(summary, _listed(counts), _row(call, first), ", ".join(given)),
+            exc_info=scores.error,
+        )
+    elif counts.total().bit_length() > before.bit_length():  # each time that the total doubles
+        log.warning("%s; so far %d (%s)", summary, counts.total(), _listed(counts))
+
+
+def _why_stopped(call: Call, scores: Scores, summary: str) -> str:
+    """One line: the reasons, the first row, the first cause, and what to do."""
+    reasons, first = _listed(Counter(scores.failures.values())), _row(call, min(scores.failures))
+    cause = "" if scores.error is None else f"; the first cause: {cause_of(scores.error)}"
+    return (
+        f"{summary} ({reasons}), first {first}{cause}. Mend the function,"
+        " or let more fail by reward_runner.max_failed_frac; --debug shows its traceback."
+    )
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in counts.items())
+
+
+def _row(call: Call, row: int) -> str:
+    """Which row it is, and where it comes from if that is known."""
+    return f"row {row} ({call.places[row]})" if call.places else f"row {row}"
+
 
 log = logging.getLogger(__name__)
 
@@ -156,3 +223,87 @@ class RewardRunner(ABC):
                     "reward '%s' failed for %d rows together and was called row by row: %s",
                     *(call.name, call.num_rows, scores.error),
                 )
+
+
+class PrintedTooMuch(RuntimeError):
+    """A reward function floods the terminal."""
+
+
+class InProcessRunner(RewardRunner):
+    """Runs the functions here, one after the other; coroutine functions together.
+
+    A call that raises is repeated row by row until the deadline, so that only the bad rows are
+    lost. A function that hangs cannot be interrupted, and one that crashes ends the run.
+    """
+
+    def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
+        """Leave everything to `wait`."""
+        return CallsInProcess(self, calls)
+
+
+class CallsInProcess(StartedCalls):
+    """Calls that run in `wait`, in the caller's thread."""
+
+    def collect(self) -> list[Scores]:
+        """Call each function."""
+        return run_here(self.runner, self.calls)
+
+
+def run_here(runner: RewardRunner, calls: Sequence[Call]) -> list[Scores]:
+    """The scores of every call, computed in this thread.
+
+    Args:
+        runner: its time-out holds, and its list of slow calls is added to.
+        calls: the calls.
+    """
+    waiting = [n for n, call in enumerate(calls) if call.is_coroutine]
+    together = scored_together([calls[n] for n in waiting], runner.timeout_s / 2) if waiting else []
+    results = dict(zip(waiting, together, strict=True))
+    results |= {n: _score(runner, call) for n, call in enumerate(calls) if n not in results}
+    return [results[n] for n in range(len(calls))]
+
+
+def _score(runner: RewardRunner, call: Call) -> Scores:
+    """Call the function for all rows; if that fails, for each row until the deadline."""
+    deadline = time.monotonic() + runner.timeout_s
+    whole = _ask(runner, call, range(call.num_rows))
+    if whole.error is None or is_marked(call.function, "whole_batch"):
+        return whole
+    scores = Scores([nan] * call.num_rows, error=whole.error)
+    for row in range(call.num_rows):
+        late = time.monotonic() > deadline
+        only = range(row, row + 1)
+        scores.put([row], failed(1, TimeoutError()) if late else _ask(runner, call, only))
+    return scores
+
+
+def _ask(runner: RewardRunner, call: Call, rows: range) -> Scores:
+    """Call the function for some rows."""
+    started, limit = time.monotonic(), _Limited(sys.stdout)
+    given = call.arguments(slice(rows.start, rows.stop))
+    with redirect_stdout(limit), redirect_stderr(limit):
+        scores = answer(call.function, given, len(rows), call.notes)
+    runner.note_time(call, time.monotonic() - started, rows)
+    # Also where the function caught it.
+    return scores if limit.printed <= MAX_PRINTED else failed(len(rows), PrintedTooMuch())
+
+
+class _Limited(io.TextIOBase):
+    """Hands on what is printed, until it is too much."""
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.printed = target, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.printed += len(text)
+        if self.printed > MAX_PRINTED:
+            raise PrintedTooMuch(f"more than {MAX_PRINTED} characters in one call")
+        self.target.write(text[: max(0, MAX_SHOWN + len(text) - self.printed)])
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(ValueError):  # this may be collected, which flushes, when that is closed
+            self.target.flush()

@@ -1,3 +1,5 @@
+"""Rewards: names, import paths, checks of settings."""
+
 import subprocess
 import sys
 
@@ -5,10 +7,10 @@ import pytest
 
 from litgrpo import rewards
 from litgrpo.arguments import add_folders
-from litgrpo.rewards.lookup import PUBLIC, resolved
+from litgrpo.rewards.reward import builtin_rewards, environment, resolved
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", builtin_rewards())
 def test_every_shipped_function_is_public_by_name(name):
     function = resolved("r", f"litgrpo.rewards.{name}", {})
     assert function.__name__ == name
@@ -61,3 +63,7 @@ def test_a_module_that_fails_says_how_and_where(beside, code, message):
 def test_a_misspelt_name_of_ours_is_guessed():
     with pytest.raises(ValueError, match=r"did you mean 'litgrpo\.rewards\.correctness'"):
         resolved("r", "litgrpo.rewards.corectness", {})
+
+
+def test_an_episode_is_worth_the_sum_of_its_turns_and_abstains_where_all_do():
+    assert environment("abc", "abc", [[1.0, None, 0.5], [None], []]) == [1.5, None, None]

@@ -1,1 +1,0 @@
-"""Runs reward functions under a deadline."""
