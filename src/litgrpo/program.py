@@ -37,7 +37,6 @@ STOPS = {
     "EnvironmentFailure": WRONG_INPUT,
     "ServerFailure": WRONG_INPUT,
     "ServersAway": GO_ON_LATER,
-    "RolloutProcessLost": GO_ON_LATER,
 }
 
 

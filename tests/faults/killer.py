@@ -109,29 +109,6 @@ class Kill(Callback):
         self._hit("end", trainer, pl_module)
 
 
-class Samplers(Callback):
-    """Writes down the rollout processes in each iteration; one of them may be killed.
-
-    Args:
-        pids: file for them.
-        kill: in which iteration, once; 0: never.
-        marker: see `Strike`.
-    """
-
-    def __init__(self, pids: str, kill: int = 0, marker: str = "") -> None:
-        self.pids, self.kill, self.marker = Path(pids), kill, Path(marker)
-
-    def on_train_batch_start(self, trainer, pl_module, *_) -> None:
-        pool = pl_module.rollouter.engine.crew.pool
-        workers = [worker.pid for worker in pool.workers]
-        launchers = [launcher.process.pid for launcher in pool.launchers]
-        if workers:
-            self.pids.write_text(" ".join(map(str, workers + launchers)))
-        if workers and pl_module.iteration == self.kill and not self.marker.exists():
-            self.marker.write_text(str(self.kill))
-            os.kill(workers[0], SIGKILL)
-
-
 class FullLoggers(Callback):
     """After the first iteration the files of the loggers take no byte more."""
 

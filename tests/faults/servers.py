@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from tests.faults.running import RECIPE, Run, calls, differences, merged
 from tests.vllm.serving import free_port
 
 ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.server.ServerEngine"
-PROCESSES = "litgrpo.rollout.engines.processes.ProcessEngine"
 MODEL = "builtin:tiny-gemma2"
 
 
@@ -108,40 +106,4 @@ def f26(bench: Any) -> dict[str, str]:
     code = run.go("--auto_resume", "true")
     wrong = f"exit code {code}: {run.said[-800:]}" if code else ""
     found["one of two processes"] = wrong or ", ".join(differences(run, expected))
-    return found
-
-
-def left_behind(file: Path) -> str:
-    """Which of the processes of a file are still there a moment later."""
-    pids = file.read_text().split()
-    for _ in range(50):
-        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        if not left:
-            return ""
-        time.sleep(0.1)
-    return f"left processes {left}"
-
-
-def f27(bench: Any) -> dict[str, str]:
-    """a rollout process killed: named, the same; SIGKILL, SIGINT: none is left, the same resumed"""
-    from tests.faults.cases import killed, resumed
-
-    engine = {"engine": {"class_path": PROCESSES, "init_args": {"processes": 2}}}
-    plain, found = merged(RECIPE, {"model": {"init_args": engine}}), {}
-    expected = bench.whole("processes", plain)
-    run = Run(bench.folder / "F27", plain)
-    pids = run.folder / "pids"
-    run.recipe = merged(plain, calls("Samplers", pids=str(pids), kill=3, marker=str(run.marker)))
-    code = run.go()
-    wrong = "" if code == 0 and run.marker.exists() else f"exit code {code}: {run.said[-500:]}"
-    wrong = wrong or ("" if "another one samples them" in run.said else "was not named")
-    found["a rollout process"] = wrong or left_behind(pids) or ", ".join(differences(run, expected))
-    for name, point in {
-        "SIGKILL": {"at": "generate", "count": 4, "delay_s": 0.2},
-        "SIGINT": {"at": "generate", "count": 4, "delay_s": 0.2, "signum": int(signal.SIGINT)},
-    }.items():
-        run = Run(bench.folder / f"F27-{name}", plain)
-        run.recipe = merged(plain, calls("Samplers", pids=str(run.folder / "pids")))
-        wrong = killed(run, **point) or left_behind(run.folder / "pids")
-        found[name] = wrong or resumed(run, expected) or left_behind(run.folder / "pids")
     return found
