@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from jsonargparse import Namespace
 
-from litgrpo.environments import Tags, Tools
+from litgrpo.environments import TagFormat, Tools
 from litgrpo.instantiate import given_environment
 
 TOOLS = "litgrpo.environments.Tools"
@@ -27,11 +27,11 @@ def test_an_object_is_taken_as_it_is():
 def test_a_path_and_a_class_with_arguments_are_made():
     assert given_environment(f"{__name__}.Plain") == Plain(3)
     assert given_environment({"class_path": f"{__name__}.Plain"}) == Plain(3)
-    tags = {"class_path": "litgrpo.environments.Tags", "init_args": {"call": "calc"}}
+    tags = {"class_path": "litgrpo.environments.TagFormat", "init_args": {"call": "calc"}}
     arguments = Namespace(functions=[CALCULATE], calls=tags)
     made = given_environment(Namespace(class_path=TOOLS, init_args=arguments))
     assert isinstance(made, Tools)
-    assert made.calls == Tags(call="calc")
+    assert made.call_format == TagFormat(call_tag="calc")
 
 
 @pytest.mark.parametrize(

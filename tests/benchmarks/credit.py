@@ -66,10 +66,10 @@ class Outcome(NumberGame):
 
     paid: float = 0.0
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Answer a guess; see `NumberGame.step`."""
         before = self._bits()
-        heard = super().step(said)
+        heard = super().step(action)
         reward = (heard.reward or 0.0) + self.paid * (before - self._bits()) / math.log2(GREATEST)
         silent = heard.calls["guess"][1] > 0
         return replace(heard, reward=reward, calls={} if silent else heard.calls)
@@ -80,8 +80,8 @@ class Outcome(NumberGame):
         return math.log2(greatest - least + 1)
 
 
-GAMES = {"graded": Outcome(greatest=GREATEST, tries=TRIES, paid=FOUND_OUT)}
-GAMES["outcome"] = Outcome(greatest=GREATEST, tries=TRIES)
+GAMES = {"graded": Outcome(maximum=GREATEST, max_guesses=TRIES, paid=FOUND_OUT)}
+GAMES["outcome"] = Outcome(maximum=GREATEST, max_guesses=TRIES)
 
 
 def careless(rng: random.Random) -> str:
@@ -141,7 +141,9 @@ def played(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Result
         folder,
         {"environment": Reward(weight=1.0)},
         environment=GAMES[game],
-        episode=EpisodeSettings(max_turns=TRIES, max_turn_tokens=4, between="inline", workers=0),
+        episode=EpisodeSettings(
+            max_turns=TRIES, max_turn_tokens=4, turn_format="inline", workers=0
+        ),
         objective=replace(PUBLISHED[rule], kl_coef=0.0),
         sampling=Sampling(stop=(".",)),
         group_size=8,

@@ -28,7 +28,7 @@ from litgrpo.evaluation.dialogue import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.models.loading import load_policy
 from litgrpo.rewards.builtin.dialogue import lapdog
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.text.overlap import bleu, distinct_n
@@ -96,7 +96,7 @@ def judged(model: str, data: str) -> dict[str, Any]:
         said = {}
         for group_size, sampling in ((1, Sampling(temperature=0.0)), (SAMPLES, Sampling())):
             uniforms = draw_uniforms(0, "test", 0, batch.index, group_size, LENGTH)
-            requests = Requests(policy, batch, group_size, uniforms, sampling)
+            requests = RolloutRequest(policy, batch, group_size, uniforms, sampling)
             rollout = LocalEngine().generate(requests)
             ids = rollout.token_lists()
             said[group_size] = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -23,9 +23,9 @@ class Waiting:
     def reset(self, row, seed):
         return ""
 
-    def step(self, said):
+    def step(self, action):
         time.sleep(self.wait_s)
-        return StepResult(said)
+        return StepResult(action)
 
 
 def turn_s(environment: Waiting, workers: int) -> float:

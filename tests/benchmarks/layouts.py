@@ -27,7 +27,10 @@ RECIPE = [
     *("--model.update.micro_batch_tokens", "8192", "--chip", "h100", "--read_data", "false"),
 ]
 SERVER = ["-c", str(CONFIGS / "hardware/server.yaml")]
-NATIVE = ["--model.engine.init_args.weights", "litgrpo.rollout.engines.publishing.Native"]
+NATIVE = [
+    "--model.engine.init_args.weight_transfer",
+    "litgrpo.rollout.engines.publishing.NcclTransfer",
+]
 # Fewer rows at once, others queue.
 QUEUE = ["--model.engine", "litgrpo.rollout.engines.local.LocalEngine"]
 QUEUE += ["--model.engine.init_args.max_rows", "16"]

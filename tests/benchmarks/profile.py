@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels.linear import Kernels
 from litgrpo.models.packing import family_buckets
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.training.update_config import UpdateConfig
@@ -70,7 +70,7 @@ def phases(work: Work) -> Phases:
     numbers = draw_uniforms(0, "train", 0, prompts.index, work.group, work.max_new)
     rollouts: list[Rollout] = []
 
-    requests = Requests(policy, prompts, work.group, numbers, Sampling())
+    requests = RolloutRequest(policy, prompts, work.group, numbers, Sampling())
 
     def precision() -> AbstractContextManager[object]:
         return torch.autocast("cpu", torch.bfloat16) if work.bf16 else nullcontext()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.loading import load_policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch, Rollout
@@ -46,7 +46,7 @@ def build(size: str, hazard: float, longest: int) -> tuple[CausalPolicy, PromptB
 def ours(policy: CausalPolicy, prompts: PromptBatch, longest: int, engine: Any) -> Rollout:
     """One rollout of our engine, groups of eight."""
     uniforms = draw_uniforms(0, "train", 0, prompts.index, 8, longest)
-    return engine.generate(Requests(policy, prompts, 8, uniforms, Sampling()))
+    return engine.generate(RolloutRequest(policy, prompts, 8, uniforms, Sampling()))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Look:
         """Add nothing."""
         return ""
 
-    def step(self, said: str) -> Any:
+    def step(self, action: str) -> Any:
         """Answer any turn."""
         from litgrpo.environments import StepResult
 
@@ -104,7 +104,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
             max_turns=args.turns,
             max_turn_tokens=args.max_new,
             max_observation_tokens=max(8, args.heard),
-            between="inline",
+            turn_format="inline",
             workers=args.workers,
         ),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),

@@ -21,7 +21,7 @@ import torch
 
 from litgrpo.distributed.device import Backend
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
@@ -52,7 +52,7 @@ def rollout_s(policy: Policy, rows: int, length: int, iteration: int) -> tuple[f
     engine = StaticEngine(prompt_buckets=PROMPT_LEN, sync_every_tokens=length)
     uniforms = draw_uniforms(0, "train", iteration, index, 1, length)
     wall, cpu = time.perf_counter(), time.process_time()
-    engine.generate(Requests(policy, prompts, 1, uniforms, Sampling()))
+    engine.generate(RolloutRequest(policy, prompts, 1, uniforms, Sampling()))
     return time.perf_counter() - wall, time.process_time() - cpu
 
 

@@ -463,7 +463,7 @@ def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):
     with pytest.raises(ValueError, match="cached decoding equals the full forward"):
         fit(grpo)
     assert grpo.policy.can_fuse
-    fit(module("gemma2", engine=local_engine.LocalEngine(fused=False)))
+    fit(module("gemma2", engine=local_engine.LocalEngine(fused_decode=False)))
 
 
 # --- no false alarms ---

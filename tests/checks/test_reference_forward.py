@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from litgrpo.checks.reference_forward import kept, reference_forward
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.rollout.plain import filtered
@@ -41,7 +41,7 @@ def test_the_filters_written_down_twice_agree(sampling):
 def test_another_prompt_does_not_explain_a_completion(architecture):
     policy, prompts = tiny_policy(architecture), prompt_batch("a", "hello")
     uniforms = draw_uniforms(0, "train", 0, prompts.index, 2, 5)
-    rollout = LocalEngine().generate(Requests(policy, prompts, 2, uniforms, Sampling()))
+    rollout = LocalEngine().generate(RolloutRequest(policy, prompts, 2, uniforms, Sampling()))
     assert reference_forward(policy, rollout, Sampling(), 1e-4).sampler_error(rollout) < 1e-5
     swapped = torch.tensor([1, 1, 0, 0])
     gaps = reference_forward(policy, rollout, Sampling(), 1e-4, swapped).sampler_gaps(rollout)

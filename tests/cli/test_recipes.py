@@ -151,7 +151,7 @@ def environment_of(words, folder):
 def test_keys_of_the_environment_go_into_the_recipe(tmp_path):
     recipe, copies = tmp_path / "r.yaml", tmp_path / "copies"
     copies.mkdir()
-    recipe.write_text(PLAYS % "{max_calls: 3, call_cost: 0.5, calls: {class_path: Tags}}")
+    recipe.write_text(PLAYS % "{max_calls: 3, call_cost: 0.5, call_format: {class_path: Tags}}")
     keys = ["--model.environment.init_args.max_calls=4", "--model.environment.error_text", "?"]
     keys += ["--model.environment.init_args.calls.call=calc", "--model.group_size", "2"]
     words, environment = environment_of(["-c", str(recipe), *keys], copies)

@@ -275,7 +275,7 @@ def test_tools_are_shown_by_a_template_that_shows_them():
     ("chat", "why"), [(True, "chat template ignores tools"), (False, "prompts are plain texts")]
 )
 def test_tools_that_the_model_cannot_see_are_named_once(chat, why):
-    said = rf"{why}.*\(double\); `describe: true` of litgrpo.environments.Tools"
+    said = rf"{why}.*\(double\); `list_tools_in_prompt: true` of litgrpo.environments.Tools"
     with pytest.warns(UserWarning, match=said) as warned:
         style = prompt_style(None, chat).showing([DOUBLE], chat_tokenizer())
     assert len(warned) == 1

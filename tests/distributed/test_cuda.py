@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from litgrpo.distributed.cuda import MOST_KEPT, Replayed
 from litgrpo.distributed.device import Backend
 from litgrpo.rollout.engines import static as static_engine
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
@@ -77,10 +77,10 @@ def test_other_prompts_settings_or_weights_elsewhere_are_other_recordings(replay
 def test_a_rollout_stays_as_it_is_while_the_next_one_is_sampled(replayed):
     policy = ragged(tiny_policy("qwen2"))
     first, numbers = prompt_batch(*TEXTS), uniforms_for(prompt_batch(*TEXTS))
-    rollout = ENGINE.generate(Requests(policy, first, GROUP, numbers, Sampling(top_k=20)))
+    rollout = ENGINE.generate(RolloutRequest(policy, first, GROUP, numbers, Sampling(top_k=20)))
     kept = [each.clone() for each in (rollout.completion_ids, rollout.sampler_logprobs)]
     candidate_ids = rollout.candidate_ids.clone()
-    other = ENGINE.generate(Requests(policy, first, GROUP, 1 - numbers, Sampling(top_k=20)))
+    other = ENGINE.generate(RolloutRequest(policy, first, GROUP, 1 - numbers, Sampling(top_k=20)))
     assert len(replayed.kept[policy]) == 1
     assert not torch.equal(other.completion_ids[:, :1], rollout.completion_ids[:, :1])
     assert torch.equal(rollout.completion_ids, kept[0])
@@ -101,7 +101,7 @@ def test_only_the_newest_recordings_are_kept_and_none_of_a_module_that_is_gone()
 
 
 def test_nothing_is_recorded_where_it_is_switched_off(replayed):
-    said(tiny_policy("qwen2"), StaticEngine(prompt_buckets=8, record=False))
+    said(tiny_policy("qwen2"), StaticEngine(prompt_buckets=8, cuda_graphs=False))
     assert not replayed.kept
 
 
@@ -112,7 +112,7 @@ def test_a_gpu_says_what_the_processor_says(architecture, engine):
     expected, numbers = said(policy, LocalEngine()), uniforms_for(prompts)
     policy.to(GPU)
     for _ in range(2):  # recorded, and replayed
-        found = engine.generate(Requests(policy, prompts.to(GPU), GROUP, numbers, Sampling()))
+        found = engine.generate(RolloutRequest(policy, prompts.to(GPU), GROUP, numbers, Sampling()))
         assert torch.equal(found.completion_ids.cpu(), expected.completion_ids)
         assert torch.allclose(
             found.sampler_logprobs.cpu(), expected.sampler_logprobs, rtol=0, atol=1e-4

@@ -28,10 +28,10 @@ class Echo:
             return self.answer(row["bad"])
         return f"seed {seed}"
 
-    def step(self, said):
-        self.leave(said)
-        self.heard.append(said)
-        return self.answer(said)
+    def step(self, action):
+        self.leave(action)
+        self.heard.append(action)
+        return self.answer(action)
 
     def leave(self, word):
         if self.folder:
@@ -100,7 +100,7 @@ class Meeting:
         self.name = str(row["name"])
         return ""
 
-    def step(self, said):
+    def step(self, action):
         Path(self.folder, self.name).touch()
         while len(os.listdir(self.folder)) < self.of:
             time.sleep(0.01)
@@ -113,7 +113,7 @@ class Dice:
     def reset(self, row, seed):
         return f"{random.random()} {np.random.rand()}"
 
-    def step(self, said):
+    def step(self, action):
         return StepResult(f"{random.random()} {np.random.rand()}")
 
 
@@ -122,7 +122,7 @@ class Counting(Dice):
 
     played = 0
 
-    def step(self, said):
+    def step(self, action):
         Counting.played += 1
         return StepResult(str(Counting.played))
 
@@ -130,13 +130,13 @@ class Counting(Dice):
 class Telling(Dice):
     """Keeps what was said in its module."""
 
-    def step(self, said):
-        TOLD.append(said)
+    def step(self, action):
+        TOLD.append(action)
         return StepResult(" ".join(TOLD))
 
 
 class Clock(Dice):
     """Looks at the clock."""
 
-    def step(self, said):
+    def step(self, action):
         return StepResult(str(time.perf_counter_ns()))

@@ -17,9 +17,9 @@ class Echo:
         """Add nothing."""
         return ""
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """The same again."""
-        return StepResult(said)
+        return StepResult(action)
 
 
 def test_any_class_with_the_two_methods_is_an_environment() -> None:
@@ -31,7 +31,7 @@ def test_any_class_with_the_two_methods_is_an_environment() -> None:
 def test_what_is_heard_costs_and_ends_nothing_by_itself() -> None:
     """Only a text: no reward, and the episode goes on."""
     heard = Echo().step("hello")
-    assert (heard.said, heard.reward, heard.done, heard.calls) == ("hello", 0.0, False, {})
+    assert (heard.observation, heard.reward, heard.done, heard.calls) == ("hello", 0.0, False, {})
 
 
 class Calculator(Echo):
@@ -72,7 +72,7 @@ def test_tools_that_are_told_in_the_prompt_are_not_shown_by_the_template_too(
     describe: bool, number: int
 ) -> None:
     """They stay tools."""
-    calculator = Tools(functions=[double], describe=describe)
+    calculator = Tools(functions=[double], list_tools_in_prompt=describe)
     assert len(shown_schemas_of(calculator)) == number
     assert len(schemas_of(calculator)) == 1
 

@@ -27,9 +27,9 @@ class Draws:
     def reset(self, row, seed):
         self.row = row
         row["prompt"] = "changed"
-        return self.step("").said
+        return self.step("").observation
 
-    def step(self, said):
+    def step(self, action):
         return StepResult(f"{random.random()} {np.random.rand()} {torch.rand(1).item()}")
 
     def close(self):
@@ -84,7 +84,7 @@ def test_what_an_environment_raises_names_its_own_line() -> None:
 
 def test_ctrl_c_is_for_the_run_where_that_is_asked_for() -> None:
     class Interrupted(Echo):
-        def step(self, said):
+        def step(self, action):
             raise KeyboardInterrupt
 
     asked = Turns(1, 0, start(), ("x",))
@@ -96,8 +96,8 @@ def test_ctrl_c_is_for_the_run_where_that_is_asked_for() -> None:
 def test_a_worker_keeps_its_episodes_between_messages() -> None:
     loaded = {"environment": (Echo(), None)}
     assert answered(loaded, Turns(1, 0, start(), ()), None) == "seed 3"
-    assert answered(loaded, Turns(1, 0, None, ("a",)), None).said == "1 a"
-    assert answered(loaded, Turns(1, 0, None, ("b",)), None).said == "2 b"
+    assert answered(loaded, Turns(1, 0, None, ("a",)), None).observation == "1 a"
+    assert answered(loaded, Turns(1, 0, None, ("b",)), None).observation == "2 b"
 
 
 def test_long_texts_are_cut_in_the_middle_wherever_they_are() -> None:

@@ -53,7 +53,7 @@ def test_a_search_finds_the_lines_with_the_rarest_words(tmp_path):
     facts.write_text(
         "The Rhine is a river.\n\nThe Zugspitze is a mountain.\nThe Elbe is a river.\n"
     )
-    search = Search(str(facts), most=2)
+    search = Search(str(facts), max_results=2)
     assert search.reset(prompt="x") is None
     assert search.search("which RIVER is the Elbe") == "The Elbe is a river.\nThe Rhine is a river."
     assert search.search("zugspitze") == "The Zugspitze is a mountain."
@@ -73,23 +73,32 @@ def test_the_examples_describe_themselves(tmp_path):
 
 
 def test_the_number_game_answers_by_what_a_guess_leaves_possible():
-    game = NumberGame(opening="Guess {least}-{greatest} in {tries}.")
+    game = NumberGame(opening="Guess {minimum}-{maximum} in {max_guesses}.")
     assert game.reset({}, seed=1) == "Guess 1-15 in 4."  # the number is 3
     heard = game.step("8")
-    assert (heard.said, heard.reward, heard.done, heard.state) == ("<high>", 0.0, False, (1, 7, 3))
+    assert (heard.observation, heard.reward, heard.done, heard.state) == (
+        "<high>",
+        0.0,
+        False,
+        (1, 7, 3),
+    )
     heard = game.step("<think>3</think>I say 1.")
-    assert (heard.said, heard.state, heard.log) == ("<low>", (2, 7, 2), {"contradicted": 0.0})
+    assert (heard.observation, heard.state, heard.log) == (
+        "<low>",
+        (2, 7, 2),
+        {"contradicted": 0.0},
+    )
     heard = game.step("11")
     assert (heard.state, heard.log) == ((2, 7, 1), {"contradicted": 1.0})
     heard = game.step("it is 3")
-    assert (heard.said, heard.reward, heard.done) == ("", 1.0, True)
+    assert (heard.observation, heard.reward, heard.done) == ("", 1.0, True)
 
 
 def test_a_turn_without_a_number_of_the_range_costs_a_try():
-    game = NumberGame(tries=2)
+    game = NumberGame(max_guesses=2)
     game.reset({}, seed=1)
     heard = game.step("hm")
-    assert (heard.said, heard.calls, heard.done) == ("<invalid>", {"guess": (1, 1)}, False)
+    assert (heard.observation, heard.calls, heard.done) == ("<invalid>", {"guess": (1, 1)}, False)
     heard = game.step("16")
     assert (heard.calls, heard.done, heard.reward) == ({"guess": (1, 1)}, True, 0.0)
 
@@ -100,11 +109,11 @@ def test_the_seed_makes_the_number():
 
 
 def _plays_and_wins(seed, guess):
-    game = NumberGame(greatest=3, tries=1)
+    game = NumberGame(maximum=3, max_guesses=1)
     game.reset({}, seed)
     return game.step(guess).reward == 1.0
 
 
 def test_a_range_without_numbers_is_refused():
-    with pytest.raises(ValueError, match="greatest is 0; it must be at least 1"):
-        NumberGame(greatest=0)
+    with pytest.raises(ValueError, match="maximum is 0; it must be at least 1"):
+        NumberGame(maximum=0)

@@ -25,16 +25,16 @@ def test_a_class_that_counts_a_module_that_keeps_and_a_clock_are_found(environme
     found = deviations(pool, starts(2), SAID)
     pool.close()
     assert found
-    assert found[0].startswith("turn 1, played once more: StepResult(said='")
+    assert found[0].startswith("turn 1, played once more: StepResult(observation='")
 
 
 def test_state_that_only_another_episode_leaves_is_found_beside_it() -> None:
     seeds = set()
 
     class Shared(Echo):
-        def step(self, said):
+        def step(self, action):
             seeds.add(self.heard[0])
-            return super().step(f"{said} {len(seeds)}")
+            return super().step(f"{action} {len(seeds)}")
 
     found = deviations(EpisodesHere(Shared()), starts(4)[1:], SAID)
     assert [line[: line.index(":")] for line in found] == [
@@ -55,9 +55,9 @@ def test_an_episode_that_ends_earlier_is_a_difference() -> None:
     class Tired(Echo):
         left = 2
 
-        def step(self, said):
+        def step(self, action):
             Tired.left -= 1
-            return super().step("raise" if Tired.left < 0 else said)
+            return super().step("raise" if Tired.left < 0 else action)
 
     found = deviations(EpisodesHere(Tired(), max_failed_frac=1.0), starts(1), SAID)
     assert "KeyError" in found[0]

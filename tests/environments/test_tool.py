@@ -157,7 +157,7 @@ def test_a_tool_that_is_not_there_is_named_with_what_is_near():
         imported("tool", "math.sqr")
     with pytest.raises(ValueError, match=r"tool 'multiply'.*is not an import path"):
         made("multiply")
-    with pytest.raises(ValueError, match="a class whose methods are tools is given as make"):
+    with pytest.raises(ValueError, match="a class whose methods are tools is given as factory"):
         made(GameOver)
     with pytest.raises(ValueError, match="is no function"):
         made("math.pi")

@@ -9,9 +9,9 @@ from litgrpo.environments.tool import Answer, made
 from litgrpo.environments.tool_calls import (
     MOST_CHARS,
     Call,
-    Hermes,
-    Python,
-    Tags,
+    HermesFormat,
+    PythonFormat,
+    TagFormat,
     after_thoughts,
     format_of,
 )
@@ -29,7 +29,7 @@ def multiply(a: int, b: int = 2) -> int:
 
 CALCULATE, MULTIPLY = made(calculate), made(multiply)
 ONE, TWO = {"calculate": CALCULATE}, {"calculate": CALCULATE, "multiply": MULTIPLY}
-FORMATS = [Hermes(), Tags(), Python()]
+FORMATS = [HermesFormat(), TagFormat(), PythonFormat()]
 BAD_JSON = [
     "",
     "{",
@@ -48,66 +48,68 @@ def test_hermes_reads_every_call_of_a_turn_in_order():
         '{"name": "multiply", "arguments": {"a": 3, "b": [1, {"\\u00fc": null}]}}\n</tool_call>\n'
         'then <tool_call>{"name": "today"}</tool_call> bye'
     )
-    first, second = Hermes().calls(said, TWO)
+    first, second = HermesFormat().calls(said, TWO)
     assert first == Call("multiply", {"a": 3, "b": [1, {"\u00fc": None}]})
     assert second == Call("today", {})
-    assert Hermes().calls("no call, only text", TWO) == []
-    assert Hermes(tag="call").calls('<call>{"name": "f"}</call>', TWO) == [Call("f")]
+    assert HermesFormat().calls("no call, only text", TWO) == []
+    assert HermesFormat(tag="call").calls('<call>{"name": "f"}</call>', TWO) == [Call("f")]
 
 
 def test_a_call_whose_end_tag_ended_the_turn_is_read():
-    assert Hermes().calls('<tool_call>{"name": "f"}', TWO) == [Call("f")]
-    assert Tags().calls("so <call>347*82", ONE) == [Call("calculate", positional=("347*82",))]
+    assert HermesFormat().calls('<tool_call>{"name": "f"}', TWO) == [Call("f")]
+    assert TagFormat().calls("so <call>347*82", ONE) == [Call("calculate", positional=("347*82",))]
 
 
 @pytest.mark.parametrize("text", BAD_JSON)
 def test_what_is_not_json_is_a_call_that_is_wrong(text):
-    (call,) = Hermes().calls(f"<tool_call>{text}</tool_call>", TWO)
+    (call,) = HermesFormat().calls(f"<tool_call>{text}</tool_call>", TWO)
     assert call.wrong == "the call is not JSON"
 
 
 @pytest.mark.parametrize("text", NO_CALL)
 def test_json_that_is_no_call_is_told_how_one_looks(text):
-    (call,) = Hermes().calls(f"<tool_call>{text}</tool_call>", TWO)
+    (call,) = HermesFormat().calls(f"<tool_call>{text}</tool_call>", TWO)
     assert call.wrong == 'a call is {"name": ..., "arguments": {...}}'
 
 
 def test_tags_hold_a_text_for_the_only_tool_or_a_call_by_name():
-    assert Tags().calls("<call>347*82</call>", ONE)[0].positional == ("347*82",)
-    assert Tags().calls("<call>calculate('1+1')</call>", ONE) == [
+    assert TagFormat().calls("<call>347*82</call>", ONE)[0].positional == ("347*82",)
+    assert TagFormat().calls("<call>calculate('1+1')</call>", ONE) == [
         Call("calculate", positional=("1+1",))
     ]
-    two = Tags().calls("<call>multiply(347, b=82)</call><call>347*82</call>", TWO)
+    two = TagFormat().calls("<call>multiply(347, b=82)</call><call>347*82</call>", TWO)
     assert two[0] == Call("multiply", {"b": 82}, (347,))
     assert two[1].wrong.endswith("write <call>name(arguments)</call>")
-    assert Tags(shorthand=False).calls("<call>347*82</call>", ONE)[0].wrong
+    assert TagFormat(shorthand=False).calls("<call>347*82</call>", ONE)[0].wrong
     # The only tool takes a number first, so a bare text is no call of it.
-    assert Tags().calls("<call>3</call>", {"multiply": MULTIPLY})[0].wrong
+    assert TagFormat().calls("<call>3</call>", {"multiply": MULTIPLY})[0].wrong
 
 
 def test_the_names_of_the_tags_can_be_chosen():
-    calc = Tags(call="calc", answer="out")
+    calc = TagFormat(call_tag="calc", result_tag="out")
     assert calc.calls("<calc>1+1</calc><call>2</call>", ONE)[0].positional == ("1+1",)
     assert calc.heard([Answer("f", "2"), Answer("f", "3")]) == "<out>2</out><out>3</out>"
     assert calc.example(CALCULATE) == "<calc>expression</calc>"
-    with pytest.raises(ValueError, match="call is '<call>'; it must be a word"):
-        Tags(call="<call>")
+    with pytest.raises(ValueError, match="call_tag is '<call>'; it must be a word"):
+        TagFormat(call_tag="<call>")
 
 
 def test_python_reads_a_list_of_calls_with_literals():
     said = '[multiply(a=3, b=-4), pkg.find("x", [1, (2, {"k": None})]), now()]'
-    assert Python().calls(said, TWO) == [
+    assert PythonFormat().calls(said, TWO) == [
         Call("multiply", {"a": 3, "b": -4}),
         Call("pkg.find", {}, ("x", [1, [2, {"k": None}]])),
         Call("now"),
     ]
-    assert Python().calls(f"Let me see:\n```python\n{said}\n```\n", TWO)[2] == Call("now")
-    assert Python().calls("```tool_code\nmultiply(3)\n```", TWO) == [Call("multiply", {}, (3,))]
+    assert PythonFormat().calls(f"Let me see:\n```python\n{said}\n```\n", TWO)[2] == Call("now")
+    assert PythonFormat().calls("```tool_code\nmultiply(3)\n```", TWO) == [
+        Call("multiply", {}, (3,))
+    ]
 
 
 @pytest.mark.parametrize("said", ["[1, 2]", "[]", "multiply(3)", "```python\nprint(3)\n```", ""])
 def test_an_answer_that_looks_a_little_like_python_is_no_call(said):
-    assert Python().calls(said, TWO) == []
+    assert PythonFormat().calls(said, TWO) == []
 
 
 @pytest.mark.parametrize(
@@ -134,12 +136,12 @@ def test_an_answer_that_looks_a_little_like_python_is_no_call(said):
     ],
 )
 def test_what_is_no_literal_is_not_evaluated_and_is_wrong(said):
-    (call,) = Python().calls(said, TWO)
+    (call,) = PythonFormat().calls(said, TWO)
     assert call.wrong.startswith("the call is not plain Python")
 
 
 def test_a_warning_of_python_about_what_was_said_is_not_shown(recwarn):
-    assert Python().calls(r"[f('\d'), f(1is 1)]", TWO)[0].wrong
+    assert PythonFormat().calls(r"[f('\d'), f(1is 1)]", TWO)[0].wrong
     assert not recwarn.list
 
 
@@ -176,7 +178,7 @@ def test_no_text_raises(form, text):
 
 
 def test_a_call_that_is_too_long_is_wrong():
-    (call,) = Hermes().calls(f"<tool_call>{json.dumps('x' * MOST_CHARS)}</tool_call>", TWO)
+    (call,) = HermesFormat().calls(f"<tool_call>{json.dumps('x' * MOST_CHARS)}</tool_call>", TWO)
     assert call.wrong == "a call has at most 20000 characters"
 
 
@@ -188,12 +190,12 @@ def test_what_is_only_thought_is_no_call():
 
 def test_answers_are_messages_or_a_text_in_tags():
     answers = [Answer("multiply", "6"), Answer("unknown", "error: no", failed=True)]
-    assert Hermes().heard(answers) == [
+    assert HermesFormat().heard(answers) == [
         {"role": "tool", "name": "multiply", "content": "6"},
         {"role": "tool", "name": "unknown", "content": "error: no"},
     ]
-    assert Python().heard(answers) == Hermes().heard(answers)
-    assert Tags().heard(answers) == "<res>6</res><res>error: no</res>"
+    assert PythonFormat().heard(answers) == HermesFormat().heard(answers)
+    assert TagFormat().heard(answers) == "<res>6</res><res>error: no</res>"
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
@@ -206,7 +208,7 @@ def test_the_example_that_a_model_is_shown_is_a_call(form, tool):
 
 
 def test_a_format_that_is_not_known_is_refused():
-    assert format_of("tags") == Tags()
-    assert format_of(Tags(call="c")) == Tags(call="c")
-    with pytest.raises(ValueError, match="calls is 'xml'; it must be one of: hermes, tags, python"):
+    assert format_of("tags") == TagFormat()
+    assert format_of(TagFormat(call_tag="c")) == TagFormat(call_tag="c")
+    with pytest.raises(ValueError, match="call_format is 'xml'"):
         format_of("xml")

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from litgrpo.environments import Environment, StepResult, Tags, Tools
+from litgrpo.environments import Environment, StepResult, TagFormat, Tools
 
 MADE: list[str] = []  # what instances did, where a test looks
 
@@ -93,7 +93,7 @@ def call(name: str, /, **arguments) -> str:
 
 
 def said_by(heard: StepResult) -> list[str]:
-    return [each["content"] for each in heard.said]
+    return [each["content"] for each in heard.observation]
 
 
 def begun(tools: Tools, **row) -> Tools:
@@ -106,7 +106,7 @@ def test_calls_are_answered_and_a_turn_without_one_ends_the_episode():
     episode = begun(Tools(functions=[multiply, greet]))
     assert isinstance(episode, Environment)
     heard = episode.step(call("multiply", a=347, b=82) + call("greet", name=1) + call("sing"))
-    assert heard.said == [
+    assert heard.observation == [
         {"role": "tool", "name": "multiply", "content": "28454"},
         {"role": "tool", "name": "greet", "content": "error: greet: 'name' must be a string"},
         {
@@ -126,9 +126,9 @@ def test_what_the_template_shows_are_the_schemas():
 
 
 def test_the_tools_are_told_in_the_prompt_where_it_is_asked_for():
-    tools = Tools(functions=["litgrpo.environments.examples.calculate"], calls="tags")
+    tools = Tools(functions=["litgrpo.environments.examples.calculate"], call_format="tags")
     assert tools.reset({}, 0) == ""
-    tools.describe = True
+    tools.list_tools_in_prompt = True
     assert tools.reset({}, 0) == (
         "\n\nTools:\n- calculate(expression: string): Compute a value from numbers, + - * / and "
         "parentheses.\nCall a tool like this: <call>expression</call>\n"
@@ -136,16 +136,18 @@ def test_the_tools_are_told_in_the_prompt_where_it_is_asked_for():
 
 
 def test_the_calculator_of_the_demonstration_is_heard_inline():
-    tools = Tools(functions=["litgrpo.environments.examples.calculate"], calls="tags")
+    tools = Tools(functions=["litgrpo.environments.examples.calculate"], call_format="tags")
     heard = begun(tools).step("<call>347*82")  # </call> ended the turn
-    assert (heard.said, heard.calls) == ("<res>28454</res>", {"calculate": (1, 0)})
-    brief = Tools(["litgrpo.environments.examples.calculate"], calls=Tags("c", "r"), error_text="?")
-    assert begun(brief).step("<c>347**82").said == "<r>?</r>"
+    assert (heard.observation, heard.calls) == ("<res>28454</res>", {"calculate": (1, 0)})
+    brief = Tools(
+        ["litgrpo.environments.examples.calculate"], call_format=TagFormat("c", "r"), error_text="?"
+    )
+    assert begun(brief).step("<c>347**82").observation == "<r>?</r>"
     assert begun(brief).step("<call>347*82").done
 
 
 def test_a_class_of_trl_runs_unchanged():
-    tools = Tools(make=Increment)
+    tools = Tools(factory=Increment)
     assert [each["function"]["name"] for each in tools.tools] == ["increment", "look"]
     episode = copy.deepcopy(tools)
     assert episode.reset({"prompt": "q", "target": 5, "level": 2}, 0) == " Count to 5."
@@ -161,36 +163,36 @@ def test_a_class_of_trl_runs_unchanged():
 
 
 def test_the_rewards_of_the_turns_add_up_to_the_last_wherever_the_episode_is_cut_off():
-    episode = begun(Tools(make=Increment, call_cost=0.25), target=2)
+    episode = begun(Tools(factory=Increment, call_cost=0.25), target=2)
     steps = [1, 1, 1]
     rewards = [episode.step(call("increment", step=each)).reward for each in steps]
     assert rewards == [-0.25, 0.75, -1.25]
-    paid_once = begun(Tools(make=Increment, paid="end"), target=2)
+    paid_once = begun(Tools(factory=Increment, reward_timing="episode"), target=2)
     rewards = [paid_once.step(call("increment", step=each)).reward for each in [1, 1]]
     assert [*rewards, paid_once.step("done").reward] == [0.0, 0.0, 1.0]
 
 
 def test_a_reward_that_is_an_attribute_is_read_by_its_name():
-    assert begun(Tools(make=Dice)).step(call("throw")).reward == 0.0
-    assert begun(Tools(make=Dice, reward="reward")).step(call("throw")).reward == 0.5
+    assert begun(Tools(factory=Dice)).step(call("throw")).reward == 0.0
+    assert begun(Tools(factory=Dice, reward_attribute="reward")).step(call("throw")).reward == 0.5
     with pytest.raises(ValueError, match=r"has no 'rewards' \(did you mean 'reward'\?\)"):
-        begun(Tools(make=Dice, reward="rewards"))
+        begun(Tools(factory=Dice, reward_attribute="rewards"))
 
 
 def test_a_reward_may_be_awaited_and_may_abstain():
     MADE.clear()
-    episode = begun(Tools(make=Judge))
+    episode = begun(Tools(factory=Judge))
     assert episode.step(call("throw", x=1)).reward is None
     assert episode.step(call("throw")).reward == 0.5
     assert MADE == ["asked", "asked"]
-    assert begun(Tools(make=Judge, call_cost=0.125)).step(call("fly")).reward == -0.125
+    assert begun(Tools(factory=Judge, call_cost=0.125)).step(call("fly")).reward == -0.125
     MADE.clear()
-    begun(Tools(make=Judge, paid="end")).step(call("throw"))
+    begun(Tools(factory=Judge, reward_timing="episode")).step(call("throw"))
     assert MADE == []
 
 
 def test_an_episode_is_a_function_of_row_seed_and_what_was_said():
-    tools = Tools(make=Dice)
+    tools = Tools(factory=Dice)
     first, other = copy.deepcopy(tools), copy.deepcopy(tools)
     first.reset({}, 7)
     other.reset({}, 8)
@@ -206,7 +208,7 @@ def test_an_episode_is_a_function_of_row_seed_and_what_was_said():
 
 def test_instances_are_made_for_each_episode_closed_and_never_copied():
     MADE.clear()
-    tools = Tools(make=Increment)
+    tools = Tools(factory=Increment)
     assert MADE == ["made", "closed"]  # to see what it has
     episode = begun(tools, target=1)
     assert copy.deepcopy(episode)._instance is None
@@ -218,7 +220,7 @@ def test_instances_are_made_for_each_episode_closed_and_never_copied():
 
 
 def test_functions_and_methods_are_tools_side_by_side():
-    episode = begun(Tools(functions=[multiply], make=Increment), target=1)
+    episode = begun(Tools(functions=[multiply], factory=Increment), target=1)
     assert said_by(episode.step(call("multiply", a=2, b=3) + call("increment", step=1))) == [
         "6",
         "1",
@@ -228,7 +230,7 @@ def test_functions_and_methods_are_tools_side_by_side():
 
 
 def test_a_column_names_the_class_of_a_row():
-    tools = Tools(functions=[multiply], make={"count": Increment, "dice": Dice})
+    tools = Tools(functions=[multiply], factory={"count": Increment, "dice": Dice})
     names = [each["function"]["name"] for each in tools.tools]
     assert names == ["multiply", "increment", "look", "throw"]
     episode = begun(tools, target=1, environment="count")
@@ -237,7 +239,7 @@ def test_a_column_names_the_class_of_a_row():
         "error: unknown tool 'throw'; tools: multiply, increment, look"
     ]
     assert not begun(tools, environment="dice").step(call("throw")).calls["throw"][1]
-    with pytest.raises(ValueError, match="environment of a row is 'chess'; make has: count, dice"):
+    with pytest.raises(ValueError, match="environment of a row is 'chess'"):
         begun(tools, environment="chess")
     with pytest.raises(ValueError, match="environment of a row is None"):
         begun(tools)
@@ -247,16 +249,18 @@ def test_a_class_takes_arguments_and_a_column_called_environment_where_there_is_
     facts = tmp_path / "facts.txt"
     facts.write_text("one\ntwo\n")
     path = "litgrpo.environments.examples.Search"
-    tools = Tools(make=path, kwargs={"path": str(facts)})
+    tools = Tools(factory=path, kwargs={"path": str(facts)})
     assert said_by(begun(tools, environment="x").step(call("search", words="two"))) == ["two"]
     with pytest.raises(
-        ValueError, match=r"make: Search cannot be made: TypeError: .*'path'. See kwargs"
+        ValueError, match=r"factory: Search cannot be made: TypeError: .*'path'. See kwargs"
     ):
-        Tools(make=path)
+        Tools(factory=path)
 
 
 def test_calls_above_the_limits_are_not_made():
-    episode = begun(Tools(make=Increment, max_calls_per_turn=2, max_calls=3, call_cost=1), target=9)
+    episode = begun(
+        Tools(factory=Increment, max_calls_per_turn=2, max_calls=3, call_cost=1), target=9
+    )
     heard = episode.step(call("increment", step=1) * 5)
     assert said_by(heard) == ["1", "2", "error: at most 2 calls; 3 were left out"]
     assert (heard.calls, heard.reward) == ({"increment": (3, 1)}, -5.0)
@@ -306,18 +310,27 @@ class Undescribed(Wants):
     ("settings", "says"),
     [
         ({}, r"Tools has no tools; give functions: \[my_tools.f\], or make: my.Class"),
-        ({"make": NoReset}, r"make: NoReset has no method reset\(self, \*\*columns\)"),
-        ({"make": "math.pi"}, "must be a class, or make instances"),
-        ({"make": Undescribed}, "tool 'g' cannot be described: Argument x is missing a type hint"),
+        ({"factory": NoReset}, r"factory: NoReset has no method reset\(self, \*\*columns\)"),
+        ({"factory": "math.pi"}, "must be a class, or make instances"),
+        (
+            {"factory": Undescribed},
+            "tool 'g' cannot be described: Argument x is missing a type hint",
+        ),
         ({"functions": ["nowhere.f"]}, "tool 'nowhere.f': cannot import module 'nowhere'"),
-        ({"functions": [multiply], "calls": "json"}, "calls is 'json'; it must be one of"),
-        ({"functions": [multiply], "paid": "once"}, "paid is 'once'; it must be one of"),
+        (
+            {"functions": [multiply], "call_format": "json"},
+            "call_format is 'json'",
+        ),
+        (
+            {"functions": [multiply], "reward_timing": "once"},
+            "reward_timing is 'once'; it must be one of",
+        ),
         ({"functions": [multiply], "call_cost": -1}, "call_cost is -1; it must be at least 0"),
         ({"functions": [multiply], "max_calls": 0}, "max_calls is 0"),
         ({"functions": [multiply], "max_calls_per_turn": 0}, "max_calls_per_turn is 0"),
         ({"functions": [multiply], "max_result_chars": 0}, "max_result_chars is 0"),
-        ({"functions": [multiply], "kwargs": {"a": 1}}, "kwargs are arguments of make"),
-        ({"functions": [multiply], "reward": "x"}, "reward is an attribute of make"),
+        ({"functions": [multiply], "kwargs": {"a": 1}}, "kwargs are arguments of factory"),
+        ({"functions": [multiply], "reward_attribute": "x"}, "reward_attribute"),
         ({"functions": "my.f"}, "functions is 'my.f'; it must be a list"),
     ],
 )
@@ -328,10 +341,10 @@ def test_settings_that_cannot_be_are_refused_in_one_line(settings, says):
 
 
 def test_a_row_that_a_class_cannot_begin_with_is_refused():
-    assert begun(Tools(make=Wants), level=1)
+    assert begun(Tools(factory=Wants), level=1)
     with pytest.raises(
         ValueError, match="reset of Wants needs the column 'level'; the data have: "
     ):
-        begun(Tools(make=Wants))
+        begun(Tools(factory=Wants))
     with pytest.raises(ValueError, match=r"returned \[1\]; it must be None or a text"):
-        begun(Tools(make=Lists))
+        begun(Tools(factory=Lists))

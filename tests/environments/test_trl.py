@@ -175,7 +175,7 @@ def played_here(tools: Tools, row: dict, script: list[str]):
     added = episode.reset(row | {"prompt": row["prompt"][-1]["content"]}, 0)
     answers = [episode.step(said) for said in script]
     assert [each.done for each in answers] == [False] * (len(script) - 1) + [True]
-    heard = [message for each in answers if not each.done for message in each.said]
+    heard = [message for each in answers if not each.done for message in each.observation]
     failed = sum(failed for each in answers for _, failed in each.calls.values())
     return row["prompt"][-1]["content"] + added, heard, sum(each.reward for each in answers), failed
 
@@ -218,7 +218,7 @@ def test_a_class_of_tools_plays_as_in_trl(tmp_path, monkeypatch):
     rows = rows_of(len(COUNTS), hint="x")
     trainer = trainer_of(tmp_path, len(rows), environment_factory=Counter)
     seen = played_by_trl(trainer, rows, COUNTS, monkeypatch)
-    tools = Tools(make=Counter)
+    tools = Tools(factory=Counter)
     failures = assert_the_same(seen, tools, rows, COUNTS)
     assert schemas(tools.tools) == schemas(map(get_json_schema, trainer.tools))
     mode = "train" if trainer.model.training else "eval"
@@ -236,7 +236,7 @@ def test_classes_that_a_column_names_play_as_in_trl(tmp_path, monkeypatch):
     scripts = COUNTS[:2] + ROOMS
     trainer = trainer_of(tmp_path, len(rows), environment_factory=makes, tools=[multiply])
     seen = played_by_trl(trainer, rows, scripts, monkeypatch)
-    tools = Tools(functions=[multiply], make=makes)
+    tools = Tools(functions=[multiply], factory=makes)
     assert_the_same(seen, tools, rows, scripts)
     assert schemas(tools.tools) == schemas(map(get_json_schema, trainer.tools))
 

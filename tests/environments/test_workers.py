@@ -123,11 +123,11 @@ def test_steps_that_wait_do_so_side_by_side(pool_of, tmp_path) -> None:
 def test_an_episode_does_not_depend_on_those_beside_it(pool_of) -> None:
     alone, together = pool_of(Dice(), workers=1), pool_of(Dice(), workers=1)
     (opening,) = alone.begin(starts(1))
-    expected = [opening, *(answers(alone, {0: "x"})[0].said for _ in range(2))]
+    expected = [opening, *(answers(alone, {0: "x"})[0].observation for _ in range(2))]
     got = [together.begin(starts())[0]]
-    got.append(answers(together, dict.fromkeys(range(4), "x"))[0].said)
+    got.append(answers(together, dict.fromkeys(range(4), "x"))[0].observation)
     answers(together, dict.fromkeys((1, 2, 3), "x"))
-    got.append(answers(together, {0: "x"})[0].said)
+    got.append(answers(together, {0: "x"})[0].observation)
     assert got == expected
 
 
@@ -143,7 +143,9 @@ def test_too_many_failures_stop_the_run_with_the_first_cause(pool_of) -> None:
 def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
     pool = pool_of(Echo(), max_observation_chars=10)
     pool.begin(starts(1))
-    assert answers(pool, {0: "long"})[0].said == "ababa ... (90 characters left out) ... babab"
+    assert (
+        answers(pool, {0: "long"})[0].observation == "ababa ... (90 characters left out) ... babab"
+    )
 
 
 def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -> None:
@@ -183,7 +185,7 @@ def test_impossible_settings_are_refused(settings, message) -> None:
 def test_no_workers_play_in_this_process_and_keep_no_journal(tmp_path) -> None:
     assert isinstance(episode_pool(Echo(), workers=0), EpisodesHere)
     assert isinstance(episode_pool(Echo(), workers=2), EpisodeWorkers)
-    with pytest.raises(ValueError, match=r"episode.journal needs worker processes"):
+    with pytest.raises(ValueError, match=r"episode.record_responses needs worker processes"):
         episode_pool(Echo(), workers=0, journal=Journal(tmp_path, tmp_path))
 
 

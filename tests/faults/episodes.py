@@ -8,7 +8,12 @@ from typing import Any
 
 from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merged, metrics_of
 
-EPISODE = {"between": "inline", "max_turns": 2, "max_turn_tokens": 8, "max_observation_tokens": 8}
+EPISODE = {
+    "turn_format": "inline",
+    "max_turns": 2,
+    "max_turn_tokens": 8,
+    "max_observation_tokens": 8,
+}
 EPISODE |= {"close_truncated_turns": True}
 AT_SAMPLING = ("policy/entropy", "policy/sampler_mismatch", "/start_kl", "/start_perplexity")
 
@@ -115,13 +120,13 @@ def f19(bench: Any) -> dict[str, str]:
 
 def went_on(bench: Any, name: str, *, forget: bool) -> str:
     """What differs where a run with a tool that answers at random is resumed after iteration 4."""
-    searching = bench.whole("searching", recipe("searches", of=1, journal=True))
+    searching = bench.whole("searching", recipe("searches", of=1, record_responses=True))
     again = bench.copied(name, searching)
     shutil.rmtree(again.run / "final_model")
     for number in (ITERATIONS, ITERATIONS - 1):
         (again.checkpoints / f"iteration={number:06d}.ckpt").unlink(missing_ok=True)
     if forget:
-        shutil.rmtree(again.run / "journal")
+        shutil.rmtree(again.run / "tool_responses")
     code = again.resume()
     if code or not again.resumed_after():
         return f"exit code {code}, not resumed: {again.said[-500:]}"

@@ -19,7 +19,7 @@ MODEL = "builtin:tiny-gemma2"
 
 def recipe(port: int, **update: Any) -> dict[str, Any]:
     """The recipe of the faults with a server."""
-    given = {"urls": [f"http://127.0.0.1:{port}"], "numbers": "uniforms", "wait_s": 120.0}
+    given = {"urls": [f"http://127.0.0.1:{port}"], "send_uniforms": True, "wait_s": 120.0}
     keys = {"engine": {"class_path": ENGINE, "init_args": given}, "update": update}
     return merged(RECIPE, {"model": {"init_args": keys}})
 

@@ -27,14 +27,14 @@ class Numbers:
         self.seed = seed
         return ""
 
-    def step(self, said):
-        digest = crc32(f"{self.seed} {said}".encode())
+    def step(self, action):
+        digest = crc32(f"{self.seed} {action}".encode())
         if digest % self.of == 0:
             vars(Numbers)[self.bad](self)
         text = os.urandom(2).hex() if self.bad == "searches" else f"{digest % 100}"
         text += f" {Numbers.played}" * (self.bad == "leaks")
         Numbers.played += 1
-        return StepResult(f" {text} ", reward=min(len(said), 8) / 8)
+        return StepResult(f" {text} ", reward=min(len(action), 8) / 8)
 
     def first_time(self):
         """Whether nothing has struck in this run before."""

@@ -23,7 +23,7 @@ HERE = Path(__file__).parents[2]
 REPORTING = ("callbacks/", "checkpointing/", "cli/")
 REWARDS = ("rewards/builtin/", "text/")
 PLAIN = """
-    --model.engine.fused false --model.precision.share_prompts false
+    --model.engine.fused_decode false --model.precision.share_prompts false
     --model.precision.selective_recompute false
     --model.precision.kernels plain --model.reward_runner InProcessRunner
 """

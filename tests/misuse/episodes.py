@@ -38,7 +38,7 @@ RECIPE = "model: {{class_path: litgrpo.GRPO, init_args: {{{settings}}}}}\n"
 BASE = (
     QUICK.replace("{recipe}", "{recipe} -c recipes/mine.yaml") + " --model.check_invariants false"
 )
-INLINE = "between: inline, max_turn_tokens: 4"
+INLINE = "turn_format: inline, max_turn_tokens: 4"
 OWN_REWARD = "rewards: {environment: {weight: 1.0}}"
 
 

@@ -48,7 +48,7 @@ class Still:
 RECIPE = (
     "model: {{class_path: litgrpo.GRPO, init_args: {{"
     "environment: {{class_path: litgrpo.environments.Tools, init_args: {{{settings}}}}},"
-    " episode: {{between: inline}}, rewards: {{environment: {{weight: 1.0}}}}}}}}\n"
+    " episode: {{turn_format: inline}}, rewards: {{environment: {{weight: 1.0}}}}}}}}\n"
 )
 BASE = QUICK.replace("{recipe}", "{recipe} -c recipes/mine.yaml")
 BASE += " --model.check_invariants false"
@@ -61,7 +61,7 @@ def given(name: str, settings: str, *says: str, code: int = 2, quick: bool = Fal
 
 
 PROBES = [
-    given("a tool beside the recipe", "functions: [my_tools.multiply], calls: tags", code=0),
+    given("a tool beside the recipe", "functions: [my_tools.multiply], call_format: tags", code=0),
     given(
         "a tool that is nowhere",
         "functions: [my_tools.multply]",
@@ -81,8 +81,8 @@ PROBES = [
         "calls is 'json'; it must be one of: hermes, tags, python",
     ),
     given("a class among functions", "functions: [my_tools.Game]", "is given as make"),
-    given("a class that cannot begin", "make: my_tools.Still", "Still has no method reset"),
-    given("a column that is not there", "make: my_tools.Game", "needs the column 'level'"),
+    given("a class that cannot begin", "factory: my_tools.Still", "Still has no method reset"),
+    given("a column that is not there", "factory: my_tools.Game", "needs the column 'level'"),
     given("a wrong key", "function: [my_tools.multiply]", "functions"),
-    given("a negative cost", "make: my_tools.Game, call_cost: -1", "call_cost is -1"),
+    given("a negative cost", "factory: my_tools.Game, call_cost: -1", "call_cost is -1"),
 ]

@@ -3,7 +3,7 @@ import torch
 
 from litgrpo.models.fused_decode import FusedDecoder, is_known
 from litgrpo.models.loading import LoRA, Precision, as_policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.support.fused_decode import VARIANTS, model_of
@@ -24,9 +24,9 @@ def with_odd_norms(model):
 def decoded(policy, sampling=None, *, fused, length=12):
     prompts = prompt_batch(*TEXTS)
     uniforms = draw_uniforms(3, "train", 0, prompts.index, 2, length)
-    engine = LocalEngine(fused=fused)
+    engine = LocalEngine(fused_decode=fused)
     sampling = sampling or Sampling()
-    return engine.generate(Requests(policy.eval(), prompts, 2, uniforms, sampling))
+    return engine.generate(RolloutRequest(policy.eval(), prompts, 2, uniforms, sampling))
 
 
 def assert_same(one, other, atol=1e-5):
@@ -38,7 +38,7 @@ def assert_same(one, other, atol=1e-5):
 def test_fused_decoding_equals_the_librarys(variant):
     policy = as_policy(with_odd_norms(model_of(variant)), byte_tokenizer())
     assert policy.can_fuse
-    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))
+    assert_same(decoded(policy, fused_decode=True), decoded(policy, fused_decode=False))
 
 
 @pytest.mark.parametrize("kernels", ["plain", "onednn"])
@@ -49,7 +49,7 @@ def test_every_kernel_gives_the_same(architecture, kernels):
         byte_tokenizer(),
         precision=Precision(kernels=kernels),
     )
-    assert_same(decoded(policy, fused=True), decoded(tiny_like(policy), fused=False))
+    assert_same(decoded(policy, fused_decode=True), decoded(tiny_like(policy), fused_decode=False))
 
 
 def tiny_like(policy):
@@ -63,21 +63,21 @@ def test_it_is_used_where_it_is_asked_for(monkeypatch):
     assert policy.can_fuse
     own = FusedDecoder.step
     monkeypatch.setattr(FusedDecoder, "step", lambda *a: steps.append(1) or own(*a))
-    decoded(policy, fused=False)
+    decoded(policy, fused_decode=False)
     assert not steps
-    decoded(policy, fused=True)
+    decoded(policy, fused_decode=True)
     assert len(steps) == 11
 
 
 def test_weights_are_those_of_now():
     policy = tiny_policy("qwen2")
-    before = decoded(policy, fused=True)
+    before = decoded(policy, fused_decode=True)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.3)
-    after = decoded(policy, fused=True)
+    after = decoded(policy, fused_decode=True)
     assert not torch.equal(before.completion_ids, after.completion_ids)
-    assert_same(after, decoded(policy, fused=False))
+    assert_same(after, decoded(policy, fused_decode=False))
 
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
@@ -86,16 +86,16 @@ def test_adapters_are_added_to_the_weights(targets):
     lora = LoRA(rank=4, target_modules=targets)
     torch.manual_seed(0)  # of the adapters' first half
     policy = as_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
-    plain = decoded(policy, fused=True)
+    plain = decoded(policy, fused_decode=True)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
     assert policy.can_fuse
-    adapted = decoded(policy, fused=True)
+    adapted = decoded(policy, fused_decode=True)
     assert not torch.equal(plain.completion_ids, adapted.completion_ids)
     # Adapters as large as the weights, and these are rounded once more when both are added.
-    assert_same(adapted, decoded(policy, fused=False), atol=1e-4)
+    assert_same(adapted, decoded(policy, fused_decode=False), atol=1e-4)
 
 
 def test_low_precision_weights_give_the_librarys_logprobs_to_their_precision():
@@ -103,14 +103,14 @@ def test_low_precision_weights_give_the_librarys_logprobs_to_their_precision():
     policy = as_policy(model, byte_tokenizer())
     assert policy.can_fuse
     sure = Sampling(temperature=0.05)
-    fused, plain = (decoded(policy, sure, fused=each, length=2) for each in (True, False))
+    fused, plain = (decoded(policy, sure, fused_decode=each, length=2) for each in (True, False))
     assert torch.equal(fused.completion_ids[:, 0], plain.completion_ids[:, 0])
 
 
 def test_float64_is_exact():
     policy = as_policy(tiny_model("qwen2").double(), byte_tokenizer())
     assert policy.can_fuse
-    assert_same(decoded(policy, fused=True), decoded(policy, fused=False), atol=1e-6)
+    assert_same(decoded(policy, fused_decode=True), decoded(policy, fused_decode=False), atol=1e-6)
 
 
 def test_what_is_not_known_exactly_is_left_to_the_library():
@@ -141,4 +141,4 @@ def test_a_model_that_says_something_else_is_left_to_the_library(caplog):
     assert is_known(policy.model)
     assert not policy.can_fuse
     assert "stays unused" in caplog.text
-    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))
+    assert_same(decoded(policy, fused_decode=True), decoded(policy, fused_decode=False))

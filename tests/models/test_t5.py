@@ -11,7 +11,7 @@ from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_poli
 from litgrpo.models.reference import AdapterOff
 from litgrpo.models.scratch import Scratch
 from litgrpo.models.t5 import Seq2SeqPolicy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.rollout.reference_engine import ReferenceEngine
@@ -27,7 +27,7 @@ def said(policy, engine, group_size=3, length=10):
     policy.eos_ids = tuple(range(2, 30))
     prompts = prompt_batch(*TEXTS)
     uniforms = draw_uniforms(5, "train", 0, prompts.index, group_size, length)
-    return engine.generate(Requests(policy, prompts, group_size, uniforms, Sampling()))
+    return engine.generate(RolloutRequest(policy, prompts, group_size, uniforms, Sampling()))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -457,11 +457,11 @@ def test_one_bare_function_is_a_reward_under_its_own_name():
 class Breaking(Echo):
     """Fails where the prompt is `b`; abstains in its second turn."""
 
-    def step(self, said):
+    def step(self, action):
         if self.opening == "" and self.row["prompt"] == "b":
             raise RuntimeError("away")
-        heard = super().step(said)
-        return heard if len(self.turns) != 2 else StepResult(heard.said, reward=None)
+        heard = super().step(action)
+        return heard if len(self.turns) != 2 else StepResult(heard.observation, reward=None)
 
     def reset(self, row, seed):
         self.row = row

@@ -19,10 +19,10 @@ class Echo:
         self.seed = seed
         return self.opening
 
-    def step(self, said):
-        self.turns.append(said)
+    def step(self, action):
+        self.turns.append(action)
         number = len(self.turns)
-        length = self.lengths[(number + len(said)) % len(self.lengths)]
+        length = self.lengths[(number + len(action)) % len(self.lengths)]
         return StepResult(
-            "x" * length, reward=float(number), state=len(said), calls={"echo": (1, 0)}
+            "x" * length, reward=float(number), state=len(action), calls={"echo": (1, 0)}
         )

@@ -48,7 +48,7 @@ def episodes_of(pool, **settings):
     given = {
         "max_turns": 3,
         "max_turn_tokens": 4,
-        "between": "inline",
+        "turn_format": "inline",
         "close_truncated_turns": True,
     }
     limits = EpisodeSettings(**(given | settings))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import CompletionBuffer
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.types import Rollout
@@ -27,7 +27,7 @@ def write_column(
     buffer.ended[rows] |= torch.isin(tokens, eos_ids)
 
 
-def episodes(requests: Requests) -> Rollout:
+def episodes(requests: RolloutRequest) -> Rollout:
     """Each row by itself: speak until the turn ends, wait for what it hears, and speak on."""
     policy, prompts, listener = requests.policy, requests.prompts, requests.listener
     assert listener is not None
@@ -72,7 +72,7 @@ class ReferenceEngine(RolloutEngine):
     hears = True
 
     @torch.no_grad()
-    def generate(self, requests: Requests) -> Rollout:
+    def generate(self, requests: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
         if requests.listener is not None:
             return episodes(requests)

@@ -38,7 +38,7 @@ def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit():
 def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
     export(tiny_policy("qwen2"), tmp_path)
     with StandIn(tmp_path) as server:
-        given = {"engine": ServerEngine([server.url], numbers="uniforms")}
+        given = {"engine": ServerEngine([server.url], send_uniforms=True)}
         found = run(**given)
         found.rollouter.settle()
         given["objective"] = Objective(importance_correction=ImportanceCorrection())

@@ -35,5 +35,5 @@ def test_a_special_token_that_is_a_word_of_its_own_is_left_out():
 
 
 def test_messages_need_a_chat_format():
-    with pytest.raises(ValueError, match=r"messages .* episode.between is inline.* template"):
+    with pytest.raises(ValueError, match=r"messages .* episode.turn_format is inline.* template"):
         Inline(byte_tokenizer()).ids([{"role": "tool", "content": "4"}], ended=True)

@@ -196,7 +196,7 @@ def test_what_cannot_be_exact_stops_a_run_in_one_sentence(format_, why):
     with pytest.raises(ValueError, match=why) as refused:
         proved(format_, tools=True)
     assert "\n" not in str(refused.value)
-    assert "between: inline" in str(refused.value)
+    assert "turn_format: inline" in str(refused.value)
 
 
 def test_a_tokenizer_that_puts_a_space_in_front_of_every_text_is_read_as_in_a_conversation():
@@ -224,7 +224,9 @@ def test_a_history_that_would_be_written_anew_is_told_once(caplog):
 def test_prompts_in_plain_text_have_no_turns_in_a_chat_format():
     tokenizer = merging_tokenizer(QWEN)
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
-    with pytest.raises(ValueError, match=r"`data.chat: true`, or `model.episode.between: inline`"):
+    with pytest.raises(
+        ValueError, match=r"`data.chat: true`, or `model.episode.turn_format: inline`"
+    ):
         template_bridge(prompt_style(None, False), tokenizer, ends)
     style = prompt_style(None, Chat(tools=TOOLS))
     assert template_bridge(style, tokenizer, ends).format.split_special_tokens

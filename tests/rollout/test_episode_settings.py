@@ -9,7 +9,7 @@ from litgrpo.rollout.episode_settings import EpisodeSettings
         ({"max_turns": 0}, "episode.max_turns is 0"),
         ({"max_turn_tokens": 0}, "episode.max_turn_tokens is 0"),
         ({"max_observation_tokens": 7}, "episode.max_observation_tokens is 7"),
-        ({"between": "xml"}, "episode.between .*template.*inline"),
+        ({"turn_format": "xml"}, "episode.turn_format .*template.*inline"),
         ({"on_timeout": "wait"}, "episode.on_timeout .*fail.*reply"),
         ({"timeout_s": 0}, "episode.timeout_s is 0; it must be above 0"),
         ({"workers": -1}, "episode.workers is -1"),

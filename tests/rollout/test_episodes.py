@@ -84,7 +84,7 @@ def test_an_environment_that_begins_differently_in_a_group_is_refused():
 
 
 class Failing(Echo):
-    def step(self, said):
+    def step(self, action):
         raise OSError("no\nnet")
 
 
@@ -150,7 +150,7 @@ def test_groups_of_other_rollouts_bring_their_episodes():
 
 
 class Abstains(Echo):
-    def step(self, said):
+    def step(self, action):
         return StepResult("", reward=None, done=True)
 
 

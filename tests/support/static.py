@@ -1,6 +1,6 @@
 """Shared by tests of rollout.engines.static."""
 
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.support.engines import GROUP, TEXTS, uniforms_for
@@ -11,4 +11,4 @@ ENGINE = StaticEngine(prompt_buckets=8, sync_every_tokens=4)
 
 def said(policy, engine, sampling=None, texts=TEXTS):
     prompts, sampling = prompt_batch(*texts), sampling or Sampling()
-    return engine.generate(Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling))
+    return engine.generate(RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), sampling))

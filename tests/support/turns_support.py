@@ -2,7 +2,7 @@
 
 import torch
 
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.rollout.playing import Echo, episodes_of
@@ -23,7 +23,7 @@ def ending(policy):
 def requests_of(policy, sampling=None, length=LENGTH, **settings):
     prompts = prompt_batch(*TEXTS)
     uniforms = draw_uniforms(3, "train", 0, prompts.index, GROUP, length)
-    return Requests(policy, prompts, GROUP, uniforms, sampling or Sampling(), **settings)
+    return RolloutRequest(policy, prompts, GROUP, uniforms, sampling or Sampling(), **settings)
 
 
 def played(engine, requests, pool=None, **settings):

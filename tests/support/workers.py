@@ -20,4 +20,6 @@ def answers(pool, said):
 
 
 def texts(heard):
-    return {n: each.said if isinstance(each, StepResult) else each for n, each in heard.items()}
+    return {
+        n: each.observation if isinstance(each, StepResult) else each for n, each in heard.items()
+    }

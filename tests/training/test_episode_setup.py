@@ -18,7 +18,9 @@ from tests.support.models import prompt_batch, tiny_policy
 from tests.support.training import loader, module
 from tests.training.parts import rollouter_of
 
-INLINE = EpisodeSettings(between="inline", workers=0, max_turn_tokens=3, close_truncated_turns=True)
+INLINE = EpisodeSettings(
+    turn_format="inline", workers=0, max_turn_tokens=3, close_truncated_turns=True
+)
 OWN = {"environment": Reward()}
 
 
@@ -28,7 +30,7 @@ class Once:
     def reset(self, row, seed):
         return ""
 
-    def step(self, said):
+    def step(self, action):
         return StepResult("", done=True)
 
 
@@ -82,7 +84,7 @@ def test_environments_run_in_processes_unless_they_are_to_run_here():
 
 def test_a_template_needs_data_with_a_chat_format():
     grpo = module(environment=Once())
-    with pytest.raises(ValueError, match=r"episode.between is template, but .* inline"):
+    with pytest.raises(ValueError, match=r"episode.turn_format is template, but .* inline"):
         grpo.configure_model()
 
 

@@ -52,7 +52,11 @@ def learn(num_processes, folder):
         max_iterations=3,
         environment=Echo((2, 40)),
         episode=EpisodeSettings(
-            between="inline", workers=2, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
+            turn_format="inline",
+            workers=2,
+            max_turns=3,
+            max_turn_tokens=4,
+            close_truncated_turns=True,
         ),
         objective=Objective(kl_coef=0.1),
         reference="another",

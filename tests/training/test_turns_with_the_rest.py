@@ -27,7 +27,7 @@ from tests.support.training import loader, module
 from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 INLINE = EpisodeSettings(
-    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
+    turn_format="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
 )
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
 
@@ -111,7 +111,7 @@ def test_packed_prefixes_plain_rows_and_static_batches_give_the_same_gradient_of
 class CallsAlways(Tools):
     """What a random policy says is taken for a call."""
 
-    def step(self, said):
+    def step(self, action):
         return super().step(CALL)
 
 
@@ -130,7 +130,9 @@ def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, e
         tool_role=role, workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
     )
     grpo = module(
-        environment=CallsAlways(functions=[calculate], calls="hermes", describe=role == "user"),
+        environment=CallsAlways(
+            functions=[calculate], call_format="hermes", list_tools_in_prompt=role == "user"
+        ),
         episode=episode,
         max_completion_length=300,
         max_iterations=2,

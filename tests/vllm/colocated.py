@@ -9,7 +9,7 @@ import torch
 
 from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import load_policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.colocated import ColocatedEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
@@ -22,7 +22,7 @@ def main():
     prompts = pad_left([policy.tokenizer(text).input_ids for text in TEXTS], policy.pad_id)
     batch = PromptBatch(*prompts, list(TEXTS), {}, torch.arange(len(TEXTS)))
     numbers = draw_uniforms(0, "train", 0, batch.index, GROUP, LENGTH)
-    requests = Requests(policy, batch, GROUP, numbers, Sampling(temperature=TEMPERATURE))
+    requests = RolloutRequest(policy, batch, GROUP, numbers, Sampling(temperature=TEMPERATURE))
 
     def gap(rollout):
         with torch.no_grad():
@@ -30,8 +30,8 @@ def main():
         off = (found - rollout.sampler_logprobs).abs().masked_fill(~rollout.loss_mask, 0)
         return float(off.max())
 
-    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16}
-    engine = ColocatedEngine(max_model_len=128, sleep=False, options=options)
+    engine_args = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16}
+    engine = ColocatedEngine(max_model_len=128, enable_sleep_mode=False, engine_args=engine_args)
     engine.sync_weights(policy, 0)
     one, two = (engine.generate(requests) for _ in range(2))
     found = {"first": gap(one), "repeated": one.token_lists() == two.token_lists()}

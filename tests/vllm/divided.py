@@ -19,7 +19,7 @@ def digits(prompts, completions):
 
 def learn(processes, url, folder):
     """Two iterations; the first process leaves whole weights."""
-    engine = LocalEngine() if processes == 1 else ServerEngine([url], numbers="uniforms")
+    engine = LocalEngine() if processes == 1 else ServerEngine([url], send_uniforms=True)
     sizes = {"max_completion_length": LENGTH, "check_invariants": True}
     module = training.grpo(ASSETS, KIND, reward=digits, engine=engine, **sizes)
     torch.manual_seed(0)

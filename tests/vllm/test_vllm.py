@@ -11,7 +11,7 @@ from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import export, load_policy
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.bridge import Inline
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.publishing import FolderSender
 from litgrpo.rollout.engines.server import ServerEngine
@@ -67,7 +67,7 @@ def prompts_of(policy):
 def requests_for(policy, sampling=None):
     prompts = prompts_of(policy)
     numbers = draw_uniforms(0, "train", 0, prompts.index, GROUP, LENGTH)
-    return Requests(policy, prompts, GROUP, numbers, sampling or Sampling())
+    return RolloutRequest(policy, prompts, GROUP, numbers, sampling or Sampling())
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def trained(engine):
 
 
 def test_four_iterations_end_in_the_weights_of_the_local_engine_bit_for_bit(uniforms):
-    found = trained(ServerEngine([uniforms], numbers="uniforms"))
+    found = trained(ServerEngine([uniforms], send_uniforms=True))
     expected = trained(LocalEngine())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     start = load_policy(MODEL).state_dict()
@@ -113,7 +113,7 @@ def test_two_processes_with_divided_weights_learn_what_one_does_without_a_server
 
 
 def test_new_weights_are_followed(uniforms):
-    policy, engine = load_policy(MODEL).eval(), ServerEngine([uniforms], numbers="uniforms")
+    policy, engine = load_policy(MODEL).eval(), ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(policy, 0)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-4
     moved(policy, 0.02)
@@ -132,7 +132,7 @@ class Forgets(FolderSender):
 
 
 def test_other_weights_are_refused_by_the_invariants(uniforms, folder):
-    engine = ServerEngine([uniforms], numbers="uniforms")
+    engine = ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(load_policy(str(folder)), 0)  # back to those of another model
     engine.fleet.sender.__class__ = Forgets
     with pytest.raises(ValueError, match="1 cached decoding equals the full forward"):
@@ -141,7 +141,7 @@ def test_other_weights_are_refused_by_the_invariants(uniforms, folder):
 
 def test_a_skipped_publish_is_refused_by_its_version(uniforms):
     policy = load_policy(MODEL).eval()
-    mine, other = (ServerEngine([uniforms], numbers="uniforms", retries=n) for n in (0, 1))
+    mine, other = (ServerEngine([uniforms], send_uniforms=True, retries=n) for n in (0, 1))
     mine.sync_weights(policy, 0)
     other.sync_weights(policy, 0)
     with pytest.raises(ServerFailure, match=f"weights of version {other.fleet.version}"):
@@ -149,7 +149,7 @@ def test_a_skipped_publish_is_refused_by_its_version(uniforms):
 
 
 def test_an_episode_is_that_of_the_local_engine(uniforms):
-    policy, engine = load_policy(MODEL).eval(), ServerEngine([uniforms], numbers="uniforms")
+    policy, engine = load_policy(MODEL).eval(), ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(policy, 0)
 
     def played(engine):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms, sample
 from tests.rollout.reference_engine import ReferenceEngine
@@ -31,7 +31,7 @@ def pair(architecture: str) -> tuple[Policy, Policy]:
 def rollout(policy, engine, sampling, texts=TEXTS, iteration=0):
     prompts = prompt_batch(*texts)
     uniforms = draw_uniforms(7, "train", iteration, prompts.index, GROUP, LENGTH)
-    return engine.generate(Requests(policy, prompts, GROUP, uniforms, sampling))
+    return engine.generate(RolloutRequest(policy, prompts, GROUP, uniforms, sampling))
 
 
 def assert_agree(plain, static):

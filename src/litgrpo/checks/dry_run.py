@@ -132,7 +132,7 @@ def coarsest(learner: Learner) -> torch.dtype:
         dtypes.add(policy.compute_dtype)
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
-    if not learner.engine_exact:
+    if not learner.exact_logprobs:
         dtypes.add(torch.bfloat16)  # the coarsest that engines compute in
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 

@@ -43,15 +43,15 @@ class Nods:
         """Nothing is added to the prompt."""
         return ""
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """The same answer always."""
-        return StepResult(" ok", reward=float(len(said)))
+        return StepResult(" ok", reward=float(len(action)))
 
 
 def small_episodes(policy: Policy) -> Episodes:
     """Episodes of at most three short turns."""
     settings = EpisodeSettings(
-        max_turns=3, max_turn_tokens=TURN_TOKENS, between="inline", close_truncated_turns=True
+        max_turns=3, max_turn_tokens=TURN_TOKENS, turn_format="inline", close_truncated_turns=True
     )
 
     def opener(prompts: PromptBatch, row: int, added: object) -> list[int]:

@@ -96,7 +96,8 @@ LIKELY |= {
     ),
     REPEATED: (
         "the environment keeps something outside of an episode (an attribute of its class, a list "
-        "of its module), or reads a clock, a disk or a network; `episode.journal: true` is for "
+        "of its module), or reads a clock, a disk or a network; `episode.record_responses: "
+        "true` is for "
         "tools that do so on purpose"
     ),
 }

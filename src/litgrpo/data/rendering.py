@@ -291,7 +291,7 @@ def _say_unseen(tools: Messages, why: str) -> None:
     if tools:
         names = ", ".join(str(each.get("function", each).get("name", "?")) for each in tools)
         rank_zero_warn(
-            f"{why}: the model is not told of its tools ({names}); `describe: true` of "
+            f"{why}: the model is not told of its tools ({names}); `list_tools_in_prompt: true` of "
             "litgrpo.environments.Tools writes them into the prompt"
         )
 

@@ -1,23 +1,23 @@
 """What answers the policy between its turns: tools, games, and environments of other libraries."""
 
-from litgrpo.environments.adapters.gymnasium_env import Text
+from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.adapters.openenv import OpenEnv
 from litgrpo.environments.adapters.skyrl import SkyRL
 from litgrpo.environments.adapters.textarena import TextArena
 from litgrpo.environments.base import Environment, Message, StepResult
-from litgrpo.environments.tool_calls import Hermes, Python, Tags
+from litgrpo.environments.tool_calls import HermesFormat, PythonFormat, TagFormat
 from litgrpo.environments.tools import Tools
 
 __all__ = [
     "Environment",
-    "Hermes",
+    "HermesFormat",
     "Message",
     "OpenEnv",
-    "Python",
+    "PythonFormat",
     "SkyRL",
     "StepResult",
-    "Tags",
-    "Text",
+    "TagFormat",
     "TextArena",
+    "TextEnv",
     "Tools",
 ]

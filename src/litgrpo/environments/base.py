@@ -15,15 +15,15 @@ class StepResult:
     """What a turn of the policy is answered with.
 
     Args:
-        said: a text that stands as it is, or messages that go through the chat template.
+        observation: a text that stands as it is, or messages that go through the chat template.
         reward: for this turn; None abstains.
-        done: the episode is over; nothing of `said` is read any more.
+        done: the episode is over; nothing of `observation` is read any more.
         state: equal states of a group are compared turn by turn (GiGPO, arXiv:2505.10978).
         log: {name: number} for the logs, averaged over turns.
         calls: {tool: (calls, calls that failed)} of this turn.
     """
 
-    said: str | list[Message] = ""
+    observation: str | list[Message] = ""
     reward: float | None = 0.0
     done: bool = False
     state: Hashable | None = None
@@ -51,11 +51,11 @@ class Environment(Protocol):
             "" for nothing.
         """
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Answer one turn.
 
         Args:
-            said: what the policy said in it, without the token that ended the turn.
+            action: what the policy action in it, without the token that ended the turn.
         """
 
 
@@ -85,14 +85,14 @@ def schemas_of(environment: object) -> list[dict[str, Any]]:
 
 @runtime_checkable
 class DescribesTools(Protocol):
-    """What may tell of its tools in the prompt itself, as text: `describe`."""
+    """What may tell of its tools in the prompt itself, as text: `list_tools_in_prompt`."""
 
-    describe: bool
+    list_tools_in_prompt: bool
 
 
 def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
     """The same for chat templates to show: none where the environment tells of them itself."""
-    told = isinstance(environment, DescribesTools) and environment.describe
+    told = isinstance(environment, DescribesTools) and environment.list_tools_in_prompt
     return [] if told else schemas_of(environment)
 
 

@@ -81,7 +81,7 @@ class Stage:
             answer = shortened(checked_opening(opening), self.max_chars)
         for text in said:
             heard = checked(self.copies[episode].step(text))
-            answer = replace(heard, said=shortened(heard.said, self.max_chars))
+            answer = replace(heard, observation=shortened(heard.observation, self.max_chars))
         return answer
 
     def switch_to(self, episode: int | None) -> None:
@@ -149,7 +149,7 @@ def checked(heard: object) -> StepResult:
     """
     if not isinstance(heard, StepResult):
         raise TypeError(f"step returned {type(heard).__name__} instead of StepResult")
-    checked_opening(heard.said)
+    checked_opening(heard.observation)
     if heard.reward is not None and not isfinite(heard.reward):
         raise ValueError(f"the reward of a turn is {heard.reward}")
     return heard

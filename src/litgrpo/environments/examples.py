@@ -84,19 +84,19 @@ class Lines:
 
 @dataclass
 class Search:
-    """Finds lines in a text file: a class for `make`, whose one tool is `search`.
+    """Finds lines in a text file: a class for `factory`, whose one tool is `search`.
 
     Args:
         path: the text file, UTF-8, one entry a line.
-        most: lines that an answer has at most.
+        max_results: lines that an answer has at most.
     """
 
     path: str
-    most: int = 3
+    max_results: int = 3
 
     def __post_init__(self) -> None:
         """Check that the file is there."""
-        at_least("most", self.most, 1)
+        at_least("max_results", self.max_results, 1)
         require(os.path.isfile(self.path), f"Search: there is no file {self.path}.")
 
     def reset(self, **columns: Any) -> None:
@@ -117,7 +117,7 @@ class Search:
             for place in found:
                 more = math.log1p(len(lines.texts) / len(found))
                 scores[place] = scores.get(place, 0.0) + more
-        best = sorted(scores, key=lambda place: (-scores[place], place))[: self.most]
+        best = sorted(scores, key=lambda place: (-scores[place], place))[: self.max_results]
         return "\n".join(lines.texts[place] for place in best) or "nothing found"
 
 
@@ -146,18 +146,18 @@ class NumberGame:
     the answers before exclude. A right guess pays 1, anything else 0.
 
     Args:
-        least: the least number.
-        greatest: the greatest number.
-        tries: turns of a game, also those without a number.
-        opening: text at the end of the prompt; {least}, {greatest} and {tries} are replaced.
+        minimum: the least number.
+        maximum: the greatest number.
+        max_guesses: turns of a game, also those without a number.
+        opening: text at the end of the prompt; {minimum}, {maximum} and {max_guesses} are replaced.
         low: what is heard after a guess that is too low.
         high: after one that is too high.
         invalid: after a turn without a number from least to greatest; it counts as a failed call.
     """
 
-    least: int = 1
-    greatest: int = 15
-    tries: int = 4
+    minimum: int = 1
+    maximum: int = 15
+    max_guesses: int = 4
     opening: str = ""
     low: str = "<low>"
     high: str = "<high>"
@@ -165,25 +165,25 @@ class NumberGame:
 
     def __post_init__(self) -> None:
         """Check the range."""
-        at_least("tries", self.tries, 1)
-        at_least("greatest", self.greatest, self.least)
+        at_least("max_guesses", self.max_guesses, 1)
+        at_least("maximum", self.maximum, self.minimum)
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Choose the number; see `Environment.reset`."""
-        self._number = random.Random(seed).randint(self.least, self.greatest)
-        self._possible, self._left = (self.least, self.greatest), self.tries
+        self._number = random.Random(seed).randint(self.minimum, self.maximum)
+        self._possible, self._left = (self.minimum, self.maximum), self.max_guesses
         text = self.opening
-        for name in ("least", "greatest", "tries"):
+        for name in ("minimum", "maximum", "max_guesses"):
             text = text.replace(f"{{{name}}}", str(vars(self)[name]))
         return text
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Answer a guess; see `Environment.step`."""
         self._left -= 1
         least, greatest = self._possible
-        numbers = re.findall(r"-?\d{1,18}", after_thoughts(said), re.ASCII)
+        numbers = re.findall(r"-?\d{1,18}", after_thoughts(action), re.ASCII)
         guess = int(numbers[-1]) if numbers else None
-        if guess is None or not self.least <= guess <= self.greatest:
+        if guess is None or not self.minimum <= guess <= self.maximum:
             return self._heard(self.invalid, failed=True)
         contradicted = not least <= guess <= greatest
         if guess < self._number:
@@ -200,7 +200,7 @@ class NumberGame:
     ) -> StepResult:
         """An answer with the state that it leaves."""
         return StepResult(
-            said="" if won else said,
+            observation="" if won else said,
             reward=float(won),
             done=won or self._left == 0,
             state=(*self._possible, self._left),

@@ -104,7 +104,7 @@ def made(given: str | Callable[..., Any]) -> Tool:
     function = imported("tool", given)
     require(
         callable(function) and not inspect.isclass(function),
-        f"tool {given!r} is no function; a class whose methods are tools is given as make.",
+        f"tool {given!r} is no function; a class whose methods are tools is given as factory.",
     )
     schema = schema_of(function)
     return Tool(schema["function"]["name"], function, schema)

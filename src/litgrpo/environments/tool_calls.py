@@ -60,7 +60,7 @@ class CallFormat(ABC):
 
 
 @dataclass(frozen=True)
-class Hermes(CallFormat):
+class HermesFormat(CallFormat):
     """JSON in tags: `<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 4}}</tool_call>`.
 
     Several calls may stand in a turn. What stands around them is read by nobody.
@@ -87,24 +87,24 @@ class Hermes(CallFormat):
 
 
 @dataclass(frozen=True)
-class Tags(CallFormat):
+class TagFormat(CallFormat):
     """Short tags: `<call>multiply(347, 82)</call>` is answered by `<res>28454</res>`, inline.
 
     Args:
-        call: the name of the tags around a call.
-        answer: the name of the tags around its answer.
+        call_tag: the name of the tags around a call.
+        result_tag: the name of the tags around its answer.
         shorthand: with one tool, whose first parameter is a text and the only one required,
             `<call>347*82</call>` calls it with this text.
     """
 
-    call: str = "call"
-    answer: str = "res"
+    call_tag: str = "call"
+    result_tag: str = "res"
     shorthand: bool = True
 
     def __post_init__(self) -> None:
         """Check the tags."""
-        _check_tag("call", self.call)
-        _check_tag("answer", self.answer)
+        _check_tag("call_tag", self.call_tag)
+        _check_tag("result_tag", self.result_tag)
 
     def calls(self, said: str, tools: Mapping[str, Tool]) -> list[Call]:
         """See `CallFormat.calls`."""
@@ -113,19 +113,19 @@ class Tags(CallFormat):
         return [
             Call(only, positional=(each,))
             if only and not known.match(each)
-            else _one_expression(each, f"write <{self.call}>name(arguments)</{self.call}>")
-            for each in _tagged(said, self.call)
+            else _one_expression(each, f"write <{self.call_tag}>name(arguments)</{self.call_tag}>")
+            for each in _tagged(said, self.call_tag)
         ]
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
         arguments = ", ".join(tool.parameters)
-        short = self._short({tool.name: tool})
-        return f"<{self.call}>{arguments if short else f'{tool.name}({arguments})'}</{self.call}>"
+        call = arguments if self._short({tool.name: tool}) else f"{tool.name}({arguments})"
+        return f"<{self.call_tag}>{call}</{self.call_tag}>"
 
     def heard(self, answers: Sequence[Answer]) -> str:
         """What the policy hears: the answers in tags, in one text."""
-        return "".join(f"<{self.answer}>{each.text}</{self.answer}>" for each in answers)
+        return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in answers)
 
     def _short(self, tools: Mapping[str, Tool]) -> str:
         """The name of the only tool, if a bare text can call it; else nothing."""
@@ -139,7 +139,7 @@ class Tags(CallFormat):
 
 
 @dataclass(frozen=True)
-class Python(CallFormat):
+class PythonFormat(CallFormat):
     """Python literals: the turn is `[multiply(a=3, b=4), today()]`, or holds it in a fenced block.
 
     It is parsed and never evaluated. A block marked `tool_code` may also hold one bare call.
@@ -163,7 +163,11 @@ class Python(CallFormat):
         return [text for text in lists if re.match(rf"\[\s*{NAME}\s*\(", text)] + singles
 
 
-FORMATS: dict[str, type[CallFormat]] = {"hermes": Hermes, "tags": Tags, "python": Python}
+FORMATS: dict[str, type[CallFormat]] = {
+    "hermes": HermesFormat,
+    "tags": TagFormat,
+    "python": PythonFormat,
+}
 
 
 def format_of(calls: str | CallFormat) -> CallFormat:
@@ -174,7 +178,7 @@ def format_of(calls: str | CallFormat) -> CallFormat:
     """
     if isinstance(calls, CallFormat):
         return calls
-    one_of("calls", calls, FORMATS)
+    one_of("call_format", calls, FORMATS)
     return FORMATS[calls]()
 
 

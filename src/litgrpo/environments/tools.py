@@ -38,16 +38,16 @@ class Kind:
     """What the rows of one class are played with.
 
     Args:
-        make: makes its instances; None where there are only functions.
+        factory: makes its instances; None where there are only functions.
         tools: by name; methods are bound to an instance when an episode begins.
         methods: names of those that are methods.
-        reward: attribute or method that holds the reward; "" for none.
+        reward_attribute: attribute or method that holds the reward; "" for none.
     """
 
-    make: Callable[[], Any] | None
+    factory: Callable[[], Any] | None
     tools: dict[str, Tool]
     methods: frozenset[str] = frozenset()
-    reward: str = ""
+    reward_attribute: str = ""
 
     def bound(self, instance: object) -> dict[str, Tool]:
         """Its tools, the methods being those of the instance."""
@@ -64,20 +64,25 @@ class Tools:
 
     Args:
         functions: functions, plain or async, or their import paths.
-        make: a class, a function that makes instances, or an import path of one. Its instances have
+        factory: a class, a function that makes instances, or an import path of one. Its instances
+            have
             `reset`, which gets the row's columns and returns None or a text for the end of the last
             user message; perhaps `get_reward()`; `close()`; and public methods, which are tools.
             Or {name: class}: the column `environment` names a row's.
         kwargs: arguments of `make`.
-        calls: how tools are called: `hermes`, `tags` or `python`; or a format of its own, such as
-            `litgrpo.environments.tool_calls.Tags` with other tags.
+        call_format: how tools are called: `hermes`, `tags` or `python`; or a format of its own,
+            such as
+            `litgrpo.environments.tool_calls.TagFormat` with other tags.
         call_cost: is taken off the reward for each call, also one that fails.
-        reward: attribute or method of the class that holds the reward; by default `get_reward`,
+        reward_attribute: attribute or method of the class that holds the reward; by default
+            `get_reward`,
             where it has one.
-        paid: when the class is asked for its reward. `turns`: after each, and the change since the
+        reward_timing: when the class is asked for its reward. `turn`: after each turn, and the
+            change since the
             turn before is paid, so that an episode that a limit cuts off has its reward, too;
-            `end`: once, after a turn without a call.
-        describe: tell the tools in the prompt, for chat templates that do not show them.
+            `episode`: once, after a turn without a call.
+        list_tools_in_prompt: tell the tools in the prompt, for chat templates that do not show
+            them.
         max_calls_per_turn: calls of one turn that are made; the rest is answered by an error.
         max_calls: the same over an episode.
         max_result_chars: characters of an answer that are heard; of a longer one the middle is left
@@ -86,13 +91,13 @@ class Tools:
     """
 
     functions: Sequence[Function] | str = ()
-    make: Function | dict[str, Function] | None = None
+    factory: Function | dict[str, Function] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    calls: str | CallFormat = "hermes"
+    call_format: str | CallFormat = "hermes"
     call_cost: float = 0.0
-    reward: str | None = None
-    paid: Literal["turns", "end"] = "turns"
-    describe: bool = False
+    reward_attribute: str | None = None
+    reward_timing: Literal["turn", "episode"] = "turn"
+    list_tools_in_prompt: bool = False
     max_calls_per_turn: int = 8
     max_calls: int = 64
     max_result_chars: int = 2_000
@@ -100,8 +105,8 @@ class Tools:
 
     def __post_init__(self) -> None:
         """Check the settings, and describe every tool."""
-        self._format = format_of(self.calls)
-        one_of("paid", self.paid, ("turns", "end"))
+        self._format = format_of(self.call_format)
+        one_of("reward_timing", self.reward_timing, ("turn", "episode"))
         at_least("call_cost", self.call_cost, 0)
         at_least("max_calls_per_turn", self.max_calls_per_turn, 1)
         at_least("max_calls", self.max_calls, 1)
@@ -110,9 +115,12 @@ class Tools:
         require(
             listed, f"functions is {self.functions!r}; it must be a list, such as [my_tools.f]."
         )
-        alone = self.make is None
-        require(not (alone and self.kwargs), "kwargs are arguments of make, which is not given.")
-        require(not (alone and self.reward), "reward is an attribute of make, which is not given.")
+        alone = self.factory is None
+        require(not (alone and self.kwargs), "kwargs are arguments of factory, which is not given.")
+        require(
+            not (alone and self.reward_attribute),
+            "reward_attribute needs factory, which is not given.",
+        )
         self._kinds = self._described()
         every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
         require(bool(every), "Tools has no tools; give functions: [my_tools.f], or make: my.Class.")
@@ -131,22 +139,22 @@ class Tools:
         self.close()
         name = row.get(COLUMN) if self._is_several else ""
         known = ", ".join(self._kinds)
-        require(name in self._kinds, f"{COLUMN} of a row is {name!r}; make has: {known}.")
+        require(name in self._kinds, f"{COLUMN} of a row is {name!r}; factory has: {known}.")
         self._kind = self._kinds[str(name)]
-        self._instance = self._kind.make() if self._kind.make else None
+        self._instance = self._kind.factory() if self._kind.factory else None
         self._tools |= self._kind.bound(self._instance)
         columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
         said = settled(self._began(columns, seed))
-        reward, there = self._kind.reward, dir(self._instance)
+        reward, there = self._kind.reward_attribute, dir(self._instance)
         has = not reward or reward in there
         require(has, f"reward: the class of tools has no {reward!r}{did_you_mean(reward, there)}.")
         fine = said is None or isinstance(said, str)
         require(fine, f"reset of a class of tools returned {said!r}; it must be None or a text.")
-        return (self._description() if self.describe else "") + (said or "")
+        return (self._description() if self.list_tools_in_prompt else "") + (said or "")
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Make the calls of a turn; see `Environment.step`."""
-        calls = self._format.calls(after_thoughts(said), self._tools)
+        calls = self._format.calls(after_thoughts(action), self._tools)
         allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
         answers = self._answered(calls[:allowed]) + self._refused(calls[allowed:], allowed)
         answers = [replace(each, text=self._heard_text(each)) for each in answers]
@@ -154,7 +162,7 @@ class Tools:
         called = Counter(each.tool for each in answers)
         failed = Counter(each.tool for each in answers if each.failed)
         return StepResult(
-            said=self._format.heard(answers) if answers else "",
+            observation=self._format.heard(answers) if answers else "",
             reward=self._reward(len(calls)),
             done=not calls,
             calls={name: (called[name], failed[name]) for name in called},
@@ -173,7 +181,7 @@ class Tools:
 
     @property
     def _is_several(self) -> bool:
-        return isinstance(self.make, Mapping)
+        return isinstance(self.factory, Mapping)
 
     def _forget(self) -> None:
         """As before the first episode."""
@@ -184,15 +192,15 @@ class Tools:
     def _described(self) -> Kinds:
         """The tools of each kind of rows, as schemas."""
         functions = _by_name(made(each) for each in self.functions)
-        if self.make is None:
+        if self.factory is None:
             return {"": Kind(None, functions)}
-        makes = self.make if isinstance(self.make, Mapping) else {"": self.make}
+        makes = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
         return {str(name): self._of_class(given, functions) for name, given in makes.items()}
 
     def _of_class(self, given: Function, functions: dict[str, Tool]) -> Kind:
         """What one class brings; an instance is made and closed to see it."""
-        factory = imported("make", given)
-        require(callable(factory), f"make is {given!r}; it must be a class, or make instances.")
+        factory = imported("factory", given)
+        require(callable(factory), f"factory is {given!r}; it must be a class, or make instances.")
         named = name_of(factory)
 
         make = partial(factory, **self.kwargs)
@@ -200,9 +208,9 @@ class Tools:
             instance = make()
         except Exception as error:  # whatever a user's class raises
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"make: {named} cannot be made: {why}. See kwargs.") from error
+            raise ValueError(f"factory: {named} cannot be made: {why}. See kwargs.") from error
         members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
-        require("reset" in members, f"make: {named} has no method reset(self, **columns).")
+        require("reset" in members, f"factory: {named} has no method reset(self, **columns).")
         public = [name for name in members if name[0] != "_" and name not in NOT_TOOLS]
         own = [
             Tool(name, getattr(type(instance), name), schema_of(getattr(instance, name)))
@@ -212,7 +220,7 @@ class Tools:
         if "close" in members:
             settled(instance.close())
         tools = _by_name([*functions.values(), *own])
-        return Kind(make, tools, frozenset(public), self.reward or "".join(reward))
+        return Kind(make, tools, frozenset(public), self.reward_attribute or "".join(reward))
 
     def _began(self, columns: dict[str, Any], seed: int) -> Any:
         """What `reset` of the instance returns."""
@@ -275,9 +283,9 @@ class Tools:
     def _reward(self, num_calls: int) -> float | None:
         """What the turn is paid; None where the class abstains and calls cost nothing."""
         cost = self.call_cost * num_calls
-        if not self._kind.reward or (self.paid == "end" and num_calls):
+        if not self._kind.reward_attribute or (self.reward_timing == "episode" and num_calls):
             return 0.0 - cost
-        holds = getattr(self._instance, self._kind.reward)
+        holds = getattr(self._instance, self._kind.reward_attribute)
         value = settled(holds() if callable(holds) else holds)
         if value is None or isnan(value):
             return -cost if cost else None

@@ -64,7 +64,7 @@ def episode_pool(
     if workers == 0:
         require(
             journal is None,
-            "episode.journal needs worker processes; episode.workers is 0. Leave it out.",
+            "episode.record_responses needs worker processes; episode.workers is 0. Leave it out.",
         )
         return EpisodesHere(environment, max_observation_chars=max_observation_chars)
     return EpisodeWorkers(

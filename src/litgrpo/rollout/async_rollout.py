@@ -15,7 +15,7 @@ import torch
 
 from litgrpo.arguments import require
 from litgrpo.distributed.together import from_all
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose
@@ -73,7 +73,7 @@ class AsyncRollouter(Rollouter):
             self._begin(iteration)
         return replace(rollout, policy_version=self._version)
 
-    def _within_memory(self, requests: Requests, named: Named) -> Rollout:
+    def _within_memory(self, requests: RolloutRequest, named: Named) -> Rollout:
         """The rollout that is pending where it is this one, else one that is sampled now."""
         if self._pending is None or self.source is None or named.purpose != "train":
             return super()._within_memory(requests, named)
@@ -100,7 +100,7 @@ class AsyncRollouter(Rollouter):
         named = Named(self.seed, "train", following, 0)
         requests = self.requests(prompts, named, None, None)
         future: Future[Rollout] = Future()
-        if self.engine.elsewhere:
+        if self.engine.samples_elsewhere:
             threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-ahead")
             future = threads.submit(super()._within_memory, requests, named)
             threads.shutdown(wait=False)

@@ -53,7 +53,8 @@ class Inline(Bridge):
         """See `Bridge.ids`."""
         require(
             isinstance(said, str),
-            f"the environment answered with messages ({said!r:.60}), but episode.between is inline,"
+            f"the environment answered with messages ({said!r:.60}), but episode.turn_format is "
+            f"inline,"
             " where answers are texts. Set it to template.",
         )
         if any(special in said for special in self._split):

@@ -163,7 +163,7 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
     require(
         kind not in refused,
         f"What is heard between turns cannot be written in the chat format: {refused.get(kind)}. "
-        "Without chat format, `model.episode.between: inline` takes texts as they are.",
+        "Without chat format, `model.episode.turn_format: inline` takes texts as they are.",
     )
     changed = {each.differs: name for name, each in reversed(found.items())}
     changed = {way: name for way, name in changed.items() if way not in ("", MERGES)}
@@ -210,8 +210,9 @@ def template_bridge(
     """
     if not isinstance(style, ChatStyle):
         raise ValueError(
-            "episode.between is template, but prompts are plain texts: say `data.chat: true`, or "
-            "`model.episode.between: inline`, where texts stand as they are."
+            "episode.turn_format is template, but prompts are plain texts: say `data.chat: "
+            "true`, or "
+            "`model.episode.turn_format: inline`, where texts stand as they are."
         )
     chat = style.chat
     format_ = ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split_special_tokens)

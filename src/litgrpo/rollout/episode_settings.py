@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from litgrpo.arguments import at_least, one_of, require
 
-Between = Literal["template", "inline"]
+TurnFormatName = Literal["template", "inline"]
 OnTimeout = Literal["fail", "reply"]
 
 
@@ -21,7 +21,8 @@ class EpisodeSettings:
             environment still rewards it, and the episode ends.
         max_observation_tokens: tokens that are heard between two turns at most; more are cut in the
             middle.
-        between: what stands between two turns. `template`: the tokenizer's chat template says it;
+        turn_format: what stands between two turns. `template`: the tokenizer's chat template says
+            it;
             `inline`: the environment's text as it is, for models without a chat format.
         tool_role: role of what tools say, in chat templates; `user` where a template knows no
             `tool`.
@@ -36,14 +37,15 @@ class EpisodeSettings:
         workers: processes in which environments run; 0: this process, which a slow one holds up.
             None: one for each episode, at most 64.
         max_observation_chars: characters of an answer at most; more are cut in the middle.
-        journal: keep the answers in the run's folder, and give them again when an iteration is
+        record_responses: keep the answers in the run's folder, and give them again when an
+            iteration is
             repeated: for tools that are no functions, such as a search.
     """
 
     max_turns: int = 8
     max_turn_tokens: int = 128
     max_observation_tokens: int = 256
-    between: Between = "template"
+    turn_format: TurnFormatName = "template"
     tool_role: str = "tool"
     split_special_tokens: bool = True
     close_truncated_turns: bool = False
@@ -51,7 +53,7 @@ class EpisodeSettings:
     on_timeout: OnTimeout = "fail"
     workers: int | None = None
     max_observation_chars: int = 20_000
-    journal: bool = False
+    record_responses: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -59,7 +61,7 @@ class EpisodeSettings:
             at_least(f"episode.{name}", vars(self)[name], 1)
         at_least("episode.max_observation_tokens", self.max_observation_tokens, 8)
         at_least("episode.workers", self.workers, 0)
-        one_of("episode.between", self.between, get_args(Between))
+        one_of("episode.turn_format", self.turn_format, get_args(TurnFormatName))
         one_of("episode.on_timeout", self.on_timeout, get_args(OnTimeout))
         require(
             self.timeout_s > 0,

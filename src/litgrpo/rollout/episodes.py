@@ -16,7 +16,7 @@ from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import LeftOut
 from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
 from litgrpo.rollout.bridge import Bridge
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.episode_settings import EpisodeSettings
 from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.record import Record
@@ -81,7 +81,7 @@ class Episodes:
     tools: Sequence[str] = ()
     waited: float = field(default=0.0, init=False)
 
-    def play(self, engine: RolloutEngine, requests: Requests, named: Named) -> Rollout:
+    def play(self, engine: RolloutEngine, requests: RolloutRequest, named: Named) -> Rollout:
         """Sample episodes.
 
         Args:
@@ -107,7 +107,7 @@ class Episodes:
         rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
         return listener.recorded(replace(rollout, prompts=prompts))
 
-    def _starts(self, requests: Requests, named: Named) -> list[Start]:
+    def _starts(self, requests: RolloutRequest, named: Named) -> list[Start]:
         """How each of the N episodes begins: in the same way in a group."""
         prompts, starts = requests.prompts, []
         for number, index in enumerate(prompts.index.tolist()):
@@ -120,7 +120,7 @@ class Episodes:
 
     def _opened(
         self,
-        requests: Requests,
+        requests: RolloutRequest,
         opened: Sequence[str | list[Message] | Failed],
         failures: list[str],
     ) -> PromptBatch:
@@ -205,7 +205,7 @@ class PoolListener(Listener):
         rows: N records.
     """
 
-    def __init__(self, episodes: Episodes, requests: Requests, rows: list[Record]) -> None:
+    def __init__(self, episodes: Episodes, requests: RolloutRequest, rows: list[Record]) -> None:
         self.episodes, self.rows = episodes, rows
         self.tokenizer, stops = requests.policy.tokenizer, requests.stops
         self.cut = _whole if stops is None else stops.cut
@@ -252,14 +252,16 @@ class PoolListener(Listener):
         if answer.done or cut or len(record.rewards) == settings.max_turns:
             return None
         # A chat template writes the end of a turn that was cut itself.
-        closing = [self.eos_ids[0]] * (record.cut and settings.between == "inline")
-        said = self.episodes.bridge.ids(answer.said, record.closed)
+        closing = [self.eos_ids[0]] * (record.cut and settings.turn_format == "inline")
+        said = self.episodes.bridge.ids(answer.observation, record.closed)
         ids = closing + self._shortened(record, said)
         record.full = record.used + len(ids) >= self.length
         if record.full:
             return None
-        texts = isinstance(answer.said, str)
-        messages = [{"role": "user", "content": answer.said}] if texts else answer.said
+        texts = isinstance(answer.observation, str)
+        messages = (
+            [{"role": "user", "content": answer.observation}] if texts else answer.observation
+        )
         record.add(messages, len(ids))  # type: ignore[arg-type]
         return ids
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from litgrpo.distributed.device import Clock, timed, with_halving
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.episodes import Episodes, Named
@@ -117,13 +117,13 @@ class Rollouter:
 
     def requests(
         self, prompts: PromptBatch, named: Named, group_size: int | None, sampling: Sampling | None
-    ) -> Requests:
+    ) -> RolloutRequest:
         """What the engine is asked for the rollout of a name; see `generate`."""
         group_size = self.group_size if group_size is None else group_size
         size, stops = (group_size, self.max_completion_length), self.stop_strings
         uniforms = draw_uniforms(*named[:3], prompts.index, *size, attempt=named.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
-        return Requests(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
+        return RolloutRequest(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
 
     def episode_stats(self, rollout: Rollout) -> Stats:
         """What to log of a rollout's episodes."""
@@ -145,7 +145,7 @@ class Rollouter:
         tokens, self._sampled_tokens = self._sampled_tokens, 0
         return tokens
 
-    def _within_memory(self, requests: Requests, named: Named) -> Rollout:
+    def _within_memory(self, requests: RolloutRequest, named: Named) -> Rollout:
         """The rollout, repeated with half the rows at once while memory is short.
 
         The completions stay the same: no row depends on those beside it. Episodes begin anew.

@@ -150,7 +150,7 @@ def join(
         settings.sampling,
         *settings.sizes,
         reference=reference,
-        engine_exact=settings.engine.exact,
+        exact_logprobs=settings.engine.exact_logprobs,
         reuse_sampler_logprobs=same_digits(settings, precision),
         comm=comm,
         clock=clock,
@@ -183,7 +183,7 @@ def rollouter_class(policy: Policy, settings: Settings) -> type[Rollouter]:
     """
     divided, stale = is_divided(policy), settings.update.staleness
     require(
-        not (divided and stale and not settings.engine.elsewhere),
+        not (divided and stale and not settings.engine.samples_elsewhere),
         f"update.staleness is {stale}: a rollout ahead is not sampled while trainer.strategy "
         "divides the weights. Set it to 0, take trainer.strategy ddp, or a ServerEngine.",
     )
@@ -264,7 +264,7 @@ def corrected(objective: Objective, engine: RolloutEngine, update: UpdateConfig)
             "objective.importance_correction is on, and log-probabilities are computed anew."
         )
         return replace(objective, importance_correction=ImportanceCorrection())
-    if engine.exact or objective.importance_correction is not None:
+    if engine.exact_logprobs or objective.importance_correction is not None:
         return objective
     rank_zero_info(
         f"{type(engine).__name__} does not sample with the policy's own log-probabilities: "
@@ -284,7 +284,7 @@ def same_digits(settings: Settings, trainer_precision: str) -> bool:
     full = trainer_precision == "32-true" and precision.compute is None
     full = full and precision.dtype in EXACT_DTYPES
     alone = settings.environment is None and not settings.update.staleness
-    return full and alone and settings.engine.exact and not settings.sampling.greedy
+    return full and alone and settings.engine.exact_logprobs and not settings.sampling.greedy
 
 
 def check_device(settings: Settings, objective: Objective, device: torch.device) -> None:

@@ -59,7 +59,7 @@ def checked(
         "docs/environments.md.",
     )
     require(
-        engine.hears,
+        engine.supports_episodes,
         f"{type(engine).__name__} samples without turns: it cannot put what an environment answers "
         "between the tokens that it samples. Give engine: {class_path: LocalEngine}.",
     )
@@ -120,9 +120,9 @@ def check_own_reward(rewards: Mapping[str, Any]) -> None:
 def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:
     """What plays many episodes side by side."""
     journal = None
-    if settings.journal and is_attached(module):
+    if settings.record_responses and is_attached(module):
         folder = Path(module.trainer.default_root_dir)
-        journal = Journal(folder / "journal", folder / "checkpoints")
+        journal = Journal(folder / "tool_responses", folder / "checkpoints")
     return episode_pool(
         module.settings.environment,
         workers=settings.workers,
@@ -145,12 +145,12 @@ def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: boo
     Raises:
         ValueError: the chat template cannot say it, or there is none.
     """
-    if settings.between == "inline":
+    if settings.turn_format == "inline":
         return Inline(policy.tokenizer, settings.split_special_tokens)
     data: Any = module.trainer.datamodule if is_attached(module) else None
     require(
         isinstance(data, SourceData) and data.shown is not None,
-        "episode.between is template, but there are no data whose chat format says it: use "
+        "episode.turn_format is template, but there are no data whose chat format says it: use "
         "litgrpo.PromptData with chat: true, or set it to inline.",
     )
     style, tokenizer = data.shown

@@ -97,7 +97,7 @@ class Learner:
         group_size: completions of each prompt, G.
         max_completion_length: tokens of a completion at most.
         reference: for the KL term; None without one.
-        engine_exact: whether the engine's log-probabilities are the policy's own, up to rounding.
+        exact_logprobs: whether the engine's log-probabilities are the policy's own, up to rounding.
         reuse_sampler_logprobs: take the sampler's log-probabilities as those before the update;
             right only where both were computed in the same full precision.
         comm: of the processes that learn together.
@@ -113,7 +113,7 @@ class Learner:
     group_size: int
     max_completion_length: int
     reference: Reference | None = None
-    engine_exact: bool = True
+    exact_logprobs: bool = True
     reuse_sampler_logprobs: bool = True
     comm: Comm = field(default_factory=SingleProcess)
     micro_batching: MicroBatching = field(default_factory=Ragged)
@@ -159,7 +159,7 @@ class Learner:
     def _old(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
         if self.config.num_steps == 1:
             return None
-        if self.reuse_sampler_logprobs and self.engine_exact and not self.sampling.greedy:
+        if self.reuse_sampler_logprobs and self.exact_logprobs and not self.sampling.greedy:
             return rollout.sampler_logprobs
         limits = self._limits(max_rows, self.policy.shares_prompts)
         return self.micro_batching.scored(rollout.tokens, self.logprobs, limits).logprobs

@@ -36,10 +36,10 @@ def test_answers_are_right():
 
 def test_the_teacher_hears_what_the_tool_would_say(demonstrations):
     heard = [row["completion"] for row in demonstrations if len(row["completion"]) > 1]
-    tools = Tools(functions=[calculate], calls="tags", error_text=calculator.ERROR)
+    tools = Tools(functions=[calculate], call_format="tags", error_text=calculator.ERROR)
     for call, answer, _ in heard[:300]:
         tools.reset({}, 0)
-        assert tools.step(call["content"]).said == answer["content"]
+        assert tools.step(call["content"]).observation == answer["content"]
     assert any(calculator.ERROR in answer["content"] for _, answer, _ in heard)
 
 

@@ -77,14 +77,14 @@ def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
         "optimizer": partial(torch.optim.SGD, lr=0.5),
         "reward_runner": InProcessRunner(),
         # The step that one process fuses rounds otherwise.
-        "engine": LocalEngine(fused=False),
+        "engine": LocalEngine(fused_decode=False),
         "check_invariants": False,
     }
     return module(str(folder / kind), {"letters": Reward(reward)}, **given | settings)
 
 
 INLINE = EpisodeSettings(
-    between="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
+    turn_format="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
 )
 VARIANTS = {
     "plain": {"check_invariants": True},
@@ -113,7 +113,7 @@ def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft"), url=None):
 
     A server at the address, if any, samples for those that are named after it.
     """
-    asked = {"engine": ServerEngine([url], numbers="uniforms", timeout_s=20.0)} if url else {}
+    asked = {"engine": ServerEngine([url], send_uniforms=True, timeout_s=20.0)} if url else {}
     for name in names:
         # A validation publishes, too, while the whole weights are there; shared unevenly.
         val = TEXTS[4:7] if "served" in name else None

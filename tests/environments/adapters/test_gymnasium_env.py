@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from litgrpo.environments.adapters.gymnasium_env import Text
+from litgrpo.environments.adapters.gymnasium_env import TextEnv
 
 
 class Discrete(SimpleNamespace):
@@ -67,16 +67,16 @@ class Pixels(Line):
 
 
 def line(**settings):
-    return Text(make=Line, actions=["back", "on"], **settings)
+    return TextEnv(factory=Line, action_names=["back", "on"], **settings)
 
 
 def test_the_last_name_or_number_of_a_turn_is_the_action():
     game = line()
     assert game.reset({"prompt": "Walk."}, seed=1) == "\n\n1\nActions: back, on."
     heard = game.step("<think>back</think>Not back: ON!")
-    assert (heard.said, heard.reward, heard.done) == ("2\nGo on.", 0.0, False)
-    assert game.step("0").said == "1\nGo on."
-    assert game.step("1.").said == "2\nGo on."
+    assert (heard.observation, heard.reward, heard.done) == ("2\nGo on.", 0.0, False)
+    assert game.step("0").observation == "1\nGo on."
+    assert game.step("1.").observation == "2\nGo on."
     heard = game.step("on")
     assert (heard.reward, heard.done, heard.calls) == (1.0, True, {"action": (1, 0)})
 
@@ -87,15 +87,15 @@ def test_a_turn_without_an_action_is_a_failed_call(said):
     game.reset({}, seed=1)
     heard = game.step(said)
     assert heard.calls == {"action": (1, 1)}
-    assert heard.said == "That is no action. Actions: back, on."
+    assert heard.observation == "That is no action. Actions: back, on."
     assert not heard.done
 
 
 def test_an_illegal_move_is_a_failed_call():
-    game = line(invalid="no")
+    game = line(invalid_message="no")
     game.reset({}, seed=0)
     heard = game.step("back")
-    assert (heard.said, heard.calls) == ("no", {"action": (1, 1)})
+    assert (heard.observation, heard.calls) == ("no", {"action": (1, 1)})
 
 
 def test_equal_observations_are_equal_states_of_a_group():
@@ -108,21 +108,23 @@ def test_equal_observations_are_equal_states_of_a_group():
 
 
 def test_a_pattern_finds_the_action():
-    game = line(pattern="<move>(.*?)</move>")
+    game = line(action_pattern="<move>(.*?)</move>")
     game.reset({}, seed=0)
-    assert game.step("back <move>on</move>").said.startswith("1")
+    assert game.step("back <move>on</move>").observation.startswith("1")
     assert game.step("on").calls == {"action": (1, 1)}
 
 
 def test_games_of_texts_get_the_text_and_truncation_ends_them():
-    game = Text(make=Echo)
+    game = TextEnv(factory=Echo)
     assert game.reset({}, seed=2**40 + 5) == "seed 5"
-    assert game.step("hello").said == "hello"
+    assert game.step("hello").observation == "hello"
     assert game.step("stop").done
 
 
 def test_a_describer_writes_what_is_seen():
-    game = Text(make=Pixels, describe=lambda place, game: f"{place} of {game.length}")
+    game = TextEnv(
+        factory=Pixels, format_observation=lambda place, game: f"{place} of {game.length}"
+    )
     assert game.reset({}, seed=1) == "1 of 4\nActions: the numbers 0, 1."
 
 
@@ -133,7 +135,7 @@ def test_each_copy_has_a_game_of_its_own_that_is_closed():
     first.step("on")
     second = copy.deepcopy(first)
     second.reset({}, seed=0)
-    assert second.step("on").said == "1\nGo on."
+    assert second.step("on").observation == "1\nGo on."
     played = first._game
     first.close()
     first.close()
@@ -143,18 +145,21 @@ def test_each_copy_has_a_game_of_its_own_that_is_closed():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "either id: FrozenLake-v1, or make"),
-        ({"id": "a", "make": Line}, "either id: FrozenLake-v1, or make"),
-        ({"make": Waves}, "Waves takes actions of Box; only texts and Discrete can be said"),
-        ({"make": Pixels}, "Pixels is seen as images; give describe"),
-        ({"make": Line, "kwargs": {"nope": 1}}, "cannot be played: TypeError"),
-        ({"make": "nowhere.Game"}, "No module named 'nowhere'"),
-        ({"make": Line, "actions": ["a", "A"]}, "Line has 2 actions, each with its own name"),
-        ({"make": Line, "actions": ["go on", "b"]}, "a name is one word"),
-        ({"make": Line, "pattern": "("}, "no regular expression"),
-        ({"make": Line, "pattern": "a"}, "put the action in"),
+        ({}, "either env_id: FrozenLake-v1, or factory"),
+        ({"env_id": "a", "factory": Line}, "either env_id: FrozenLake-v1, or factory"),
+        ({"factory": Waves}, "Waves takes actions of Box; only texts and Discrete can be said"),
+        ({"factory": Pixels}, "Pixels is seen as images; give format_observation"),
+        ({"factory": Line, "kwargs": {"nope": 1}}, "cannot be played: TypeError"),
+        ({"factory": "nowhere.Game"}, "No module named 'nowhere'"),
+        (
+            {"factory": Line, "action_names": ["a", "A"]},
+            "Line has 2 actions, each with its own name",
+        ),
+        ({"factory": Line, "action_names": ["go on", "b"]}, "a name is one word"),
+        ({"factory": Line, "action_pattern": "("}, "no regular expression"),
+        ({"factory": Line, "action_pattern": "a"}, "put the action in"),
     ],
 )
 def test_what_cannot_be_played_by_texts_is_refused(settings, why):
     with pytest.raises(ValueError, match=why):
-        Text(**settings)
+        TextEnv(**settings)

@@ -35,33 +35,33 @@ class Echo:
 
 
 def echo(**settings):
-    return OpenEnv(**{"make": Echo, "action": Say, "observation": "text"} | settings)
+    return OpenEnv(**{"factory": Echo, "action_class": Say, "observation_field": "text"} | settings)
 
 
 def test_a_turn_becomes_the_field_of_an_action():
     game = echo()
     assert game.reset({"prompt": "Talk."}, seed=3) == "\n\nseed 3"
     heard = game.step("hello")
-    assert (heard.said, heard.reward, heard.done) == ("hello", 0.5, False)
+    assert (heard.observation, heard.reward, heard.done) == ("hello", 0.5, False)
     assert game.step("stop").done
 
 
 def test_all_fields_are_heard_as_json_and_said_as_json():
-    game = echo(observation=None, text_field="")
+    game = echo(observation_field=None, action_field="")
     assert game.reset({}, seed=3) == '{"text": "seed 3"}'
-    assert game.step('I say {"message": "hi"}.').said == '{"text": "hi"}'
+    assert game.step('I say {"message": "hi"}.').observation == '{"text": "hi"}'
     for wrong in ("hi", '{"message": ""}', '{"other": 1}', "{1}"):
         heard = game.step(wrong)
-        assert (heard.said, heard.calls) == ("That is no action.", {"action": (1, 1)})
+        assert (heard.observation, heard.calls) == ("That is no action.", {"action": (1, 1)})
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"make": None}, "either make: an.import.path, or url"),
-        ({"url": "http://localhost:1"}, "either make: an.import.path, or url"),
-        ({"action": None}, "goes with make"),
-        ({"observation": "nope"}, "no 'nope'; it has: text, done, reward"),
+        ({"factory": None}, "either factory: an.import.path, or url"),
+        ({"url": "http://localhost:1"}, "either factory: an.import.path, or url"),
+        ({"action_class": None}, "goes with factory"),
+        ({"observation_field": "nope"}, "no 'nope'; it has: text, done, reward"),
         ({"kwargs": {"nope": 1}}, "cannot be played: TypeError"),
     ],
 )

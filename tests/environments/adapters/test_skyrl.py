@@ -31,11 +31,11 @@ EXTRAS = {"reward_spec.ground_truth": "answer"}
 
 
 def test_columns_are_extras_and_messages_of_the_user_are_a_text():
-    game = SkyRL(make=Sum, extras=EXTRAS, settings={"max_turns": 3})
+    game = SkyRL(factory=Sum, extras_from_columns=EXTRAS, extras={"max_turns": 3})
     assert game.reset(ROW, 0) == "\n\nBegin."
     heard = game.step("5")
-    assert (heard.said, heard.reward, heard.done) == ("Again.", 0.0, False)
-    assert game.step("call").said == [{"role": "tool", "content": "Again."}]
+    assert (heard.observation, heard.reward, heard.done) == ("Again.", 0.0, False)
+    assert game.step("call").observation == [{"role": "tool", "content": "Again."}]
     assert game.step("4").reward == 1.0
     assert ROW == {"prompt": "2+2", "answer": "4"}
 
@@ -43,7 +43,7 @@ def test_columns_are_extras_and_messages_of_the_user_are_a_text():
 def test_the_same_words_lead_to_the_same_state():
     states = []
     for moves in (["1", "2"], ["1", "2"], ["1", "3"]):
-        game = SkyRL(make=Sum, extras=EXTRAS)
+        game = SkyRL(factory=Sum, extras_from_columns=EXTRAS)
         game.reset(ROW, 0)
         states.append([game.step(move).state for move in moves][-1])
     assert states[0] == states[1] != states[2]
@@ -52,9 +52,9 @@ def test_the_same_words_lead_to_the_same_state():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "either id: gsm8k_multi_turn, or make"),
-        ({"make": "nowhere.Game"}, "No module named 'nowhere'"),
-        ({"make": 3}, "must be a class or a function"),
+        ({}, "either env_id: gsm8k_multi_turn, or factory"),
+        ({"factory": "nowhere.Game"}, "No module named 'nowhere'"),
+        ({"factory": 3}, "must be a class or a function"),
     ],
 )
 def test_what_is_none_is_refused(settings, why):
@@ -72,4 +72,4 @@ def test_what_is_none_is_refused(settings, why):
 )
 def test_rows_that_do_not_fit_are_refused(make, extras, why):
     with pytest.raises(ValueError, match=why):
-        SkyRL(make=make, extras=extras).reset(ROW, 0)
+        SkyRL(factory=make, extras_from_columns=extras).reset(ROW, 0)

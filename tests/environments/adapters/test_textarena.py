@@ -51,9 +51,9 @@ def test_only_what_is_new_is_heard_without_the_policys_own_words():
     game = TextArena("Guess-v0")
     assert game.reset({"prompt": "Play."}, seed=5) == "\n\n[GAME] seed 5"
     heard = game.step("1")
-    assert (heard.said, heard.reward, heard.done) == ("[GAME] higher", 0.0, False)
+    assert (heard.observation, heard.reward, heard.done) == ("[GAME] higher", 0.0, False)
     heard = game.step("[3]")
-    assert (heard.said, heard.reward, heard.done) == ("", 1.0, True)
+    assert (heard.observation, heard.reward, heard.done) == ("", 1.0, True)
 
 
 def test_invalid_moves_are_failed_calls():

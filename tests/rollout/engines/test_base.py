@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
@@ -20,16 +20,16 @@ class Plain(RolloutEngine):
 def requests_for(num_prompts=2, group_size=3, length=4):
     prompts = prompt_batch(*"ab"[:num_prompts])
     uniforms = torch.zeros(num_prompts * group_size, length, dtype=torch.float64)
-    return Requests(tiny_policy("qwen2"), prompts, group_size, uniforms, Sampling())
+    return RolloutRequest(tiny_policy("qwen2"), prompts, group_size, uniforms, Sampling())
 
 
 def test_an_engine_needs_no_more_than_generate():
     engine, requests = Plain(), requests_for()
     engine.sync_weights(requests.policy, 0)
-    assert engine.exact
+    assert engine.exact_logprobs
     assert not engine.static_shapes
     assert engine.row_limit is None
-    assert not engine.hears
+    assert not engine.supports_episodes
     assert len(engine.generate(requests).completion_ids) == requests.num_rows == 6
 
 
@@ -53,5 +53,5 @@ def test_requests_stay_as_they_are():
     ],
 )
 def test_engines_say_what_they_can(engine, exact, static_shapes, row_limit, hears):
-    said = (engine.exact, engine.static_shapes, engine.row_limit, engine.hears)
+    said = (engine.exact_logprobs, engine.static_shapes, engine.row_limit, engine.supports_episodes)
     assert said == (exact, static_shapes, row_limit, hears)

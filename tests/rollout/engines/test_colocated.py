@@ -78,11 +78,11 @@ def test_it_samples_with_the_weights_of_the_last_publish_and_sleeps_between(vllm
     sampled, read = ["wake", "generate", "sleep"], ["wake", "reload_weights", "reset", "sleep"]
     assert engine.llm.did == sampled * 2 + read + sampled
     assert engine.llm.given["logprobs_mode"] == "processed_logprobs"
-    assert not engine.exact
+    assert not engine.exact_logprobs
 
 
 def test_rows_that_have_heard_are_sampled_together(vllm):
-    policy, engine = ending(tiny_policy("qwen2")), ColocatedEngine(sleep=False)
+    policy, engine = ending(tiny_policy("qwen2")), ColocatedEngine(enable_sleep_mode=False)
     engine.sync_weights(policy, 0)
     asked = requests_of(policy)
     found = played(engine, asked)
@@ -101,7 +101,11 @@ def test_without_vllm_the_remedy_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"memory": 1.5}, "memory is 1.5"), ({"max_model_len": 0}, "is 0")]
+    ("settings", "said"),
+    [
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"max_model_len": 0}, "is 0"),
+    ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine
 from litgrpo.rollout.sampling import Drawn, Sampling
 from litgrpo.tensors import compacted
@@ -22,7 +22,7 @@ from tests.support.models import prompt_batch, tiny_policy
 
 def requests_for(policy, **settings):
     prompts = prompt_batch(*TEXTS)
-    return Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling(), **settings)
+    return RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_no_step_is_taken_after_the_last_token():
     policy = tiny_policy("qwen2")
     policy.eos_ids = ()  # nothing ends before the limit
     with steps_counted(policy) as rows:
-        rollout = LocalEngine(fused=False).generate(requests_for(policy))
+        rollout = LocalEngine(fused_decode=False).generate(requests_for(policy))
     assert rows == [len(TEXTS) * GROUP] * (LENGTH - 1)
     assert rollout.truncated.all()
     assert rollout.completion_mask.all()

@@ -8,9 +8,9 @@ import torch
 
 from litgrpo.arguments import require
 from litgrpo.models.loading import LoRA, as_policy, export, load_policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.publishing import Folder, Native
+from litgrpo.rollout.engines.publishing import FolderTransfer, NcclTransfer
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.engines.vllm_server import Away, Server, ServerFailure, ServersAway
@@ -51,7 +51,7 @@ def quick(monkeypatch):
 
 
 def engine_of(*servers, **settings):
-    given = {"numbers": "uniforms", "timeout_s": 20.0, "wait_s": 5.0} | settings
+    given = {"send_uniforms": True, "timeout_s": 20.0, "wait_s": 5.0} | settings
     return ServerEngine([each.url for each in servers], **given)
 
 
@@ -82,8 +82,8 @@ def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
 def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server):
     policy = ragged(tiny_policy("qwen2"))
     server.mode = "processed_logprobs"
-    engine, asked = engine_of(server, numbers="seeds"), requests_for(policy, Sampling(0.7))
-    assert not engine.exact
+    engine, asked = engine_of(server, send_uniforms=False), requests_for(policy, Sampling(0.7))
+    assert not engine.exact_logprobs
     one, two = (synced(engine, policy, n).generate(asked) for n in range(2))
     assert_same(one, two)
     other = engine.generate(replace(asked, uniforms=asked.uniforms.flip(0)))
@@ -94,7 +94,7 @@ def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server
 
 def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_path):
     policy = ragged(tiny_policy("qwen2"))
-    engine = engine_of(server, weights=Folder(str(tmp_path / "versions")))
+    engine = engine_of(server, weight_transfer=FolderTransfer(str(tmp_path / "versions")))
     synced(engine, policy)
     with torch.no_grad():
         policy.model.lm_head.weight.mul_(1.5)
@@ -216,8 +216,7 @@ def test_an_answer_to_something_else_is_refused(server, alter, said):
         ({"urls": []}, "urls is empty"),
         ({"urls": ["localhost:8000"]}, "no address such as"),
         ({"urls": ["http://8.8.8.8:8000"]}, "a public address"),
-        ({"numbers": "dice"}, "engine.numbers is 'dice'"),
-        ({"at_once": 0}, "engine.at_once is 0"),
+        ({"max_concurrent_requests": 0}, "engine.max_concurrent_requests is 0"),
         ({"wait_s": -1}, "engine.wait_s is -1"),
     ],
 )
@@ -238,16 +237,16 @@ def test_a_public_address_needs_its_flag_and_a_name_is_looked_up(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "numbers", "said"),
+    ("sampling", "send_uniforms", "said"),
     [
-        (Sampling(top_k=5), "seeds", "sampling has top_k 5"),
-        (Sampling(temperature=0.7), "uniforms", "temperature is 0.7, but"),
+        (Sampling(top_k=5), False, "sampling has top_k 5"),
+        (Sampling(temperature=0.7), True, "temperature is 0.7, but"),
     ],
 )
-def test_sampling_that_a_server_cannot_tell_of_is_refused(server, sampling, numbers, said):
+def test_sampling_that_a_server_cannot_tell_of_is_refused(server, sampling, send_uniforms, said):
     policy = tiny_policy("qwen2")
     with pytest.raises(ValueError, match=said):
-        engine_of(server, numbers=numbers).generate(requests_for(policy, sampling))
+        engine_of(server, send_uniforms=send_uniforms).generate(requests_for(policy, sampling))
 
 
 def test_encoder_decoders_are_refused(server):
@@ -296,7 +295,7 @@ def test_four_iterations_end_in_the_weights_of_the_local_engine(server):
 
 def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(server, caplog):
     server.mode = "processed_logprobs"
-    grpo = module(engine=engine_of(server, numbers="seeds"))
+    grpo = module(engine=engine_of(server, send_uniforms=False))
     assert grpo.coefficients.objective.importance_correction is not None
     assert "ServerEngine does not sample with the policy's own" in caplog.text
     train(grpo, loader(prompt_batch("a", "hello there")))
@@ -305,21 +304,19 @@ def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(
 
 
 @pytest.mark.parametrize(
-    ("numbers", "mode", "other"),
-    [("seeds", "raw_logprobs", "processed"), ("uniforms", "processed_logprobs", "raw")],
+    ("send_uniforms", "mode", "other"),
+    [(False, "raw_logprobs", "processed"), (True, "processed_logprobs", "raw")],
 )
-def test_log_probabilities_of_another_distribution_are_refused(server, numbers, mode, other):
+def test_log_probabilities_of_another_distribution_are_refused(server, send_uniforms, mode, other):
     server.mode = mode
     with pytest.raises(ServerFailure, match=f"--logprobs-mode {mode}: start it with {other}"):
-        synced(engine_of(server, numbers=numbers), tiny_policy("qwen2"))
+        synced(engine_of(server, send_uniforms=send_uniforms), tiny_policy("qwen2"))
 
 
 def test_native_weights_need_a_gpu():
     require(not torch.cuda.is_available(), "this test is of a machine without one")
     with pytest.raises(ValueError, match="sends by NCCL from a GPU"):
-        _ = ServerEngine(["http://127.0.0.1:1"], Native()).fleet
-    with pytest.raises(ValueError, match="backend is 'mpi'"):
-        Native("mpi")
+        _ = ServerEngine(["http://127.0.0.1:1"], NcclTransfer()).fleet
 
 
 @pytest.mark.timeout(900)
@@ -332,5 +329,5 @@ def test_of_two_processes_the_first_publishes_and_each_asks_for_its_own(server, 
     policy = ragged(tiny_policy("qwen2"))
     for rank in range(2):
         prompts = prompt_batch(TEXTS[rank])
-        asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+        asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
         assert found[rank][3] == LocalEngine().generate(asked).token_lists()

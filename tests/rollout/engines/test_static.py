@@ -12,7 +12,7 @@ from litgrpo.distributed.device import Backend
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.loading import LoRA, as_policy
 from litgrpo.rollout.engines import static as static_engine
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
@@ -214,7 +214,7 @@ def test_where_memory_is_short_groups_decode_one_after_another(sampling, keeps_s
     if keeps_shapes:
         request.getfixturevalue("on_static_shapes")
     policy, prompts = ragged(tiny_policy("gemma2").eval()), prompt_batch(*TEXTS)
-    whole = Requests(policy, prompts, GROUP, uniforms_for(prompts), sampling)
+    whole = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), sampling)
     expected = ENGINE.generate(whole)
     for max_rows in (1, 2 * GROUP, 100 * GROUP):
         got = ENGINE.generate(replace(whole, max_rows=max_rows))
@@ -230,7 +230,7 @@ def test_a_limit_on_rows_halves_what_decodes_at_once(monkeypatch):
         static_engine, "_prefill", lambda *args: seen.append(len(args[1])) or prefill(*args)
     )
     prompts = prompt_batch(*TEXTS)
-    asked = Requests(tiny_policy("qwen2"), prompts, GROUP, uniforms_for(prompts), Sampling())
+    asked = RolloutRequest(tiny_policy("qwen2"), prompts, GROUP, uniforms_for(prompts), Sampling())
     ENGINE.generate(replace(asked, max_rows=2 * GROUP))
     assert max(seen) == 2
     assert sum(seen) == len(TEXTS)

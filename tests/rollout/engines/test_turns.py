@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from litgrpo.models.offloaded_rows import CachedRowsAway
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
@@ -23,7 +23,7 @@ from tests.support.turns_support import (
 )
 
 POOLS = [Echo, lambda: SlowPool(Echo()), lambda: SlowPool(Echo(), 1, 0.0)]
-ENGINES = [LocalEngine(), LocalEngine(fused=False), LocalEngine(max_rows=3)]
+ENGINES = [LocalEngine(), LocalEngine(fused_decode=False), LocalEngine(max_rows=3)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -70,7 +70,7 @@ def test_a_row_alone_says_the_same_as_in_company():
     together = played(LocalEngine(), whole, SlowPool(Echo(), 4))
     for prompt in range(len(TEXTS)):
         rows = slice(prompt * GROUP, prompt * GROUP + GROUP)
-        alone = Requests(
+        alone = RolloutRequest(
             policy, whole.prompts.select([prompt]), GROUP, whole.uniforms[rows], Sampling()
         )
         found = played(LocalEngine(), alone)
@@ -102,7 +102,7 @@ def tokens_read(policy, monkeypatch):
 def test_no_token_is_read_twice(pool, monkeypatch):
     policy = ending(tiny_policy("llama"))
     with tokens_read(policy, monkeypatch) as read:
-        found = played(LocalEngine(fused=False), requests_of(policy), pool())
+        found = played(LocalEngine(fused_decode=False), requests_of(policy), pool())
     # The last token of a row is not read at all.
     assert read[0] == int(found.completion_mask.sum()) - len(found.turns)
 
@@ -110,7 +110,7 @@ def test_no_token_is_read_twice(pool, monkeypatch):
 def test_lower_precision_hears_too():
     policy = ending(tiny_policy("qwen2"))
     for fused in (True, False):
-        engine = LocalEngine(dtype="bfloat16", fused=fused)
+        engine = LocalEngine(dtype="bfloat16", fused_decode=fused)
         found = played(engine, requests_of(policy), SlowPool(Echo()))
         assert found.turns.max() == 2
         assert (found.sampler_logprobs[found.loss_mask] < 0).all()

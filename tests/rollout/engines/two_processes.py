@@ -4,7 +4,7 @@ import torch
 from torch import distributed
 
 from litgrpo.distributed.together import several
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.support.engines import GROUP, TEXTS, ragged, uniforms_for
@@ -17,10 +17,10 @@ def one_of_two(rank, url, file, folder):
     policy = ragged(tiny_policy("qwen2"))
     with torch.no_grad():  # what the first process has is what counts
         policy.model.lm_head.weight.mul_(1 + rank)
-    engine = ServerEngine([url], numbers="uniforms", timeout_s=20.0)
+    engine = ServerEngine([url], send_uniforms=True, timeout_s=20.0)
     engine.sync_weights(policy, 3)
     prompts = prompt_batch(TEXTS[rank])
-    asked = Requests(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
+    asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
     found = (several(), engine.fleet.version, engine.fleet.sender.place, engine.generate(asked))
     torch.save((*found[:3], found[3].token_lists()), f"{folder}/{rank}.pt")
     distributed.barrier()

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 from litgrpo.models.loading import load_policy
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
@@ -138,7 +138,7 @@ class StandIn(ThreadingHTTPServer):
         )
         sampling = Sampling(temperature=temperature, stop_token_ids=ends)
         eos, self.policy.eos_ids = self.policy.eos_ids, ()
-        rollout = LocalEngine().generate(Requests(self.policy, batch, 1, numbers, sampling))
+        rollout = LocalEngine().generate(RolloutRequest(self.policy, batch, 1, numbers, sampling))
         self.policy.eos_ids = eos
         ids = rollout.token_lists()[0]
         logprobs = rollout.sampler_logprobs[0]

@@ -10,7 +10,7 @@ GAME = {
         "init_args": {
             "pretrained": "builtin:tiny-gemma2",
             "environment": {"class_path": "litgrpo.environments.examples.NumberGame"},
-            "episode": {"max_turns": 2, "max_turn_tokens": 6, "between": "inline"},
+            "episode": {"max_turns": 2, "max_turn_tokens": 6, "turn_format": "inline"},
             "rewards": {"environment": {"weight": 1.0}},
             "max_completion_length": 16,
         },

@@ -27,8 +27,8 @@ class Paying:
         self.row = row
         return ""
 
-    def step(self, said):
-        return StepResult("go on", reward=self.pays(said, self.row))
+    def step(self, action):
+        return StepResult("go on", reward=self.pays(action, self.row))
 
 
 def found(environment, rewards=None, spoken=SPOKEN):

@@ -4,7 +4,7 @@ import pytest
 
 from litgrpo.environments import Tools
 from litgrpo.environments.examples import NumberGame
-from litgrpo.environments.tool_calls import Hermes, Tags, format_of
+from litgrpo.environments.tool_calls import HermesFormat, TagFormat, format_of
 from litgrpo.tools.audit.policies import Game, call_texts, scripted, text_of
 
 
@@ -19,13 +19,15 @@ def add(a: int, names: list[str], how: str = "up") -> int:
     return a + len(names)
 
 
-@pytest.mark.parametrize("calls", ["hermes", "tags", "python", Hermes("use"), Tags("calc", "out")])
+@pytest.mark.parametrize(
+    "calls", ["hermes", "tags", "python", HermesFormat("use"), TagFormat("calc", "out")]
+)
 def test_a_call_without_sense_fits_the_schema_in_every_format(calls):
-    environment = Tools([add], calls=calls)
+    environment = Tools([add], call_format=calls)
     environment.reset({}, 0)
     heard = environment.step(call_texts(environment))
     assert heard.calls["add"] == (1, 0)
-    assert "1" in text_of(heard.said)
+    assert "1" in text_of(heard.observation)
     assert format_of(calls)
 
 

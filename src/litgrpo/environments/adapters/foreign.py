@@ -23,7 +23,7 @@ class Foreign(ABC):
         """Begin an episode; see `Environment.reset`."""
 
     @abstractmethod
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Answer one turn; see `Environment.step`."""
 
     def close(self) -> None:

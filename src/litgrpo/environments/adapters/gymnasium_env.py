@@ -18,41 +18,43 @@ SEEDS = 2**31  # numpy's global generator takes no larger ones than 2**32 - 1
 
 
 @dataclass(eq=False)
-class Text(Foreign):
+class TextEnv(Foreign):
     """A game with gymnasium's signature, played by what the policy says.
 
     `reset(seed=)` returns (observation, info), `step(action)` (observation, reward, terminated,
     truncated, info). A game of numbered actions takes the last word of a turn that is the name
     or the number of one; any other game takes the text. A turn without an action, and one whose
-    step raises ValueError, is answered by `invalid` and counts as a failed call.
+    step raises ValueError, is answered by `invalid_message` and counts as a failed call.
 
     Args:
-        id: of a game of gymnasium, such as FrozenLake-v1.
-        make: instead of it, a class or function that makes the game, or its import path:
+        env_id: of a game of gymnasium, such as FrozenLake-v1.
+        factory: instead of it, a class or function that makes the game, or its import path:
             `gem.envs.registration.make`, `my_games.Maze`.
         kwargs: its arguments.
-        actions: names of numbered actions, in their order; those of FrozenLake, CliffWalking, Taxi
+        action_names: names of numbered actions, in their order; those of FrozenLake,
+            CliffWalking, Taxi
             and Blackjack are known.
-        pattern: regular expression; the action is in the first group of its last match.
-        describe: `describe(observation, game) -> text`, or its import path; for those four games
+        action_pattern: regular expression; the action is in the first group of its last match.
+        format_observation: `format_observation(observation, game) -> text`, or its import path;
+            for those four games
             there is one, else an observation is written as it is.
-        invalid: the text; {actions} are the names.
+        invalid_message: the text; {actions} are the names.
     """
 
-    id: str | None = None
-    make: str | Callable[..., Any] | None = None
+    env_id: str | None = None
+    factory: str | Callable[..., Any] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    actions: Sequence[str] | None = None
-    pattern: str | None = None
-    describe: str | Callable[..., str] | None = None
-    invalid: str = "That is no action. {actions}"
+    action_names: Sequence[str] | None = None
+    action_pattern: str | None = None
+    format_observation: str | Callable[..., str] | None = None
+    invalid_message: str = "That is no action. {actions}"
 
     def __post_init__(self) -> None:
         """Make a game once, and look whether it can be played by texts."""
-        alone = (self.id is None) != (self.make is None)
-        require(alone, "Text needs either id: FrozenLake-v1, or make: an.import.path.")
-        if self.pattern is not None:
-            _check_pattern(self.pattern)
+        alone = (self.env_id is None) != (self.factory is None)
+        require(alone, "TextEnv needs either env_id: FrozenLake-v1, or factory: an.import.path.")
+        if self.action_pattern is not None:
+            _check_pattern(self.action_pattern)
         game = self._made()
         kind = type(_bare(game)).__name__
         self._describe = self._describer(kind, _space(game, "observation_space"))
@@ -70,33 +72,39 @@ class Text(Foreign):
         observation, info = self._game.reset(seed=seed % SEEDS)
         return opening(row, f"{self._told(observation, info)}\n{self._actions}")
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Play one action; see `Environment.step`."""
-        fixed = self.invalid.replace("{actions}", self._actions).strip()
-        action = self._action(said)
-        if action is None:
+        fixed = self.invalid_message.replace("{actions}", self._actions).strip()
+        found = self._action(action)
+        if found is None:
             return refused(fixed)
         try:
-            observation, reward, terminated, truncated, info = self._game.step(action)
+            observation, reward, terminated, truncated, info = self._game.step(found)
         except ValueError:
             return refused(fixed)
         text = self._told(observation, info)
         return played(text, reward, done=bool(terminated or truncated), state=text)
 
     def _made(self) -> Any:
-        if self.make is None:
+        if self.factory is None:
             gymnasium = package("gymnasium", '"gymnasium[toy-text]"')
-            return opened(f"id: {self.id}", lambda: gymnasium.make(self.id, **self.kwargs))
-        make = imported("make", self.make)
-        require(callable(make), f"make is {self.make!r}; it must be a class or a function.")
-        return opened(f"make: {self.make}", lambda: make(**self.kwargs))
+            return opened(
+                f"env_id: {self.env_id}", lambda: gymnasium.make(self.env_id, **self.kwargs)
+            )
+        make = imported("factory", self.factory)
+        require(callable(make), f"factory is {self.factory!r}; it must be a class or a function.")
+        return opened(f"factory: {self.factory}", lambda: make(**self.kwargs))
 
     def _describer(self, kind: str, space: Any) -> Callable[[Any, Any], str]:
-        if self.describe is not None:
-            describe: Callable[[Any, Any], str] = imported("describe", self.describe)
+        if self.format_observation is not None:
+            describe: Callable[[Any, Any], str] = imported(
+                "format_observation", self.format_observation
+            )
             return describe
         flat = space is None or len(space.shape or ()) < 2  # noqa: PLR2004 - rows and columns
-        require(flat, f"{kind} is seen as images; give describe: my.function to write them.")
+        require(
+            flat, f"{kind} is seen as images; give format_observation: my.function to write them."
+        )
         return DESCRIBERS.get(kind, lambda observation, _: str(observation))
 
     def _numbered(self, kind: str, space: Any) -> dict[str, int]:
@@ -107,19 +115,21 @@ class Text(Foreign):
         if form == "Text":
             return {}
         first, number = int(space.start), int(space.n)
-        names = list(NAMES.get(kind, ()) if self.actions is None else self.actions)
+        names = list(NAMES.get(kind, ()) if self.action_names is None else self.action_names)
         full = not names or len({name.casefold() for name in names}) == number
-        require(full, f"actions has {names}; {kind} has {number} actions, each with its own name.")
+        require(
+            full, f"action_names has {names}; {kind} has {number} actions, each with its own name."
+        )
         words = all(re.fullmatch(r"[^\W\d][\w-]*", name) for name in names)
-        require(words, f"actions has {names}; a name is one word that is no number.")
+        require(words, f"action_names has {names}; a name is one word that is no number.")
         numbers = {str(first + n): first + n for n in range(number)}
         return {name.casefold(): first + n for n, name in enumerate(names)} | numbers
 
     def _action(self, said: str) -> str | int | None:
         """The action that was said; None for none."""
         text = said
-        if self.pattern is not None:
-            found = [match[1] for match in re.finditer(self.pattern, after_thoughts(said))]
+        if self.action_pattern is not None:
+            found = [match[1] for match in re.finditer(self.action_pattern, after_thoughts(said))]
             text = (found or [None])[-1]
         if text is None or not self._numbers:
             return text
@@ -148,5 +158,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"pattern is {pattern!r}, no regular expression: {error}.") from error
-    require(groups > 0, f"pattern is {pattern!r}; put the action in (parentheses).")
+        raise ValueError(
+            f"action_pattern is {pattern!r}, no regular expression: {error}."
+        ) from error
+    require(groups > 0, f"action_pattern is {pattern!r}; put the action in (parentheses).")

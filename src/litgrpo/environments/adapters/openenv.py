@@ -22,39 +22,43 @@ NOT_SEEN = ("done", "reward", "metadata")
 class OpenEnv(Foreign):
     """An environment of OpenEnv: `reset(seed=)`, `step(action)`, with actions of one text.
 
-    A turn becomes the action's `text_field`; with `text_field: ""` it is the action as a JSON
+    A turn becomes the action's `action_field`; with `action_field: ""` it is the action as a JSON
     object, from the first { to the last }. What the class of the actions refuses, and a turn
-    without such an object, is answered by `invalid` and counts as a failed call; an error of a
+    without such an object, is answered by `invalid_message` and counts as a failed call; an error
+    of a
     server fails the episode.
 
     Args:
-        make: class of the environment, a function that makes it, or its import path.
-        action: class of its actions, or its import path; with `make`.
+        factory: class of the environment, a function that makes it, or its import path.
+        action_class: class of its actions, or its import path; with `factory`.
         url: instead of both, the address of a server, such as http://localhost:8000; the package's
             own client speaks to it by WebSocket, one session for each episode.
-        kwargs: arguments of `make`.
-        text_field: field of the action that the turn becomes.
-        observation: field of the observation that is heard; None: all of them, as JSON.
+        kwargs: arguments of `factory`.
+        action_field: field of the action that the turn becomes.
+        observation_field: field of the observation that is heard; None: all of them, as JSON.
         timeout_s: seconds that a server has to answer.
-        invalid: the text.
+        invalid_message: the text.
     """
 
-    make: str | Callable[..., Any] | None = None
-    action: str | Callable[..., Any] | None = None
+    factory: str | Callable[..., Any] | None = None
+    action_class: str | Callable[..., Any] | None = None
     url: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    text_field: str = "message"
-    observation: str | None = None
+    action_field: str = "message"
+    observation_field: str | None = None
     timeout_s: float = 60.0
-    invalid: str = "That is no action."
+    invalid_message: str = "That is no action."
 
     def __post_init__(self) -> None:
         """Begin an episode once, to see that it can be heard."""
-        alone = (self.url is None) != (self.make is None)
-        require(alone, "OpenEnv needs either make: an.import.path, or url: http://host:port.")
-        pair = (self.action is None) == (self.make is None)
-        require(pair, "action, the class of the actions, goes with make; a server knows its own.")
-        opened(f"OpenEnv {self.url or self.make}", lambda: self.reset({}, 0))
+        alone = (self.url is None) != (self.factory is None)
+        require(alone, "OpenEnv needs either factory: an.import.path, or url: http://host:port.")
+        pair = (self.action_class is None) == (self.factory is None)
+        require(
+            pair,
+            "action_class, the class of the actions, goes with factory; a server knows its own.",
+        )
+        opened(f"OpenEnv {self.url or self.factory}", lambda: self.reset({}, 0))
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
@@ -63,19 +67,19 @@ class OpenEnv(Foreign):
         self._game = self._made()
         return opening(row, self._told(_fields(self._game.reset(seed=seed % SEEDS))))
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Take one action; see `Environment.step`."""
         try:
-            action = self._action(after_thoughts(said))
+            action = self._action(after_thoughts(action))
         except (ValueError, TypeError):  # also pydantic's ValidationError
-            return refused(self.invalid)
+            return refused(self.invalid_message)
         seen = _fields(self._game.step(action))
         text = self._told(seen)
         return played(text, seen["reward"] or 0.0, done=bool(seen["done"]), state=text)
 
     def _made(self) -> Any:
         if self.url is None:
-            return imported("make", self.make)(**self.kwargs)  # type: ignore[arg-type]
+            return imported("factory", self.factory)(**self.kwargs)  # type: ignore[arg-type]
         client = package("openenv.core.generic_client", "openenv").GenericEnvClient
         address = self.url.rstrip("/")
         game = client(base_url=address, message_timeout_s=self.timeout_s).sync()
@@ -88,23 +92,27 @@ class OpenEnv(Foreign):
         Raises:
             ValueError, TypeError: it says none.
         """
-        values = {self.text_field: said}
-        if not self.text_field:
+        values = {self.action_field: said}
+        if not self.action_field:
             found = re.search(r"\{.*\}", said, re.DOTALL)
             values = json.loads(found[0] if found else "")
-        return values if self.action is None else imported("action", self.action)(**values)
+        return (
+            values
+            if self.action_class is None
+            else imported("action_class", self.action_class)(**values)
+        )
 
     def _told(self, seen: dict[str, Any]) -> str:
-        if self.observation is None:
+        if self.observation_field is None:
             return json.dumps(
                 {name: seen[name] for name in seen if name not in NOT_SEEN}, default=str
             )
         known = ", ".join(seen)
         require(
-            self.observation in seen,
-            f"an observation has no {self.observation!r}; it has: {known}.",
+            self.observation_field in seen,
+            f"an observation has no {self.observation_field!r}; it has: {known}.",
         )
-        return str(seen[self.observation])
+        return str(seen[self.observation_field])
 
 
 def _fields(answer: Any) -> dict[str, Any]:

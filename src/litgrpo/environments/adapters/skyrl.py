@@ -20,30 +20,30 @@ class SkyRL(Foreign):
     the prompt is heard before the first turn. A state is the conversation so far, as a hash.
 
     Args:
-        id: of an environment of SkyRL-Gym, such as gsm8k_multi_turn.
-        make: instead of it, a class, or its import path.
+        env_id: of an environment of SkyRL-Gym, such as gsm8k_multi_turn.
+        factory: instead of it, a class, or its import path.
         kwargs: arguments of the environment besides `extras`, such as `env_config`.
-        extras: {entry: column} of the data, dots for entries inside entries, such as
+        extras_from_columns: {entry: column} of the data, dots for entries inside entries, such as
             {reward_spec.ground_truth: answer}. The other columns are there under their own names.
-        settings: {entry: value} for every row, such as {max_turns: 3}.
+        extras: {entry: value} for every row, such as {max_turns: 3}.
     """
 
-    id: str | None = None
-    make: str | Callable[..., Any] | None = None
+    env_id: str | None = None
+    factory: str | Callable[..., Any] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    extras: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    extras_from_columns: dict[str, str] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Look whether the environment is there; it is made when there is a row."""
-        alone = (self.id is None) != (self.make is None)
-        require(alone, "SkyRL needs either id: gsm8k_multi_turn, or make: an.import.path.")
-        if self.id is not None:
+        alone = (self.env_id is None) != (self.factory is None)
+        require(alone, "SkyRL needs either env_id: gsm8k_multi_turn, or factory: an.import.path.")
+        if self.env_id is not None:
             gym = package("skyrl_gym", "skyrl-gym")
-            opened(f"id: {self.id}", lambda: gym.spec(self.id))
-        if self.make is not None:
-            is_callable = callable(imported("make", self.make))
-            require(is_callable, f"make is {self.make!r}; it must be a class or a function.")
+            opened(f"env_id: {self.env_id}", lambda: gym.spec(self.env_id))
+        if self.factory is not None:
+            is_callable = callable(imported("factory", self.factory))
+            require(is_callable, f"factory is {self.factory!r}; it must be a class or a function.")
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
         """Make the environment for a row; see `Environment.reset`.
@@ -52,15 +52,18 @@ class SkyRL(Foreign):
             ValueError: the data lack a column, or the environment cannot be made from the row.
         """
         self.close()
-        extras = dict(row) | self.settings
-        for entry, column in self.extras.items():
+        extras = dict(row) | self.extras
+        for entry, column in self.extras_from_columns.items():
             known = ", ".join(row)
             require(
-                column in row, f"extras: the data have no column {column!r}; they have: {known}."
+                column in row,
+                f"extras_from_columns: the data have no column {column!r}; they have: {known}.",
             )
             _put(extras, entry.split("."), row[column])
         kwargs = {**self.kwargs, "extras": extras}
-        self._game = opened(f"SkyRL environment {self.id or self.make}", lambda: self._made(kwargs))
+        self._game = opened(
+            f"SkyRL environment {self.env_id or self.factory}", lambda: self._made(kwargs)
+        )
         prompt = [{"role": "user", "content": str(row.get("prompt", ""))}]
         messages, _ = self._game.init(list(prompt))
         self._heard = [*messages]
@@ -69,20 +72,20 @@ class SkyRL(Foreign):
         new = _text_or_messages(messages[1:])
         return opening(row, new) if new and isinstance(new, str) else new
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Answer one turn; see `Environment.step`."""
-        given = self._game.step(said)
+        given = self._game.step(action)
         new = [dict(each) for each in given["observations"]]
-        self._heard += [{"role": "assistant", "content": said}, *new]
+        self._heard += [{"role": "assistant", "content": action}, *new]
         state = repr(self._heard)
         return played(
             _text_or_messages(new), given["reward"], done=bool(given["done"]), state=state
         )
 
     def _made(self, kwargs: dict[str, Any]) -> Any:
-        if self.make is not None:
-            return imported("make", self.make)(**kwargs)
-        return package("skyrl_gym", "skyrl-gym").make(self.id, **kwargs)
+        if self.factory is not None:
+            return imported("factory", self.factory)(**kwargs)
+        return package("skyrl_gym", "skyrl-gym").make(self.env_id, **kwargs)
 
 
 def _text_or_messages(messages: Sequence[Message]) -> str | list[Message]:

@@ -23,39 +23,39 @@ class TextArena(Foreign):
     generator of `random`.
 
     Args:
-        id: of the game.
+        env_id: of the game.
         kwargs: settings of the game, as `textarena.make` takes them.
     """
 
-    id: str
+    env_id: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Begin a game once, to see that it is for one player."""
         arena = package("textarena", "textarena")
-        opened(f"id: {self.id}", lambda: arena.make(self.id, **self.kwargs))
-        opened(f"id: {self.id} for one player", lambda: self.reset({}, 0))
+        opened(f"env_id: {self.env_id}", lambda: arena.make(self.env_id, **self.kwargs))
+        opened(f"env_id: {self.env_id} for one player", lambda: self.reset({}, 0))
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Begin a game; see `Environment.reset`."""
         self.close()
-        self._game = package("textarena", "textarena").make(self.id, **self.kwargs)
+        self._game = package("textarena", "textarena").make(self.env_id, **self.kwargs)
         self._game.reset(num_players=1, seed=seed % SEEDS)
         self._seen = self._observation()
         return opening(row, self._seen)
 
-    def step(self, said: str) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Make a move; see `Environment.step`."""
-        done, _ = self._game.step(said)
+        done, _ = self._game.step(action)
         state = self._game.state
         failed = bool(state.error_count or state.game_info[0]["invalid_move"])
         if done:
             rewards, _ = self._game.close()
             self._game = None
-            return played("", rewards[0], done=True, state=f"{self._seen}{said}", failed=failed)
+            return played("", rewards[0], done=True, state=f"{self._seen}{action}", failed=failed)
         before, self._seen = self._seen, self._observation()
-        new = without_echo(self._seen.removeprefix(before), said).strip()
+        new = without_echo(self._seen.removeprefix(before), action).strip()
         return played(new, 0.0, done=False, state=self._seen, failed=failed)
 
     def close(self) -> None:

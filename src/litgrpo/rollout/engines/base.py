@@ -15,7 +15,7 @@ from litgrpo.types import PromptBatch, Rollout
 
 
 @dataclass(frozen=True)
-class Requests:
+class RolloutRequest:
     """What an engine is asked: G completions of each of B prompts.
 
     Args:
@@ -58,7 +58,7 @@ class RolloutEngine(ABC):
     """
 
     @property
-    def exact(self) -> bool:
+    def exact_logprobs(self) -> bool:
         """Whether its log-probabilities are the policy's own, up to rounding, and uniforms count.
 
         If not, the learner computes those before the update itself and corrects for the sampler.
@@ -66,7 +66,7 @@ class RolloutEngine(ABC):
         return True
 
     @property
-    def elsewhere(self) -> bool:
+    def samples_elsewhere(self) -> bool:
         """Whether `generate` reads no weight of the policy, so that they may change meanwhile."""
         return False
 
@@ -81,7 +81,7 @@ class RolloutEngine(ABC):
         return None
 
     @property
-    def hears(self) -> bool:
+    def supports_episodes(self) -> bool:
         """Whether it takes requests with a listener."""
         return False
 
@@ -94,7 +94,7 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def generate(self, requests: Requests) -> Rollout:
+    def generate(self, requests: RolloutRequest) -> Rollout:
         """Sample completions; no gradient is kept.
 
         Returns:

@@ -15,8 +15,8 @@ from typing import Any
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.together import several
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import Requests
-from litgrpo.rollout.engines.publishing import Folder, FolderSender
+from litgrpo.rollout.engines.base import RolloutRequest
+from litgrpo.rollout.engines.publishing import FolderSender, FolderTransfer
 from litgrpo.rollout.engines.served import Answer, Ask, Channel, ServedEngine
 
 
@@ -28,26 +28,31 @@ class ColocatedEngine(ServedEngine):
     together are at most `max_model_len` tokens.
 
     Args:
-        memory: share of the device's memory that vLLM may take (`gpu_memory_utilization`).
+        gpu_memory_utilization: share of the device's memory that vLLM may take
+            (`gpu_memory_utilization`).
         max_model_len: tokens of a row at most; None: as the model.
-        sleep: give the memory back while the policy learns; GPUs only.
-        options: further arguments of vLLM's `LLM`.
+        enable_sleep_mode: give the memory back while the policy learns; GPUs only.
+        engine_args: further arguments of vLLM's `LLM`.
     """
 
-    memory: float = 0.4
+    gpu_memory_utilization: float = 0.4
     max_model_len: int | None = None
-    sleep: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
+    enable_sleep_mode: bool = True
+    engine_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        require(0 < self.memory < 1, f"engine.memory is {self.memory}; it must be between 0 and 1.")
+        require(
+            0 < self.gpu_memory_utilization < 1,
+            f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; it must be "
+            f"between 0 and 1.",
+        )
         at_least("engine.max_model_len", self.max_model_len, 1)
 
     @cached_property
     def sender(self) -> FolderSender:
         """Writes the weights where vLLM reads them."""
-        return FolderSender(Folder())
+        return FolderSender(FolderTransfer())
 
     @cached_property
     def llm(self) -> Any:
@@ -67,11 +72,14 @@ class ColocatedEngine(ServedEngine):
                 "take litgrpo.rollout.engines.server.ServerEngine."
             ) from error
         given: dict[str, Any] = {
-            "gpu_memory_utilization": self.memory,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
             "max_model_len": self.max_model_len,
         }
-        given |= {"logprobs_mode": "processed_logprobs", "enable_sleep_mode": self.sleep}
-        return LLM(self.sender.place, **given | self.options)
+        given |= {
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": self.enable_sleep_mode,
+        }
+        return LLM(self.sender.place, **given | self.engine_args)
 
     def sync_weights(self, policy: Policy, version: int) -> None:
         """Let vLLM read the policy's weights; see `RolloutEngine.sync_weights`."""
@@ -86,16 +94,16 @@ class ColocatedEngine(ServedEngine):
     def awake(self) -> Iterator[Any]:
         """The sampler with its memory; without it afterwards."""
         llm = self.llm
-        if self.sleep:
+        if self.enable_sleep_mode:
             llm.wake_up()
         try:
             yield llm
         finally:
-            if self.sleep:
+            if self.enable_sleep_mode:
                 llm.sleep(level=1)
 
     @contextmanager
-    def channel(self, requests: Requests) -> Iterator[Channel]:
+    def channel(self, requests: RolloutRequest) -> Iterator[Channel]:
         """See `ServedEngine.channel`."""
         with self.awake() as llm:
             yield Batches(llm)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from litgrpo.arguments import at_least
 from litgrpo.models.policy import DecodeState
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.turns import said_and_heard
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compacted
@@ -27,20 +27,20 @@ class LocalEngine(RolloutEngine):
         max_rows: rows that decode at the same time at most, in whole groups; groups that wait
             begin as soon as enough rows have finished. Lower it when keys and values do not fit
             into memory. None decodes all.
-        drop_frac: finished rows leave the batch when they are this fraction of it.
+        compaction_frac: finished rows leave the batch when they are this fraction of it.
         sync_every_tokens: tokens between looks for finished rows; each look waits for the device,
             which
             costs nothing on a CPU.
         dtype: `bfloat16` decodes in lower precision than the policy's. Its log-probabilities are
             then not the policy's own, and the learner corrects for that. None: as the policy.
-        fused: let the policy decode by a step of its own where it knows the model.
+        fused_decode: let the policy decode by a step of its own where it knows the model.
     """
 
     max_rows: int | None = None
-    drop_frac: float = 0.03
+    compaction_frac: float = 0.03
     sync_every_tokens: int = 1
     dtype: Literal["bfloat16"] | None = None
-    fused: bool = True
+    fused_decode: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -48,7 +48,7 @@ class LocalEngine(RolloutEngine):
         at_least("engine.sync_every_tokens", self.sync_every_tokens, 1)
 
     @property
-    def exact(self) -> bool:
+    def exact_logprobs(self) -> bool:
         """Not in a precision of its own."""
         return self.dtype is None
 
@@ -58,12 +58,12 @@ class LocalEngine(RolloutEngine):
         return self.max_rows
 
     @property
-    def hears(self) -> bool:
+    def supports_episodes(self) -> bool:
         """Turns are decoded in the same loop; see `turns`."""
         return True
 
     @torch.no_grad()
-    def generate(self, requests: Requests) -> Rollout:
+    def generate(self, requests: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
         policy, prompts = requests.policy, requests.prompts
         device = prompts.prompt_ids.device
@@ -74,7 +74,7 @@ class LocalEngine(RolloutEngine):
         decoding = _Decoding(replace(requests, uniforms=requests.uniforms.to(device)))
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         rows = min(places, requests.num_rows)
-        with policy.decoding(rows, dtype=dtype, fused=self.fused):
+        with policy.decoding(rows, dtype=dtype, fused=self.fused_decode):
             if requests.listener is not None:
                 return said_and_heard(decoding, places, buffer)
             buffer.write_steps(self._steps(decoding, places), decoding.is_end)
@@ -115,7 +115,7 @@ class LocalEngine(RolloutEngine):
                 if active == 0:
                     batch = None
                     continue
-                if ended >= self.drop_frac * len(tokens) or (waiting and ended >= group_size):
+                if ended >= self.compaction_frac * len(tokens) or (waiting and ended >= group_size):
                     kept = compacted(batch.active, active)
                     batch, tokens = batch.only(kept), tokens[kept]
             batch = replace(batch, logits=requests.policy.step(tokens, batch.state))
@@ -183,7 +183,7 @@ class _NoWatch:
 class _Decoding:
     """Reading prompts and drawing tokens for one call of the engine."""
 
-    requests: Requests
+    requests: RolloutRequest
 
     @cached_property
     def is_end(self) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from litgrpo.arguments import one_of, require
+from litgrpo.arguments import require
 from litgrpo.distributed.messages import rank
 from litgrpo.distributed.together import from_all, from_first
 from litgrpo.models.adapters import merged
@@ -29,7 +29,7 @@ from litgrpo.rollout.engines.vllm_server import Away, Server
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class Sender(ABC):
+class WeightSender(ABC):
     """Holds the weights that servers have to have, until there are newer ones.
 
     `place`: what the senders of other processes need to know of them.
@@ -50,17 +50,17 @@ class Sender(ABC):
         """
 
 
-class Weights(ABC):
+class WeightTransfer(ABC):
     """A way for weights, as a recipe names it."""
 
     @abstractmethod
-    def sender(self) -> Sender:
+    def sender(self) -> WeightSender:
         """What sends them, for one run."""
 
 
 @dataclass(frozen=True)
-class Folder(Weights):
-    """Weights by a folder that trainer and servers see under the same path.
+class FolderTransfer(WeightTransfer):
+    """WeightTransfer by a folder that trainer and servers see under the same path.
 
     Args:
         path: where versions are written, each in a folder of its own that lives until the next is
@@ -71,19 +71,19 @@ class Folder(Weights):
     path: str | None = None
     dtype: Dtype | None = None
 
-    def sender(self) -> Sender:
+    def sender(self) -> WeightSender:
         """Writes and names folders."""
         return FolderSender(self)
 
 
-class FolderSender(Sender):
+class FolderSender(WeightSender):
     """Writes a folder in Hugging Face's format, which servers read in place of their model's.
 
     Args:
         settings: where, and as what.
     """
 
-    def __init__(self, settings: Folder) -> None:
+    def __init__(self, settings: FolderTransfer) -> None:
         self.settings, self.place = settings, ""
         self.written: list[Path] = []
 
@@ -99,7 +99,7 @@ class FolderSender(Sender):
         return Path(self.settings.path).resolve()
 
     def prepare(self, policy: Policy, version: str) -> None:
-        """See `Sender.prepare`.
+        """See `WeightSender.prepare`.
 
         Divided weights are written by all processes, each its part; no process has them whole.
 
@@ -126,13 +126,14 @@ class FolderSender(Sender):
         folder: Any = from_first(mine)
         require(
             all(from_all(folder.is_dir())),
-            f"engine.weights writes {folder}, which not all processes see: give engine.weights.path"
+            f"engine.weight_transfer writes {folder}, which not all processes see: give "
+            f"engine.weight_transfer.path"
             " a folder that all machines share.",
         )
         return Path(folder)
 
     def send(self, server: Server) -> None:
-        """See `Sender.send`."""
+        """See `WeightSender.send`."""
         kwargs = {"weights_path": self.place}
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
@@ -157,47 +158,43 @@ def gathered(policy: Policy) -> dict[str, Tensor] | None:
 
 
 @dataclass(frozen=True)
-class Native(Weights):
-    """Weights by vLLM's own transfer, from GPU to GPU; needs vLLM in the trainer's environment.
+class NcclTransfer(WeightTransfer):
+    """Send weights from GPU to GPU with vLLM's own transfer classes, over NCCL.
 
-    Servers need `--weight-transfer-config '{"backend": "nccl"}'`. Built against vLLM 0.32, whose
+    Needs vLLM in the trainer's environment, and servers that were started with
+    `--weight-transfer-config '{"backend": "nccl"}'`. Built against vLLM 0.32, whose
     classes do the transfer; NCCL was not run.
 
     Args:
-        backend: `nccl`.
-        address: of this machine, as servers see it; None: by its name.
+        master_address: address of this machine, as servers see it; None: its host name.
     """
 
-    backend: str = "nccl"
-    address: str | None = None
+    master_address: str | None = None
 
-    def __post_init__(self) -> None:
-        """Check the backend."""
-        one_of("engine.weights.backend", self.backend, ["nccl"])
-
-    def sender(self) -> Sender:
+    def sender(self) -> WeightSender:
         """Sends by NCCL."""
-        return NativeSender(self)
+        return NcclSender(self)
 
 
-class NativeSender(Sender):
+class NcclSender(WeightSender):
     """One transfer group for each server, in which the trainer's first process is rank 0.
 
     Args:
         settings: who is reached how.
     """
 
-    def __init__(self, settings: Native) -> None:
+    def __init__(self, settings: NcclTransfer) -> None:
         require(
             torch.cuda.is_available(),
-            "engine.weights is Native, which sends by NCCL from a GPU, but there is none. Take "
-            "litgrpo.rollout.engines.publishing.Folder.",
+            "engine.weight_transfer is NcclTransfer, which sends by NCCL from a GPU, but there "
+            "is none. Take "
+            "litgrpo.rollout.engines.publishing.FolderTransfer.",
         )
         self.settings, self.trainers = settings, dict[str, Any]()
         self.state: dict[str, Tensor] = {}
 
     def prepare(self, policy: Policy, version: str) -> None:
-        """See `Sender.prepare`."""
+        """See `WeightSender.prepare`."""
         state = gathered(policy)
         if state is None and rank() == 0:
             model = merged(policy.model) if policy.has_adapter else policy.model
@@ -205,7 +202,7 @@ class NativeSender(Sender):
         self.state = once(state or {}, policy)
 
     def send(self, server: Server) -> None:
-        """See `Sender.send`."""
+        """See `WeightSender.send`."""
         if rank() != 0:
             raise Away(f"{server.url} (it waits for the weights of the first process)")
         # One that began anew is without its group.
@@ -226,7 +223,7 @@ class NativeSender(Sender):
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        address = self.settings.address or socket.gethostbyname(socket.gethostname())
+        address = self.settings.master_address or socket.gethostbyname(socket.gethostname())
         info = NCCLTrainerInitInfo(address, port, workers + 1, rank=0)
         client = HTTPVLLMWeightSyncClient(server.url, server.timeout_s)
         return NCCLTrainerWeightTransferEngine.trainer_init(

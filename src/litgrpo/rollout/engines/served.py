@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.types import Rollout
 
 LOOK_S = 0.02  # between looks for answers while an environment is waited for, too
@@ -65,21 +65,21 @@ class ServedEngine(RolloutEngine):
     takes_uniforms = False
 
     @property
-    def exact(self) -> bool:
+    def exact_logprobs(self) -> bool:
         """Where it draws with our numbers; its log-probabilities then count as the policy's."""
         return self.takes_uniforms
 
     @property
-    def hears(self) -> bool:
+    def supports_episodes(self) -> bool:
         """The prefix of a row stays in the sampler's cache between its turns."""
         return True
 
     @abstractmethod
-    def channel(self, requests: Requests) -> AbstractContextManager[Channel]:
+    def channel(self, requests: RolloutRequest) -> AbstractContextManager[Channel]:
         """Where the rows of a rollout ask."""
 
     @torch.no_grad()
-    def generate(self, requests: Requests) -> Rollout:
+    def generate(self, requests: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`.
 
         Raises:
@@ -100,7 +100,7 @@ class ServedEngine(RolloutEngine):
         return rows.rollout()
 
 
-def check(requests: Requests, takes_uniforms: bool) -> None:
+def check(requests: RolloutRequest, takes_uniforms: bool) -> None:
     """Refuse what an engine of others cannot sample so that it can be learned from.
 
     Raises:
@@ -116,8 +116,8 @@ def check(requests: Requests, takes_uniforms: bool) -> None:
     )
     require(
         not takes_uniforms or sampling.temperature in (0, 1),
-        f"sampling.temperature is {sampling.temperature}, but engine.numbers uniforms needs 1: the "
-        "server's log-probabilities are those before temperature then. Take numbers: seeds.",
+        f"sampling.temperature is {sampling.temperature}, but engine.send_uniforms needs 1: the "
+        "server's log-probabilities are those before temperature then. Set it to false.",
     )
     require(
         not requests.policy.bare_model.config.is_encoder_decoder,
@@ -172,7 +172,7 @@ class SpokenRows:
         takes_uniforms: the sampler draws with our numbers.
     """
 
-    def __init__(self, requests: Requests, takes_uniforms: bool) -> None:
+    def __init__(self, requests: RolloutRequest, takes_uniforms: bool) -> None:
         self.requests, self.takes_uniforms = requests, takes_uniforms
         prompts, group = requests.prompts, requests.group_size
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)

@@ -13,14 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from litgrpo.arguments import above, at_least, one_of, require
+from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.messages import log, rank
 from litgrpo.distributed.together import from_first
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.engines.base import Requests
-from litgrpo.rollout.engines.publishing import Folder, Sender, Weights
+from litgrpo.rollout.engines.base import RolloutRequest
+from litgrpo.rollout.engines.publishing import FolderTransfer, WeightSender, WeightTransfer
 from litgrpo.rollout.engines.served import Answer, Ask, Channel, ServedEngine
 from litgrpo.rollout.engines.vllm_server import (
     Away,
@@ -32,8 +31,8 @@ from litgrpo.rollout.engines.vllm_server import (
 )
 
 PAUSE_S = 0.5  # between two attempts where all servers are away
-# {numbers: vLLM's `--logprobs-mode`}; a server that draws with our numbers leaves one token.
-MODES = {"seeds": "processed_logprobs", "uniforms": "raw_logprobs"}
+# {send_uniforms: vLLM's `--logprobs-mode`}; a server that draws with our numbers leaves one token.
+MODES = {False: "processed_logprobs", True: "raw_logprobs"}
 AWAY_S = 5.0  # for which a server that is away is not asked while others are there
 
 
@@ -47,26 +46,27 @@ class ServerEngine(ServedEngine):
 
     Args:
         urls: addresses of the servers, in a private network; the prompts are dealt out among them.
-        weights: how they get there.
-        numbers: `seeds` gives each row a seed made of its random numbers. `uniforms` gives the
-            numbers themselves to servers that draw with them (`vllm_uniforms`): then tokens are
-            those of `LocalEngine` up to rounding, and log-probabilities count as the policy's own,
-            which holds in float32.
+        weight_transfer: how the weights get there.
+        send_uniforms: send each row's random numbers to servers that sample with them
+            (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
+            log-probabilities count as the policy's own, which holds in float32. By default each
+            row gets a seed derived from its random numbers.
         timeout_s: seconds that an answer, or a publish, may take.
         wait_s: seconds to wait for a server to come back where no other can answer.
         retries: how often a server that has other weights gets them again, for one row.
-        at_once: rows that are asked at the same time by this process; servers queue them.
+        max_concurrent_requests: rows that are asked at the same time by this process; servers
+            queue them.
         allow_public: let addresses be public ones. Whoever reaches such a server can run code
             there.
     """
 
     urls: list[str]
-    weights: Weights = Folder()  # noqa: RUF009 (frozen)
-    numbers: Literal["seeds", "uniforms"] = "seeds"
+    weight_transfer: WeightTransfer = FolderTransfer()  # noqa: RUF009 (frozen)
+    send_uniforms: bool = False
     timeout_s: float = 600.0
     wait_s: float = 300.0
     retries: int = 2
-    at_once: int = 256
+    max_concurrent_requests: int = 256
     allow_public: bool = False
 
     def __post_init__(self) -> None:
@@ -74,29 +74,28 @@ class ServerEngine(ServedEngine):
         require(bool(self.urls), "engine.urls is empty; give the address of a vLLM server.")
         for url in self.urls:
             checked_url(url, self.allow_public)
-        one_of("engine.numbers", self.numbers, ["seeds", "uniforms"])
         above("engine.timeout_s", self.timeout_s, 0)
         at_least("engine.wait_s", self.wait_s, 0)
         at_least("engine.retries", self.retries, 0)
-        at_least("engine.at_once", self.at_once, 1)
+        at_least("engine.max_concurrent_requests", self.max_concurrent_requests, 1)
 
     @property
-    def elsewhere(self) -> bool:
+    def samples_elsewhere(self) -> bool:
         """Servers keep the weights of the last `sync_weights`."""
         return True
 
     @property
     def takes_uniforms(self) -> bool:  # type: ignore[override]
-        """As `numbers` says."""
-        return self.numbers == "uniforms"
+        """As `send_uniforms`."""
+        return self.send_uniforms
 
     @cached_property
     def fleet(self) -> Fleet:
         """The servers."""
         urls = [checked_url(url, self.allow_public) for url in self.urls]
         servers = [Server(url, self.timeout_s, self.allow_public) for url in urls]
-        mode = MODES[self.numbers]
-        return Fleet(servers, self.weights.sender(), mode, self.wait_s, self.retries)
+        mode = MODES[self.send_uniforms]
+        return Fleet(servers, self.weight_transfer.sender(), mode, self.wait_s, self.retries)
 
     def sync_weights(self, policy: Policy, version: int) -> None:
         """Publish the weights; see `RolloutEngine.sync_weights`.
@@ -107,9 +106,11 @@ class ServerEngine(ServedEngine):
         self.fleet.publish(policy, version)
 
     @contextmanager
-    def channel(self, requests: Requests) -> Iterator[Channel]:
-        """As many connections as rows, up to `at_once`; see `ServedEngine.channel`."""
-        with Connections(self.fleet, min(self.at_once, requests.num_rows)) as connections:
+    def channel(self, requests: RolloutRequest) -> Iterator[Channel]:
+        """Open one connection per row, at most `max_concurrent_requests`."""
+        with Connections(
+            self.fleet, min(self.max_concurrent_requests, requests.num_rows)
+        ) as connections:
             yield connections
 
 
@@ -164,7 +165,7 @@ class Fleet:
     """
 
     def __init__(
-        self, servers: list[Server], sender: Sender, mode: str, wait_s: float, retries: int
+        self, servers: list[Server], sender: WeightSender, mode: str, wait_s: float, retries: int
     ) -> None:
         self.servers, self.sender, self.mode = servers, sender, mode
         self.unchecked = {server.url for server in servers}

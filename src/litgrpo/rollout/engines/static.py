@@ -13,7 +13,7 @@ from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
 from litgrpo.models.policy import Policy
 from litgrpo.models.static_cache import StaticState, index_copy
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
@@ -31,13 +31,14 @@ class StaticEngine(RolloutEngine):
             these, and longer prompts are refused. Each width costs a compilation.
         sync_every_tokens: tokens between looks whether every row has ended; each look waits for the
             device.
-        record: on CUDA, record the step that feeds a token and replay it: one launch instead of
+        cuda_graphs: on CUDA, record the step that feeds a token and replay it: one launch instead
+            of
             hundreds. A model that looks at values on the way cannot be recorded.
     """
 
     prompt_buckets: int | tuple[int, ...] = 64
     sync_every_tokens: int = 16
-    record: bool = True
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -83,7 +84,7 @@ class StaticEngine(RolloutEngine):
         )
         return min(fitting)
 
-    def generate(self, requests: Requests) -> Rollout:
+    def generate(self, requests: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`.
 
         On devices with static shapes the rollout is on the host, unused columns and padded prompts
@@ -98,7 +99,7 @@ class StaticEngine(RolloutEngine):
         group_size, sampling = requests.group_size, requests.sampling
         device = backend(policy.model.device)
         prefill = device.compile(_prefill)
-        step = device.compile(_decode_step, replay=self.record)
+        step = device.compile(_decode_step, replay=self.cuda_graphs)
         padded = self.padded(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.static.attending():
@@ -225,7 +226,7 @@ def _plain(tensor: Tensor, device: Backend) -> Tensor:
     return there.clone() if there.is_inference() else there
 
 
-def _is_end(requests: Requests) -> Tensor:
+def _is_end(requests: RolloutRequest) -> Tensor:
     """[V] True for tokens that end a completion; on the host."""
     return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
 
@@ -260,12 +261,12 @@ def _decode_step(
     return output.append(drawn, policy.pad_id, sampler.is_end), state
 
 
-def _parts(requests: Requests) -> list[Requests]:
+def _parts(requests: RolloutRequest) -> list[RolloutRequest]:
     """Whole groups that decode together, as many as `max_rows` allows; prompts stay as wide."""
     prompts, group_size = requests.prompts, requests.group_size
     groups = max(1, (requests.max_rows or requests.num_rows) // group_size)
 
-    def part(rows: slice) -> Requests:
+    def part(rows: slice) -> RolloutRequest:
         own = PromptBatch(
             prompts.prompt_ids[rows],
             prompts.prompt_mask[rows],
@@ -279,7 +280,7 @@ def _parts(requests: Requests) -> list[Requests]:
     return [part(slice(start, start + groups)) for start in range(0, len(prompts), groups)]
 
 
-def _joined(parts: list[Rollout], requests: Requests) -> Rollout:
+def _joined(parts: list[Rollout], requests: RolloutRequest) -> Rollout:
     """One rollout of all groups, as wide as the widest part."""
     widest = max(part.completion_ids.shape[1] for part in parts)
 

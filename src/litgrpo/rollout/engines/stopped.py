@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from litgrpo.rollout.engines.base import Requests, RolloutEngine
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import Rollout
 
@@ -27,9 +27,9 @@ class Stopped(RolloutEngine):
     stops: StopStrings
 
     @property
-    def exact(self) -> bool:
+    def exact_logprobs(self) -> bool:
         """As the engine."""
-        return self.engine.exact
+        return self.engine.exact_logprobs
 
     @property
     def static_shapes(self) -> bool:
@@ -41,7 +41,7 @@ class Stopped(RolloutEngine):
         """As the engine."""
         return self.engine.row_limit
 
-    def generate(self, requests: Requests) -> Rollout:
+    def generate(self, requests: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
         rollout = self.engine.generate(requests)
         ids, device = rollout.token_lists(), rollout.completion_ids.device

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.models.leaving import RowsAway
-from litgrpo.rollout.engines.base import Requests
+from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.sampling import Drawn
 from litgrpo.tensors import compacted
@@ -52,7 +52,7 @@ class TurnRows:
         is_end: [V] True for tokens that end a turn.
     """
 
-    def __init__(self, requests: Requests, is_end: Tensor) -> None:
+    def __init__(self, requests: RolloutRequest, is_end: Tensor) -> None:
         (rows, self.length), device = requests.uniforms.shape, requests.uniforms.device
         assert requests.listener is not None
         self.listener: Listener = requests.listener

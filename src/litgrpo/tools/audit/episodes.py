@@ -239,9 +239,9 @@ def _goes_on(episode: Played, heard: StepResult | Failed) -> bool:
         episode.failed = heard.reason
         return False
     episode.rewards.append(heard.reward)
-    texts = isinstance(heard.said, str)
-    messages: Any = [{"role": "user", "content": heard.said}] if texts else heard.said
-    episode.game.heard.append(text_of(heard.said))
+    texts = isinstance(heard.observation, str)
+    messages: Any = [{"role": "user", "content": heard.observation}] if texts else heard.observation
+    episode.game.heard.append(text_of(heard.observation))
     episode.messages += [] if heard.done else messages
     return not heard.done
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.environments.base import Message, schemas_of
-from litgrpo.environments.tool_calls import Hermes, Tags, format_of
+from litgrpo.environments.tool_calls import HermesFormat, TagFormat, format_of
 from litgrpo.environments.tools import Tools
 
 IDLE, ACTS, KNOWS, HOSTILE = "idle", "acts", "knows", "hostile"
@@ -100,9 +100,9 @@ def call_texts(environment: object) -> str:
     An environment reads one of the formats; the others are text around it.
     """
     calls = [_arguments(schema.get("function", schema)) for schema in schemas_of(environment)]
-    own = format_of(environment.calls) if isinstance(environment, Tools) else None
-    json_tag = own.tag if isinstance(own, Hermes) else Hermes().tag
-    short_tag = own.call if isinstance(own, Tags) else Tags().call
+    own = format_of(environment.call_format) if isinstance(environment, Tools) else None
+    json_tag = own.tag if isinstance(own, HermesFormat) else HermesFormat().tag
+    short_tag = own.call_tag if isinstance(own, TagFormat) else TagFormat().call_tag
     as_json = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
     as_python = [
         f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from litgrpo.environments.adapters.gymnasium_env import Text
+from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.base import Start
 from litgrpo.environments.in_process import EpisodesHere
 
@@ -10,7 +10,7 @@ pytest.importorskip("gem")
 
 
 def game(name="game:GuessTheNumber-v0-easy"):
-    return Text(make="gem.envs.registration.make", kwargs={"env_id": name})
+    return TextEnv(factory="gem.envs.registration.make", kwargs={"env_id": name})
 
 
 def test_a_number_is_found_by_halving():
@@ -23,8 +23,8 @@ def test_a_number_is_found_by_halving():
         rewards.append(heard.reward)
         if heard.done:
             break
-        assert heard.said.endswith("Enter your next guess.")
-        low = "higher" in heard.said
+        assert heard.observation.endswith("Enter your next guess.")
+        low = "higher" in heard.observation
         least, greatest = (guess + 1, greatest) if low else (least, guess - 1)
     assert rewards[-1] == 1.0
 

@@ -61,27 +61,27 @@ def played(game):
 
 
 def test_a_server_and_a_class_say_the_same(url):
-    here = played(OpenEnv(make=Echo, action=Say, observation="text"))
+    here = played(OpenEnv(factory=Echo, action_class=Say, observation_field="text"))
     assert here[0] == "seed 3"
-    assert (here[1].said, here[1].reward, here[1].done) == ("1 hello", 0.5, False)
+    assert (here[1].observation, here[1].reward, here[1].done) == ("1 hello", 0.5, False)
     assert here[2].done
-    assert played(OpenEnv(url=url, observation="text")) == here
+    assert played(OpenEnv(url=url, observation_field="text")) == here
 
 
 def test_sessions_of_a_server_are_apart_and_given_back(url):
     for _ in range(3):  # four sessions at most
-        games = [OpenEnv(url=url, observation="text") for _ in range(2)]
+        games = [OpenEnv(url=url, observation_field="text") for _ in range(2)]
         for game in games:
             game.reset({}, 1)
-        assert [game.step("a").said for game in games] == ["1 a", "1 a"]
+        assert [game.step("a").observation for game in games] == ["1 a", "1 a"]
         for game in games:
             game.close()
 
 
 def test_wrong_actions_are_failed_calls():
-    game = OpenEnv(make=Echo, action=Say, text_field="")
+    game = OpenEnv(factory=Echo, action_class=Say, action_field="")
     game.reset({}, 3)
-    assert game.step('{"message": "hi"}').said == '{"text": "1 hi"}'
+    assert game.step('{"message": "hi"}').observation == '{"text": "1 hi"}'
     for wrong in ("hi", '{"message": 1}', '{"other": "a"}'):
         assert game.step(wrong).calls == {"action": (1, 1)}
 

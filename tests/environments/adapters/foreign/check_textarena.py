@@ -19,8 +19,8 @@ def test_a_number_is_found_by_halving():
         heard = game.step(f"I guess [{guess}]")
         if heard.done:
             break
-        assert heard.said.startswith("[GAME] The target number is ")
-        low = "higher" in heard.said
+        assert heard.observation.startswith("[GAME] The target number is ")
+        low = "higher" in heard.observation
         least, greatest = (guess + 1, greatest) if low else (least, guess - 1)
     assert heard.reward == 1.0
 
@@ -29,7 +29,7 @@ def test_invalid_moves_are_answered_and_end_the_game_after_some():
     game = TextArena("GuessTheNumber-v0")
     game.reset({}, 3)
     heard = game.step("hm")
-    assert "invalid move" in heard.said
+    assert "invalid move" in heard.observation
     assert (heard.calls, heard.done) == ({"action": (1, 1)}, False)
     assert game.step("[3]").calls == {"action": (1, 0)}
     game.step("hm")
@@ -42,7 +42,7 @@ def boards(pool, seeds):
     for move in MOVES:
         for episode in range(len(seeds)):
             pool.say(episode, move)
-        said.append(pool.heard(wait=True)[0].said)
+        said.append(pool.heard(wait=True)[0].observation)
     return said
 
 
