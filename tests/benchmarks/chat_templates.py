@@ -28,8 +28,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.bridge_proof import (
+from litgrpo.rollout.turn_format import (
     Case,
+    ChatFormat,
+    Kind,
+    Template,
     Verdict,
     kinds,
     own_tail,
@@ -37,7 +40,6 @@ from litgrpo.rollout.bridge_proof import (
     user,
     verdicts,
 )
-from litgrpo.rollout.chat_bridge import ChatFormat, Kind, Template
 
 # Where turns end, by the beginning of a template's name: the end tokens of its model.
 ENDS = {

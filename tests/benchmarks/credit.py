@@ -40,7 +40,7 @@ from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import export
 from litgrpo.models.scratch import Scratch
 from litgrpo.rewards import Reward
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.tools.compare import holm
 from tests.support.algorithms import PUBLISHED

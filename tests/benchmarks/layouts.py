@@ -29,7 +29,7 @@ RECIPE = [
 SERVER = ["-c", str(CONFIGS / "hardware/server.yaml")]
 NATIVE = [
     "--model.engine.init_args.weight_transfer",
-    "litgrpo.rollout.engines.publishing.NcclTransfer",
+    "litgrpo.rollout.engines.vllm.NcclTransfer",
 ]
 # Fewer rows at once, others queue.
 QUEUE = ["--model.engine", "litgrpo.rollout.engines.local.LocalEngine"]

@@ -61,7 +61,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
 
     from litgrpo.algorithms.losses import Objective, TokenMean
     from litgrpo.rewards.reward import Reward
-    from litgrpo.rollout.episode_settings import EpisodeSettings
+    from litgrpo.rollout.episodes import EpisodeSettings
     from litgrpo.training.grpo import GRPO
 
     torch.set_num_threads(args.threads)

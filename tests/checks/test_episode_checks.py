@@ -19,10 +19,9 @@ from litgrpo.checks.invariants import (
     refuse,
 )
 from litgrpo.models.reference import FrozenModel
-from litgrpo.rollout.bridge_proof import CASES, proved
-from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
+from litgrpo.rollout.turn_format import CASES, Template, proved
 from litgrpo.training.learner import Learner
 from tests.environments import faulty
 from tests.rollout.chat_templates import QWEN, chat_format

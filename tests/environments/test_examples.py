@@ -3,7 +3,7 @@
 import pytest
 
 from litgrpo.environments.examples import NumberGame, Search, calculate
-from litgrpo.environments.schema import schema_of
+from litgrpo.environments.tool import schema_of
 
 
 @pytest.mark.parametrize(

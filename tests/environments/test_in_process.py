@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.environments.base import Failed
-from litgrpo.environments.failures import EnvironmentFailure
-from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.base import EnvironmentFailure, Failed
+from litgrpo.environments.episode import EpisodesHere
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.faulty import Dice, Echo
 from tests.support.workers import answers, starts, texts

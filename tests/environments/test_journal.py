@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from litgrpo.environments.base import Failed, Start, StepResult
-from litgrpo.environments.journal import Journal
+from litgrpo.environments.response_log import Journal
 
 START = Start({"prompt": "p"}, 7, (12, 0, 3, 1))
 ANSWERS = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.repeatable import deviations
+from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.response_log import deviations
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.environments.faulty import Clock, Counting, Dice, Echo, Telling
 from tests.support.workers import starts

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from litgrpo.environments.schema import schema_of, unfit
+from litgrpo.environments.tool import schema_of, unfit
 
 
 class Colour(Enum):

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.environments.base import Failed, Start, StepResult
-from litgrpo.environments.failures import EnvironmentFailure
-from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.journal import Journal
+from litgrpo.environments.base import EnvironmentFailure, Failed, Start, StepResult
+from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.response_log import Journal
 from litgrpo.environments.workers import LATE, EpisodeWorkers, episode_pool
 from tests.environments.faulty import Dice, Echo, Meeting
 from tests.support.process_runner import processes_under, wait_until_gone

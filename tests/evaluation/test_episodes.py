@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.evaluation.episodes import Played
-from litgrpo.rollout.record import Episode
+from litgrpo.rollout.episodes import Episode
 from tests.support.standin import prompts, rollout_of
 
 SAID = {"role": "assistant", "content": "a"}

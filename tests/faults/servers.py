@@ -13,7 +13,7 @@ from tests.faults.processes import SECOND, TORCHRUN, of_two
 from tests.faults.running import RECIPE, Run, calls, differences, merged
 from tests.vllm.serving import free_port
 
-ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.server.ServerEngine"
+ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.vllm.ServerEngine"
 MODEL = "builtin:tiny-gemma2"
 
 

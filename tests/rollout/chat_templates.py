@@ -4,8 +4,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.bridge_proof import kinds
-from litgrpo.rollout.chat_bridge import ChatFormat, Template
+from litgrpo.rollout.turn_format import ChatFormat, Template, kinds
 
 ASKS = "{% if add_generation_prompt %}"
 # Tools in a system message, results in user messages, thoughts gone once a user speaks again.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.rollout.bridge import Inline
-from litgrpo.rollout.episode_settings import EpisodeSettings
-from litgrpo.rollout.episodes import Episodes
+from litgrpo.environments.episode import EpisodesHere
+from litgrpo.rollout.episodes import Episodes, EpisodeSettings
+from litgrpo.rollout.turn_format import Inline
 from tests.rollout.echo import Echo
 from tests.support.models import byte_tokenizer
 

@@ -9,7 +9,7 @@ from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.loading import export
 from litgrpo.rollout.async_rollout import AsyncRollouter, of_prompts, restored, stacked, tensors_of
-from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.update_config import UpdateConfig
 from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.support.async_rollout import (

@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from litgrpo.rollout.bridge import Inline
+from litgrpo.rollout.turn_format import Inline
 from tests.support.models import byte_tokenizer
 
 

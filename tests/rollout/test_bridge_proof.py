@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import pytest
 
 from litgrpo.data.rendering import Chat, prompt_style
-from litgrpo.rollout.bridge import Bridge
-from litgrpo.rollout.bridge_proof import (
+from litgrpo.rollout.turn_format import (
     CASES,
+    Bridge,
+    ChatFormat,
+    Template,
     difference,
     kinds,
     proved,
@@ -15,7 +17,6 @@ from litgrpo.rollout.bridge_proof import (
     verdicts,
     wrong_conversations,
 )
-from litgrpo.rollout.chat_bridge import ChatFormat, Template
 from tests.rollout.chat_templates import (
     COUNTS,
     FORGETS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from litgrpo.rollout.chat_bridge import Template, kind_of
+from litgrpo.rollout.turn_format import Template, kind_of
 from tests.rollout.chat_templates import (
     GEMMA,
     IMAGES,

@@ -1,6 +1,6 @@
 import pytest
 
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 
 
 @pytest.mark.parametrize(

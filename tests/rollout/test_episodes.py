@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.environments.base import StepResult
-from litgrpo.environments.failures import EnvironmentFailure
+from litgrpo.environments.base import EnvironmentFailure, StepResult
 from litgrpo.rollout.dynamic_sampling import with_groups
 from litgrpo.rollout.episodes import Named, episode_seed
 from litgrpo.rollout.sampling import Purpose

@@ -1,6 +1,6 @@
 import pytest
 
-from litgrpo.rollout.listener import Listener
+from litgrpo.rollout.engines.base import Listener
 
 
 def test_a_listener_must_say_what_rows_hear():

@@ -1,7 +1,7 @@
 import math
 
 from litgrpo.environments.base import StepResult
-from litgrpo.rollout.record import Record
+from litgrpo.rollout.episodes import Record
 
 
 def test_a_record_becomes_an_episode_with_spans_calls_and_logs():

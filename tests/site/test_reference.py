@@ -9,7 +9,7 @@ import litgrpo
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.algorithms.surrogates import SAPO
 from litgrpo.callbacks.watchdog import Watchdog
-from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.controllers import KLTarget
 from tests.site import recipes, reference
 from tests.site.text import cell

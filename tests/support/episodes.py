@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from litgrpo.callbacks.completions import sample_rows
-from litgrpo.rollout.record import Episode
+from litgrpo.rollout.episodes import Episode
 from tests.support.standin import prompts, rewards_of, rollout_of
 
 SAID = [

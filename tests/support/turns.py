@@ -2,7 +2,7 @@
 
 import torch
 
-from litgrpo.rollout.record import Episode
+from litgrpo.rollout.episodes import Episode
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 
 

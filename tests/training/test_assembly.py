@@ -12,7 +12,7 @@ from litgrpo.models.loading import Precision
 from litgrpo.models.reference import FrozenModel
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training import assembly

@@ -4,13 +4,13 @@ from lightning import Trainer
 
 from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.base import StepResult
-from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.episode import EpisodesHere
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.rewards.reward import Reward
-from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
+from litgrpo.rollout.turn_format import Inline
 from litgrpo.training.episode_setup import checked, episodes_of, pool_of
 from litgrpo.training.update_config import UpdateConfig
 from tests.rollout.playing import Echo, SlowPool

@@ -10,7 +10,7 @@ from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.reference import FrozenModel
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
 from tests.rollout.echo import Echo

@@ -16,7 +16,7 @@ from litgrpo.models.adapters import LoRA
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.generic import LibraryPolicy
 from litgrpo.models.loading import as_policy, load_policy
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.static_batches import Static
 from tests.rollout.chat_templates import GEMMA, QWEN, merging_tokenizer

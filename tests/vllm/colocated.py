@@ -10,7 +10,7 @@ import torch
 from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.engines.colocated import ColocatedEngine
+from litgrpo.rollout.engines.vllm import ColocatedEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.types import PromptBatch
 

@@ -6,7 +6,7 @@ from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import ASSETS
 from litgrpo.models.shard_files import full_weights
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.engines.vllm import ServerEngine
 from tests.distributed.fsdp import training
 
 KIND, LENGTH = "tiny-gemma2", 40

@@ -10,13 +10,11 @@ import torch
 from litgrpo.data.prompts import pad_left
 from litgrpo.models.loading import export, load_policy
 from litgrpo.rewards.reward import Reward
-from litgrpo.rollout.bridge import Inline
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.publishing import FolderSender
-from litgrpo.rollout.engines.server import ServerEngine
-from litgrpo.rollout.engines.vllm_server import ServerFailure
+from litgrpo.rollout.engines.vllm import FolderSender, ServerEngine, ServerFailure
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
+from litgrpo.rollout.turn_format import Inline
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
 from tests.rollout.playing import Echo, episodes_of

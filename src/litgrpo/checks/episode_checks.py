@@ -19,14 +19,13 @@ from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.losses import TokenMean
 from litgrpo.data.prompts import pad_left
 from litgrpo.environments.base import Start, StepResult
-from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.repeatable import deviations
+from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.response_log import deviations
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.bridge import Inline
-from litgrpo.rollout.episode_settings import EpisodeSettings
-from litgrpo.rollout.episodes import Episodes
+from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.stop_sequences import StopStrings
+from litgrpo.rollout.turn_format import Inline
 from litgrpo.training.learner import Coefficients, Learner
 from litgrpo.types import PromptBatch, RewardTable, Rollout, RolloutLogprobs, TrainingBatch
 

@@ -30,9 +30,8 @@ from litgrpo.checks.dry_run import (
 from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error, unrepeated
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.comm import Comm
-from litgrpo.rollout.bridge_proof import wrong_conversations
-from litgrpo.rollout.chat_bridge import Template
 from litgrpo.rollout.rollouter import Rollouter
+from litgrpo.rollout.turn_format import Template, wrong_conversations
 from litgrpo.tensors import widened
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import Limits

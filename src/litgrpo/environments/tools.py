@@ -13,7 +13,6 @@ from typing import Any, Literal
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
 from litgrpo.environments.base import Message, StepResult
 from litgrpo.environments.episode import shortened
-from litgrpo.environments.schema import name_of, schema_of
 from litgrpo.environments.tool import (
     UNKNOWN,
     Answer,
@@ -22,7 +21,9 @@ from litgrpo.environments.tool import (
     echoed,
     imported,
     made,
+    name_of,
     outcomes,
+    schema_of,
     settled,
 )
 from litgrpo.environments.tool_calls import Call, CallFormat, after_thoughts, format_of

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from litgrpo.arguments import above, at_least, one_of, require
-from litgrpo.environments.base import Environment, EpisodePool, Failed, Message, Start, StepResult
-from litgrpo.environments.episode import Turns
-from litgrpo.environments.failures import Failures
-from litgrpo.environments.in_process import EpisodesHere
-from litgrpo.environments.journal import Journal
+from litgrpo.environments.base import (
+    Environment,
+    EpisodePool,
+    Failed,
+    Failures,
+    Message,
+    Start,
+    StepResult,
+)
+from litgrpo.environments.episode import EpisodesHere, Turns
+from litgrpo.environments.response_log import Journal
 from litgrpo.workers.failures import TIMEOUT, WorkerError
 from litgrpo.workers.pool import Worker, WorkerPool
 

@@ -1,27 +1,176 @@
-"""Episodes: prompts are opened, turns are handed over, answers become tokens and are recorded."""
+"""Multi-turn episodes: settings, the record of an episode, and the rollout of a batch of them."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 
-from litgrpo.arguments import require
+from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import LeftOut
 from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
-from litgrpo.rollout.bridge import Bridge
-from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
-from litgrpo.rollout.episode_settings import EpisodeSettings
-from litgrpo.rollout.listener import Listener
-from litgrpo.rollout.record import Record
+from litgrpo.rollout.engines.base import Listener, RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
+from litgrpo.rollout.turn_format import Bridge
 from litgrpo.types import PromptBatch, Rollout, Stats
+
+TurnFormatName = Literal["template", "inline"]
+OnTimeout = Literal["fail", "reply"]
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """Limits of an episode, and how turns follow each other.
+
+    Args:
+        max_turns: turns of the policy in an episode at most.
+        max_turn_tokens: tokens of a turn at most. A turn that ends so has no end token: the
+            environment still rewards it, and the episode ends.
+        max_observation_tokens: tokens that are heard between two turns at most; more are cut in the
+            middle.
+        turn_format: what stands between two turns. `template`: the tokenizer's chat template says
+            it;
+            `inline`: the environment's text as it is, for models without a chat format.
+        tool_role: role of what tools say, in chat templates; `user` where a template knows no
+            `tool`.
+        split_special_tokens: special tokens that an environment writes, such as `<eos>`, are read
+            as plain text, so that nothing that a tool says ends a turn or begins a message.
+        close_truncated_turns: a turn that ends by its limit of tokens gets an end token, which is
+            not learned
+            from, and the episode goes on.
+        timeout_s: seconds in which an environment has to answer a turn.
+        on_timeout: `fail` leaves the episode out of learning; `reply` tells the policy, and the
+            episode goes on.
+        workers: processes in which environments run; 0: this process, which a slow one holds up.
+            None: one for each episode, at most 64.
+        max_observation_chars: characters of an answer at most; more are cut in the middle.
+        record_responses: keep the answers in the run's folder, and give them again when an
+            iteration is
+            repeated: for tools that are no functions, such as a search.
+    """
+
+    max_turns: int = 8
+    max_turn_tokens: int = 128
+    max_observation_tokens: int = 256
+    turn_format: TurnFormatName = "template"
+    tool_role: str = "tool"
+    split_special_tokens: bool = True
+    close_truncated_turns: bool = False
+    timeout_s: float = 10.0
+    on_timeout: OnTimeout = "fail"
+    workers: int | None = None
+    max_observation_chars: int = 20_000
+    record_responses: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("max_turns", "max_turn_tokens", "max_observation_chars"):
+            at_least(f"episode.{name}", vars(self)[name], 1)
+        at_least("episode.max_observation_tokens", self.max_observation_tokens, 8)
+        at_least("episode.workers", self.workers, 0)
+        one_of("episode.turn_format", self.turn_format, get_args(TurnFormatName))
+        one_of("episode.on_timeout", self.on_timeout, get_args(OnTimeout))
+        require(
+            self.timeout_s > 0,
+            f"episode.timeout_s is {self.timeout_s}; it must be above 0.",
+        )
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What was said in one row of a rollout, spoken and heard apart.
+
+    Args:
+        messages: in order; the policy's have the role `assistant`, those that it heard any other.
+        spans: of each message, its columns [first, end) in the row.
+        calls: {tool: (calls, calls that failed)}.
+        log: {name: (sum, turns)} of what the environment logged.
+        seconds: that its turns waited for answers.
+        failed: why its environment could not go on; "": it could.
+        heard_cut: tokens that were left out of what it heard, by the limit.
+        done: the environment said that it is over.
+        turn_calls: calls of tools in each turn that was answered.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    log: dict[str, tuple[float, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+    failed: str = ""
+    heard_cut: int = 0
+    done: bool = False
+    turn_calls: list[int] = field(default_factory=list)
+
+    @property
+    def spoken(self) -> list[str]:
+        """The texts of the policy's turns."""
+        return [each["content"] for each in self.messages if each["role"] == "assistant"]
+
+
+@dataclass
+class Record:
+    """What has happened in a row so far.
+
+    Args:
+        failed: why its environment could not begin; "": it could.
+        messages, spans, calls, log, heard_cut, turn_calls: as of `Episode`.
+        rewards: of each turn, NaN where it abstained.
+        states: after each turn.
+        used: tokens in the row.
+        cut: its last turn was ended by a limit of tokens.
+        closed: its last token is an end token of the policy.
+        full: there was no room for what it would have heard.
+    """
+
+    failed: str = ""
+    messages: list[Message] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    log: dict[str, tuple[float, int]] = field(default_factory=dict)
+    heard_cut: int = 0
+    turn_calls: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    states: list[Hashable] = field(default_factory=list)
+    used: int = 0
+    cut: bool = False
+    closed: bool = False
+    full: bool = False
+    done: bool = False
+    last_ids: list[int] = field(default_factory=list)
+    asked: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, messages: list[Message], length: int) -> None:
+        """Messages that take the next columns."""
+        self.messages += messages
+        self.spans += [(self.used, self.used + length)] * len(messages)
+        self.used += length
+
+    def answered(self, heard: StepResult) -> None:
+        """Count a turn."""
+        self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
+        self.states.append(heard.state)
+        self.turn_calls.append(sum(calls for calls, _ in heard.calls.values()))
+        for name, (calls, failed) in heard.calls.items():
+            before = self.calls.get(name, (0, 0))
+            self.calls[name] = before[0] + calls, before[1] + failed
+        for name, value in heard.log.items():
+            total, turns = self.log.get(name, (0.0, 0))
+            self.log[name] = total + float(value), turns + 1
+
+    @property
+    def episode(self) -> Episode:
+        """What the rollout carries of it."""
+        return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
+
 
 # Token ids of a prompt (batch, row) with what an environment adds to it.
 Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]

@@ -40,7 +40,7 @@ from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.async_rollout import AsyncRollouter
 from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.engines.base import RolloutEngine
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.gathered import GatheredRollouter
 from litgrpo.rollout.rollouter import AllGroups, Rollouter
 from litgrpo.rollout.sampling import Sampling

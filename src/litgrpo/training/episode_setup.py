@@ -10,16 +10,14 @@ from litgrpo.arguments import require
 from litgrpo.data.rendering import prompt_style
 from litgrpo.data.source_data import SourceData
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
-from litgrpo.environments.journal import Journal
+from litgrpo.environments.response_log import Journal
 from litgrpo.environments.workers import episode_pool
 from litgrpo.instantiate import given_environment
 from litgrpo.models.limits import check_length
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.bridge import Bridge, Inline
-from litgrpo.rollout.bridge_proof import template_bridge
 from litgrpo.rollout.engines.base import RolloutEngine
-from litgrpo.rollout.episode_settings import EpisodeSettings
-from litgrpo.rollout.episodes import Episodes
+from litgrpo.rollout.episodes import Episodes, EpisodeSettings
+from litgrpo.rollout.turn_format import Bridge, Inline, template_bridge
 from litgrpo.training.trainer_adapters import is_attached
 from litgrpo.types import PromptBatch
 

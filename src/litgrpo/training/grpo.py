@@ -28,7 +28,7 @@ from litgrpo.rewards.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import PendingTable
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.training import initial_policy as start

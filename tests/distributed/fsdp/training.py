@@ -18,8 +18,8 @@ from litgrpo.models.shard_files import full_weights
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.server import ServerEngine
-from litgrpo.rollout.episode_settings import EpisodeSettings
+from litgrpo.rollout.engines.vllm import ServerEngine
+from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.tensors import whole
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from litgrpo.environments.adapters.toy_text import blackjack, cliff_walking, frozen_lake, taxi
+from litgrpo.environments.adapters.gymnasium_env import blackjack, cliff_walking, frozen_lake, taxi
 
 
 def test_games_are_drawn_with_the_player_in_its_place():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from litgrpo.models.loading import load_policy
-from litgrpo.rollout.engines.colocated import ColocatedEngine
 from litgrpo.rollout.engines.local import LocalEngine
+from litgrpo.rollout.engines.vllm import ColocatedEngine
 from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.support.engines import ragged
 from tests.support.models import tiny_policy

@@ -10,10 +10,16 @@ from litgrpo.arguments import require
 from litgrpo.models.loading import LoRA, as_policy, export, load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.publishing import FolderTransfer, NcclTransfer
-from litgrpo.rollout.engines.server import ServerEngine
 from litgrpo.rollout.engines.stopped import Stopped
-from litgrpo.rollout.engines.vllm_server import Away, Server, ServerFailure, ServersAway
+from litgrpo.rollout.engines.vllm import (
+    Away,
+    FolderTransfer,
+    NcclTransfer,
+    Server,
+    ServerEngine,
+    ServerFailure,
+    ServersAway,
+)
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.engines.two_processes import one_of_two
@@ -46,8 +52,8 @@ def server(folder):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("litgrpo.rollout.engines.server.PAUSE_S", 0.02)
-    monkeypatch.setattr("litgrpo.rollout.engines.server.AWAY_S", 0.2)
+    monkeypatch.setattr("litgrpo.rollout.engines.vllm.PAUSE_S", 0.02)
+    monkeypatch.setattr("litgrpo.rollout.engines.vllm.AWAY_S", 0.2)
 
 
 def engine_of(*servers, **settings):

@@ -5,7 +5,7 @@ from torch import distributed
 
 from litgrpo.distributed.together import several
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.engines.server import ServerEngine
+from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.support.engines import GROUP, TEXTS, ragged, uniforms_for
 from tests.support.models import prompt_batch, tiny_policy

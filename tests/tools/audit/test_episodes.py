@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from litgrpo.environments.base import Start, StepResult
+from litgrpo.environments.episode import EpisodesHere
 from litgrpo.environments.examples import NumberGame
-from litgrpo.environments.in_process import EpisodesHere
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.tools.audit.episodes import audit_episodes

@@ -1,4 +1,4 @@
-"""What every rollout engine promises, and what it is asked."""
+"""Interface of rollout engines, their request, and the callback between turns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,40 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from litgrpo.models.policy import Policy
-from litgrpo.rollout.listener import Listener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
+
+
+class Listener(ABC):
+    """Hears the turns of an engine's rows while it decodes, and says what each row hears.
+
+    `max_turn_tokens`: a turn ends at so many tokens, too.
+    """
+
+    max_turn_tokens: int
+
+    @abstractmethod
+    def ended(self, row: int, ids: list[int], *, cut: bool) -> None:
+        """A turn of a row has ended; what it hears comes by `heard`.
+
+        Args:
+            row: its number, 0 to N - 1.
+            ids: the tokens of the turn, its end token included.
+            cut: the limit of tokens ended it.
+        """
+
+    @abstractmethod
+    def heard(self, *, wait: bool) -> dict[int, list[int] | None]:
+        """What came since the last call.
+
+        Args:
+            wait: until there is something, where a row has not been answered.
+
+        Returns:
+            {row: tokens that it hears, one or more, before its next turn; None: the row is over}.
+            There is room for at least one token after them.
+        """
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.models.leaving import RowsAway
-from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.listener import Listener
+from litgrpo.rollout.engines.base import Listener, RolloutRequest
 from litgrpo.rollout.sampling import Drawn
 from litgrpo.tensors import compacted
 from litgrpo.types import Rollout

@@ -4,7 +4,7 @@ import pytest
 
 from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.base import Start
-from litgrpo.environments.in_process import EpisodesHere
+from litgrpo.environments.episode import EpisodesHere
 
 pytest.importorskip("gem")
 
