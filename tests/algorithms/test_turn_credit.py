@@ -14,10 +14,10 @@ from litgrpo.rewards.reward import Reward, environment
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.types import RewardTable
-from tests.rollout.playing import Echo, episodes_of
 from tests.support.algorithms import PUBLISHED
 from tests.support.comms import in_turns
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo, episodes_of
 from tests.training.parts import gradient_of, learner_of, rollouter_of
 
 ALL = [GiGPO(), MTGRPO(), GTPO(), ReBN(), WithoutVoid()]

@@ -23,11 +23,11 @@ from litgrpo.rollout.episodes import PoolListener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.turn_format import CASES, Template, proved
 from litgrpo.training.learner import Learner
-from tests.environments import faulty
-from tests.rollout.chat_templates import QWEN, chat_format
-from tests.rollout.playing import Echo, episodes_of
+from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
+from tests.support.chat_templates import QWEN, chat_format
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo, episodes_of
 from tests.training.parts import learner_of, rollouter_of
 
 PROMPTS = prompt_batch("a", "hello there", "what is it?")

@@ -5,7 +5,7 @@ from litgrpo.checks.reference_forward import kept, reference_forward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from tests.rollout.plain import filtered
+from tests.support.filter_reference import filtered
 from tests.support.models import prompt_batch, tiny_policy
 
 

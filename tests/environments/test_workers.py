@@ -15,7 +15,7 @@ from litgrpo.environments.base import EnvironmentFailure, Failed, Start, StepRes
 from litgrpo.environments.episode import EpisodesHere
 from litgrpo.environments.response_log import Journal
 from litgrpo.environments.workers import LATE, EpisodeWorkers, episode_pool
-from tests.environments.faulty import Dice, Echo, Meeting
+from tests.support.faulty import Dice, Echo, Meeting
 from tests.support.process_runner import processes_under, wait_until_gone
 from tests.support.workers import answers, starts, texts
 
@@ -219,7 +219,7 @@ def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
 
 PARENT = """
 import sys
-from tests.environments.faulty import Echo
+from tests.support.faulty import Echo
 from tests.support.workers import starts
 from litgrpo.environments.workers import EpisodeWorkers
 pool = EpisodeWorkers(Echo(sys.argv[1]), timeout_s=600)

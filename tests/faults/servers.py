@@ -26,7 +26,7 @@ def recipe(port: int, **update: Any) -> dict[str, Any]:
 
 def started(port: int, *words: str) -> subprocess.Popen[str]:
     """A server, when it answers."""
-    module = "tests.rollout.engines.vllm_stand_in"
+    module = "tests.support.vllm_stand_in"
     command = [sys.executable, "-m", module, resolve(MODEL), str(port), *words]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

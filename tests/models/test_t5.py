@@ -14,9 +14,9 @@ from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from tests.rollout.reference_engine import ReferenceEngine
 from tests.support.causal import dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.reference_engine import ReferenceEngine
 from tests.support.t5 import SIZES, VARIANTS, variant
 
 TEXTS = ("a", "what is 3+4?", "hello")

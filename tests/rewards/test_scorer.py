@@ -22,8 +22,8 @@ from litgrpo.rewards import (
 )
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.rewards.reward import named_rewards
-from tests.rollout.playing import Echo, episodes_of
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo, episodes_of
 from tests.training.parts import rollouter_of
 
 PROMPTS = ["p", "p", "q", "q"]

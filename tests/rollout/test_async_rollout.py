@@ -11,7 +11,6 @@ from litgrpo.models.loading import export
 from litgrpo.rollout.async_rollout import AsyncRollouter, of_prompts, restored, stacked, tensors_of
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.update_config import UpdateConfig
-from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.support.async_rollout import (
     Sequential,
     all_batches,
@@ -20,6 +19,7 @@ from tests.support.async_rollout import (
 )
 from tests.support.models import tiny_policy
 from tests.support.training import batches, module, train
+from tests.support.vllm_stand_in import StandIn
 
 
 def test_it_is_the_sequential_run_of_the_same_schedule_bit_for_bit():

@@ -1,3 +1,6 @@
+"""Tests."""
+
+import math
 from dataclasses import replace
 
 import pytest
@@ -5,11 +8,49 @@ import torch
 
 from litgrpo.environments.base import EnvironmentFailure, StepResult
 from litgrpo.rollout.dynamic_sampling import with_groups
-from litgrpo.rollout.episodes import Named, episode_seed
+from litgrpo.rollout.episodes import EpisodeSettings, Named, Record, episode_seed
 from litgrpo.rollout.sampling import Purpose
-from tests.rollout.playing import Echo, episodes_of
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo, episodes_of
 from tests.training.parts import learner_of, rewards_of, rollouter_of
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_turns": 0}, "episode.max_turns is 0"),
+        ({"max_turn_tokens": 0}, "episode.max_turn_tokens is 0"),
+        ({"max_observation_tokens": 7}, "episode.max_observation_tokens is 7"),
+        ({"turn_format": "xml"}, "episode.turn_format .*template.*inline"),
+        ({"on_timeout": "wait"}, "episode.on_timeout .*fail.*reply"),
+        ({"timeout_s": 0}, "episode.timeout_s is 0; it must be above 0"),
+        ({"workers": -1}, "episode.workers is -1"),
+    ],
+)
+def test_what_is_not_allowed_is_said(given, said):
+    with pytest.raises(ValueError, match=said):
+        EpisodeSettings(**given)
+
+
+def test_a_record_becomes_an_episode_with_spans_calls_and_logs():
+    record = Record()
+    record.add([{"role": "assistant", "content": "a"}], 3)
+    record.answered(
+        StepResult("", reward=None, calls={"add": (2, 1)}, log={"moves": 1.0}, state="s")
+    )
+    record.add([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}], 6)
+    record.add([{"role": "assistant", "content": "b"}], 1)
+    record.answered(StepResult("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
+    assert math.isnan(record.rewards[0])
+    assert record.rewards[1:] == [2.0]
+    assert record.states == ["s", None]
+    episode = record.episode
+    assert episode.spoken == ["a", "b"]
+    assert episode.spans == [(0, 3), (3, 9), (3, 9), (9, 10)]
+    assert episode.calls == {"add": (3, 1)}
+    assert episode.log == {"moves": (3.0, 2)}
+    assert record.used == 10
+
 
 PROMPTS = prompt_batch("a", "hello there")
 

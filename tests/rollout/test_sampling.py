@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.rollout.sampling import LARGE, Sampling, draw_uniforms, sample
-from tests.rollout.plain import filtered
+from tests.support.filter_reference import filtered
 
 PROBS = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
 

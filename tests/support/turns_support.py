@@ -5,8 +5,8 @@ import torch
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.episodes import Named
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from tests.rollout.playing import Echo, episodes_of
 from tests.support.models import prompt_batch
+from tests.support.playing import Echo, episodes_of
 
 TEXTS, GROUP, LENGTH = ("a", "hello there", "what is it?"), 3, 96
 

@@ -13,8 +13,8 @@ from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.turn_format import Inline
 from litgrpo.training.episode_setup import checked, episodes_of, pool_of
 from litgrpo.training.update_config import UpdateConfig
-from tests.rollout.playing import Echo, SlowPool
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.playing import Echo, SlowPool
 from tests.support.training import loader, module
 from tests.training.parts import rollouter_of
 

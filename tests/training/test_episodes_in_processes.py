@@ -13,8 +13,8 @@ from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
-from tests.rollout.echo import Echo
 from tests.support.algorithms import PUBLISHED
+from tests.support.echo import Echo
 from tests.support.models import tiny_policy
 from tests.support.processes import TEXTS, Gradients, in_a_process_of_one_thread, letters, trainer
 

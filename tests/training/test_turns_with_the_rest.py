@@ -19,10 +19,10 @@ from litgrpo.models.loading import as_policy, load_policy
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.static_batches import Static
-from tests.rollout.chat_templates import GEMMA, QWEN, merging_tokenizer
-from tests.rollout.playing import Echo, episodes_of
+from tests.support.chat_templates import GEMMA, QWEN, merging_tokenizer
 from tests.support.limits import random_model
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.playing import Echo, episodes_of
 from tests.support.training import loader, module
 from tests.training.parts import learner_of, rewards_of, rollouter_of
 

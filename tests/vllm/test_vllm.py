@@ -17,8 +17,8 @@ from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.rollout.turn_format import Inline
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
-from tests.rollout.playing import Echo, episodes_of
 from tests.support.gloo import run_by
+from tests.support.playing import Echo, episodes_of
 from tests.support.training import loader, train
 from tests.support.turns_support import NAMED
 from tests.support.turns_support import assert_same as assert_same_turns

@@ -7,8 +7,8 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms, sample
-from tests.rollout.reference_engine import ReferenceEngine
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.reference_engine import ReferenceEngine
 from tests.xla.own_process import own_process
 
 TEXTS = ("a", "what is 3+4?", "hello", "xy")

@@ -9,9 +9,9 @@ from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.loading import load_policy
 from tests.distributed.fsdp import training
 from tests.distributed.fsdp.training import VARIANTS
-from tests.rollout.engines.vllm_stand_in import StandIn
 from tests.support.algorithms import PUBLISHED
 from tests.support.gloo import run_by
+from tests.support.vllm_stand_in import StandIn
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -25,9 +25,9 @@ from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 from litgrpo.training.trainer_adapters import TrainerStepper
 from litgrpo.training.update_config import UpdateConfig
-from tests.rollout.playing import Echo
 from tests.support.algorithms import PUBLISHED
 from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.playing import Echo
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
 PAIRS = [{"prompt": f"What is {n}?", "completion": f"it is {n * n}"} for n in range(8)]

@@ -8,7 +8,6 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.types import PromptBatch
-from tests.rollout.reference_engine import ReferenceEngine
 from tests.support.engines import (
     GROUP,
     LENGTH,
@@ -20,6 +19,7 @@ from tests.support.engines import (
     used,
 )
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.reference_engine import ReferenceEngine
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0),

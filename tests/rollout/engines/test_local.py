@@ -7,7 +7,6 @@ from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine
 from litgrpo.rollout.sampling import Drawn, Sampling
 from litgrpo.tensors import compacted
-from tests.rollout.reference_engine import write_column
 from tests.support.engines import (
     GROUP,
     LENGTH,
@@ -18,6 +17,7 @@ from tests.support.engines import (
     uniforms_for,
 )
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.reference_engine import write_column
 
 
 def requests_for(policy, **settings):

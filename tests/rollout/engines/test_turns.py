@@ -10,9 +10,9 @@ from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
-from tests.rollout.playing import Echo, SlowPool
-from tests.rollout.reference_engine import ReferenceEngine
 from tests.support.models import tiny_policy
+from tests.support.playing import Echo, SlowPool
+from tests.support.reference_engine import ReferenceEngine
 from tests.support.turns_support import (
     GROUP,
     TEXTS,

@@ -7,7 +7,7 @@ import random
 from litgrpo.environments.episode import EpisodesHere
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.turn_format import Inline
-from tests.rollout.echo import Echo
+from tests.support.echo import Echo
 from tests.support.models import byte_tokenizer
 
 __all__ = ["Echo"]

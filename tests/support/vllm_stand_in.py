@@ -1,6 +1,6 @@
 """The routes of a vLLM server in plain Python, behind which our own local engine samples.
 
-`python -m tests.rollout.engines.vllm_stand_in FOLDER PORT [--keeps] [--dies_after ROWS]` starts one
+`python -m tests.support.vllm_stand_in FOLDER PORT [--keeps] [--dies_after ROWS]` starts one
 as a process.
 """
 
