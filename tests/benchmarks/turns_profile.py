@@ -15,25 +15,24 @@ from typing import Any
 
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.offloaded_rows import CachedRowsAway
-from litgrpo.rollout.engines.local import _Decoding
-from litgrpo.rollout.engines.turns import Conversation, TurnRows
-from litgrpo.rollout.episodes import Episodes, PoolListener
+from litgrpo.rollout.engines.local import Sampler, TurnDecoder, TurnRows
+from litgrpo.rollout.episodes import EpisodeListener, Episodes
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner
 from tests.benchmarks.turns import add_arguments, steps_of_ours
 
 PARTS: dict[str, tuple[Any, str]] = {
     "rollout": (Rollouter, "generate"),
-    "- prompts are read": (_Decoding, "begin"),
+    "- prompts are read": (Sampler, "prefill"),
     "- a token of every row": (CausalPolicy, "step"),
-    "- tokens are drawn": (_Decoding, "draw"),
+    "- tokens are drawn": (Sampler, "draw"),
     "- rows leave": (CachedRowsAway, "leave"),
     "- rows come back and read": (CachedRowsAway, "come_back"),
-    "- who has ended": (TurnRows, "ended"),
-    "- -- of these turns handed over": (PoolListener, "ended"),
-    "- answers taken": (PoolListener, "heard"),
+    "- who has ended": (TurnRows, "end_turns"),
+    "- -- of these turns handed over": (EpisodeListener, "on_turn_end"),
+    "- answers taken": (EpisodeListener, "take_observations"),
     "- episodes played": (Episodes, "play"),
-    "- what moves between": (Conversation, "_heard"),
+    "- what moves between": (TurnDecoder, "_finish_turns"),
     "learning": (Learner, "update"),
 }
 

@@ -19,7 +19,7 @@ from litgrpo.checks.invariants import (
     refuse,
 )
 from litgrpo.models.reference import FrozenModel
-from litgrpo.rollout.episodes import PoolListener
+from litgrpo.rollout.episodes import EpisodeListener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.turn_format import CASES, Template, proved
 from litgrpo.training.learner import Learner
@@ -184,25 +184,25 @@ def test_an_episode_that_is_not_learned_as_its_turns_is_found(bug, monkeypatch):
 
 def test_a_reward_that_reads_what_was_heard_is_found(monkeypatch):
     """B6: texts are decoded from whole rows."""
-    right = PoolListener.recorded
+    right = EpisodeListener.recorded
 
     def wrong(self, rollout):
         texts = self.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
         return replace(right(self, rollout), completions=texts)
 
-    monkeypatch.setattr(PoolListener, "recorded", wrong)
+    monkeypatch.setattr(EpisodeListener, "recorded", wrong)
     found = findings_of(objective=Objective())
     assert not found[SEEN].holds
     assert found[SEEN].error > 0
 
 
 def test_a_turn_that_goes_on_after_its_end_is_found(monkeypatch):
-    from litgrpo.rollout.engines.turns import TurnRows
+    from litgrpo.rollout.engines.local import TurnRows
 
     right = TurnRows.__init__
 
-    def late(self, requests, is_end):
-        right(self, requests, is_end)
+    def late(self, request, is_end):
+        right(self, request, is_end)
         self.is_end = torch.zeros_like(is_end)
 
     monkeypatch.setattr(TurnRows, "__init__", late)

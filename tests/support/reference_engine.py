@@ -52,8 +52,8 @@ def episodes(requests: RolloutRequest) -> Rollout:
             buffer.ended[row] = ends
             if not ends and len(said) < listener.max_turn_tokens and column < len(uniforms):
                 continue
-            listener.ended(row, said, cut=not ends)
-            heard = listener.heard(wait=True)[row]
+            listener.on_turn_end(row, said, truncated=not ends)
+            heard = listener.take_observations(wait=True)[row]
             if heard is None:
                 break
             end = column + len(heard)

@@ -1,4 +1,4 @@
-"""Shared by tests of rollout.engines.turns."""
+"""Shared by tests of multi-turn decoding."""
 
 import torch
 

@@ -16,7 +16,7 @@ from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import LeftOut
 from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
-from litgrpo.rollout.engines.base import Listener, RolloutEngine, RolloutRequest
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
 from litgrpo.rollout.turn_format import Bridge
 from litgrpo.types import PromptBatch, Rollout, Stats
@@ -252,7 +252,7 @@ class Episodes:
         for row, failed in [(n, each) for n, each in enumerate(opened) if isinstance(each, Failed)]:
             failures[row] = failed.reason
         prompts = self._opened(requests, opened, failures)
-        listener = PoolListener(self, requests, [Record(failed=each) for each in failures])
+        listener = EpisodeListener(self, requests, [Record(failed=each) for each in failures])
         rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
         return listener.recorded(replace(rollout, prompts=prompts))
 
@@ -345,7 +345,7 @@ def _agreed(opened: Sequence[str | list[Message] | Failed]) -> str | list[Messag
     return said[0]
 
 
-class PoolListener(Listener):
+class EpisodeListener:
     """Hands turns to a pool of episodes, and turns its answers into tokens.
 
     Args:
@@ -365,10 +365,10 @@ class PoolListener(Listener):
         self.over: dict[int, list[int] | None] = {}  # rows that need no answer
         self.asked: set[int] = set()
 
-    def ended(self, row: int, ids: list[int], *, cut: bool) -> None:
-        """See `Listener.ended`."""
+    def on_turn_end(self, row: int, ids: list[int], *, truncated: bool) -> None:
+        """See `TurnListener.on_turn_end`."""
         record = self.rows[row]
-        record.cut, record.closed, record.last_ids = cut, ids[-1] in self.eos_ids, ids
+        record.cut, record.closed, record.last_ids = truncated, ids[-1] in self.eos_ids, ids
         said = str(self.tokenizer.decode(ids[: len(ids) - (ids[-1] in self.end_ids)]))
         said = self.cut(said, True)
         record.add([{"role": "assistant", "content": said}], len(ids))
@@ -380,8 +380,8 @@ class PoolListener(Listener):
         with self.episodes._waiting():
             self.episodes.pool.say(row, said)
 
-    def heard(self, *, wait: bool) -> dict[int, list[int] | None]:
-        """See `Listener.heard`."""
+    def take_observations(self, *, wait: bool) -> dict[int, list[int] | None]:
+        """See `TurnListener.take_observations`."""
         found, self.over = self.over, {}
         with self.episodes._waiting():
             answers = self.episodes.pool.heard(wait=wait and not found and bool(self.asked))

@@ -10,7 +10,6 @@ from litgrpo.distributed.device import Clock, timed, with_halving
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.stopped import Stopped
 from litgrpo.rollout.episodes import Episodes, Named
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
@@ -151,7 +150,6 @@ class Rollouter:
         The completions stay the same: no row depends on those beside it. Episodes begin anew.
         """
         at_once, stops = requests.num_rows, requests.stops
-        engine = self.engine if stops is None else Stopped(self.engine, stops)
 
         def attempt(max_rows: int | None) -> Rollout:
             nonlocal at_once
@@ -160,7 +158,11 @@ class Rollouter:
             asked = replace(requests, max_rows=max_rows)
             if self.episodes is not None:  # turns end at stop strings, not rows
                 return self.episodes.play(self.engine, asked, named)
-            return engine.generate(asked)
+            rollout = self.engine.generate(asked)
+            if stops is None:
+                return rollout
+            shapes = self.engine.static_shapes
+            return stops.cut_tokens(rollout, self.policy.pad_id, static_shapes=shapes)
 
         return with_halving(
             attempt,

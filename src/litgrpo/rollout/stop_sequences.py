@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -92,6 +92,36 @@ class StopStrings:
         place, stop = min(found, default=(len(text), ""))
         return text[: place + len(stop) * include]
 
+    def cut_tokens(self, rollout: Rollout, pad_id: int, *, static_shapes: bool) -> Rollout:
+        """End completions behind the token that completes a stop string.
+
+        No token depends on later ones, so this equals not having sampled them, even with an engine
+        that knows nothing of stop strings.
+
+        Args:
+            rollout: N sampled completions.
+            pad_id: token that fills the rest.
+            static_shapes: keep columns that are all padding.
+        """
+        ids, device = rollout.token_lists(), rollout.completion_ids.device
+        ends = torch.tensor([self.length(row) for row in ids], device=device)
+        columns = torch.arange(rollout.completion_ids.shape[1], device=device)
+        mask = rollout.completion_mask & (columns < ends[:, None])
+        used = len(columns) if static_shapes else max(1, int(mask.sum(1).max()))
+        found = ends <= torch.tensor([len(row) for row in ids], device=device)
+        kept, candidates = mask[:, :used], rollout.candidate_ids
+        if candidates is not None:
+            candidates = candidates[:, :used].masked_fill(~kept[..., None], -1)
+        return replace(
+            rollout,
+            completion_ids=rollout.completion_ids[:, :used].masked_fill(~kept, pad_id),
+            completion_mask=kept,
+            loss_mask=kept,
+            sampler_logprobs=rollout.sampler_logprobs[:, :used].masked_fill(~kept, 0.0),
+            truncated=rollout.truncated & ~found,
+            candidate_ids=candidates,
+        )
+
     def cut_all(self, texts: list[str], rollout: Rollout, include: bool) -> list[str]:
         """The N texts of a rollout, cut; those in which an environment spoke stay whole."""
         alone = (rollout.loss_mask == rollout.completion_mask).all(1).tolist()
@@ -129,7 +159,7 @@ class Watch:
         self.ids[places] = seen
         self.suspects[places // self.shape[1]] |= self.may_complete[seen]
 
-    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
+    def still_active(self, cursor: Tensor, active: Tensor) -> Tensor:
         """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
         length = self.shape[1]
         rows = (cursor - 1) // length

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from litgrpo.rollout.engines.base import Listener, RolloutEngine, RolloutRequest
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
@@ -57,8 +57,3 @@ def test_requests_stay_as_they_are():
 def test_engines_say_what_they_can(engine, exact, static_shapes, row_limit, hears):
     said = (engine.exact_logprobs, engine.static_shapes, engine.row_limit, engine.supports_episodes)
     assert said == (exact, static_shapes, row_limit, hears)
-
-
-def test_a_listener_must_say_what_rows_hear():
-    with pytest.raises(TypeError, match="abstract"):
-        Listener()

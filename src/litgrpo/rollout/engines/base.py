@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,51 +14,56 @@ from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.types import PromptBatch, Rollout
 
 
-class Listener(ABC):
-    """Hears the turns of an engine's rows while it decodes, and says what each row hears.
+class TurnListener(Protocol):
+    """Receives the turns of an engine's rows while it decodes, and supplies observations.
 
-    `max_turn_tokens`: a turn ends at so many tokens, too.
+    `max_turn_tokens`: a turn ends after at most this many tokens.
     """
 
     max_turn_tokens: int
 
-    @abstractmethod
-    def ended(self, row: int, ids: list[int], *, cut: bool) -> None:
-        """A turn of a row has ended; what it hears comes by `heard`.
+    def on_turn_end(self, row: int, ids: list[int], *, truncated: bool) -> None:
+        """Start to compute the observation that follows a turn.
 
         Args:
-            row: its number, 0 to N - 1.
-            ids: the tokens of the turn, its end token included.
-            cut: the limit of tokens ended it.
+            row: number of the row, 0 to N - 1.
+            ids: tokens of the turn, including its end token.
+            truncated: the token limit ended the turn.
         """
 
-    @abstractmethod
-    def heard(self, *, wait: bool) -> dict[int, list[int] | None]:
-        """What came since the last call.
+    def take_observations(self, *, wait: bool) -> dict[int, list[int] | None]:
+        """Take the observations that have arrived since the last call.
 
         Args:
-            wait: until there is something, where a row has not been answered.
+            wait: if a row is waiting for its observation, block until one arrives.
 
         Returns:
-            {row: tokens that it hears, one or more, before its next turn; None: the row is over}.
-            There is room for at least one token after them.
+            {row: tokens of the observation, at least one; None: the episode is over}. After the
+            tokens the row has room for at least one more token.
         """
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What an engine is asked: G completions of each of B prompts.
+    """Everything that an engine needs to sample G completions for each of B prompts.
 
     Args:
-        policy: whose weights sample, in eval mode; an engine elsewhere takes token ids alone.
+        policy: model to sample from, in eval mode; a remote engine reads its token ids only.
         prompts: B prompts.
-        group_size: completions of each prompt, G.
-        uniforms: [N, C] one number in [0, 1) for a token; C: tokens of the longest completion.
+        group_size: completions per prompt, G.
+        uniforms: [N, C] one random number in [0, 1) per token; C is the maximal completion length.
         sampling: temperature and filters.
-        max_rows: rows that decode at once at most, where memory was short; None: no such limit.
+        max_rows: decode at most this many rows at once, after an out-of-memory error; None: no
+            limit.
         stops: texts at which an engine may end completions; the rest is cut off in any case.
-        listener: rows have turns: what ends a completion ends one of them, and the listener says
-            what the row hears before the next. None: every completion is one turn.
+        listener: makes completions multi-turn: what would end a completion ends a turn, and the
+            listener supplies the observation. None: every completion is a single turn.
+
+    Example::
+
+        uniforms = draw_uniforms(seed, "train", iteration, prompts.index, 8, 256)
+        request = RolloutRequest(policy, prompts, 8, uniforms, Sampling(temperature=0.9))
+        rollout = LocalEngine().generate(request)  # 8 completions of at most 256 tokens per prompt
     """
 
     policy: Policy
@@ -67,68 +73,70 @@ class RolloutRequest:
     sampling: Sampling
     max_rows: int | None = None
     stops: StopStrings | None = None
-    listener: Listener | None = None
+    listener: TurnListener | None = None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion: the model's and those of the sampling."""
+        """Tokens that end a completion: the model's and those of `sampling`."""
         return tuple(sorted({*self.policy.eos_ids, *self.sampling.stop_token_ids}))
 
     @property
     def num_rows(self) -> int:
-        """Completions, N."""
+        """Number of completions, N."""
         return len(self.uniforms)
 
 
 class RolloutEngine(ABC):
-    """Turns prompts into completions.
+    """Samples completions for prompts.
 
-    The result is a pure function of weights, prompts, uniforms and sampling: up to ties at
-    rounding, every exact engine returns the same tokens.
+    The result is a pure function of weights, prompts, uniforms and sampling: engines with
+    `exact_logprobs` return the same tokens, up to ties at rounding.
+
+    Example: an engine in 20 lines is in docs/contributing.md.
     """
 
     @property
     def exact_logprobs(self) -> bool:
-        """Whether its log-probabilities are the policy's own, up to rounding, and uniforms count.
+        """True if sampler log-probs equal the policy's up to rounding and uniforms are used.
 
-        If not, the learner computes those before the update itself and corrects for the sampler.
+        If not, the learner computes log-probs before the update and corrects for the mismatch.
         """
         return True
 
     @property
     def samples_elsewhere(self) -> bool:
-        """Whether `generate` reads no weight of the policy, so that they may change meanwhile."""
+        """True if `generate` reads no weight of the policy, so training may update it meanwhile."""
         return False
 
     @property
     def static_shapes(self) -> bool:
-        """Whether its shapes depend on the shapes of the requests alone, as compilers need."""
+        """True if all tensor shapes follow from the request's shapes, as XLA needs."""
         return False
 
     @property
     def row_limit(self) -> int | None:
-        """Rows that decode at the same time at most, by its own settings; None: all."""
+        """Maximal number of rows decoded at once by the engine's own settings; None: all."""
         return None
 
     @property
     def supports_episodes(self) -> bool:
-        """Whether it takes requests with a listener."""
+        """True if the engine accepts requests with a listener (multi-turn episodes)."""
         return False
 
     def sync_weights(self, policy: Policy, version: int) -> None:  # noqa: B027 (optional)
-        """Take over the policy's weights; engines that sample with the policy itself need not.
+        """Receive updated weights; a no-op for engines that sample with the policy itself.
 
         Args:
             policy: has the new weights.
-            version: number of finished iterations; the rollouts that follow are of this version.
+            version: number of finished iterations; the next rollouts have this version.
         """
 
     @abstractmethod
-    def generate(self, requests: RolloutRequest) -> Rollout:
-        """Sample completions; no gradient is kept.
+    def generate(self, request: RolloutRequest) -> Rollout:
+        """Sample completions, without gradients.
 
         Returns:
-            The rollout, completion texts not yet decoded. Where rows have turns, what they heard
-            is in `completion_mask` and not in `loss_mask`, its log-probabilities are 0, and `turns`
-            numbers the tokens that were spoken.
+            The rollout, completion texts not yet decoded. In multi-turn rows, observation tokens
+            are in `completion_mask` but not in `loss_mask`, their log-probs are 0, and `turns`
+            numbers the generated tokens by turn.
         """

@@ -1,4 +1,10 @@
-"""The engine for CPU and CUDA: shared prompts, no work for rows that have ended, refill."""
+"""Engine for CPU and CUDA: groups share their prompt's cache, finished rows leave the batch.
+
+Multi-turn rows are decoded in the same loop. A short observation that arrives in time is fed
+token by token in place of sampled ones. If it is long, or still missing, the row leaves the batch
+with its keys and values, reads the observation in one pass, and rejoins; no other row waits for it.
+Column t of row n always uses uniform [n, t], so a row's tokens do not depend on arrival order.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +17,39 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import at_least
+from litgrpo.models.leaving import RowsAway
 from litgrpo.models.policy import DecodeState
-from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
-from litgrpo.rollout.engines.turns import said_and_heard
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compacted
 from litgrpo.types import PromptBatch, Rollout
 
+# Observations of more tokens are read in one pass instead of token by token.
+MAX_FED_OBSERVATION = 32
+# Rows rejoin the batch together every few steps: one pass for several rows costs less.
+REJOIN_EVERY = 4
+# [n] positions in [N * C], [n] rows that had not ended before, and the tokens drawn for them.
+Step = tuple[Tensor, Tensor, Drawn]
+
 
 @dataclass(frozen=True)
 class LocalEngine(RolloutEngine):
-    """Samples with the policy itself, each prompt's keys and values shared by its group.
+    """Samples with the policy itself; each prompt's keys and values are shared by its group.
 
     Args:
-        max_rows: rows that decode at the same time at most, in whole groups; groups that wait
-            begin as soon as enough rows have finished. Lower it when keys and values do not fit
-            into memory. None decodes all.
-        compaction_frac: finished rows leave the batch when they are this fraction of it.
-        sync_every_tokens: tokens between looks for finished rows; each look waits for the device,
-            which
-            costs nothing on a CPU.
-        dtype: `bfloat16` decodes in lower precision than the policy's. Its log-probabilities are
-            then not the policy's own, and the learner corrects for that. None: as the policy.
-        fused_decode: let the policy decode by a step of its own where it knows the model.
+        max_rows: decode at most this many rows at once, in whole groups; waiting groups start as
+            soon as enough rows have finished. Lower it if the KV cache does not fit into memory.
+            None: all rows.
+        compaction_frac: finished rows leave the batch once they are this fraction of it.
+        sync_every_tokens: tokens between checks for finished rows; each check synchronizes with
+            the device, which costs nothing on a CPU.
+        dtype: `bfloat16` decodes in lower precision than the policy's. Its log-probs then differ
+            from the policy's, and the learner corrects for that. None: the policy's precision.
+        fused_decode: use the policy's fused decoding step if there is one for the model.
+
+    Example::
+
+        engine = LocalEngine(max_rows=64)  # 8 groups of 8 at a time
     """
 
     max_rows: int | None = None
@@ -49,67 +65,63 @@ class LocalEngine(RolloutEngine):
 
     @property
     def exact_logprobs(self) -> bool:
-        """Not in a precision of its own."""
+        """True unless it decodes in lower precision."""
         return self.dtype is None
 
     @property
     def row_limit(self) -> int | None:
-        """As `max_rows` says."""
+        """Return `max_rows`."""
         return self.max_rows
 
     @property
     def supports_episodes(self) -> bool:
-        """Turns are decoded in the same loop; see `turns`."""
+        """True; see `TurnDecoder`."""
         return True
 
     @torch.no_grad()
-    def generate(self, requests: RolloutRequest) -> Rollout:
+    def generate(self, request: RolloutRequest) -> Rollout:
         """Sample completions; see `RolloutEngine.generate`."""
-        policy, prompts = requests.policy, requests.prompts
+        policy, prompts = request.policy, request.prompts
         device = prompts.prompt_ids.device
-        limits = [rows for rows in (self.max_rows, requests.max_rows) if rows is not None]
+        limits = [rows for rows in (self.max_rows, request.max_rows) if rows is not None]
         # A group shares the keys and values of its prompt, so it decodes as a whole.
-        places = max(min(limits, default=requests.num_rows), requests.group_size)
-        buffer = CompletionBuffer.empty(requests.uniforms.shape, policy.pad_id, device)
-        decoding = _Decoding(replace(requests, uniforms=requests.uniforms.to(device)))
+        slots = max(min(limits, default=request.num_rows), request.group_size)
+        sampler = Sampler(replace(request, uniforms=request.uniforms.to(device)))
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
-        rows = min(places, requests.num_rows)
+        rows = min(slots, request.num_rows)
         with policy.decoding(rows, dtype=dtype, fused=self.fused_decode):
-            if requests.listener is not None:
-                return said_and_heard(decoding, places, buffer)
-            buffer.write_steps(self._steps(decoding, places), decoding.is_end)
-        return buffer.rollout(prompts, requests.group_size)
+            if request.listener is not None:
+                return TurnDecoder(sampler, request.listener, slots).rollout()
+            buffer = CompletionBuffer.empty(request.uniforms.shape, policy.pad_id, device)
+            buffer.write_steps(self._steps(sampler, slots), sampler.is_end)
+        return buffer.rollout(prompts, request.group_size)
 
-    def _steps(self, decoding: _Decoding, places: int) -> Iterator[tuple[Tensor, Tensor, Drawn]]:
-        """Sample and feed until every row of every group has ended or is full.
-
-        Yields:
-            For each step: [n] places in [N * C], [n] which of the rows had not ended before, and
-            what was drawn for them.
-        """
-        requests = decoding.requests
-        group_size, length = requests.group_size, requests.uniforms.shape[1]
-        waiting, batch, step, full = len(requests.prompts), None, 0, 0
-        # Finished rows take up room until they are looked for, so short limits look more often.
-        pause = min(self.sync_every_tokens, max(1, length // 4))
-        stops = requests.stops
-        watch = _NoWatch() if stops is None else stops.watch(requests.uniforms)
+    def _steps(self, sampler: Sampler, slots: int) -> Iterator[Step]:
+        """Sample and feed tokens until every row of every group has ended or is full."""
+        request = sampler.request
+        group_size, length = request.group_size, request.uniforms.shape[1]
+        waiting, batch, step, full = len(request.prompts), None, 0, 0
+        # Finished rows occupy slots until the next check, so short completions check more often.
+        sync_every = min(self.sync_every_tokens, max(1, length // 4))
+        watch = None if request.stops is None else request.stops.watch(request.uniforms)
         while waiting or batch is not None:
-            free = places - (0 if batch is None else len(batch.cursor))
+            free = slots - (0 if batch is None else len(batch.cursor))
             if waiting and free >= group_size and (batch is None or batch.state.can_join):
                 groups = min(waiting, free // group_size)
-                newcomers = decoding.begin(len(requests.prompts) - waiting, groups)
-                batch = newcomers if batch is None else batch.joined(newcomers)
+                newcomers = sampler.prefill(len(request.prompts) - waiting, groups)
+                batch = newcomers if batch is None else batch.join(newcomers)
                 waiting -= groups
                 full = step + length  # after this step every row has reached the length limit
             assert batch is not None
-            drawn = decoding.draw(batch)
+            drawn = sampler.draw(batch)
             yield batch.cursor, batch.active, drawn
             tokens, step = drawn.tokens, step + 1
-            watch.note(batch.cursor, batch.active, tokens)
-            batch = batch.appended(tokens, decoding.is_end)
-            if step % pause == 0 or step == full:
-                batch = replace(batch, active=watch.goes_on(batch.cursor, batch.active))
+            if watch is not None:
+                watch.note(batch.cursor, batch.active, tokens)
+            batch = batch.advance(tokens, sampler.is_end)
+            if step % sync_every == 0 or step == full:
+                if watch is not None:
+                    batch = replace(batch, active=watch.still_active(batch.cursor, batch.active))
                 active = int(batch.active.sum())
                 ended = len(tokens) - active
                 if active == 0:
@@ -117,19 +129,19 @@ class LocalEngine(RolloutEngine):
                     continue
                 if ended >= self.compaction_frac * len(tokens) or (waiting and ended >= group_size):
                     kept = compacted(batch.active, active)
-                    batch, tokens = batch.only(kept), tokens[kept]
-            batch = replace(batch, logits=requests.policy.step(tokens, batch.state))
+                    batch, tokens = batch.select(kept), tokens[kept]
+            batch = replace(batch, logits=request.policy.step(tokens, batch.state))
 
 
 @dataclass(frozen=True)
-class _RunningBatch:
-    """The rows that decode at the moment.
+class DecodingBatch:
+    """Rows that are being decoded.
 
     Args:
         state: the policy's caches of these rows.
         logits: [n, V] of their next tokens.
-        cursor: [n] where in [N * C] each row's next token goes.
-        last: [n] where its last one can go.
+        cursor: [n] position in [N * C] of each row's next token.
+        last: [n] position of its last possible token.
         active: [n] False: the row has ended and waits to be dropped.
     """
 
@@ -140,26 +152,26 @@ class _RunningBatch:
     active: Tensor
 
     def __len__(self) -> int:
-        """How many rows decode."""
+        """Count the rows."""
         return len(self.cursor)
 
-    def appended(self, tokens: Tensor, is_end: Tensor) -> _RunningBatch:
-        """After these tokens: rows that ended are marked, the others move on."""
+    def advance(self, tokens: Tensor, is_end: Tensor) -> DecodingBatch:
+        """Mark the rows that end with these tokens and move the others on by one column."""
         done = is_end.index_select(0, tokens).logical_or_(self.cursor == self.last)
         active = self.active & ~done
         return replace(self, active=active, cursor=self.cursor + active)
 
-    def only(self, kept: Tensor) -> _RunningBatch:
-        """Only the given rows; their logits have been used."""
+    def select(self, kept: Tensor) -> DecodingBatch:
+        """Keep the given rows; their logits have already been used."""
         self.state.select(kept)
         return replace(
             self, cursor=self.cursor[kept], last=self.last[kept], active=self.active[kept]
         )
 
-    def joined(self, others: _RunningBatch) -> _RunningBatch:
-        """These rows and others."""
+    def join(self, others: DecodingBatch) -> DecodingBatch:
+        """Append other rows."""
         self.state.join(others.state)
-        return _RunningBatch(
+        return DecodingBatch(
             state=self.state,
             logits=torch.cat([self.logits, others.logits]),
             cursor=torch.cat([self.cursor, others.cursor]),
@@ -168,54 +180,300 @@ class _RunningBatch:
         )
 
 
-class _NoWatch:
-    """Looks for no stop string while rows decode."""
-
-    def note(self, cursor: Tensor, active: Tensor, tokens: Tensor) -> None:
-        """See `Watch.note`."""
-
-    def goes_on(self, cursor: Tensor, active: Tensor) -> Tensor:
-        """See `Watch.goes_on`."""
-        return active
-
-
 @dataclass(frozen=True)
-class _Decoding:
-    """Reading prompts and drawing tokens for one call of the engine."""
+class Sampler:
+    """Reads prompts and draws tokens for one request."""
 
-    requests: RolloutRequest
+    request: RolloutRequest
 
     @cached_property
     def is_end(self) -> Tensor:
-        """[V] True for tokens that end a completion."""
-        tokens = torch.arange(self.requests.policy.vocab_size)
-        is_end = torch.isin(tokens, torch.tensor(self.requests.end_ids))
-        return is_end.to(self.requests.uniforms.device)
+        """[V] True for tokens that end a completion or a turn."""
+        tokens = torch.arange(self.request.policy.vocab_size)
+        is_end = torch.isin(tokens, torch.tensor(self.request.end_ids))
+        return is_end.to(self.request.uniforms.device)
 
-    def begin(self, first: int, groups: int) -> _RunningBatch:
-        """Read some prompts, from number `first`."""
-        asked = self.requests
-        part, length = slice(first, first + groups), asked.uniforms.shape[1]
-        ids, mask = asked.prompts.prompt_ids[part], asked.prompts.prompt_mask[part]
-        logits, state = asked.policy.prefill(ids, mask, asked.group_size, capacity=length)
-        rows = torch.arange(groups * asked.group_size, device=ids.device) + first * asked.group_size
-        return _RunningBatch(
+    def prefill(self, first: int, groups: int) -> DecodingBatch:
+        """Read the prompts of some groups, starting with number `first`."""
+        request = self.request
+        part, length = slice(first, first + groups), request.uniforms.shape[1]
+        ids, mask = request.prompts.prompt_ids[part], request.prompts.prompt_mask[part]
+        logits, state = request.policy.prefill(ids, mask, request.group_size, capacity=length)
+        rows = torch.arange(groups * request.group_size, device=ids.device)
+        rows += first * request.group_size
+        return DecodingBatch(
             state=state,
-            logits=logits.repeat_interleave(asked.group_size, 0),
+            logits=logits.repeat_interleave(request.group_size, 0),
             cursor=rows * length,
             last=rows * length + length - 1,
             active=torch.ones_like(rows, dtype=torch.bool),
         )
 
-    def draw(self, batch: _RunningBatch) -> Drawn:
-        """The next token of each row."""
-        numbers = self.requests.uniforms.reshape(-1).index_select(0, batch.cursor)
-        return sample(batch.logits, numbers, self.requests.sampling)
+    def draw(self, batch: DecodingBatch) -> Drawn:
+        """Draw the next token of each row."""
+        numbers = self.request.uniforms.reshape(-1).index_select(0, batch.cursor)
+        return sample(batch.logits, numbers, self.request.sampling)
+
+
+class TurnRows:
+    """Tokens of all multi-turn rows, and where the current turn of each row begins.
+
+    Args:
+        request: a request with a listener.
+        is_end: [V] True for tokens that end a turn.
+    """
+
+    def __init__(self, request: RolloutRequest, is_end: Tensor) -> None:
+        (rows, self.length), device = request.uniforms.shape, request.uniforms.device
+        assert request.listener is not None
+        self.listener = request.listener
+        self.stops, self.is_end = request.stops, is_end
+        shape = (rows, self.length)
+        self.ids = torch.full(shape, request.policy.pad_id, dtype=torch.long, device=device)
+        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        # Observation tokens ahead of the cursor, fed instead of sampled tokens.
+        self.forced = torch.zeros_like(self.mask)
+        self.turns = torch.full(shape, -1, dtype=torch.int16, device=device)
+        self.turn = torch.zeros(rows, dtype=torch.int16, device=device)
+        self.turn_start = torch.arange(rows, device=device) * self.length  # in [N * C]
+        self.truncated = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.may_stop = torch.zeros_like(is_end)
+        if self.stops is not None:
+            self.may_stop = self.stops.may_complete.to(device)
+
+    def next_tokens(self, drawn: Drawn, cursor: Tensor) -> Drawn:
+        """Replace drawn tokens by observation tokens where there are any; write the others."""
+        forced = self.forced.view(-1)[cursor]
+        tokens = torch.where(forced, self.ids.view(-1)[cursor], drawn.tokens)
+        places = cursor[~forced]
+        self.ids.view(-1)[places] = tokens[~forced]
+        self.mask.view(-1)[places] = True
+        self.turns.view(-1)[places] = self.turn[places // self.length]
+        candidates = drawn.candidate_ids
+        if candidates is not None:
+            candidates = candidates.masked_fill(forced[:, None], -1)
+        return Drawn(tokens, drawn.logprobs.masked_fill(forced, 0.0), candidates)
+
+    def end_turns(self, tokens: Tensor, cursor: Tensor) -> dict[int, int]:
+        """Pass the turns that end with these tokens to the listener.
+
+        Args:
+            tokens: [n] of this step.
+            cursor: [n] their positions in [N * C].
+
+        Returns:
+            {row whose turn ended: its index in the batch}.
+        """
+        generated = ~self.forced.view(-1)[cursor]
+        rows = cursor // self.length
+        row_end = torch.arange(1, len(self.turn_start) + 1, device=cursor.device) * self.length
+        turn_end = (self.turn_start + self.listener.max_turn_tokens).minimum(row_end)
+        full = cursor + 1 >= turn_end[rows]
+        # One transfer to the host per step; the exact test below runs for few rows.
+        suspects = generated & (self.is_end[tokens] | full | self.may_stop[tokens])
+        found: dict[int, int] = {}
+        for index in suspects.nonzero().flatten().tolist():
+            row, end = int(rows[index]), int(cursor[index]) + 1
+            ids = self.ids.view(-1)[int(self.turn_start[row]) : end].tolist()
+            ends = bool(self.is_end[tokens[index]])
+            if self.stops is not None:
+                ends = ends or self.stops.completed(ids)
+            if ends or bool(full[index]):
+                self.truncated[row] = not ends
+                self.listener.on_turn_end(row, ids, truncated=not ends)
+                found[row] = index
+        return found
+
+    def write_observation(self, row: int, position: int, ids: list[int]) -> None:
+        """Write an observation at a position in [N * C]; the row's next turn begins behind it."""
+        end = position + len(ids)
+        self.ids.view(-1)[position:end] = torch.tensor(ids, device=self.ids.device)
+        self.mask.view(-1)[position:end] = True
+        self.forced.view(-1)[position:end] = True
+        self.turn_start[row], self.truncated[row] = end, False
+        self.turn[row] += 1
+
+
+@dataclass
+class OffloadedRow:
+    """A row that has left the batch with its keys and values.
+
+    Args:
+        position: position in [N * C] of its next token.
+        token: last generated token, not yet fed to the policy.
+        observation: tokens to read when it rejoins; None: not arrived yet.
+        over: the episode has ended; the row will not rejoin.
+    """
+
+    position: int
+    token: int
+    observation: list[int] | None = None
+    over: bool = False
+
+
+class TurnDecoder:
+    """Decodes multi-turn rows.
+
+    A row is decoding in the batch, or offloaded and waiting for its observation, or offloaded with
+    an observation (it rejoins), or over. Rows of policies whose rows cannot leave a batch wait in
+    it instead, and all others with them.
+
+    Args:
+        sampler: reads prompts and draws tokens.
+        listener: supplies observations.
+        slots: maximal number of rows that hold keys and values, including offloaded ones.
+    """
+
+    def __init__(self, sampler: Sampler, listener: TurnListener, slots: int) -> None:
+        self.sampler, self.listener, self.slots = sampler, listener, slots
+        self.request, self.policy = sampler.request, sampler.request.policy
+        self.rows = TurnRows(self.request, sampler.is_end)
+        self.waiting = len(self.request.prompts)  # groups that have not begun
+        self.offloaded: dict[int, OffloadedRow] = {}  # in the order in which the rows left
+        self.store: RowsAway | None = None  # their keys and values, in the same order
+        self.step = 0
+
+    def rollout(self) -> Rollout:
+        """Decode all rows."""
+        request, rows = self.request, self.rows
+        buffer = CompletionBuffer.empty(rows.ids.shape, self.policy.pad_id, rows.ids.device)
+        buffer.write_steps(self._steps(), self.sampler.is_end)
+        buffer.ids, buffer.mask, buffer.ended = rows.ids, rows.mask, ~rows.truncated
+        rollout = buffer.rollout(request.prompts, request.group_size)
+        turns = rows.turns[:, : rollout.completion_ids.shape[1]]
+        return replace(rollout, loss_mask=turns >= 0, turns=turns)
+
+    def _steps(self) -> Iterator[Step]:
+        """Sample and feed tokens until every episode is over."""
+        batch = self._start_groups(None)
+        while batch is not None:
+            drawn = self.rows.next_tokens(self.sampler.draw(batch), batch.cursor)
+            yield batch.cursor, batch.active, drawn
+            self.step += 1
+            batch, tokens = self._finish_turns(batch, drawn.tokens)
+            if len(tokens):
+                batch = replace(batch, logits=self.policy.step(tokens, batch.state))
+            batch = self._rejoin(batch)
+            while self.offloaded and not len(batch):  # all rows wait for observations
+                self._take_observations({}, batch, wait=True)
+                batch = self._rejoin(batch)
+            batch = self._start_groups(batch)
+
+    def _start_groups(self, batch: DecodingBatch | None) -> DecodingBatch | None:
+        """Start waiting groups if there is room.
+
+        Returns:
+            The batch; None if no row is left.
+        """
+        if batch is not None and not len(batch):
+            batch = None
+        used = len(self.offloaded) + (0 if batch is None else len(batch))
+        groups = min(self.waiting, (self.slots - used) // self.request.group_size)
+        if groups <= 0 or (batch is not None and not batch.state.can_join):
+            return batch
+        newcomers = self.sampler.prefill(len(self.request.prompts) - self.waiting, groups)
+        self.waiting -= groups
+        if batch is not None:
+            return batch.join(newcomers)
+        self.store = self.policy.away(newcomers.state)
+        return newcomers
+
+    def _finish_turns(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:
+        """Handle rows whose turn has ended: they get an observation, leave the batch, or are over.
+
+        Returns:
+            The rows to feed next, and [n] their tokens.
+        """
+        ended = self.rows.end_turns(tokens, batch.cursor)
+        batch = replace(batch, cursor=batch.cursor + 1)
+        if not (ended or self.offloaded):
+            return batch, tokens
+        over, long = self._take_observations(ended, batch, wait=False)
+        if self.store is None:
+            while ended:  # rows cannot leave: wait for all observations
+                over += self._take_observations(ended, batch, wait=True)[0]
+        else:
+            for row, index in ended.items():
+                self.store.leave(index)
+                position, token = int(batch.cursor[index]), int(tokens[index])
+                self.offloaded[row] = OffloadedRow(position, token, long.get(row))
+        return self._drop(batch, tokens, [*over, *ended.values()])
+
+    def _take_observations(
+        self, ended: dict[int, int], batch: DecodingBatch, *, wait: bool
+    ) -> tuple[list[int], dict[int, list[int]]]:
+        """Take the observations that have arrived.
+
+        Args:
+            ended: {row whose turn ended in this step: its index in the batch}; rows that are over
+                or continue in the batch are removed.
+            batch: the rows that are decoded.
+            wait: block until one arrives.
+
+        Returns:
+            Indices of rows that are over, and {row of `ended`: observation to read in one pass}.
+        """
+        over: list[int] = []
+        long: dict[int, list[int]] = {}
+        for row, ids in self.listener.take_observations(wait=wait).items():
+            if row in self.offloaded:
+                self.offloaded[row].observation = ids
+                self.offloaded[row].over = ids is None
+            elif row not in ended:
+                continue
+            elif ids is None:
+                over.append(ended.pop(row))
+            elif len(ids) > MAX_FED_OBSERVATION and self.store is not None:
+                long[row] = ids
+            else:
+                self.rows.write_observation(row, int(batch.cursor[ended.pop(row)]), ids)
+        return over, long
+
+    def _drop(
+        self, batch: DecodingBatch, tokens: Tensor, gone: list[int]
+    ) -> tuple[DecodingBatch, Tensor]:
+        """Remove rows from the batch; the prompts' cache stays while offloaded rows need it."""
+        active = torch.ones_like(batch.active)
+        active[gone] = False
+        kept = compacted(active, len(active) - len(gone))
+        if not len(kept) and not self.offloaded:  # everything is over
+            batch = replace(batch, cursor=batch.cursor[:0])
+        elif gone:
+            batch = batch.select(kept)
+        return replace(batch, logits=batch.logits[:0]), tokens[kept]
+
+    def _rejoin(self, batch: DecodingBatch) -> DecodingBatch:
+        """Return offloaded rows with an observation to the batch, which they read on the way."""
+        if self.store is None:
+            return batch
+        rows = list(self.offloaded.items())
+        self.store.forget([number for number, (_, each) in enumerate(rows) if each.over])
+        self.offloaded = {row: each for row, each in rows if not each.over}
+        rows = list(self.offloaded.items())
+        ready = [number for number, (_, each) in enumerate(rows) if each.observation is not None]
+        due = len(ready) == len(rows) or self.step % REJOIN_EVERY == 0 or not len(batch)
+        if not ready or not due:
+            return batch
+        ids = [[rows[n][1].token, *(rows[n][1].observation or ())] for n in ready]
+        logits = self.store.come_back(ready, ids)
+        for n in ready:
+            row, each = rows[n]
+            self.rows.write_observation(row, each.position, each.observation or [])
+            del self.offloaded[row]
+        number = torch.tensor([rows[n][0] for n in ready], device=batch.cursor.device)
+        active = torch.ones(len(batch.cursor) + len(ready), dtype=torch.bool)
+        return replace(
+            batch,
+            logits=torch.cat([batch.logits, logits.to(batch.logits.dtype)]),
+            cursor=torch.cat([batch.cursor, self.rows.turn_start[number]]),
+            last=torch.cat([batch.last, (number + 1) * self.rows.length - 1]),
+            active=active.to(number.device),
+        )
 
 
 @dataclass
 class CompletionBuffer:
-    """The tokens sampled so far.
+    """Tokens sampled so far.
 
     Args:
         ids: [N, C] token ids.
@@ -234,7 +492,7 @@ class CompletionBuffer:
 
     @staticmethod
     def empty(shape: torch.Size, pad_id: int, device: torch.device) -> CompletionBuffer:
-        """Room for tokens of `shape`, which is (N, C)."""
+        """Allocate a buffer of `shape` (N, C)."""
         return CompletionBuffer(
             ids=torch.full(shape, pad_id, dtype=torch.long, device=device),
             logprobs=torch.zeros(shape, dtype=torch.float32, device=device),
@@ -248,8 +506,8 @@ class CompletionBuffer:
         One indexed write for the whole rollout costs less than one in every step.
 
         Args:
-            steps: for each step, the place in [N * C] of each row's token, which of the rows had
-                not ended before, and what was drawn for them.
+            steps: for each step, each row's position in [N * C], which rows had not ended before,
+                and the drawn tokens.
             is_end: [V] True for tokens that end a completion.
         """
         cursors, actives, draws = zip(*steps, strict=True)
@@ -280,7 +538,7 @@ class CompletionBuffer:
         )
 
     def _candidate_ids(self, used: int) -> Tensor:
-        """[N, used, S] what could be sampled, filled up with -1."""
+        """Return [N, used, S] tokens that could be sampled, padded with -1."""
         widest = max(ids.shape[1] for _, _, ids in self.candidate_ids)
         whole = self.ids.new_full((len(self.ids), used, widest), -1, dtype=torch.int32)
         for columns, rows, ids in self.candidate_ids:

@@ -242,7 +242,7 @@ class SpokenRows:
         here.add(ids, answer.logprobs[:said], here.turn)
         here.cut = ids[-1] not in self.requests.end_ids and not stops.completed(ids)
         if self.requests.listener is not None:
-            self.requests.listener.ended(row, ids, cut=here.cut)
+            self.requests.listener.on_turn_end(row, ids, truncated=here.cut)
             self.waiting.add(row)
 
     def heard(self, *, wait: bool) -> list[int]:
@@ -250,7 +250,7 @@ class SpokenRows:
         listener = self.requests.listener
         if listener is None or not self.waiting:
             return []
-        answers = listener.heard(wait=wait)
+        answers = listener.take_observations(wait=wait)
         self.waiting -= answers.keys()
         told = {row: ids for row, ids in answers.items() if ids is not None}
         for row, ids in told.items():
