@@ -100,7 +100,7 @@ def planned(anchor: Anchor, chip: str, folder: Path) -> Plan:
     words = ["-c", str(CONFIGS / "gsm8k_qwen2.5_1.5b.yaml")]
     sharing = ["-c", str(CONFIGS / "hardware" / "fsdp2.yaml"), "--chips", str(anchor.devices)]
     words += sharing if anchor.devices > 1 else []
-    words += ["--chip", chip, "--model.precision.compute", "bfloat16"]
+    words += ["--chip", chip, "--model.precision.autocast_dtype", "bfloat16"]
     words += ["--model.engine", "litgrpo.rollout.engines.vllm.ColocatedEngine"]
     words += ["--data.batch_size", str(anchor.prompts), "--model.group_size", str(anchor.group)]
     words += ["--data.max_prompt_length", str(anchor.prompt_len)]

@@ -37,7 +37,7 @@ from litgrpo.environments import StepResult
 from litgrpo.environments.examples import NumberGame
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.models.loading import export
+from litgrpo.models.export import export
 from litgrpo.models.scratch import Scratch
 from litgrpo.rewards import Reward
 from litgrpo.rollout.episodes import EpisodeSettings

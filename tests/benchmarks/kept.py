@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.kernels.linear import outputs
-from litgrpo.models.kernels.selective_recompute import _Again, _Whole
+from litgrpo.models.kernels.linear import count_linear_outputs
+from litgrpo.models.kernels.selective_recompute import _KeptTensor, _SavedTensors
 from litgrpo.types import TokenRows
 from tests.benchmarks.workload import SIZES, Work
 
@@ -37,15 +37,15 @@ def kept_of(run: Callable[[], object]) -> list[Tensor]:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    def pack_and_keep(self: _Again, tensor: Tensor) -> Any:
+    def pack_and_keep(self: _SavedTensors, tensor: Tensor) -> Any:
         packed = pack(self, tensor)
-        if isinstance(packed, _Whole):
+        if isinstance(packed, _KeptTensor):
             keep(tensor)
         return packed
 
-    pack = _Again.pack  # of the hooks within, which torch asks in place of these
+    pack = _SavedTensors.pack  # of the hooks within, which torch asks in place of these
     with (
-        patch.object(_Again, "pack", pack_and_keep),
+        patch.object(_SavedTensors, "pack", pack_and_keep),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         run()
@@ -98,7 +98,10 @@ def main() -> None:
             found = by_recompute(policy, bf16=bf16)
             bytes_, mib = (
                 ", ".join(f"{each * factor:,.{digits}f}" for each in found)
-                for factor, digits in ((1 / outputs(policy.model), 1), (2048 / 2**20, 0))
+                for factor, digits in (
+                    (1 / count_linear_outputs(policy.model), 1),
+                    (2048 / 2**20, 0),
+                )
             )
             print(f"| {size} | {'bf16' if bf16 else 'float32'} | {bytes_} | {mib} |")
 

@@ -21,7 +21,7 @@ CONFIGS = ROOT / "configs"
 RECIPE = [
     *("-c", str(CONFIGS / "gsm8k_qwen2.5_1.5b.yaml"), "-c", str(CONFIGS / "hardware/fsdp2.yaml")),
     *("--model.precision.gradient_checkpointing", "true"),
-    *("--model.precision.compute", "bfloat16", "--model.objective.kl_coef", "0"),
+    *("--model.precision.autocast_dtype", "bfloat16", "--model.objective.kl_coef", "0"),
     *("--model.max_completion_length", "3072", "--data.max_prompt_length", "1024"),
     *("--data.batch_size", "64", "--data.eval_batch_size", "64", "--model.group_size", "16"),
     *("--model.update.micro_batch_tokens", "8192", "--chip", "h100", "--read_data", "false"),

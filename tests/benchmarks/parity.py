@@ -29,7 +29,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from litgrpo.evaluation.intervals import student_t_quantile
-from litgrpo.models.loading import export
+from litgrpo.models.export import export
 from tests.benchmarks.plan import write
 from tests.benchmarks.seeds import curve, sampled
 

@@ -22,8 +22,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.kernels.linear import Kernels
-from litgrpo.models.packing import family_buckets
+from litgrpo.models.kernels.linear import LinearKernels
+from litgrpo.models.packing import bucket_by_parent
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
@@ -58,14 +58,14 @@ class Phases(NamedTuple):
 
     sample: Callable[[], None]
     learn: Callable[[], None]
-    kernels: Kernels
+    kernels: LinearKernels
 
 
 def phases(work: Work) -> Phases:
     """A policy, its prompts, and what is done with them."""
     torch.set_num_threads(work.threads)
     policy = work.policy().eval()
-    policy.use_kernels(linears.choose(policy.model, "auto"))
+    policy.set_linear_kernels(linears.choose_kernels(policy.model, "auto"))
     (prompts,) = work.batches(1)
     numbers = draw_uniforms(0, "train", 0, prompts.index, work.group, work.max_new)
     rollouts: list[Rollout] = []
@@ -80,12 +80,14 @@ def phases(work: Work) -> Phases:
             rollouts.append(LocalEngine().generate(requests))
 
     of_prompts = prompts.prompt_mask.sum(1)
-    limits = {"max_tokens": UpdateConfig().fitted(linears.outputs(policy.model)).max_tokens}
+    limits = {
+        "max_tokens": UpdateConfig().fitted(linears.count_linear_outputs(policy.model)).max_tokens
+    }
 
     def learn() -> None:
         rollout = rollouts[-1]
         prompt_of = torch.arange(len(rollout.lengths)) // work.group
-        for rows in family_buckets(rollout.lengths, of_prompts, prompt_of, **limits):
+        for rows in bucket_by_parent(rollout.lengths, of_prompts, prompt_of, **limits):
             used = int(rollout.lengths[rows].max())
             asked, own = prompt_of[rows].unique(return_inverse=True)
             taken = TokenRows(
@@ -99,7 +101,7 @@ def phases(work: Work) -> Phases:
                 mean = policy.logprobs(taken).logprobs.mean()
             mean.backward()
 
-    return Phases(sample, learn, policy.kernels)
+    return Phases(sample, learn, policy.linear_kernels)
 
 
 def profiled(work: Work) -> dict[str, dict[str, float]]:

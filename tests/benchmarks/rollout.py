@@ -121,7 +121,7 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {
             "size": size,
             "engine": name,
-            "kernel": policy.kernels.decode,
+            "kernel": policy.linear_kernels.decode,
             "threads": torch.get_num_threads(),
             "cpu_s": round(cpu, 4),
             "cpu_min_s": round(min(cpu for cpu, _, _ in runs), 4),

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from litgrpo.models.kernels.linear import PackedLinear, onednn_works, packs
+from litgrpo.models.kernels.linear import PackedLinear, can_pack_dtype, onednn_works
 from tests.benchmarks.workload import Work
 
 
@@ -57,7 +57,7 @@ def measured(seconds: float = 1.0) -> Machine:
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(rows, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
         kernels = [partial(functional.linear, x, weight)]
-        if packs(dtype):
+        if can_pack_dtype(dtype):
             kernels.append(partial(PackedLinear(weight), x))
         peaks[dtype] = max(gflop / best(kernel, seconds) for kernel in kernels)
     memory, other = torch.ones(2**26), torch.ones(2**26)
@@ -88,7 +88,7 @@ def kernels() -> dict[str, list[float]]:
             partial(PackedLinear(weight), x),
             partial(functional.linear, narrow, narrow_weight),
         ]
-        if packs(torch.bfloat16):
+        if can_pack_dtype(torch.bfloat16):
             ways.append(partial(PackedLinear(narrow_weight), narrow))
         gflop = 2 * rows * into * out / 1e9
         found[f"{rows} x {into} x {out}"] = [gflop / best(way, 0.5) for way in ways]

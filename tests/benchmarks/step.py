@@ -119,7 +119,7 @@ def steps_of_ours(
     measures: Measures = {name: statistics.median(step[name] for step in kept) for name in kept[0]}
     measures["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     measures["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
-    measures["kernels"] = asdict(grpo.policy.kernels)
+    measures["kernels"] = asdict(grpo.policy.linear_kernels)
     return measures
 
 

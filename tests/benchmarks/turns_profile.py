@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.offloaded_rows import CachedRowsAway
+from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.local import Sampler, TurnDecoder, TurnRows
 from litgrpo.rollout.episodes import EpisodeListener, Episodes
 from litgrpo.rollout.rollouter import Rollouter
@@ -26,8 +26,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     "- prompts are read": (Sampler, "prefill"),
     "- a token of every row": (CausalPolicy, "step"),
     "- tokens are drawn": (Sampler, "draw"),
-    "- rows leave": (CachedRowsAway, "leave"),
-    "- rows come back and read": (CachedRowsAway, "come_back"),
+    "- rows leave": (RowOffloader, "leave"),
+    "- rows come back and read": (RowOffloader, "come_back"),
     "- who has ended": (TurnRows, "end_turns"),
     "- -- of these turns handed over": (EpisodeListener, "on_turn_end"),
     "- answers taken": (EpisodeListener, "take_observations"),

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from litgrpo.data.sampler import BatchLoader, BatchOrder
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.kernels.linear import KernelChoice
-from litgrpo.models.loading import Precision, as_policy
+from litgrpo.models.loading import Precision, build_policy
 from litgrpo.types import PromptBatch
 from tests.benchmarks import random_model
 
@@ -58,7 +58,7 @@ class Work:
         threads: of the processor.
         seed: of weights and prompts.
         recompute: `precision.selective_recompute`.
-        kernels: `precision.kernels`.
+        kernels: `precision.linear_kernels`.
     """
 
     size: Size = field(default_factory=lambda: SIZES["tiny"])
@@ -81,8 +81,8 @@ class Work:
     def policy(self) -> CausalPolicy:
         """The model, random."""
         made = self.random()
-        settings = Precision(selective_recompute=self.recompute, kernels=self.kernels)
-        policy = as_policy(made.model(), made.tokenizer(), precision=settings)
+        settings = Precision(selective_recompute=self.recompute, linear_kernels=self.kernels)
+        policy = build_policy(made.model(), made.tokenizer(), precision=settings)
         policy.eos_ids = tuple(made.end_ids)
         return policy
 

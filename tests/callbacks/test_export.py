@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.callbacks.export import Export, HFCheckpoints
 from litgrpo.callbacks.run_folder import checkpoint_file
-from litgrpo.models.loading import LoRA, as_policy
+from litgrpo.models.loading import LoRA, build_policy
 from tests.callbacks.fitting import fit
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.standin import StandIn
@@ -30,7 +30,7 @@ def test_plain_transformers_loads_the_final_model_with_equal_logits(tmp_path):
 def test_adapters_are_saved_beside_the_merged_model(tmp_path):
     peft = pytest.importorskip("peft")
     module = StandIn(1)
-    module.policy = as_policy(tiny_model("llama"), byte_tokenizer(), lora=LoRA(rank=2))
+    module.policy = build_policy(tiny_model("llama"), byte_tokenizer(), lora=LoRA(rank=2))
     module.policy.train()
     fit(tmp_path, Export(), module=module)
     assert {"final_adapter", "final_model"} <= {*names(tmp_path)}

@@ -14,7 +14,7 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.training import module, train
@@ -58,7 +58,7 @@ def learner():
         dynamic_sampling_attempts=1,
         check_invariants=False,
     )
-    policy = as_policy(
+    policy = build_policy(
         tiny_model("qwen2"), byte_tokenizer(), precision=Precision(), lora=LoRA(rank=2)
     )
     grpo.policy = policy

@@ -12,6 +12,7 @@ from litgrpo.checks.dry_run import (
     few_prompts,
     modes_kept,
     padded,
+    restore_end_tokens,
     some_ends,
 )
 from tests.support.models import prompt_batch
@@ -26,8 +27,9 @@ def dry_run():
 
 def test_a_dry_run_is_small_and_leaves_the_run_as_it_was():
     grpo, dry = dry_run()
-    dry.learner.policy.eos_ids = (7,)
-    rollout = dry.sample(prompt_batch("a", "hello"))
+    with restore_end_tokens(grpo.policy):
+        dry.learner.policy.eos_ids = (7,)
+        rollout = dry.sample(prompt_batch("a", "hello"))
     assert rollout.completion_ids.shape[1] <= COMPLETION_LEN
     assert rollout.group_size == GROUP
     assert (grpo.learner.group_size, grpo.rollouter.max_completion_length) == (6, 40)

@@ -18,7 +18,7 @@ from litgrpo.checks.invariants import (
     measured,
     refuse,
 )
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.episodes import EpisodeListener
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.turn_format import CASES, Template, proved
@@ -44,7 +44,7 @@ def findings_of(architecture="llama", sampling=None, objective=OBJECTIVE, **sett
         sampling=sampling,
         **settings,
     )
-    reference = FrozenModel(tiny_policy(architecture)) if objective.needs_reference else None
+    reference = FrozenReference(tiny_policy(architecture)) if objective.needs_reference else None
     learner = learner_of(policy, objective, sampling=sampling, reference=reference)
     learner = replace(learner, max_completion_length=40, reuse_sampler_logprobs=False)
     found = measured(rollouter, learner, PROMPTS, Conditions(fresh_reference=True))

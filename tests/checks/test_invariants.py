@@ -20,9 +20,9 @@ from litgrpo.models import policy as policies
 from litgrpo.models import shared_prefix as attention
 from litgrpo.models import t5 as seq2seq
 from litgrpo.models.fused_decode import FusedDecoder
-from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.packing import Packing
-from litgrpo.models.reference import AdapterOff, FrozenModel, Reference
+from litgrpo.models.reference import BaseModelReference, FrozenReference, Reference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines import local as local_engine
@@ -161,7 +161,7 @@ def pads_read_by_the_encoder(patch):
     def encoded(self, prompt_ids, prompt_mask):
         return self.encoder(input_ids=prompt_ids).last_hidden_state
 
-    patch(seq2seq.Seq2SeqPolicy, "encoded", encoded)
+    patch(seq2seq.Seq2SeqPolicy, "encode", encoded)
     return module("t5")
 
 
@@ -235,12 +235,12 @@ def top_k_ignored_in_drawing(patch):
 
 def dropping(rate=0.2):
     model = tiny_model("gpt2", resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
-    return as_policy(model, byte_tokenizer())
+    return build_policy(model, byte_tokenizer())
 
 
 def dropout_in_generation(patch):
     patch(causal.CausalPolicy, "eval", lambda self: self)
-    return module(policy=dropping(), precision=Precision(dropout=True))
+    return module(policy=dropping(), precision=Precision(disable_dropout=False))
 
 
 def dropout_in_the_update(patch):
@@ -339,7 +339,7 @@ def adapters_left_on(patch):
 
 def reference_of_other_weights(patch):
     grpo = module(objective=KL)
-    grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1))
+    grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
     return grpo
 
 
@@ -453,12 +453,12 @@ def test_there_are_twelve_seeded_bugs_and_all_seven_invariants_find_one():
 
 def test_a_fused_step_that_forgets_the_window_is_found(monkeypatch):
     """Its own first try is too short to see it."""
-    right = FusedDecoder._layer
+    right = FusedDecoder._fuse_layer
 
     def layer(*args):
         return replace(right(*args), window=None)
 
-    monkeypatch.setattr(FusedDecoder, "_layer", layer)
+    monkeypatch.setattr(FusedDecoder, "_fuse_layer", layer)
     grpo = module("gemma2")
     with pytest.raises(ValueError, match="cached decoding equals the full forward"):
         fit(grpo)
@@ -475,8 +475,8 @@ def test_no_false_alarm_when_the_engine_is_of_lower_precision(architecture):
 
 
 LOWER = {
-    "compute bfloat16": dict(precision=Precision(compute="bfloat16")),
-    "compute float16": dict(precision=Precision(compute="float16")),
+    "compute bfloat16": dict(precision=Precision(autocast_dtype="bfloat16")),
+    "compute float16": dict(precision=Precision(autocast_dtype="float16")),
     "weights bfloat16": dict(precision=Precision(dtype="bfloat16")),
     "weights float16": dict(precision=Precision(dtype="float16")),
     "engine bfloat16": dict(engine=local_engine.LocalEngine(dtype="bfloat16")),
@@ -493,7 +493,7 @@ def test_every_way_to_lower_precision_trains(architecture, way, report):
     trainer = {"precision": settings.pop("trainer", None), "plugins": settings.pop("plugins", None)}
     precision = settings.get("precision", Precision())
     model = tiny_model(architecture).to(getattr(torch, precision.dtype))
-    policy = as_policy(model, byte_tokenizer(), precision=precision)
+    policy = build_policy(model, byte_tokenizer(), precision=precision)
     policy.requires_grad_(True)
     grpo = module(policy=policy, optimizer=partial(torch.optim.SGD, lr=0.5), **settings)
     before = weights(grpo).clone()
@@ -508,7 +508,9 @@ def test_every_way_to_lower_precision_trains(architecture, way, report):
 def test_a_failure_that_may_be_rounding_is_not_called_a_mistake():
     name = "1 cached decoding equals the full forward"
     rounding = invariants.Finding(name, error=0.3, tolerance=0.25)
-    with pytest.raises(ValueError, match=r"may be rounding.* precision\.compute null") as raised:
+    with pytest.raises(
+        ValueError, match=r"may be rounding.* precision\.autocast_dtype null"
+    ) as raised:
         invariants.refuse([rounding])
     assert "likely" not in str(raised.value)
     for finding in (replace(rounding, error=5.0), replace(rounding, tolerance=1e-4)):
@@ -520,9 +522,9 @@ def with_adapters(architecture="qwen2", **settings):
     pytest.importorskip("peft")
     model = tiny_model(architecture)
     grpo = module(
-        policy=as_policy(model, byte_tokenizer(), lora=LoRA(rank=2)), objective=KL, **settings
+        policy=build_policy(model, byte_tokenizer(), lora=LoRA(rank=2)), objective=KL, **settings
     )
-    grpo.reference = AdapterOff(grpo.policy)
+    grpo.reference = BaseModelReference(grpo.policy)
     return grpo
 
 
@@ -548,9 +550,9 @@ def test_no_false_alarm_whatever_the_objective(name, steps, report):
         dict(group_size=2),
         dict(group_size=9),
         dict(max_completion_length=1),
-        dict(policy=dropping(), precision=Precision(dropout=True)),
+        dict(policy=dropping(), precision=Precision(disable_dropout=False)),
         dict(
-            policy=as_policy(
+            policy=build_policy(
                 tiny_model("llama"),
                 byte_tokenizer(),
                 precision=Precision(gradient_checkpointing=True),
@@ -589,7 +591,7 @@ def test_no_false_alarm_in_other_precisions(architecture, dtype, report):
 
 def test_a_reference_of_the_users_choice_may_differ(report):
     grpo = module(objective=KL, reference="another")
-    grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1))
+    grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
     fit(grpo)
     assert "3 KL to the fresh reference is 0" not in report()
     assert report()["3 the reference stays where it is"][0] == 0
@@ -620,13 +622,13 @@ def test_a_run_is_bit_identical_with_the_checks_on_or_off_and_when_resumed(data,
         torch.manual_seed(3)  # the order of the first loader, and the dropout
         grpo = module(
             policy=dropping(),
-            precision=Precision(dropout=True),
+            precision=Precision(disable_dropout=False),
             objective=KL,
             check_invariants=checked,
             max_iterations=iterations,
             update=UpdateConfig(epochs_per_rollout=2),
         )
-        grpo.reference = FrozenModel(dropping())
+        grpo.reference = FrozenReference(dropping())
         trainer = fit(grpo, data(), ckpt_path)
         return grpo, trainer, (weights(grpo), torch.get_rng_state())
 
@@ -748,7 +750,9 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
             continue  # defined by the split
         policy = tiny_policy(architecture, **usual).to(getattr(torch, dtype))
         grpo = module(policy=policy, objective=objective, max_completion_length=8)
-        grpo.reference = FrozenModel(tiny_policy(architecture, seed=1).to(getattr(torch, dtype)))
+        grpo.reference = FrozenReference(
+            tiny_policy(architecture, seed=1).to(getattr(torch, dtype))
+        )
         grpo.configure_model()
         experience = experience_of(grpo, prompt_batch(*TEXTS))
         whole = Limits(shared=policy.shares_prompts)

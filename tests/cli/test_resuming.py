@@ -115,7 +115,7 @@ def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):  
 
 
 def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("litgrpo.models.loading.export", refuses)
+    monkeypatch.setattr("litgrpo.models.export.export", refuses)
     code, _, _ = cli(*FIT)
     folder = "runs/recipe/final_model"
     assert code.startswith(f"error: {folder} is not complete: [Errno 28] No space left on device")

@@ -9,7 +9,7 @@ import torch
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.distributed.agreement import ShortElsewhere, check_others, on_all
 from litgrpo.distributed.memory import is_out_of_memory
-from litgrpo.models.shard_files import full_weights
+from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
 from tests.distributed.fsdp.training import TEXTS, grpo, save_models, trainer
@@ -82,7 +82,7 @@ def halve(processes, folder):
     runner = trainer(processes, strategy="ddp" if processes > 1 else "auto")
     runner.fit(module, PromptData(TEXTS[:4], batch_size=4))
     assert module.learner.max_rows == (2 if module.global_rank == 1 else None)
-    weights = {name: each.detach() for name, each in full_weights(module.policy.model)}
+    weights = {name: each.detach() for name, each in gather_weights(module.policy.model)}
     torch.save(weights, folder / f"halved {processes} {module.global_rank}.pt")
 
 

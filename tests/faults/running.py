@@ -49,7 +49,7 @@ RECIPE: dict[str, Any] = {
     "completions": {"every_n_iterations": 1},
 }
 SUPERVISED: dict[str, Any] = {
-    "model": {"init_args": {"max_iterations": ITERATIONS, "precision": {"dropout": True}}},
+    "model": {"init_args": {"max_iterations": ITERATIONS, "precision": {"disable_dropout": False}}},
     "data": {
         "init_args": {
             "train": "python:litgrpo.data.examples.problems.supervised?size=200",

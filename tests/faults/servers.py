@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from litgrpo.models.loading import resolve
+from litgrpo.models.loading import resolve_pretrained
 from tests.faults.processes import SECOND, TORCHRUN, of_two
 from tests.faults.running import RECIPE, Run, calls, differences, merged
 from tests.vllm.serving import free_port
@@ -27,7 +27,7 @@ def recipe(port: int, **update: Any) -> dict[str, Any]:
 def started(port: int, *words: str) -> subprocess.Popen[str]:
     """A server, when it answers."""
     module = "tests.support.vllm_stand_in"
-    command = [sys.executable, "-m", module, resolve(MODEL), str(port), *words]
+    command = [sys.executable, "-m", module, resolve_pretrained(MODEL), str(port), *words]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline()

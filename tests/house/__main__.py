@@ -25,7 +25,7 @@ REWARDS = ("rewards/builtin/", "text/")
 PLAIN = """
     --model.engine.fused_decode false --model.precision.share_prompts false
     --model.precision.selective_recompute false
-    --model.precision.kernels plain --model.reward_runner InProcessRunner
+    --model.precision.linear_kernels plain --model.reward_runner InProcessRunner
 """
 TRAINING = """
     --model.max_iterations 3 --data.batch_size 4 --trainer.num_sanity_val_steps 0

@@ -147,10 +147,10 @@ PROBES = [
         code=0,
         before=lambda folder: saved(folder, max_position_embeddings=16) and None,
     ),
-    Probe("an adapter as the model", MINE, ("--model.lora.start",), before=adapter),
+    Probe("an adapter as the model", MINE, ("--model.lora.adapter_path",), before=adapter),
     Probe(
         "no adapter to start from",
-        f"{QUICK} --model.lora.start ./nowhere",
+        f"{QUICK} --model.lora.adapter_path ./nowhere",
         ("no adapter folder",),
     ),
     Probe(
@@ -160,12 +160,12 @@ PROBES = [
     ),
     Probe(
         "four bits without an adapter",
-        f"{QUICK} --model.precision.quantize nf4",
+        f"{QUICK} --model.precision.quantization nf4",
         ("cannot be trained themselves", "--model.lora.rank"),
     ),
     Probe(
         "lower products of lower weights",
-        f"{QUICK} --model.precision.dtype bfloat16 --model.precision.compute bfloat16",
+        f"{QUICK} --model.precision.dtype bfloat16 --model.precision.autocast_dtype bfloat16",
         ("Leave out one of the two",),
     ),
     Probe(
@@ -175,7 +175,7 @@ PROBES = [
     ),
     Probe(
         "products in bfloat16",
-        f"{QUICK} --model.precision.compute bfloat16",
+        f"{QUICK} --model.precision.autocast_dtype bfloat16",
         ("everything is in",),
         code=0,
     ),

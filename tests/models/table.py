@@ -27,10 +27,10 @@ from transformers.models.auto.modeling_auto import (
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checks.invariants import Conditions, Finding, measured
 from litgrpo.models.architectures import ARCHITECTURES
-from litgrpo.models.generic import LibraryPolicy
+from litgrpo.models.generic import GenericPolicy
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
-from litgrpo.models.weights import language_part, model_class
+from litgrpo.models.weights import find_model_class, select_text_config
 from litgrpo.training.stepper import PlainStepper
 from tests.support.models import byte_tokenizer, prompt_batch
 from tests.training.parts import learner_of, rollouter_of, sampled
@@ -174,12 +174,12 @@ def small_model(model_type: str) -> Any:
     reasons = []
     for layers in (2, 4, 8):
         try:
-            config = language_part(small_config(model_type, layers))
+            config = select_text_config(small_config(model_type, layers))
             with torch.device("meta"):
-                size = sum(each.numel() for each in model_class(config)(config).parameters())
+                size = sum(each.numel() for each in find_model_class(config)(config).parameters())
             assert size < LARGEST, f"its smallest has {size} parameters"
             torch.manual_seed(0)
-            model = model_class(config)(config).eval()
+            model = find_model_class(config)(config).eval()
             if not config.is_encoder_decoder:
                 model(input_ids=torch.arange(3, 13)[None])
         except Exception as error:
@@ -242,7 +242,7 @@ def unequal(prompts: list[str], completions: list[str]) -> list[float]:
 
 def path_of(policy: Policy) -> str:
     """How a policy computes."""
-    if isinstance(policy, LibraryPolicy):
+    if isinstance(policy, GenericPolicy):
         names = {True: "library, its cache", False: "library, no cache"}
         return names[policy.cached] + ("" if policy.batched else ", row by row")
     known = policy.bare_model.config.model_type in ARCHITECTURES

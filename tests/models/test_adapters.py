@@ -7,20 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from litgrpo.models.loading import (
-    LoRA,
-    Precision,
-    as_policy,
-    export,
-    export_adapter,
-    load_policy,
-    load_reference,
-)
-from litgrpo.models.reference import AdapterAtStart
+from litgrpo.models.export import export, export_adapter
+from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy, load_reference
+from litgrpo.models.reference import InitialAdapterReference
 from tests.support.adapters import moved
 from tests.support.causal import tokens
 from tests.support.invariants import KL, fit, module
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
+from tests.support.raises import raises_for
 
 peft = pytest.importorskip("peft")
 KINDS = {
@@ -75,11 +69,11 @@ def test_every_kind_trains_and_the_invariants_hold(base, kind):
 def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
     first = moved(load_policy(base, lora=KINDS[kind]))
     export_adapter(first, tmp_path / "adapter")
-    lora = LoRA(start=str(tmp_path / "adapter"))
+    lora = LoRA(adapter_path=str(tmp_path / "adapter"))
     policy = load_policy(base, lora=lora)
     assert torch.equal(logits(policy.model), logits(first.model))
     reference = load_reference(policy, None, base, Precision(), lora)
-    assert isinstance(reference, AdapterAtStart)
+    assert isinstance(reference, InitialAdapterReference)
     rows = tokens(policy)
     start = policy.logprobs(rows).logprobs.detach()
     moved(policy)
@@ -98,16 +92,16 @@ def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
 
 def test_a_run_that_goes_on_from_an_adapter_is_sound(base, tmp_path):
     export_adapter(moved(load_policy(base, lora=LoRA(rank=4)), 0.05), tmp_path / "adapter")
-    lora = LoRA(start=str(tmp_path / "adapter"))
+    lora = LoRA(adapter_path=str(tmp_path / "adapter"))
     grpo = module(objective=KL, lora=lora)
     grpo.pretrained, grpo.policy, grpo.reference = base, None, None
     fit(grpo)  # the invariants ask that the KL to the start is 0
-    assert isinstance(grpo.reference, AdapterAtStart)
+    assert isinstance(grpo.reference, InitialAdapterReference)
 
 
 def test_adapters_of_an_encoder_decoder_model_load_in_plain_peft(tmp_path):
     tiny_model("t5").save_pretrained(tmp_path / "base")
-    policy = moved(as_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=2)))
+    policy = moved(build_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=2)))
     export_adapter(policy, tmp_path / "adapter")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     plain = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
@@ -122,53 +116,53 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_an_adapter_that_lacks_weights_or_has_others_is_refused(base, adapter):
+def test_an_adapter_with_missing_or_unexpected_weights_raises(base, adapter):
     file = adapter / "adapter_model.safetensors"
     weights = load_file(file)
     name = next(iter(weights))
     left = {key: value for key, value in weights.items() if key != name}
     for changed, problem in (
-        (left, "lacks"),
-        (weights | {f"{name}.more": torch.ones(1)}, "has too"),
+        (left, "missing"),
+        (weights | {f"{name}.more": torch.ones(1)}, "unexpected"),
     ):
         save_file(changed, file)
-        with pytest.raises(ValueError, match=f"does not fit this model: it {problem}"):
-            load_policy(base, lora=LoRA(start=str(adapter)))
+        with raises_for(problem, "pretrained"):
+            load_policy(base, lora=LoRA(adapter_path=str(adapter)))
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
-def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):
+def test_an_adapter_of_another_model_raises(adapter, tmp_path):
     tiny_model("llama", hidden_size=48).save_pretrained(tmp_path / "other")
     byte_tokenizer().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"does not fit this model: .* Is `pretrained` the model"):
-        load_policy(str(tmp_path / "other"), lora=LoRA(start=str(adapter)))
+    with raises_for("adapter", "pretrained"):
+        load_policy(str(tmp_path / "other"), lora=LoRA(adapter_path=str(adapter)))
 
 
-def test_settings_that_contradict_the_folder_are_refused(base, adapter):
-    with pytest.raises(ValueError, match=r"lora\.r is 8, but the adapter in lora\.start has 4"):
-        load_policy(base, lora=LoRA(rank=8, start=str(adapter)))
-    assert load_policy(base, lora=LoRA(rank=4, start=str(adapter))).has_adapter
+def test_settings_that_contradict_the_folder_raise(base, adapter):
+    with raises_for("lora.r is 8", "lora.adapter_path has 4"):
+        load_policy(base, lora=LoRA(rank=8, adapter_path=str(adapter)))
+    assert load_policy(base, lora=LoRA(rank=4, adapter_path=str(adapter))).has_adapter
 
 
-def test_a_folder_without_an_adapter_or_with_another_kind_is_refused(base, adapter):
-    with pytest.raises(ValueError, match=r"no adapter folder \(no adapter_config\.json in it\)"):
-        load_policy(base, lora=LoRA(start=base))
+def test_a_folder_without_an_adapter_or_with_another_kind_raises(base, adapter):
+    with raises_for("lora.adapter_path", "adapter_config.json"):
+        load_policy(base, lora=LoRA(adapter_path=base))
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "IA3"}))
-    with pytest.raises(ValueError, match="adapter of type IA3; only LORA"):
-        load_policy(base, lora=LoRA(start=str(adapter)))
+    with raises_for("lora.adapter_path", "IA3", "LORA"):
+        load_policy(base, lora=LoRA(adapter_path=str(adapter)))
 
 
-def test_an_adapter_in_place_of_a_model_is_answered_with_the_keys(adapter):
-    with pytest.raises(ValueError, match=r"is an adapter in PEFT's format.*--model\.lora\.start"):
+def test_an_adapter_given_as_pretrained_raises_with_the_options_to_set(adapter):
+    with raises_for("pretrained", "--model.lora.adapter_path"):
         load_policy(str(adapter))
 
 
-def test_modules_that_do_not_exist_are_refused(base):
-    with pytest.raises(ValueError, match=r"nothing.* called down_proj, .* \(lora\.target"):
+def test_modules_that_do_not_exist_raise(base):
+    with raises_for("nothing", "lora.target_modules", "down_proj"):
         load_policy(base, lora=LoRA(target_modules=["nothing"]))
 
 
-def test_a_policy_without_adapters_has_none_to_export(base, tmp_path):
-    with pytest.raises(ValueError, match="There is no adapter to export"):
+def test_exporting_the_adapter_of_a_policy_without_one_raises(base, tmp_path):
+    with raises_for("model.lora"):
         export_adapter(load_policy(base), tmp_path / "adapter")

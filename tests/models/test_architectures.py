@@ -1,8 +1,8 @@
 import pytest
 from transformers import AutoConfig
 
-from litgrpo.models.architectures import ARCHITECTURES, has_known_layers, rope_types
-from litgrpo.models.fused_decode import is_known
+from litgrpo.models.architectures import ARCHITECTURES, has_known_layers, list_rope_types
+from litgrpo.models.fused_decode import is_supported
 from tests.support.models import tiny_model
 
 
@@ -15,7 +15,7 @@ def test_every_entry_is_a_model_type_of_the_library(name):
 def test_what_a_model_may_use_is_what_its_entry_says(architecture):
     model, entry = tiny_model(architecture), ARCHITECTURES[architecture]
     assert has_known_layers(model) != entry.encoder_decoder
-    assert is_known(model) == (entry.fused is not None)
+    assert is_supported(model) == (entry.fused is not None)
 
 
 def test_layers_of_another_kind_are_not_known():
@@ -25,7 +25,7 @@ def test_layers_of_another_kind_are_not_known():
 
 
 def test_rotary_embeddings_of_all_layer_types_are_found():
-    assert rope_types(None) == set()
-    assert rope_types({"rope_type": "yarn", "factor": 2.0}) == {"yarn"}
+    assert list_rope_types(None) == set()
+    assert list_rope_types({"rope_type": "yarn", "factor": 2.0}) == {"yarn"}
     of_each = {"full_attention": {"rope_type": "linear"}, "sliding_attention": {}}
-    assert rope_types(of_each) == {"linear"}
+    assert list_rope_types(of_each) == {"linear"}

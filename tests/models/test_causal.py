@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from litgrpo.models.loading import LoRA, Precision, as_policy
-from litgrpo.models.reference import AdapterOff, FrozenModel
+from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.reference import BaseModelReference, FrozenReference
 from tests.support.causal import TEXTS, dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 
@@ -70,7 +70,7 @@ def test_entropy_is_that_of_the_distribution():
 def test_gradient_checkpointing_changes_no_gradient():
     plain = tiny_policy("qwen2")
     precision = Precision(gradient_checkpointing=True)
-    frugal = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision)
+    frugal = build_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision)
     grads = []
     for policy in (plain.train(), frugal.train()):
         policy.logprobs(tokens(policy)).logprobs.sum().backward()
@@ -82,7 +82,7 @@ def test_gradient_checkpointing_changes_no_gradient():
 def test_lora_trains_adapters_only_and_its_base_is_the_reference():
     base = tiny_policy("qwen2")
     start = base.logprobs(tokens(base)).logprobs.detach()
-    policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
+    policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
@@ -92,13 +92,13 @@ def test_lora_trains_adapters_only_and_its_base_is_the_reference():
         optimizer.step()
     moved = policy.logprobs(tokens(policy)).logprobs
     assert (moved - start).abs().max() > 1e-3
-    reference = AdapterOff(policy).logprobs(tokens(policy), temperature=1.0).logprobs
+    reference = BaseModelReference(policy).logprobs(tokens(policy), temperature=1.0).logprobs
     torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
 
 
 def test_a_frozen_reference_stays_as_it_is_while_the_policy_moves():
     policy = tiny_policy("llama")
-    reference = FrozenModel(copy.deepcopy(policy))
+    reference = FrozenReference(copy.deepcopy(policy))
     before = reference.logprobs(tokens(policy), temperature=1.0).logprobs
     policy.logprobs(tokens(policy)).logprobs.sum().backward()
     torch.optim.SGD(policy.parameters(), lr=0.1).step()

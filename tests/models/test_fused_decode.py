@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from litgrpo.models.fused_decode import FusedDecoder, is_known
-from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.fused_decode import FusedDecoder, is_supported
+from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
@@ -36,25 +36,27 @@ def assert_same(one, other, atol=1e-5):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_decoding_equals_the_librarys(variant):
-    policy = as_policy(with_odd_norms(model_of(variant)), byte_tokenizer())
+    policy = build_policy(with_odd_norms(model_of(variant)), byte_tokenizer())
     assert policy.can_fuse
-    assert_same(decoded(policy, fused_decode=True), decoded(policy, fused_decode=False))
+    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))
 
 
 @pytest.mark.parametrize("kernels", ["plain", "onednn"])
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
 def test_every_kernel_gives_the_same(architecture, kernels):
-    policy = as_policy(
+    policy = build_policy(
         with_odd_norms(tiny_model(architecture)),
         byte_tokenizer(),
-        precision=Precision(kernels=kernels),
+        precision=Precision(linear_kernels=kernels),
     )
-    assert_same(decoded(policy, fused_decode=True), decoded(tiny_like(policy), fused_decode=False))
+    assert_same(decoded(policy, fused=True), decoded(tiny_like(policy), fused=False))
 
 
 def tiny_like(policy):
-    plain = as_policy(policy.model, byte_tokenizer(), precision=Precision(kernels="plain"))
-    assert plain.kernels.decode == "plain"
+    plain = build_policy(
+        policy.model, byte_tokenizer(), precision=Precision(linear_kernels="plain")
+    )
+    assert plain.linear_kernels.decode == "plain"
     return plain
 
 
@@ -63,21 +65,21 @@ def test_it_is_used_where_it_is_asked_for(monkeypatch):
     assert policy.can_fuse
     own = FusedDecoder.step
     monkeypatch.setattr(FusedDecoder, "step", lambda *a: steps.append(1) or own(*a))
-    decoded(policy, fused_decode=False)
+    decoded(policy, fused=False)
     assert not steps
-    decoded(policy, fused_decode=True)
+    decoded(policy, fused=True)
     assert len(steps) == 11
 
 
-def test_weights_are_those_of_now():
+def test_every_rollout_uses_the_current_weights():
     policy = tiny_policy("qwen2")
-    before = decoded(policy, fused_decode=True)
+    before = decoded(policy, fused=True)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.3)
-    after = decoded(policy, fused_decode=True)
+    after = decoded(policy, fused=True)
     assert not torch.equal(before.completion_ids, after.completion_ids)
-    assert_same(after, decoded(policy, fused_decode=False))
+    assert_same(after, decoded(policy, fused=False))
 
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
@@ -85,60 +87,60 @@ def test_weights_are_those_of_now():
 def test_adapters_are_added_to_the_weights(targets):
     lora = LoRA(rank=4, target_modules=targets)
     torch.manual_seed(0)  # of the adapters' first half
-    policy = as_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
-    plain = decoded(policy, fused_decode=True)
+    policy = build_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
+    plain = decoded(policy, fused=True)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
     assert policy.can_fuse
-    adapted = decoded(policy, fused_decode=True)
+    adapted = decoded(policy, fused=True)
     assert not torch.equal(plain.completion_ids, adapted.completion_ids)
     # Adapters as large as the weights, and these are rounded once more when both are added.
-    assert_same(adapted, decoded(policy, fused_decode=False), atol=1e-4)
+    assert_same(adapted, decoded(policy, fused=False), atol=1e-4)
 
 
 def test_low_precision_weights_give_the_librarys_logprobs_to_their_precision():
     model = tiny_model("llama").to(torch.bfloat16)
-    policy = as_policy(model, byte_tokenizer())
+    policy = build_policy(model, byte_tokenizer())
     assert policy.can_fuse
     sure = Sampling(temperature=0.05)
-    fused, plain = (decoded(policy, sure, fused_decode=each, length=2) for each in (True, False))
+    fused, plain = (decoded(policy, sure, fused=each, length=2) for each in (True, False))
     assert torch.equal(fused.completion_ids[:, 0], plain.completion_ids[:, 0])
 
 
 def test_float64_is_exact():
-    policy = as_policy(tiny_model("qwen2").double(), byte_tokenizer())
+    policy = build_policy(tiny_model("qwen2").double(), byte_tokenizer())
     assert policy.can_fuse
-    assert_same(decoded(policy, fused_decode=True), decoded(policy, fused_decode=False), atol=1e-6)
+    assert_same(decoded(policy, fused=True), decoded(policy, fused=False), atol=1e-6)
 
 
-def test_what_is_not_known_exactly_is_left_to_the_library():
-    assert not is_known(tiny_model("gpt2"))
+def test_unsupported_layouts_are_decoded_by_transformers():
+    assert not is_supported(tiny_model("gpt2"))
     dynamic = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
-    assert not is_known(tiny_model("llama", rope_parameters=dynamic))
+    assert not is_supported(tiny_model("llama", rope_parameters=dynamic))
     hooked = tiny_model("llama")
-    assert is_known(hooked)
+    assert is_supported(hooked)
     hooked.model.layers[1].register_forward_hook(lambda *_: None)
-    assert not is_known(hooked)
+    assert not is_supported(hooked)
     replaced = tiny_model("llama")
     replaced.model.layers[0].mlp.up_proj = torch.nn.Sequential(torch.nn.Linear(32, 48))
-    assert not is_known(replaced)
+    assert not is_supported(replaced)
     grown = tiny_model("qwen2")
     grown.model.layers[0].extra = torch.nn.Identity()
-    assert not is_known(grown)
+    assert not is_supported(grown)
     other_norm = tiny_model("qwen2")
     other_norm.model.norm = torch.nn.LayerNorm(32)
-    assert not is_known(other_norm)
+    assert not is_supported(other_norm)
 
 
-def test_a_model_that_says_something_else_is_left_to_the_library(caplog):
-    """An unknown change inside a known class: the first try finds it."""
+def test_a_model_with_other_logits_is_decoded_by_transformers(caplog):
+    """A change inside a supported class: the comparison of logits detects it."""
     policy = tiny_policy("llama")
     attention = policy.model.model.layers[1].self_attn
     own = attention.forward
     attention.forward = lambda *a, **k: (own(*a, **k)[0] * 1.1, None)
-    assert is_known(policy.model)
+    assert is_supported(policy.model)
     assert not policy.can_fuse
-    assert "stays unused" in caplog.text
-    assert_same(decoded(policy, fused_decode=True), decoded(policy, fused_decode=False))
+    assert "decoding without it" in caplog.text
+    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from litgrpo.models import generic as library
+from litgrpo.models import generic
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.generic import LibraryPolicy, decoder_only, tried
-from litgrpo.models.loading import LoRA, as_policy, export, load_policy
-from litgrpo.models.weights import attention_of, model_class
+from litgrpo.models.export import export
+from litgrpo.models.generic import GenericPolicy, build_causal_policy, probe
+from litgrpo.models.loading import LoRA, build_policy, load_policy
+from litgrpo.models.weights import choose_attention, find_model_class
 from litgrpo.rollout.engines.static import StaticEngine
 from tests.models.table import small_config, try_type
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.raises import raises_for
 from tests.training.parts import rollouter_of
 
 PATHS = {
@@ -30,9 +32,9 @@ def random_policy(model_type, **settings):
         setattr(config, name, value)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        how = {"attn_implementation": attention_of(config)}
-        model = model_class(config)._from_config(config, **how)
-    return as_policy(model, byte_tokenizer()).eval()
+        how = {"attn_implementation": choose_attention(config)}
+        model = find_model_class(config)._from_config(config, **how)
+    return build_policy(model, byte_tokenizer()).eval()
 
 
 @pytest.mark.parametrize("model_type", PATHS)
@@ -44,12 +46,12 @@ def test_a_model_type_trains_and_the_invariants_hold(model_type):
     assert all(finding.holds for finding in row.findings)
 
 
-def test_known_types_are_not_tried(monkeypatch):
-    monkeypatch.setattr(library, "tried", lambda policy: pytest.fail("tried"))
+def test_listed_types_are_not_probed(monkeypatch):
+    monkeypatch.setattr(generic, "probe", lambda policy: pytest.fail("probed"))
     assert type(tiny_policy("llama")) is CausalPolicy
 
 
-def test_dropping_rows_changes_nothing_for_those_that_go_on():
+def test_dropping_rows_does_not_change_the_remaining_ones():
     policy = random_policy("bloom")
     batch = prompt_batch("a", "hello there", "b")
     tokens = torch.arange(6) + 5
@@ -65,26 +67,26 @@ def test_dropping_rows_changes_nothing_for_those_that_go_on():
         torch.testing.assert_close(policy.step(tokens[kept[:1]], fewer), again)
 
 
-def test_a_cache_that_is_wrong_is_not_used(monkeypatch):
-    right = library.EqualRows.feed
+def test_an_incorrect_cache_is_not_used(monkeypatch):
+    right = generic.EqualLengthRows.feed
 
     def forgetful(self, tokens):
         if self.policy.cached:
             tokens = tokens * 0
         return right(self, tokens)
 
-    monkeypatch.setattr(library.EqualRows, "feed", forgetful)
+    monkeypatch.setattr(generic.EqualLengthRows, "feed", forgetful)
     policy = random_policy("bloom")
-    assert isinstance(policy, LibraryPolicy)
+    assert isinstance(policy, GenericPolicy)
     assert (policy.cached, policy.batched) == (False, True)
 
 
-def test_a_model_whose_batches_are_wrong_reads_row_by_row(monkeypatch):
-    right = LibraryPolicy.plain_logits
+def test_a_model_with_incorrect_batches_is_computed_row_by_row(monkeypatch):
+    right = GenericPolicy.plain_logits
 
     logits = torch.linspace(0, 1, 259)
     monkeypatch.setattr(
-        LibraryPolicy,
+        GenericPolicy,
         "plain_logits",
         lambda self, ids, keep=None: right(self, ids, keep) + (len(ids) - 1) * logits,
     )
@@ -92,39 +94,39 @@ def test_a_model_whose_batches_are_wrong_reads_row_by_row(monkeypatch):
     assert (policy.cached, policy.batched) == (True, False)
 
 
-def test_a_model_that_sees_later_tokens_is_refused_in_one_sentence():
-    with pytest.raises(ValueError, match="does not predict a token from those before it alone"):
+def test_a_model_that_attends_to_later_tokens_raises():
+    with raises_for("bert", "later tokens"):
         random_policy("bert", is_decoder=False)
 
 
-def test_a_model_that_fails_is_refused_with_its_own_reason(monkeypatch):
+def test_a_model_whose_code_fails_raises_with_its_error(monkeypatch):
     def broken(self, *args, **kwargs):
         raise RuntimeError("no such operator\n here")
 
     monkeypatch.setattr(CausalPolicy, "hidden", broken)
-    monkeypatch.setattr(LibraryPolicy, "hidden", broken)
-    with pytest.raises(ValueError, match="'bloom' cannot be trained here: no such operator here"):
+    monkeypatch.setattr(GenericPolicy, "hidden", broken)
+    with raises_for("bloom", "no such operator here"):
         random_policy("bloom")
 
 
-def test_trying_leaves_modes_and_weights_as_they_are():
+def test_a_probe_restores_modes_and_leaves_weights_unchanged():
     policy = CausalPolicy(tiny_model("llama").train(), byte_tokenizer(), (2,))
     before = [parameter.clone() for parameter in policy.parameters()]
-    assert tried(policy).error < 1e-4
+    assert probe(policy).error < 1e-4
     assert policy.model.training
     assert all(map(torch.equal, before, policy.parameters()))
 
 
-def test_static_shapes_are_refused():
+def test_static_shapes_raise():
     policy = random_policy("bloom")
-    with pytest.raises(ValueError, match="'bloom' is computed by the library's own"):
+    with raises_for("bloom", "static shapes", "LocalEngine"):
         rollouter_of(policy, engine=StaticEngine()).generate(prompt_batch("a"), "train")
 
 
-def test_adapters_train_on_the_librarys_path():
-    model = model_class(small_config("bloom"))(small_config("bloom"))
-    policy = as_policy(model, byte_tokenizer(), lora=LoRA(rank=2))
-    assert isinstance(policy, LibraryPolicy)
+def test_adapters_train_with_a_generic_policy():
+    model = find_model_class(small_config("bloom"))(small_config("bloom"))
+    policy = build_policy(model, byte_tokenizer(), lora=LoRA(rank=2))
+    assert isinstance(policy, GenericPolicy)
     rollout = rollouter_of(policy).generate(prompt_batch("a", "hello"), "train")
     policy.logprobs(rollout.tokens).logprobs.sum().backward()
     trained = [p for p in policy.parameters() if p.requires_grad]
@@ -134,7 +136,7 @@ def test_adapters_train_on_the_librarys_path():
 def test_rwkv_exports_the_weights_that_it_was_given(tmp_path):
     config = small_config("rwkv")
     config.num_hidden_layers, config.rescale_every = 3, 2
-    model_class(config)(config).save_pretrained(tmp_path / "start")
+    find_model_class(config)(config).save_pretrained(tmp_path / "start")
     byte_tokenizer().save_pretrained(tmp_path / "start")
     policy = load_policy(str(tmp_path / "start")).eval()
     rollouter_of(policy).generate(prompt_batch("a"), "train")
@@ -145,12 +147,12 @@ def test_rwkv_exports_the_weights_that_it_was_given(tmp_path):
     assert all(map(torch.equal, start.parameters(), again.parameters()))
 
 
-def test_the_choice_is_said_in_a_line(caplog):
+def test_the_choice_is_logged(caplog):
     caplog.set_level("INFO", logger="litgrpo")
     random_policy("bloom")
-    assert "'bloom' is computed by transformers' own code, with its cache: exact" in caplog.text
+    assert "'bloom' runs transformers' own forward pass with its KV cache" in caplog.text
 
 
-def test_decoder_only_takes_what_a_policy_takes():
-    policy = decoder_only(tiny_model("gpt2"), byte_tokenizer(), (2,), {"resid_pdrop": 0.1})
+def test_build_causal_policy_passes_all_arguments():
+    policy = build_causal_policy(tiny_model("gpt2"), byte_tokenizer(), (2,), {"resid_pdrop": 0.1})
     assert policy.original_dropout == {"resid_pdrop": 0.1}

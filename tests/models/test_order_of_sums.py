@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import ARCHITECTURES, tiny_policy
-from tests.support.packed_shared_prefix import rows
+from tests.support.packing import rows
 
 
 class Sums(TorchDispatchMode):

@@ -4,17 +4,27 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from litgrpo.models.loading import Precision, as_policy
+from litgrpo.models.architectures import DECODER_ONLY
+from litgrpo.models.kernels import packed_flash as flash
+from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.packing import (
     Packing,
+    bucket_by_parent,
     can_share,
-    family_buckets,
+    group_similar_lengths,
+    packed_attention,
     sharing_pays,
-    similar_lengths,
 )
+from litgrpo.models.reference import BaseModelReference
 from litgrpo.types import TokenRows
-from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
-from tests.support.packed_shared_prefix import SPECIAL, rows
+from tests.support.models import (
+    ARCHITECTURES,
+    byte_tokenizer,
+    prompt_batch,
+    tiny_model,
+    tiny_policy,
+)
+from tests.support.packing import SPECIAL, model_of_type, rows
 
 
 def test_a_packing_worked_out_by_hand():
@@ -33,14 +43,14 @@ def test_a_packing_worked_out_by_hand():
     # 5 6 follow tokens 6 7; 7 8 9 follow 1 2 3; 4 follows 6.
     assert packing.predicting.tolist() == [6, 7, 1, 2, 3, 6]
     (bucket,) = packing.suffixes
-    assert bucket.grid(packing.ids).tolist() == [[7, 8], [5, 0]]
-    assert bucket.ungrid(bucket.grid(packing.ids)).tolist() == [7, 8, 5]
-    assert packing.prefixes.grid(packing.ids).tolist() == [[11, 12, 0], [21, 22, 23]]
+    assert bucket.to_grid(packing.ids).tolist() == [[7, 8], [5, 0]]
+    assert bucket.from_grid(bucket.to_grid(packing.ids)).tolist() == [7, 8, 5]
+    assert packing.prefixes.to_grid(packing.ids).tolist() == [[11, 12, 0], [21, 22, 23]]
 
 
 def test_rows_of_similar_length_share_a_bucket():
     lengths = torch.tensor([100, 1, 59, 60, 0, 40, 16, 3])
-    parts = [lengths[part].tolist() for part in similar_lengths(lengths)]
+    parts = [lengths[part].tolist() for part in group_similar_lengths(lengths)]
     assert parts == [[100, 60], [59, 40], [16, 3, 1]]
 
 
@@ -48,7 +58,9 @@ def test_unknown_models_and_dropout_read_rows_one_by_one():
     assert can_share(tiny_model("qwen2"))
     assert not can_share(tiny_model("gpt2", attn_pdrop=0.1))
     assert not can_share(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL)))
-    off = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=Precision(share_prompts=False))
+    off = build_policy(
+        tiny_model("qwen2"), byte_tokenizer(), precision=Precision(share_prompts=False)
+    )
     assert not off.shares_prompts
 
 
@@ -71,7 +83,9 @@ def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
 ):
     parents = torch.tensor([0, 2, 0, 2, 2, 0, 3, 2, 0])
     of_parents = torch.tensor([7, 99, 2, 20])
-    buckets = family_buckets(LENGTHS, of_parents, parents, max_rows=max_rows, max_tokens=max_tokens)
+    buckets = bucket_by_parent(
+        LENGTHS, of_parents, parents, max_rows=max_rows, max_tokens=max_tokens
+    )
     assert sorted(torch.cat(buckets).tolist()) == list(range(len(LENGTHS)))
     for each in buckets:
         tokens = int(LENGTHS[each].sum() + of_parents[parents[each].unique()].sum())
@@ -81,7 +95,171 @@ def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
 
 def test_a_family_stays_together_where_it_fits():
     lengths, parents = torch.full((6,), 10), torch.tensor([0, 1, 0, 1, 0, 1])
-    buckets = family_buckets(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
+    buckets = bucket_by_parent(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
     assert [each.tolist() for each in buckets] == [[0, 2, 4], [1, 3, 5]]
     none = torch.tensor([], dtype=torch.long)
-    assert family_buckets(none, none, none) == []
+    assert bucket_by_parent(none, none, none) == []
+
+
+@pytest.fixture(params=[name for name in ARCHITECTURES if name != "t5"])
+def architecture(request) -> str:
+    """The decoder-only architectures: an encoder has its own way to share a prompt."""
+    return request.param
+
+
+def both(policy, arguments, **kwargs):
+    """Log-probs, entropies and gradients: packed, and of each row with its own prompt."""
+    weights = torch.randn(
+        arguments.completion_ids.shape, generator=torch.Generator().manual_seed(1)
+    )
+    results = []
+    for policy.share_prompts in (True, False):
+        policy.zero_grad()
+        out = policy.logprobs(arguments, **kwargs)
+        (out.logprobs * weights).sum().backward()
+        grads = [p.grad.double().flatten() for p in policy.parameters() if p.grad is not None]
+        results.append((out.logprobs.detach(), out.entropy.detach(), torch.cat(grads)))
+    return results
+
+
+def assert_same(packed, plain, *, nats=1e-5, relative=1e-5):
+    for one, other in zip(packed[:2], plain[:2], strict=True):
+        torch.testing.assert_close(one, other, atol=nats, rtol=nats)
+    assert (packed[2] - plain[2]).norm() <= relative * plain[2].norm()
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "plain"])
+def fused(request, monkeypatch):
+    """With the fused kernel, and as where there is none."""
+    if not request.param:
+        monkeypatch.setattr(flash, "works_for", lambda query: False)
+    return request.param
+
+
+def test_packed_rows_equal_plain_rows(architecture, fused):
+    policy = tiny_policy(architecture)
+    assert_same(*both(policy, rows(), temperature=0.7))
+
+
+def test_packed_rows_equal_plain_rows_to_the_last_digits_in_float64(fused):
+    policy = tiny_policy("gpt2")  # the others compute their norms in float32 even so
+    policy.model.double()
+    assert_same(*both(policy, rows(), temperature=0.7), nats=1e-10, relative=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_equals_its_definition_in_float64(window, softcap, fused):
+    packing = Packing.of_groups(rows())
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads):
+        shape = (1, heads, len(packing.ids), 8)
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    inputs = query, keys, values = random(4), random(2), random(2)
+    settings = dict(scaling=0.3, sliding_window=window, softcap=softcap)
+    got, _ = packed_attention(None, *inputs, None, packing=packing, **settings)
+
+    keys, values = (x.repeat_interleave(2, 1) for x in (keys, values))
+    scores = query @ keys.transpose(2, 3) * 0.3
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    expected = scores.masked_fill(~visible(packing, window), -torch.inf).softmax(-1) @ values
+    expected = expected.transpose(1, 2).clone()
+    expected[:, packing.num_tokens :] = 0  # nothing depends on these
+    torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
+    weights = torch.randn(got.shape, dtype=torch.float64, generator=generator)
+    grads = [torch.autograd.grad((x * weights).sum(), inputs) for x in (got, expected)]
+    for found, of_definition in zip(*grads, strict=True):
+        torch.testing.assert_close(found, of_definition, atol=1e-10, rtol=1e-10)
+
+
+def visible(packing, window):
+    """[T, T] the attention mask, token by token: the own row's earlier tokens and its prompt's."""
+    prompt_of, mask = rows().prompt_of, rows().completion_mask
+    row, prompt = torch.full((2, len(packing.ids)), -1)
+    for number, (start, middle, end) in enumerate(packing.groups):
+        prompt[start:end], row[start:middle] = number, -1
+        here, at = [m for m in range(len(mask)) if prompt_of[m] == number], middle
+        for m in here:
+            fed = int(mask[m].sum()) - 1
+            row[at : at + fed] = m
+            at += fed
+        assert at == end
+    back = packing.positions[:, None] - packing.positions
+    seen = (prompt[:, None] == prompt) & ((row[:, None] == row) | (row == -1)) & (back >= 0)
+    return seen if window is None else seen & (back < window)
+
+
+def test_under_bfloat16_autocast_packed_rows_are_as_near_to_float32_as_plain_rows(
+    architecture, fused
+):
+    policy = tiny_policy(architecture, initializer_range=0.05)
+    exact = both(policy, rows())[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = both(policy, rows())
+    errors = [float((r[2] - exact[2]).norm() / exact[2].norm()) for r in results]
+    assert errors[0] < 1.5 * errors[1] < 0.15
+    for result in results:
+        assert (result[0] - exact[0]).abs().max() < 0.1
+
+
+def test_a_window_below_the_length_is_kept_with_and_without_soft_caps(fused):
+    settings = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert_same(*both(tiny_policy("gemma2", **settings), rows()))
+    sliding = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    assert_same(*both(tiny_policy("qwen2", **sliding), rows()))
+
+
+def test_completions_of_one_token_need_no_suffix(architecture, fused):
+    arguments = rows(lengths=(1, 1, 1, 1, 1, 1, 1, 1))
+    assert not Packing.of_groups(arguments).suffixes
+    assert_same(*both(tiny_policy(architecture), arguments))
+
+
+def test_recomputing_activations_changes_nothing(architecture):
+    precision = Precision(gradient_checkpointing=True)
+    frugal = build_policy(tiny_model(architecture), byte_tokenizer(), precision=precision).train()
+    _, plain = both(tiny_policy(architecture), rows())
+    assert_same(both(frugal, rows())[0], plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*target_modules.*")
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*")
+def test_adapters_learn_the_same_and_their_base_says_the_same(architecture):
+    policy = build_policy(tiny_model(architecture), byte_tokenizer(), lora=LoRA(rank=4))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    assert_same(*both(policy, rows()))
+    reference = BaseModelReference(policy)
+    said = []
+    for policy.share_prompts in (True, False):
+        said.append(reference.logprobs(rows(), temperature=1.0).logprobs)
+    torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", DECODER_ONLY)
+def test_every_model_type_that_shares_prompts_equals_plain_rows(model_type, fused):
+    policy = build_policy(model_of_type(model_type), byte_tokenizer())
+    assert policy.shares_prompts
+    assert_same(*both(policy, rows()))
+
+
+def test_rows_without_padding_equal_padded_rows(architecture, fused):
+    policy = tiny_policy(architecture)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 259, (4, 20), generator=generator)
+    lengths = torch.tensor([20, 3, 11, 7])[:, None]
+    for mask in (torch.arange(20) < lengths, torch.arange(19, -1, -1) < lengths):
+        targets = mask & (mask.cumsum(1) > 2)
+        grads, said = [], []
+        for policy.share_prompts in (True, False):
+            policy.zero_grad()
+            hidden = policy.target_hidden_states(ids, mask, targets)
+            (hidden**2).sum().backward()
+            said.append(hidden)
+            learned = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+            grads.append(torch.cat(learned))
+        torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
+        assert (grads[0] - grads[1]).norm() < 1e-5 * grads[1].norm()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
+from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
+from tests.support.raises import raises_for
 
 TEXTS = ["Tom has 47 apples.<reasoning>47+3=50</reasoning><answer>50</answer>"] * 3
 ARCHITECTURES = {
@@ -96,34 +97,34 @@ def test_a_saved_model_and_tokenizer_load_in_plain_transformers(model_type, tmp_
     assert loaded.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_a_misspelled_size_names_the_nearest_one(tokenizer):
-    with pytest.raises(ValueError, match=r"'hidden_sise'.*gemma2.*'hidden_size'"):
+def test_a_misspelled_size_raises_with_the_nearest_one(tokenizer):
+    with raises_for("scratch.architecture.hidden_sise", "hidden_size"):
         scratch(hidden_sise=8).build_model(tokenizer)
 
 
-def test_an_unknown_model_type_names_the_nearest_one(tokenizer):
-    with pytest.raises(ValueError, match=r"'gema2'.*'gemma2'"):
+def test_an_unknown_model_type_raises_with_the_nearest_one(tokenizer):
+    with raises_for("scratch.architecture.model_type", "gema2", "gemma2"):
         scratch("gema2").build_model(tokenizer)
 
 
-def test_an_architecture_without_model_type_is_refused():
-    with pytest.raises(ValueError, match="no model_type"):
+def test_an_architecture_without_model_type_raises():
+    with raises_for("scratch.architecture", "model_type"):
         Scratch({"hidden_size": 8})
 
 
-def test_sizes_that_the_tokenizer_decides_are_refused():
-    with pytest.raises(ValueError, match="sets vocab_size"):
+def test_sizes_that_come_from_the_tokenizer_raise():
+    with raises_for("scratch.architecture.vocab_size"):
         Scratch({"model_type": "gemma2", "vocab_size": 10})
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused():
-    with pytest.raises(ValueError, match=r"vocab_size is 100.* 263"):
+def test_a_vocabulary_smaller_than_the_bytes_raises():
+    with raises_for("scratch.vocab_size", "100", "263"):
         scratch(vocab_size=100)
 
 
 def test_a_tokenizer_comes_back_from_the_texts_of_its_files(tokenizer):
-    files = tokenizer_files(tokenizer)
-    again = tokenizer_from(files)
+    files = serialize_tokenizer(tokenizer)
+    again = deserialize_tokenizer(files)
 
     assert {type(text) for text in files.values()} == {str}
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

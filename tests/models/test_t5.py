@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from litgrpo.data.prompts import pad_left
-from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
-from litgrpo.models.reference import AdapterOff
+from litgrpo.models.export import export
+from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy
+from litgrpo.models.reference import BaseModelReference
 from litgrpo.models.scratch import Scratch
 from litgrpo.models.t5 import Seq2SeqPolicy
 from litgrpo.rollout.engines.base import RolloutRequest
@@ -16,7 +17,7 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.support.causal import dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.support.reference_engine import ReferenceEngine
+from tests.support.raises import raises_for
 from tests.support.t5 import SIZES, VARIANTS, variant
 
 TEXTS = ("a", "what is 3+4?", "hello")
@@ -109,7 +110,7 @@ def test_what_stands_in_the_padding_of_a_prompt_is_not_read():
 
 def test_gradient_checkpointing_changes_no_gradient():
     precision = Precision(gradient_checkpointing=True)
-    frugal = as_policy(tiny_model("t5"), byte_tokenizer(), precision=precision)
+    frugal = build_policy(tiny_model("t5"), byte_tokenizer(), precision=precision)
     grads = []
     for policy in (tiny_policy("t5").train(), frugal.train()):
         policy.logprobs(tokens(policy)).logprobs.sum().backward()
@@ -120,7 +121,7 @@ def test_gradient_checkpointing_changes_no_gradient():
 def test_lora_trains_adapters_only_and_its_base_is_the_reference(tmp_path):
     base = tiny_policy("t5")
     start = base.logprobs(tokens(base)).logprobs.detach()
-    policy = as_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=4))
+    policy = build_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=4))
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert {part for name in trained for part in ("encoder", "decoder") if part in name} == {
         "encoder",
@@ -133,7 +134,7 @@ def test_lora_trains_adapters_only_and_its_base_is_the_reference(tmp_path):
         optimizer.step()
     moved = policy.logprobs(tokens(policy)).logprobs
     assert (moved - start).abs().max() > 1e-3
-    reference = AdapterOff(policy).logprobs(tokens(policy), temperature=1.0).logprobs
+    reference = BaseModelReference(policy).logprobs(tokens(policy), temperature=1.0).logprobs
     torch.testing.assert_close(reference, start, atol=1e-5, rtol=1e-5)
     export(policy, tmp_path)
     merged = load_policy(str(tmp_path)).logprobs(tokens(policy)).logprobs
@@ -146,7 +147,7 @@ def test_predictors_of_pairs_are_those_of_prompts_and_completions():
     ids, right = pad_left([[*reversed(prompt + said)] for prompt, said in rows], 0)
     ids, mask = ids.flip(1), right.flip(1)
     targets = mask & (torch.arange(ids.shape[1]) >= torch.tensor([[3], [2]]))
-    logits = policy.head(policy.predictors(ids, mask, targets))
+    logits = policy.head(policy.target_hidden_states(ids, mask, targets))
     for prompt, said in rows:
         part, logits = logits[: len(said)], logits[len(said) :]
         asked = torch.tensor([prompt])
@@ -155,14 +156,13 @@ def test_predictors_of_pairs_are_those_of_prompts_and_completions():
     assert not len(logits)
 
 
-def test_a_family_whose_attention_is_not_known_is_refused():
+def test_a_type_with_other_cross_attention_raises():
     sizes = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=259)
     heads = dict(encoder_attention_heads=1, decoder_attention_heads=1)
     ffn = dict(encoder_ffn_dim=8, decoder_ffn_dim=8)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **heads, **ffn))
-    said = "model type 'bart' is not supported: .* known for the attention of mt5, t5 alone"
-    with pytest.raises(ValueError, match=said):
-        as_policy(model, byte_tokenizer())
+    with raises_for("bart", "t5"):
+        build_policy(model, byte_tokenizer())
 
 
 def test_a_t5_from_scratch_hides_its_sentinel_and_starts_at_the_pad_token(tmp_path):
@@ -178,7 +178,7 @@ def test_a_t5_from_scratch_hides_its_sentinel_and_starts_at_the_pad_token(tmp_pa
     assert ids[0] == tokenizer.convert_tokens_to_ids("<extra_id_0>")
     assert ids.count(tokenizer.convert_tokens_to_ids("<yes>")) == 1
     assert tokenizer.decode(ids, skip_special_tokens=True) == " i like <yes>dogs"
-    policy = as_policy(scratch.build_model(tokenizer, seed=1), tokenizer)
+    policy = build_policy(scratch.build_model(tokenizer, seed=1), tokenizer)
     assert policy.start_id == tokenizer.pad_token_id
     assert policy.eos_ids == (tokenizer.eos_token_id,)
     export(policy, tmp_path)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.models.gguf import packaged
-from litgrpo.models.loading import export, load_policy
+from litgrpo.models.export import export
+from litgrpo.models.gguf import find_package_file
+from litgrpo.models.loading import load_policy
 from tests.support.smollm2 import MODEL, NEEDED
 
 LACKING = [name for name in (*NEEDED, "lm_eval") if find_spec(name) is None]
@@ -41,7 +42,7 @@ def test_an_export_is_read_and_scored_like_the_original(tmp_path):
     task.parent.mkdir()
     task.write_text((Path(__file__).parent / "sums.yaml").read_text().replace("DATA", str(data)))
     export(load_policy(MODEL), tmp_path / "model")
-    file = packaged(MODEL)
+    file = find_package_file(MODEL)
     found = []
     for where in (
         {"pretrained": str(tmp_path / "model")},

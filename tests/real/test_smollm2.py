@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from litgrpo.models.gguf import packaged
-from litgrpo.models.loading import resolve
+from litgrpo.models.gguf import find_package_file
+from litgrpo.models.loading import resolve_pretrained
 from litgrpo.program import main
 from tests.support.smollm2 import MODEL, NEEDED
 
@@ -26,7 +26,7 @@ pytestmark = [
 def test_the_folder_has_the_logits_of_transformers_own_loader_and_its_chat_template():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, file = resolve(MODEL), packaged(MODEL)
+    folder, file = resolve_pretrained(MODEL), find_package_file(MODEL)
     theirs = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": "What is the capital of France?"}]
@@ -59,4 +59,4 @@ def test_two_iterations_of_the_recipe_with_all_invariants(monkeypatch, tmp_path,
     with (tmp_path / "run/metrics.csv").open() as file:
         steps = [row for row in csv.DictReader(file) if row.get("reward/mean")]
     assert len(steps) == 2
-    resolve(str(tmp_path / "run/final_model"))
+    resolve_pretrained(str(tmp_path / "run/final_model"))

@@ -7,7 +7,7 @@ import torch
 
 from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
-from litgrpo.models.loading import export
+from litgrpo.models.export import export
 from litgrpo.rollout.async_rollout import AsyncRollouter, of_prompts, restored, stacked, tensors_of
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.update_config import UpdateConfig

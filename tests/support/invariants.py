@@ -4,7 +4,7 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.training.grpo import GRPO
 from tests.support.models import prompt_batch, tiny_policy
@@ -24,7 +24,7 @@ def module(architecture="qwen2", *, policy=None, **settings):
     grpo = GRPO("", {"letters": Reward(letters)}, **chosen)
     grpo.policy = tiny_policy(architecture) if policy is None else policy
     if grpo.coefficients.objective.needs_reference:
-        grpo.reference = FrozenModel(tiny_policy(architecture))
+        grpo.reference = FrozenReference(tiny_policy(architecture))
     return grpo
 
 

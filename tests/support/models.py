@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from litgrpo.data.prompts import pad_left
-from litgrpo.models.loading import as_policy
+from litgrpo.models.loading import build_policy
 from litgrpo.models.policy import Policy
 from litgrpo.types import PromptBatch
 
@@ -83,7 +83,7 @@ def tiny_model(architecture: str, *, seed: int = 0, **sizes):
 
 def tiny_policy(architecture: str, **kwargs) -> Policy:
     """A random policy in eval mode."""
-    return as_policy(tiny_model(architecture, **kwargs), byte_tokenizer()).eval()
+    return build_policy(tiny_model(architecture, **kwargs), byte_tokenizer()).eval()
 
 
 def prompt_batch(*texts: str, length: int = 0) -> PromptBatch:

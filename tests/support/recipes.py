@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from litgrpo.models.loading import export as write
+from litgrpo.models.export import export as write
 from litgrpo.program import main
 from tests.rewards.classifiers import write_classifier
 from tests.support.models import tiny_policy

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from litgrpo.models.loading import as_policy
+from litgrpo.models.loading import build_policy
 from tests.support.models import byte_tokenizer
 
 SIZES = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0)
@@ -25,4 +25,4 @@ def variant(name, seed=0):
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
         if name != "more decoder layers":
             model.lm_head.weight = torch.nn.Parameter(torch.randn(259, 32) / 4)
-    return as_policy(model.eval(), byte_tokenizer()).eval()
+    return build_policy(model.eval(), byte_tokenizer()).eval()

@@ -9,7 +9,7 @@ from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.loading import Precision
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.episodes import EpisodeSettings
@@ -55,12 +55,12 @@ def compiles(monkeypatch):
 def test_what_a_compiling_device_cannot_compute_is_refused(compiles):
     static = replace(SETTINGS, engine=StaticEngine())
     check_device(static, Objective(), CPU)
-    check_device(replace(static, precision=Precision(dropout=True)), Objective(), CPU)
+    check_device(replace(static, precision=Precision(disable_dropout=False)), Objective(), CPU)
     with pytest.raises(ValueError, match="engine is LocalEngine, whose shapes follow"):
         check_device(SETTINGS, Objective(), CPU)
     with pytest.raises(ValueError, match=r"MicroBatchTokenMean, .* Take TokenMean\."):
         check_device(static, Objective(loss_aggregation=MicroBatchTokenMean()), CPU)
-    both = Precision(dropout=True, gradient_checkpointing=True)
+    both = Precision(disable_dropout=False, gradient_checkpointing=True)
     with pytest.raises(ValueError, match=r"dropout and precision\.gradient_checkpointing are both"):
         check_device(replace(static, precision=both), Objective(), CPU)
 
@@ -75,7 +75,7 @@ def test_other_devices_compute_all_of_it():
         ({}, "32-true", True),
         ({}, "bf16-mixed", False),
         ({"precision": Precision(dtype="bfloat16")}, "32-true", False),
-        ({"precision": Precision(compute="bfloat16")}, "32-true", False),
+        ({"precision": Precision(autocast_dtype="bfloat16")}, "32-true", False),
         ({"engine": LocalEngine(dtype="bfloat16")}, "32-true", False),
         ({"sampling": Sampling(temperature=0.0)}, "32-true", False),
     ],
@@ -125,7 +125,7 @@ def test_only_precisions_that_leave_prompts_alone_are_taken():
 def test_what_training_changes_is_the_policy_and_a_reference_that_follows():
     objective = Objective(kl_coef=0.1)
     grpo = module(objective=objective)
-    grpo.reference = FrozenModel(tiny_policy("qwen2", seed=5))
+    grpo.reference = FrozenReference(tiny_policy("qwen2", seed=5))
     still = changing(grpo, grpo.coefficients)
     assert {name.split(".")[0] for name in still} == {"policy"}
     follows = SteeredCoefficients(Controllers(reference=ReferenceSync()), objective)
@@ -134,7 +134,7 @@ def test_what_training_changes_is_the_policy_and_a_reference_that_follows():
 
 def test_the_parts_share_what_they_must_agree_on():
     grpo = module(objective=Objective(kl_coef=0.1), reference="another", sampling=Sampling(0.7))
-    grpo.reference = FrozenModel(tiny_policy("qwen2", seed=5))
+    grpo.reference = FrozenReference(tiny_policy("qwen2", seed=5))
     grpo.configure_model()
     rollouter, learner = grpo.rollouter, grpo.learner
     assert rollouter.policy is learner.policy is grpo.policy
@@ -157,6 +157,6 @@ def test_groups_are_replaced_only_where_the_recipe_says_so():
 def test_a_reference_of_another_shape_cannot_follow():
     follows = Controllers(reference=ReferenceSync())
     grpo = module(objective=Objective(kl_coef=0.1), controllers=follows, reference="another")
-    grpo.reference = FrozenModel(tiny_policy("llama", hidden_size=64))
+    grpo.reference = FrozenReference(tiny_policy("llama", hidden_size=64))
     with pytest.raises(ValueError, match="not the same names and shapes"):
         grpo.configure_model()

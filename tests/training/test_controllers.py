@@ -6,7 +6,7 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.distributed.comm import SingleProcess
 from litgrpo.models.loading import LoRA
-from litgrpo.models.reference import AdapterOff, FrozenModel
+from litgrpo.models.reference import BaseModelReference, FrozenReference
 from litgrpo.training.controllers import (
     Controllers,
     EntropyTarget,
@@ -90,9 +90,9 @@ def test_settings_out_of_range_are_refused(wrong, words):
 
 def test_a_reference_under_adapters_or_of_other_shapes_is_refused():
     with pytest.raises(ValueError, match="under LoRA adapters"):
-        AdapterOff(tiny_policy("qwen2")).check_follows(tiny_policy("qwen2"))
+        BaseModelReference(tiny_policy("qwen2")).check_can_mix(tiny_policy("qwen2"))
     with pytest.raises(ValueError, match="not the same names and shapes"):
-        FrozenModel(tiny_policy("qwen2")).check_follows(tiny_policy("gpt2"))
+        FrozenReference(tiny_policy("qwen2")).check_can_mix(tiny_policy("gpt2"))
 
 
 def steered(iterations, **settings):
@@ -102,7 +102,7 @@ def steered(iterations, **settings):
         reference=ReferenceSync(every=2, share=0.5),
     )
     grpo = module(objective=KL, controllers=controllers, max_iterations=iterations, **settings)
-    grpo.reference = FrozenModel(tiny_policy("qwen2"))
+    grpo.reference = FrozenReference(tiny_policy("qwen2"))
     grpo.optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
     return grpo
 
@@ -153,7 +153,7 @@ def test_a_coefficient_that_nothing_steers_is_the_recipes_on_resume(tmp_path):
     recipe = Objective(kl_coef=0.7, entropy_coef=0.3)
     controllers = Controllers(reference=ReferenceSync())
     grpo = module(objective=recipe, controllers=controllers, max_iterations=2)
-    grpo.reference = FrozenModel(tiny_policy("qwen2"))
+    grpo.reference = FrozenReference(tiny_policy("qwen2"))
     grpo.optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
     train(grpo, batches("a", "hello"), ckpt=tmp_path / "stopped.ckpt")
     assert (grpo.learner.objective.kl_coef, grpo.learner.objective.entropy_coef) == (0.7, 0.3)
@@ -161,6 +161,6 @@ def test_a_coefficient_that_nothing_steers_is_the_recipes_on_resume(tmp_path):
 
 def test_a_reference_that_follows_cannot_go_with_adapters():
     grpo = steered(1, lora=LoRA(rank=2))
-    grpo.reference = AdapterOff(grpo.policy)
+    grpo.reference = BaseModelReference(grpo.policy)
     with pytest.raises(ValueError, match="Leave out lora"):
         train(grpo, batches("a", "hello"))

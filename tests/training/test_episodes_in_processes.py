@@ -7,7 +7,7 @@ import torch
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.episodes import EpisodeSettings
@@ -67,7 +67,7 @@ def learn(num_processes, folder):
     )
     grpo.policy = tiny_policy("qwen2")
     grpo.policy.eos_ids = tuple(range(2, 60))
-    grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1))
+    grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1))
     grpo.file = folder / f"gradients {num_processes}.pt"
     runner = trainer(num_processes)
     runner.fit(grpo, PromptData(TEXTS, batch_size=4))

@@ -8,8 +8,8 @@ from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.models.loading import LoRA, Precision, as_policy
-from litgrpo.models.reference import AdapterOff, FrozenModel
+from litgrpo.models.loading import LoRA, Precision, build_policy
+from litgrpo.models.reference import BaseModelReference, FrozenReference
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
@@ -89,7 +89,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(objective, kind):
     gradients = []
     for each in limits:
         grpo = module(kind, objective=objective, update=UpdateConfig(**each), reference="another")
-        grpo.reference = FrozenModel(tiny_policy(kind, seed=5)) if objective.kl_coef else None
+        grpo.reference = FrozenReference(tiny_policy(kind, seed=5)) if objective.kl_coef else None
         gradients.append(step_gradient(grpo, batch))
     whole, *split = gradients
     for limit, gradient in zip(limits[1:], split, strict=True):
@@ -203,7 +203,7 @@ def test_a_checkpoint_holds_what_is_trained_and_a_resumed_run_ends_the_same(kind
 
     def fresh(iterations):
         grpo = module(kind, max_iterations=iterations, objective=objective)
-        grpo.reference = FrozenModel(tiny_policy(kind))
+        grpo.reference = FrozenReference(tiny_policy(kind))
         return grpo
 
     whole = fresh(4)
@@ -277,10 +277,10 @@ def test_pass_at_more_than_the_samples_is_refused():
 @pytest.mark.parametrize("kind", ["qwen2", "t5"])
 def test_lora_trains_adapters_only_and_is_kept_near_the_model_without_them(kind, tmp_path):
     grpo = module(kind, objective=Objective(kl_coef=0.1), lora=LoRA(rank=2), max_iterations=2)
-    grpo.policy = as_policy(tiny_model(kind), byte_tokenizer(), lora=grpo.lora)
+    grpo.policy = build_policy(tiny_model(kind), byte_tokenizer(), lora=grpo.lora)
     before = {name: weight.clone() for name, weight in grpo.policy.state_dict().items()}
     runner = train(grpo, batches("a", "hello"))
-    assert isinstance(grpo.reference, AdapterOff)
+    assert isinstance(grpo.reference, BaseModelReference)
     moved = {n for n, weight in grpo.policy.state_dict().items() if not weight.equal(before[n])}
     assert moved
     assert all("lora_" in name for name in moved)

@@ -5,7 +5,7 @@ import torch
 from lightning import Trainer
 
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.models.loading import export
+from litgrpo.models.export import export
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.reward_model import RewardModel
 from litgrpo.training.grpo import GRPO

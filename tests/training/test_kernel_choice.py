@@ -2,42 +2,42 @@ import pytest
 import torch
 
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.kernels.linear import Kernels
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.kernels.linear import LinearKernels
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.training import kernel_choice
 from litgrpo.training.grpo import GRPO
 from tests.support.invariants import fit, module
 from tests.support.models import tiny_policy
 
-ONEDNN = Kernels(decode="onednn", learn="onednn")
+ONEDNN = LinearKernels(decode="onednn", learn="onednn")
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")
 
 
 def kernels_of(policy):
-    return {layer.kernel for layer in linears.linears(policy.model)}
+    return {layer.kernel for layer in linears.list_linear_layers(policy.model)}
 
 
 def choosing(kernels):
     grpo = module(max_iterations=1)
-    grpo.policy.use_kernels(kernels)
+    grpo.policy.set_linear_kernels(kernels)
     return grpo
 
 
 @needs_onednn
 def test_a_resumed_run_computes_as_it_did_whatever_this_start_measured(tmp_path):
     fit(choosing(ONEDNN)).save_checkpoint(tmp_path / "last.ckpt")
-    resumed = choosing(Kernels())
+    resumed = choosing(LinearKernels())
     resumed.max_iterations = 2
     fit(resumed, ckpt_path=tmp_path / "last.ckpt")
-    assert resumed.policy.kernels == ONEDNN
+    assert resumed.policy.linear_kernels == ONEDNN
     assert kernels_of(resumed.policy) == {"onednn"}
 
 
 @needs_onednn
 def test_the_reference_computes_as_the_policy():
     grpo = choosing(ONEDNN)
-    grpo.reference = FrozenModel(tiny_policy("qwen2"))
+    grpo.reference = FrozenReference(tiny_policy("qwen2"))
     fit(grpo)
     assert kernels_of(grpo.reference.policy) == {"onednn"}
 
@@ -53,6 +53,6 @@ def test_another_number_of_threads_is_said():
 
 
 def test_a_checkpoint_of_a_time_before_kernels_computes_plainly():
-    grpo = choosing(Kernels())
+    grpo = choosing(LinearKernels())
     kernel_choice.restore(grpo, {})
-    assert grpo.policy.kernels == Kernels()
+    assert grpo.policy.linear_kernels == LinearKernels()

@@ -9,7 +9,7 @@ from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.distributed.comm import SingleProcess
 from litgrpo.distributed.device import backend
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.learner import averages, of_completions
 from litgrpo.training.micro_batches import Totals
@@ -84,7 +84,7 @@ OBJECTIVES = {
 
 def judged(kind, objective, **settings):
     """A learner, and what it learns from after the policy has moved."""
-    reference = FrozenModel(tiny_policy(kind, seed=5)) if objective.kl_coef else None
+    reference = FrozenReference(tiny_policy(kind, seed=5)) if objective.kl_coef else None
     learner = learner_of(tiny_policy(kind), objective, reference=reference, **settings)
     experience = sampled(learner, prompt_batch(*BATCH))
     noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
@@ -167,7 +167,7 @@ def test_old_logprobs_are_needed_for_several_steps_only():
 def test_reference_logprobs_are_the_references_own():
     policy, other = tiny_policy("qwen2"), tiny_policy("qwen2", seed=5)
     rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
-    learner = learner_of(policy, Objective(kl_coef=0.1), reference=FrozenModel(other))
+    learner = learner_of(policy, Objective(kl_coef=0.1), reference=FrozenReference(other))
     found = learner.old_and_reference_logprobs(rollout).ref
     expected = learner_of(other).logprobs(rollout.tokens).logprobs
     torch.testing.assert_close(found, expected.detach())
@@ -318,7 +318,7 @@ def test_several_processes_repeat_their_step_together():
 def test_short_memory_before_the_update_changes_no_number():
     policy = tiny_policy("qwen2")
     rollout = rollouter_of(policy).generate(prompt_batch(*BATCH), "train")
-    other = FrozenModel(tiny_policy("qwen2", seed=5))
+    other = FrozenReference(tiny_policy("qwen2", seed=5))
     learner = learner_of(policy, Objective(kl_coef=0.1), reference=other)
     expected = learner.old_and_reference_logprobs(rollout).ref
     ask = other.policy.logprobs
@@ -350,7 +350,7 @@ TURNS = {
 def test_only_tokens_of_the_policy_are_learned_from(name):
     """The gradient by log-probabilities is 0 where an environment spoke, whatever those are."""
     objective = TURNS[name]
-    reference = FrozenModel(tiny_policy("qwen2", seed=5)) if objective.needs_reference else None
+    reference = FrozenReference(tiny_policy("qwen2", seed=5)) if objective.needs_reference else None
     config = UpdateConfig(epochs_per_rollout=2, micro_batch_size=5)
     learner = learner_of(tiny_policy("qwen2"), objective, config, reference=reference)
     rollout = rollouter_of(learner.policy).generate(prompt_batch(*BATCH), "train")

@@ -70,7 +70,7 @@ def kept_of_token(model) -> float:
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
 def test_a_small_model_takes_more_tokens_at_once_within_the_same_memory(architecture):
     policy = tiny_policy(architecture)
-    learning = UpdateConfig().fitted(linears.outputs(policy.model))
+    learning = UpdateConfig().fitted(linears.count_linear_outputs(policy.model))
     assert learning.max_tokens > 50_000
     # The most for GPT-2, whose activation function is made of many operations.
     assert 0.7 < learning.max_tokens * kept_of_token(policy.model) / KEPT_BYTES < 1.6

@@ -8,7 +8,7 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards import InProcessRunner, ProcessRunner
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.update_config import UpdateConfig
@@ -27,7 +27,7 @@ def runner():
     runner.close()
 
 
-class Watched(FrozenModel):
+class Watched(FrozenReference):
     """A reference that says when it is asked, and about how many rows."""
 
     def __init__(self, policy, told):

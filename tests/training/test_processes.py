@@ -8,7 +8,7 @@ from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sampler import BatchLoader, BatchOrder
 from litgrpo.evaluation.dialogue import DialogueScores
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.models.reference import FrozenModel
+from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
@@ -56,7 +56,7 @@ def train(num_processes, folder, kind):
         reward_runner=InProcessRunner(),
     )
     grpo.policy = policy(kind)
-    grpo.reference = FrozenModel(policy(kind, seed=1))
+    grpo.reference = FrozenReference(policy(kind, seed=1))
     runner = trainer(num_processes)
     runner.fit(grpo, PromptData(TEXTS, val=HELD_OUT, batch_size=4))
     runner.save_checkpoint(folder / f"{num_processes}.ckpt")
@@ -82,7 +82,7 @@ def take_gradients(num_processes, folder):
         )
         grpo.policy = tiny_policy("qwen2").to(dtype)
         grpo.policy.eos_ids = tuple(range(2, 40))
-        grpo.reference = FrozenModel(tiny_policy("qwen2", seed=1).to(dtype))
+        grpo.reference = FrozenReference(tiny_policy("qwen2", seed=1).to(dtype))
         grpo.file = folder / f"{num_processes} {dtype}.pt"
         trainer(num_processes).fit(grpo, PromptData(TEXTS, batch_size=4))
 

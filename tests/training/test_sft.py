@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from litgrpo.cli.trainer_cli import load_module
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.pairs import PairBatch
-from litgrpo.models.loading import LoRA, export
+from litgrpo.models.export import export
+from litgrpo.models.loading import LoRA
 from litgrpo.program import main
 from litgrpo.training.sft import SFT
 from tests.support.models import byte_tokenizer, tiny_model

@@ -14,8 +14,8 @@ from litgrpo.environments import Tools
 from litgrpo.environments.examples import calculate
 from litgrpo.models.adapters import LoRA
 from litgrpo.models.causal import CausalPolicy
-from litgrpo.models.generic import LibraryPolicy
-from litgrpo.models.loading import as_policy, load_policy
+from litgrpo.models.generic import GenericPolicy
+from litgrpo.models.loading import build_policy, load_policy
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.training.micro_batches import Limits
 from litgrpo.training.static_batches import Static
@@ -57,7 +57,7 @@ def with_adapters(folder):
 POLICIES = {
     "lora": with_adapters,
     "bf16": lambda _: tiny_policy("llama").to(torch.bfloat16),
-    "library": lambda _: as_policy(random_model("bloom"), byte_tokenizer()).eval(),
+    "library": lambda _: build_policy(random_model("bloom"), byte_tokenizer()).eval(),
     "t5": lambda _: tiny_policy("t5"),
     "redrawn": lambda _: tiny_policy("gpt2"),
 }
@@ -77,7 +77,7 @@ def test_a_fit_with_turns_holds_its_invariants_and_learns(kind, tmp_path):
         dynamic_sampling_attempts=2 * resamples,
     )
     grpo.policy = POLICIES[kind](tmp_path)
-    assert isinstance(grpo.policy, LibraryPolicy) == (kind == "library")
+    assert isinstance(grpo.policy, GenericPolicy) == (kind == "library")
     assert any(fitted(grpo, *data))
     if kind == "lora":
         assert all(p.requires_grad == ("lora" in n) for n, p in grpo.policy.named_parameters())
@@ -137,7 +137,7 @@ def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, e
         max_completion_length=300,
         max_iterations=2,
     )
-    grpo.policy = as_policy(model, tokenizer).eval()
+    grpo.policy = build_policy(model, tokenizer).eval()
     data = PromptData([{"prompt": "3 times 4"}], chat=True, batch_size=1)
     rollouts = []
     grpo.on_train_batch_end = lambda outputs, *_: rollouts.append(outputs["rollout"])

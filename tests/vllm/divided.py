@@ -4,7 +4,7 @@ import torch
 
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import ASSETS
-from litgrpo.models.shard_files import full_weights
+from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import ServerEngine
 from tests.distributed.fsdp import training
@@ -25,6 +25,6 @@ def learn(processes, url, folder):
     torch.manual_seed(0)
     runner = training.trainer(processes)
     runner.fit(module, PromptData(TEXTS, batch_size=4))
-    weights = {name: each.detach().clone() for name, each in full_weights(module.policy.model)}
+    weights = {name: each.detach().clone() for name, each in gather_weights(module.policy.model)}
     if runner.is_global_zero:
         torch.save(weights, folder / f"{processes}.pt")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from litgrpo.data.prompts import pad_left
-from litgrpo.models.loading import export, load_policy
+from litgrpo.models.export import export
+from litgrpo.models.loading import load_policy
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine

@@ -47,7 +47,10 @@ def test_lora_lower_precision_and_clipping_behind_the_reduction():
     norms = [seen.rows[0]["optim/grad_norm"] for seen in (plain, found)]
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
     low = fit(
-        "xla", 4, SMALL, settings(precision={"compute": "bfloat16", "gradient_checkpointing": True})
+        "xla",
+        4,
+        SMALL,
+        settings(precision={"autocast_dtype": "bfloat16", "gradient_checkpointing": True}),
     )
     assert {each.dtype for each in low.weights.values()} == {torch.float32}
     assert low.rows[0]["policy/loss"] == pytest.approx(plain.rows[0]["policy/loss"], abs=0.02)

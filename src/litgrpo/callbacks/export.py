@@ -111,13 +111,13 @@ def takes_part(trainer: Any, pl_module: Any) -> bool:
 
 
 def _write_policy(pl_module: Any, folder: Path) -> None:
-    from litgrpo.models.loading import export  # slow: imports transformers
+    from litgrpo.models.export import export  # slow: imports transformers
 
     export(pl_module.policy, folder)
 
 
 def _write_adapter(pl_module: Any, folder: Path) -> None:
-    from litgrpo.models.loading import export_adapter  # slow: imports transformers
+    from litgrpo.models.export import export_adapter  # slow: imports transformers
 
     if pl_module.policy.has_adapter:
         export_adapter(pl_module.policy, folder)

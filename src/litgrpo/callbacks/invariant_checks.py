@@ -37,7 +37,8 @@ class InvariantChecks(Callback):
             return
         started = time.perf_counter()
         conditions = Conditions(
-            dropout=module.settings.precision.dropout or bool(module.lora and module.lora.dropout),
+            dropout=not module.settings.precision.disable_dropout
+            or bool(module.lora and module.lora.dropout),
             fresh_reference=module.reference_path is None and module.iteration == 0,
         )
         with isolate_rng(include_cuda=module.device.type != "cpu"):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from litgrpo.checks.episode_checks import small_episodes
-from litgrpo.distributed.fsdp.units import sharing_copy
 from litgrpo.distributed.precision import matmul_precision
 from litgrpo.models.policy import Policy
 from litgrpo.rewards.reward import Reward
@@ -45,8 +44,7 @@ class DryRun:
     @staticmethod
     def of(rollouter: Rollouter, learner: Learner) -> DryRun:
         """The same run in small."""
-        # A copy, so that other tokens can end a completion; the weights are shared.
-        policy = sharing_copy(learner.policy)
+        policy = learner.policy
         sizes: dict[str, Any] = {
             "policy": policy,
             "group_size": min(learner.group_size, GROUP),
@@ -112,6 +110,16 @@ def padded(prompts: PromptBatch) -> PromptBatch:
     return replace(prompts, prompt_ids=ids, prompt_mask=mask)
 
 
+@contextmanager
+def restore_end_tokens(policy: Policy) -> Iterator[None]:
+    """Restore a policy's end tokens, which the checks extend to get short completions."""
+    eos_ids = policy.eos_ids
+    try:
+        yield
+    finally:
+        policy.eos_ids = eos_ids
+
+
 def some_ends(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
     """End tokens and two tokens that were sampled, so that completions like these end early."""
     thirds = (rollout.lengths[0] // 3, rollout.lengths[-1] // 2)
@@ -122,14 +130,14 @@ def some_ends(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
 def coarsest(learner: Learner) -> torch.dtype:
     """The number format of a run with the fewest digits, wherever it is used.
 
-    Weights (`precision.dtype`), matrix products (`precision.compute`), the trainer's autocast
-    (`trainer.precision`) and the engine (`engine.dtype`) can each have one of their own.
+    Weights (`precision.dtype`), matrix products (`precision.autocast_dtype`), the trainer's
+    autocast (`trainer.precision`) and the engine (`engine.dtype`) can each have one of their own.
     """
     policy = learner.policy
     device = policy.model.device.type
     dtypes = {p.dtype for p in policy.parameters() if p.is_floating_point()}
-    if policy.compute_dtype is not None:
-        dtypes.add(policy.compute_dtype)
+    if policy.autocast_dtype is not None:
+        dtypes.add(policy.autocast_dtype)
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     if not learner.exact_logprobs:

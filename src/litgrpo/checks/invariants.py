@@ -24,6 +24,7 @@ from litgrpo.checks.dry_run import (
     few_prompts,
     modes_kept,
     padded,
+    restore_end_tokens,
     some_ends,
     tolerance,
 )
@@ -160,7 +161,7 @@ def measured(
         conditions: of the run.
     """
     limit = tolerance(learner)
-    with modes_kept(learner.policy, learner.reference):
+    with modes_kept(learner.policy, learner.reference), restore_end_tokens(learner.policy):
         dry = DryRun.of(rollouter, learner)
         rollout, errors = sampling_errors(dry, few_prompts(prompts), limit)
         errors |= bridge_errors(rollouter)
@@ -200,7 +201,7 @@ def likely(finding: Finding) -> str:
     if FULL_TOLERANCE < finding.tolerance < finding.error < ROUNDING * finding.tolerance:
         return (
             "that may be rounding, for this run computes with few digits: the same command with "
-            "precision.dtype float32, precision.compute null, engine.dtype null and "
+            "precision.dtype float32, precision.autocast_dtype null, engine.dtype null and "
             "trainer.precision 32-true tells rounding from a mistake"
         )
     return f"likely {LIKELY[finding.name]}"

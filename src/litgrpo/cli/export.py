@@ -7,9 +7,9 @@ from pathlib import Path
 from litgrpo.arguments import require
 from litgrpo.callbacks.run_folder import checkpoint_file
 from litgrpo.cli.trainer_cli import keep_quiet, load_module
+from litgrpo.models.export import export as write
+from litgrpo.models.export import export_adapter as write_adapter
 from litgrpo.models.loading import Dtype
-from litgrpo.models.loading import export as write
-from litgrpo.models.loading import export_adapter as write_adapter
 
 ADVICE = "give a .ckpt file, or a run folder with a checkpoint in it"
 

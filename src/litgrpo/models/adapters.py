@@ -1,19 +1,22 @@
-"""Low-rank adapters: added to a model, started from a folder, merged, saved in PEFT's format."""
+"""LoRA and QLoRA adapters: add, load, merge and save them in PEFT's format.
+
+Sources: LoRA, arXiv:2106.09685; QLoRA, arXiv:2305.14314.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from litgrpo.arguments import require
 from litgrpo.distributed.device import to_host
 from litgrpo.distributed.messages import rank, rank_zero_info
 from litgrpo.tensors import whole
@@ -21,27 +24,30 @@ from litgrpo.tensors import whole
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TRAINED, START = "default", "start"  # names of adapters in a model
-FILE = "adapter_config.json"
+TRAINED, INITIAL = "default", "initial"  # names of the adapters in a PEFT model
+CONFIG_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Train low-rank adapters and leave the weights alone; the reference is then the model without.
+    """Train low-rank adapters; weights are frozen, and the reference is the model without adapter.
 
     Args:
-        rank: rank of each adapter.
-        alpha: the adapter's output is scaled by alpha / rank.
+        rank: rank of each adapter (PEFT: r).
+        alpha: the adapter's output is scaled by alpha / rank (PEFT: lora_alpha).
         target_modules: names of the linear layers to adapt; `all-linear` takes every one.
-        dropout: dropout before the adapter; 0 keeps the policy that learns the one that sampled.
-        modules_to_save: names of modules that are trained whole and saved with the adapter, such
-            as `lm_head` or `embed_tokens`.
+        dropout: dropout before the adapter; above 0, training computes other probabilities than
+            sampling did.
+        modules_to_save: names of modules that are fully trained and saved with the adapter, such as
+            `lm_head` or `embed_tokens`.
         use_rslora: scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732).
-        use_dora: train the length of each weight's columns apart (DoRA, arXiv:2402.09353).
-        start: folder of an adapter in PEFT's format to go on from; its rank, alpha, modules and
-            kind are taken, and the reference is the model with this adapter as it is there.
+        use_dora: train the norm of each weight column separately (DoRA, arXiv:2402.09353).
+        adapter_path: folder of an adapter in PEFT's format to continue training from. Its rank,
+            alpha, modules and type are used, and the reference is the model with this adapter.
 
-    Source: LoRA, arXiv:2106.09685.
+    Example:
+        `LoRA(rank=16, alpha=32, target_modules=["q_proj", "v_proj"])`, in YAML
+        `lora: {rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}`.
     """
 
     rank: int = 16
@@ -51,79 +57,81 @@ class LoRA:
     modules_to_save: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
-    start: str | None = None
+    adapter_path: str | None = None
 
     @property
     def peft_settings(self) -> dict[str, Any]:
-        """The same under PEFT's names."""
+        """These settings under the names of `peft.LoraConfig`."""
         names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
         own = {each.name: getattr(self, each.name) for each in fields(self)}
-        del own["start"]
+        del own["adapter_path"]
         return {names.get(name, name): value for name, value in own.items()}
 
 
-def with_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
-    """The model with low-rank adapters around its linear layers; only they are trained.
+def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+    """Add low-rank adapters to a model's linear layers; only they are trained.
 
     Args:
         model: its weights are frozen in place.
-        lora: the adapters.
+        lora: adapter settings.
 
     Raises:
-        ValueError: peft is not installed, or the adapter to start from does not fit.
+        ValueError: peft is not installed, or `lora.adapter_path` does not fit the model.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("lora needs the package peft: pip install 'litgrpo[peft]'") from error
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    settings = lora.peft_settings if lora.start is None else _settings_of(lora, lora.start)
+    settings = lora.peft_settings
+    if lora.adapter_path is not None:
+        settings = _read_settings(lora, lora.adapter_path)
     try:
         adapted: Any = get_peft_model(model, LoraConfig(**settings, task_type=task))
     except (RuntimeError, TypeError, ValueError) as error:
-        names = sorted({n.rpartition(".")[2] for n in linear_names(model)})
+        names = sorted({name.rpartition(".")[2] for name in list_linear_names(model)})
         raise ValueError(
-            f"These adapters do not fit the model: {' '.join(str(error).split())[:300]} Its linear "
-            f"layers are called {', '.join(names)} (lora.target_modules)."
+            f"lora does not fit the model: {' '.join(str(error).split())[:300]} Set "
+            f"lora.target_modules to some of its linear layers: {', '.join(names)}."
         ) from error
-    if lora.start is not None:
-        read_adapter(adapted, lora.start, TRAINED)
+    if lora.adapter_path is not None:
+        read_adapter(adapted, lora.adapter_path, TRAINED)
     return adapted
 
 
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """The linear layers of a model, by the whole name of each."""
+def list_linear_names(model: PreTrainedModel) -> list[str]:
+    """Return the full names of a model's linear layers."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     return [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
 
 
-def _settings_of(lora: LoRA, folder: str) -> dict[str, Any]:
-    """What a saved adapter is, under PEFT's names; refuses settings that say otherwise."""
+def _read_settings(lora: LoRA, folder: str) -> dict[str, Any]:
+    """Read the `LoraConfig` of a saved adapter; raise if `lora` contradicts it."""
     from peft import LoraConfig
 
-    require(
-        (Path(folder) / FILE).is_file(),
-        f"lora.start: {folder!r} is no adapter folder (no {FILE} in it). Give a folder that peft's "
-        "save_pretrained wrote, such as RUN/final_adapter.",
-    )
-    kind = json.loads((Path(folder) / FILE).read_text(encoding="utf-8")).get("peft_type")
-    require(
-        kind == "LORA",
-        f"lora.start: {folder!r} holds an adapter of type {kind}; only LORA can be trained on.",
-    )
-    saved = LoraConfig.from_pretrained(folder)
-    asked, default, found = lora.peft_settings, LoRA().peft_settings, saved.to_dict()
-    del asked["lora_dropout"]  # of the run, as in a new adapter
-    for name, value in asked.items():
-        require(
-            value == default[name] or value == found[name],
-            f"lora.{name} is {value!r}, but the adapter in lora.start has {found[name]!r}. Leave "
-            "it out, or start without lora.start.",
+    if not (Path(folder) / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"lora.adapter_path: {folder!r} is not an adapter folder (no {CONFIG_FILE} in it). "
+            "Give a folder written by peft's save_pretrained, such as RUN/final_adapter."
         )
+    kind = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
+    if kind != "LORA":
+        raise ValueError(
+            f"lora.adapter_path: {folder!r} contains an adapter of type {kind}; expected LORA."
+        )
+    saved = LoraConfig.from_pretrained(folder)
+    given, default, found = lora.peft_settings, LoRA().peft_settings, saved.to_dict()
+    del given["lora_dropout"]  # a setting of the run, not of the adapter
+    for name, value in given.items():
+        if value not in (default[name], found[name]):
+            raise ValueError(
+                f"lora.{name} is {value!r}, but the adapter in lora.adapter_path has "
+                f"{found[name]!r}. Leave out lora.{name} or lora.adapter_path."
+            )
     rank_zero_info(
-        f"Adapter: goes on from {folder}, rank {found['r']}, alpha {found['lora_alpha']}"
+        f"Continuing from the adapter in {folder}: rank {found['r']}, alpha {found['lora_alpha']}"
     )
     unsaved = {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
     known = {each.name for each in fields(saved)} - unsaved
@@ -131,57 +139,58 @@ def _settings_of(lora: LoRA, folder: str) -> dict[str, Any]:
 
 
 def read_adapter(adapted: Any, folder: str, name: str) -> None:
-    """Read the weights of an adapter, all of which must be in the folder, and nothing else.
+    """Read an adapter's weights; the folder must contain all of them and no others.
 
     Args:
-        adapted: a model of PEFT.
+        adapted: a `PeftModel`.
         folder: of the adapter.
         name: of the adapter in the model; a new one is frozen.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape.
     """
+    advice = "Set pretrained to the model that the adapter was trained on."
     try:
         report = adapted.load_adapter(folder, name, is_trainable=name == TRAINED)
     except (RuntimeError, OSError, ValueError) as error:
         raise ValueError(
             f"The adapter in {folder!r} does not fit this model: "
-            f"{' '.join(str(error).split())[:300]}. Is `pretrained` the model that it was made for?"
+            f"{' '.join(str(error).split())[:300]}. {advice}"
         ) from error
     missing = [key for key in report.missing_keys if f".{name}" in key]
-    for problem, names in {"lacks": missing, "has too": report.unexpected_keys}.items():
-        require(
-            not names,
-            f"The adapter in {folder!r} does not fit this model: it {problem} "
-            f"{', '.join(sorted(names)[:1])} ({len(names)} in all). Is `pretrained` the model that "
-            "it was made for?",
-        )
+    for problem, names in {"missing": missing, "unexpected": report.unexpected_keys}.items():
+        if names:
+            raise ValueError(
+                f"The adapter in {folder!r} does not fit this model: {problem} "
+                f"{min(names)} ({len(names)} in all). {advice}"
+            )
 
 
 @contextmanager
-def as_at_start(adapted: Any) -> Iterator[None]:
+def use_initial_adapter(adapted: Any) -> Iterator[None]:
     """Compute with the adapter that training started from."""
-    adapted.set_adapter(START, inference_mode=True)
+    adapted.set_adapter(INITIAL, inference_mode=True)
     try:
         yield
     finally:
         adapted.set_adapter(TRAINED)
 
 
-def merged(adapted: Any) -> Any:
-    """A copy of the library's model with the trained adapter in its weights."""
+def merge_adapter(adapted: Any) -> Any:
+    """Copy the transformers model with the trained adapter merged into its weights."""
     return copy.deepcopy(adapted).merge_and_unload(adapter_names=[TRAINED])
 
 
 def save_adapter(adapted: Any, folder: str | Path) -> None:
-    """Write the trained adapter as a folder that PEFT, vLLM and `lora.start` read.
+    """Write the trained adapter as a folder that PEFT, vLLM and `lora.adapter_path` read.
 
     Args:
-        adapted: a model of PEFT.
+        adapted: a `PeftModel`.
         folder: where to write `adapter_config.json` and `adapter_model.safetensors`.
     """
     trained = {name for name, each in adapted.named_parameters() if each.requires_grad}
-    # Some quantized layers have texts among their tensors. Of divided ones these are put together.
+    # Some 4-bit layers have strings in their state dict. Of sharded weights only the trained ones
+    # are gathered; PEFT does not write the others.
     state = {
         name: whole(value) if name in trained else value
         for name, value in adapted.state_dict().items()
@@ -195,16 +204,85 @@ def save_adapter(adapted: Any, folder: str | Path) -> None:
     )
 
 
-def refuse_adapter_folder(folder: Path) -> None:
-    """Say how to start from an adapter where a model was asked for.
+def check_not_adapter(folder: Path) -> None:
+    """Raise if a folder given as `pretrained` contains an adapter instead of a model.
 
     Raises:
-        ValueError: the folder holds an adapter and no model.
+        ValueError: the folder has an adapter config and no model config.
     """
-    adapter_only = (folder / FILE).is_file() and not (folder / "config.json").is_file()
-    require(
-        not adapter_only,
-        f"pretrained: {str(folder)!r} is an adapter in PEFT's format, not a model. Give the model "
-        f"that it was made for as pretrained (its {FILE} says base_model_name_or_path), and "
-        f"--model.lora.start {folder}.",
+    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"pretrained: {str(folder)!r} is an adapter in PEFT's format, not a model. Set "
+            "pretrained to the model that it was trained on (base_model_name_or_path in its "
+            f"{CONFIG_FILE}) and --model.lora.adapter_path {folder}."
+        )
+
+
+# --- 4-bit weights under adapters (QLoRA), by bitsandbytes ---
+
+Quantization = Literal["nf4", "fp4"]
+# It logs at every import that a kernel of another processor is missing.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def quantization_arguments(kind: Quantization, autocast_dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load 4-bit weights.
+
+    Args:
+        kind: 4-bit format; the quantization constants are quantized too (double quantization).
+        autocast_dtype: dtype of matrix products.
+
+    Raises:
+        ValueError: bitsandbytes is not installed or does not work on this machine.
+    """
+    try:
+        import bitsandbytes  # noqa: F401 (transformers imports it later, with a worse error)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(
+            "precision.quantization needs the package bitsandbytes: pip install 'litgrpo[qlora]' "
+            f"({' '.join(str(error).split())[:100]})."
+        ) from error
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=autocast_dtype,
     )
+    return {"quantization_config": config, "device_map": "cpu"}
+
+
+def keep_4bit_layout(model: PreTrainedModel) -> None:
+    """Disable bitsandbytes' repacking of 4-bit weights on CPUs with AVX-512.
+
+    In eval mode it repacks them in place. Products then differ from training, and dequantizing the
+    weights for export returns wrong values.
+    """
+    for layer in _find_4bit_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+
+
+def _find_4bit_layers(model: Any) -> list[Any]:
+    return [each for each in model.modules() if type(each).__name__ == "Linear4bit"]
+
+
+def is_quantized(model: Any) -> bool:
+    """Check if some of the weights are 4-bit."""
+    return bool(_find_4bit_layers(model))
+
+
+def merge_into_dequantized(adapted: Any) -> Any:
+    """Merge the trained adapter into the dequantized weights that training computed with.
+
+    The original weights would not fit the adapter, and quantizing the merged weights again would
+    round the adapter away.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    weights = get_peft_model_state_dict(adapted, adapter_name=TRAINED)
+    dequantized = copy.deepcopy(adapted).unload().dequantize()
+    config = copy.deepcopy(adapted.peft_config[TRAINED])
+    with_adapter = get_peft_model(dequantized, config)
+    set_peft_model_state_dict(with_adapter, weights)
+    return merge_adapter(with_adapter)

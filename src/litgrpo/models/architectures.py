@@ -1,8 +1,8 @@
-"""The one table of the library's model types: which of them may use what.
+"""Table of model types: which of them may use packing, static shapes and the fused decoding step.
 
-A model type that is not here is learned row by row and decoded by the library's own code, which is
-slower and never wrong. Each entry is tested: packed rows, static shapes and fused decoding against
-the library's forward pass.
+A model type that is not listed is trained row by row and decoded by transformers' own code, which
+is slower and equally exact. Every entry is tested: packed rows, static shapes and fused decoding
+against the transformers forward pass.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import Any
 from transformers import PreTrainedModel
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary embeddings that depend on nothing but the position, and on how long the longest row is.
+# Rotary embeddings that depend only on the position; the others also on the longest row.
 POSITIONAL_ROPES = {"default", "linear", "llama3", "yarn"}
 LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """The modules of a decoder layer that the fused decoder computes.
+    """Modules of a decoder layer that the fused decoder computes.
 
     Args:
         layer_norms: norms of a layer.
         head_norms: norms of query and key heads.
-        gemma: norms after attention and MLP too, norm weights stored less 1, scaled embeddings and
-            soft-capped scores.
+        gemma: norms after attention and MLP too, norm weights stored minus 1, scaled embeddings
+            and soft-capped scores.
+
+    Example:
+        `FusedLayout(head_norms=frozenset({"q_norm", "k_norm"}))` is Qwen 3's.
     """
 
     layer_norms: frozenset[str] = frozenset({"input_layernorm", "post_attention_layernorm"})
@@ -36,12 +39,18 @@ class FusedLayout:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model type may use.
+    """Capabilities of a model type.
 
     Args:
-        encoder_decoder: an encoder reads the prompt; else tokens meet in the library's attention
-            functions only, so that rows may be packed and decoded in static shapes.
-        fused: how its layers are laid out; None: the fused decoder does not compute it.
+        encoder_decoder: an encoder computes the prompt. Otherwise tokens interact in transformers'
+            attention functions only, so that rows may be packed and decoded in static shapes.
+        fused: layout of its layers; None: the fused decoder does not support it.
+
+    Example:
+        >>> ARCHITECTURES["llama"].fused == FusedLayout()
+        True
+        >>> ARCHITECTURES["t5"].encoder_decoder
+        True
     """
 
     encoder_decoder: bool = False
@@ -72,51 +81,46 @@ ARCHITECTURES = {
     "starcoder2": Architecture(),
     "t5": Architecture(encoder_decoder=True),
 }
-# Types that agree with plain forward passes, but whose gradient is not finite where rows are padded
-# on the left: the spread of a row of zeros has none.
-PADDED_ON_THE_RIGHT = {"gemma3n_text"}
-
+DECODER_ONLY = sorted(name for name, kind in ARCHITECTURES.items() if not kind.encoder_decoder)
+ENCODER_DECODER = sorted(name for name, kind in ARCHITECTURES.items() if kind.encoder_decoder)
+# Types whose forward pass is exact with left padding, but whose gradient is not finite: they
+# normalize by the standard deviation of a row, and that of an all-zero row has no derivative.
+NO_LEFT_PADDING = {"gemma3n_text"}
 
 # Children of the gated MLP of every fused layout.
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def home_of(model: PreTrainedModel) -> str:
-    """The module of the library that defines models of this type."""
+def modeling_module_name(model: PreTrainedModel) -> str:
+    """Return the name of the transformers module that defines models of this type."""
     kind = model.config.model_type
     return f"transformers.models.{kind}.modeling_{kind}"
 
 
-def fused_layout(model: PreTrainedModel) -> FusedLayout | None:
-    """The layout of a model's layers; None: not the library's own class, or not known."""
+def find_fused_layout(model: PreTrainedModel) -> FusedLayout | None:
+    """Return the layout of a model's layers; None if it is unknown or not transformers' class."""
     known = ARCHITECTURES.get(model.config.model_type, Architecture()).fused
-    return known if type(model).__module__ == home_of(model) else None
-
-
-def known_types(*, encoder_decoder: bool) -> list[str]:
-    """The model types of one kind."""
-    kinds = ARCHITECTURES.items()
-    return sorted(name for name, kind in kinds if kind.encoder_decoder == encoder_decoder)
-
-
-DECODER_ONLY = known_types(encoder_decoder=False)
-ENCODER_DECODER = known_types(encoder_decoder=True)
+    return known if type(model).__module__ == modeling_module_name(model) else None
 
 
 def has_known_layers(model: PreTrainedModel) -> bool:
-    """Whether this is a decoder-only model of the library whose tokens meet in attention only."""
+    """Check that this is a listed decoder-only model whose tokens interact in attention only."""
     return (
         type(model).__module__.startswith("transformers.")
         and model.config.model_type in DECODER_ONLY
-        and set(model.config.to_dict().get("layer_types") or ()) <= LAYER_TYPES
+        and set(getattr(model.config, "layer_types", None) or ()) <= LAYER_TYPES
     )
 
 
-def rope_types(parameters: dict[str, Any] | None) -> set[str]:
-    """The kinds of rotary embeddings; a config has one for all layers or one for each layer type.
+def list_rope_types(parameters: dict[str, Any] | None) -> set[str]:
+    """Return the kinds of rotary embeddings; a config has one for all layers or one per layer type.
 
     Args:
         parameters: `rope_parameters` of a model's config.
+
+    Example:
+        >>> list_rope_types({"rope_type": "llama3", "factor": 8.0})
+        {'llama3'}
     """
     if not parameters:
         return set()

@@ -1,4 +1,4 @@
-"""Decoder-only models: Gemma 2, Qwen 2, Llama, GPT-2 and their kin."""
+"""Decoder-only models: Gemma 2, Qwen 2, Llama, GPT-2 and related types."""
 
 from __future__ import annotations
 
@@ -12,37 +12,53 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from litgrpo.distributed.device import threads
-from litgrpo.models.causal_static import CausalStaticDecoder
-from litgrpo.models.fused_decode import FusedDecoder, is_known
+from litgrpo.models.fused_decode import FusedDecoder, is_supported
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.kernels.selective_recompute import Recomputed, recomputed_of, recomputing
-from litgrpo.models.offloaded_rows import CachedRowsAway
-from litgrpo.models.packed_shared_prefix import PACKED
-from litgrpo.models.packing import WORTH, Packing, can_share, sharing_pays
-from litgrpo.models.policy import DecodeState, Policy, lower_precision
+from litgrpo.models.kernels.selective_recompute import (
+    RecomputedModules,
+    find_recomputed_modules,
+    recompute_in_backward,
+)
+from litgrpo.models.packing import (
+    MIN_SAVING,
+    PACKED,
+    Packing,
+    can_share,
+    packed_attention,
+    sharing_pays,
+)
+from litgrpo.models.policy import DecodeState, Policy, autocast_to
 from litgrpo.models.shared_prefix import (
     SHARED_PREFIX,
+    RowOffloader,
     SharedPrefixCache,
-    attention,
+    shared_prefix_attention,
 )
+from litgrpo.models.static import STATIC, CausalStaticDecoder, static_attention
+from litgrpo.models.transformers_compat import no_mask, use_attention
 from litgrpo.tensors import padding_mask, positions, predicting, softcapped, widened
 from litgrpo.types import TokenRows
 
 log = logging.getLogger(__name__)
 
-# A product of fewer multiplications than this is done before several threads have met.
-WORTH_THREADS = 2**20
+# Matrix products with fewer multiplications are slower on several threads than on one.
+MIN_THREADED_PRODUCT = 2**20
 
 
 class CausalPolicy(Policy):
-    """A decoder-only model; its prompt is read once per group."""
+    """A decoder-only model that computes each prompt once per group."""
 
-    static_decoder = CausalStaticDecoder
-    _decoder: FusedDecoder | None = None  # while decoding, if the model is known to it
+    static_decoder_class = CausalStaticDecoder
+    attention_functions = {  # noqa: RUF012
+        SHARED_PREFIX: (shared_prefix_attention, no_mask),
+        PACKED: (packed_attention, no_mask),
+        STATIC: (static_attention, None),
+    }
+    _decoder: FusedDecoder | None = None  # set within `decoding` if it supports the model
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `logprobs` reads a prompt once for all of its completions."""
+        """See `Policy.shares_prompts`."""
         return self.share_prompts and not self.static_shapes and self._can_share
 
     @cached_property
@@ -53,68 +69,81 @@ class CausalPolicy(Policy):
     def decoding(
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> Iterator[None]:
-        """Fuse or pack the weights where that is faster; small products run on one thread."""
-        few = threads(1 if rows * self._largest < WORTH_THREADS else torch.get_num_threads())
-        with few, lower_precision(self.model.device, dtype), torch.no_grad():
+        """Fuse or pack the weights if that is faster; small products run on one thread."""
+        small = rows * self._largest < MIN_THREADED_PRODUCT
+        few = threads(1 if small else torch.get_num_threads())
+        with few, autocast_to(self.model.device, dtype), torch.no_grad():
             if fused and self.can_fuse:
-                self._decoder = self._fused()
-            pack = self.kernels.decode == "onednn" and self._decoder is None
+                self._decoder = self._build_fused_decoder()
+            pack = self.linear_kernels.decode == "onednn" and self._decoder is None
             try:
-                with linears.packed(self.model) if pack else nullcontext():
+                with linears.pack_weights(self.model) if pack else nullcontext():
                     yield
             finally:
                 self._decoder = None
 
     @cached_property
     def _largest(self) -> int:
-        """Numbers in the largest weight of a linear layer."""
-        return max((layer.weight.numel() for layer in linears.linears(self.model)), default=0)
+        """Number of elements of the largest linear weight."""
+        return max(
+            (layer.weight.numel() for layer in linears.list_linear_layers(self.model)), default=0
+        )
 
     @cached_property
     def can_fuse(self) -> bool:
-        """Whether the fused decoder knows this model and says the same on a first try."""
-        if not is_known(self.bare_model):
+        """True if the fused decoder supports this model and computes the same logits in a test."""
+        if not is_supported(self.bare_model):
             return False
         with torch.autocast(self.model.device.type, enabled=False), torch.no_grad():
             ids = torch.arange(1, 11, device=self.model.device).view(2, 5) % self.vocab_size
             mask = torch.ones_like(ids, dtype=torch.bool)
-            self._decoder = self._fused()
+            self._decoder = self._build_fused_decoder()
             try:
                 state = self.prefill(ids[:, :3], mask[:, :3], 1, 2)[1]
-                found = [self.step(ids[:, column], state) for column in (3, 4)]
+                logits = [self.step(ids[:, column], state) for column in (3, 4)]
             finally:
                 self._decoder = None
             expected = self.dense_logits(ids[:, :3], mask[:, :3], ids[:, 3:])[:, 1:]
-        gap = (torch.stack(found, 1).log_softmax(-1) - widened(expected).log_softmax(-1)).abs()
+        computed = torch.stack(logits, 1).log_softmax(-1)
+        error = (computed - widened(expected).log_softmax(-1)).abs().max()
         tolerance = max(1e-3, 32 * torch.finfo(self.model.dtype).eps)
-        if not bool(gap.max() <= tolerance):
-            log.warning("The fused decoder is off by %.1e nats and stays unused.", gap.max())
+        if not bool(error <= tolerance):  # also if it is NaN
+            log.warning(
+                "The fused decoder differs from transformers by %.1e nats; decoding without it.",
+                error,
+            )
             return False
         return True
 
-    def _fused(self) -> FusedDecoder:
-        """The weights as they are now, made ready for decoding in the precision of this moment."""
+    def _build_fused_decoder(self) -> FusedDecoder:
+        """Copy the current weights for decoding in the current autocast precision."""
         device = self.model.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        pack = self.kernels.decode == "onednn" and linears.packs(dtype or self.model.dtype)
-        return FusedDecoder(self.bare_model, self._finished, dtype=dtype, pack=pack)
+        pack = self.linear_kernels.decode == "onednn" and linears.can_pack_dtype(
+            dtype or self.model.dtype
+        )
+        return FusedDecoder(self.bare_model, self._scale_logits, dtype=dtype, pack=pack)
 
     @cached_property
-    def _logit_rules(self) -> tuple[float | None, float | None, float | None]:
-        """What the config does to logits; read once, because `head` runs for every token."""
-        config = self.bare_model.config.to_dict()
-        # Cohere multiplies, Granite divides, Gemma 2 caps.
-        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-        multiplier, divisor, cap = (config.get(name) for name in names)
-        return multiplier, divisor, cap
+    def logit_rules(self) -> tuple[float | None, float | None, float | None]:
+        """Multiplier (Cohere), divisor (Granite) and soft-cap (Gemma 2) of the logits.
+
+        Read from the config once, because `head` runs for every token.
+        """
+        config = self.bare_model.config
+        return (
+            getattr(config, "logit_scale", None),
+            getattr(config, "logits_scaling", None),
+            getattr(config, "final_logit_softcapping", None),
+        )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., E] -> logits [..., V], with the model's logit scale and soft-cap."""
-        return self._finished(self.bare_model.get_output_embeddings()(hidden))
+        """See `Policy.head`."""
+        return self._scale_logits(self.bare_model.get_output_embeddings()(hidden))
 
-    def _finished(self, logits: Tensor) -> Tensor:
-        """Logits as the head gives them -> with the model's logit scale and soft-cap."""
-        multiplier, divisor, cap = self._logit_rules
+    def _scale_logits(self, logits: Tensor) -> Tensor:
+        """Apply the model's logit scale and soft-cap to the output of its head."""
+        multiplier, divisor, cap = self.logit_rules
         if multiplier is not None:
             logits = logits * multiplier
         if divisor is not None:
@@ -122,7 +151,7 @@ class CausalPolicy(Policy):
         return logits if cap is None else softcapped(logits / cap, cap)
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Hidden states that predict the completion tokens; each prompt is read once if it pays."""
+        """Compute each prompt once if that saves tokens, else padded rows; see `Policy.hidden`."""
         if self.shares_prompts and sharing_pays(rows):
             return self._packed_hidden(Packing.of_groups(rows))
         prompt_mask = rows.prompt_mask[rows.prompt_of]
@@ -132,8 +161,8 @@ class CausalPolicy(Policy):
         return predicting(self._row_hidden(ids, mask), targets)
 
     def _row_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states [M, T, E] of the last layer, of rows [M, T] padded on either side."""
-        with self._recomputing():
+        """Compute the last hidden states [M, T, E] of rows [M, T] padded on either side."""
+        with self._recompute_context():
             output = self.bare_model.base_model(
                 input_ids=ids,
                 attention_mask=padding_mask(mask),
@@ -142,24 +171,25 @@ class CausalPolicy(Policy):
             )
         return output.last_hidden_state
 
-    def _recomputing(self) -> AbstractContextManager[None]:
-        """What to learn within: less is kept for the backward pass where the model is known.
+    def _recompute_context(self) -> AbstractContextManager[None]:
+        """Return the context of a training pass, which keeps fewer activations if supported.
 
-        Checkpointing keeps less still.
+        Full activation checkpointing keeps even fewer, so it replaces this.
         """
         wanted = self.selective_recompute and not self.bare_model.is_activation_checkpointing
-        parts = self._recomputed if wanted and torch.is_grad_enabled() else None
-        return nullcontext() if parts is None else recomputing(parts)
+        if not wanted or not torch.is_grad_enabled() or self._recomputed_modules is None:
+            return nullcontext()
+        return recompute_in_backward(self._recomputed_modules)
 
     @cached_property
-    def _recomputed(self) -> Recomputed | None:
-        return recomputed_of(self.bare_model)
+    def _recomputed_modules(self) -> RecomputedModules | None:
+        return find_recomputed_modules(self.bare_model)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """Read the prompts, each once; see `Policy.prefill`."""
-        cache = DynamicCache()  # without the config: keep keys and values beyond sliding windows
+        """See `Policy.prefill`."""
+        cache = DynamicCache()  # without a config, so that it keeps keys beyond sliding windows
         output = self.bare_model.base_model(
             input_ids=prompt_ids,
             attention_mask=prompt_mask.long(),
@@ -168,22 +198,22 @@ class CausalPolicy(Policy):
             use_cache=True,
         )
         if self._decoder is not None:
-            cache = self._decoder.receive(cache, prompt_mask.shape[1] + capacity)
+            cache = self._decoder.convert_cache(cache, prompt_mask.shape[1] + capacity)
         state = SharedPrefixCache(cache, prompt_mask, group_size, capacity)
         state.can_join = True
         return self.head(output.last_hidden_state[:, -1]), state
 
     def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """Feed one token to every live row; see `Policy.step`."""
+        """See `Policy.step`."""
         assert isinstance(state, SharedPrefixCache)
         if self._decoder is not None:
             device = self.model.device.type
             if not torch.is_autocast_enabled(device):
                 return self._decoder.step(tokens, state)
-            with torch.autocast(device, enabled=False):  # it has its own precision
+            with torch.autocast(device, enabled=False):  # it casts to its own precision
                 return self._decoder.step(tokens, state)
         model = self.bare_model
-        with attention(model, SHARED_PREFIX):
+        with use_attention(model, SHARED_PREFIX):
             output = model.base_model(
                 input_ids=tokens[:, None],
                 position_ids=state.begin_step(),
@@ -194,15 +224,16 @@ class CausalPolicy(Policy):
         state.fed += 1
         return self.head(output.last_hidden_state[:, -1])
 
-    def away(self, state: DecodeState) -> CachedRowsAway:
-        """See `Policy.away`."""
+    def make_row_offloader(self, state: DecodeState) -> RowOffloader:
+        """See `Policy.make_row_offloader`."""
+        assert isinstance(state, SharedPrefixCache)
         order = None if self._decoder is None else self._decoder.pairs
-        return CachedRowsAway(self.bare_model.base_model, self.head, state, order)
+        return RowOffloader(self.bare_model.base_model, self.head, state, order)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """Logits by the model's own forward pass; see `Policy.dense_logits`."""
+        """See `Policy.dense_logits`."""
         ids = torch.cat([prompt_ids, completion_ids], 1)
         mask = torch.cat([prompt_mask, torch.ones_like(completion_ids, dtype=torch.bool)], 1)
         output = self.model(
@@ -211,9 +242,9 @@ class CausalPolicy(Policy):
         return output.logits[:, prompt_ids.shape[1] - 1 :]
 
     def _packed_hidden(self, packing: Packing) -> Tensor:
-        """[K, E] hidden states that predict the completion tokens, each prompt read once."""
+        """Compute the hidden states [K, E] that predict the packed completion tokens."""
         model = self.bare_model
-        with attention(model, PACKED), self._recomputing():
+        with use_attention(model, PACKED), self._recompute_context():
             output = model.base_model(
                 input_ids=packing.ids[None],
                 position_ids=packing.positions[None],
@@ -222,11 +253,8 @@ class CausalPolicy(Policy):
             )
         return output.last_hidden_state[0].index_select(0, packing.predicting)
 
-    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """Hidden states of the tokens before the marked ones; see `Policy.predictors`.
-
-        Padding is not computed where there is much of it.
-        """
-        if self.shares_prompts and mask.numel() >= WORTH * int(mask.sum()):
+    def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Compute packed rows if that saves tokens; see `Policy.target_hidden_states`."""
+        if self.shares_prompts and mask.numel() >= MIN_SAVING * int(mask.sum()):
             return self._packed_hidden(Packing.of_rows(ids, mask, target_mask))
         return predicting(self._row_hidden(ids, mask), target_mask)

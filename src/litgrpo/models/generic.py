@@ -1,164 +1,158 @@
-"""Decoder-only models of any other kind, by the library's own forward pass, cache and attention.
+"""Decoder-only models of unlisted types, by transformers' own forward pass and KV cache.
 
-No prompt is shared and nothing is padded on the left, so that recurrent models and any cache of the
-library's serve. Slower, and as exact as the model itself: before it is used, a policy is tried
-against plain forward passes, and the first of several ways that agrees is taken.
+Prompts are not shared and rows are not padded on the left, so recurrent models and every kind of
+transformers cache work. Slower than `CausalPolicy` and as exact as the model itself.
+
+`build_causal_policy` selects the policy of a model. A listed type gets `CausalPolicy`. An unlisted
+one is probed: each of `CANDIDATES` decodes and scores a few tokens, fastest first, and the first
+whose log-probabilities equal those of plain forward passes is used.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import GenerationMode
 
-from litgrpo.arguments import require
 from litgrpo.distributed.messages import rank_zero_info
-from litgrpo.models.architectures import ARCHITECTURES, LAYER_TYPES, PADDED_ON_THE_RIGHT
+from litgrpo.models.architectures import ARCHITECTURES, LAYER_TYPES, NO_LEFT_PADDING
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import DecodeState, Policy
-from litgrpo.models.static_decoder import StaticDecoder
+from litgrpo.models.transformers_compat import prepare_generation, update_generation_inputs
 from litgrpo.tensors import predicting, widened
 from litgrpo.types import TokenRows
 
-# Lengths of the prompts and completions that a policy is tried with; each prompt has two.
+# Lengths of the prompts and completions of the probe; each prompt has two completions.
 PROMPTS, COMPLETIONS = (5, 3), (3, 2, 3, 1)
 
 
 @dataclass
-class EqualRows:
-    """Rows of the same length that decode together, by the library's own cache if it has one.
+class EqualLengthRows:
+    """Rows of the same length that decode together, with the model's own cache if it has one.
 
     Args:
-        policy: whose model computes.
+        policy: provides the model.
         ids: [n, t] tokens so far.
-        inputs: what the library hands from one step to the next.
+        inputs: keyword arguments of the next forward pass (cache, mask).
+
+    Example:
+        `rows = EqualLengthRows(policy, torch.tensor([[5, 6], [7, 8]]))`, then
+        `logits = rows.prefill(capacity=8)` and `logits = rows.feed(logits.argmax(-1))`.
     """
 
-    policy: LibraryPolicy
+    policy: GenericPolicy
     ids: Tensor
     inputs: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, capacity: int) -> Tensor:
-        """Read the prompts; [n, V] logits of the first completion token.
+    def prefill(self, capacity: int) -> Tensor:
+        """Compute the prompts; return the logits [n, V] of the first completion token.
 
         Args:
-            capacity: most tokens that will be fed.
+            capacity: maximum number of tokens that will be fed.
         """
-        model: Any = self.policy.bare_model
         self.inputs = {"attention_mask": torch.ones_like(self.ids), "use_cache": True}
-        longest = self.ids.shape[1] + capacity
-        asked = (GenerationConfig(), self.inputs, GenerationMode.SAMPLE, len(self.ids), longest)
-        model._prepare_cache_for_generation(*asked)
-        return self._logits(is_first_iteration=True)
+        prepare_generation(
+            self.policy.bare_model,
+            self.inputs,
+            num_rows=len(self.ids),
+            max_length=self.ids.shape[1] + capacity,
+        )
+        return self._last_logits(is_first_iteration=True)
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """Feed one token [n] to every row; [n, V] logits of the next."""
+        """Feed one token [n] to every row; return the logits [n, V] of the next."""
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
-        return self._logits(next_sequence_length=1)
+        return self._last_logits(next_sequence_length=1)
 
-    def _logits(self, **which: Any) -> Tensor:
+    def _last_logits(self, **step: Any) -> Tensor:
         policy = self.policy
         if not policy.cached:
             return policy.plain_logits(self.ids, keep=1)[:, -1]
         model: Any = policy.bare_model
-        asked = model.prepare_inputs_for_generation(self.ids, **which, **self.inputs)
-        output = model(**asked, **policy.keeping(1), return_dict=True)
-        self.inputs = model._update_model_kwargs_for_generation(output, self.inputs)
+        inputs = model.prepare_inputs_for_generation(self.ids, **step, **self.inputs)
+        output = model(**inputs, **policy.logits_to_keep(1), return_dict=True)
+        self.inputs = update_generation_inputs(model, output, self.inputs)
         return output.logits[:, -1]
 
 
-class LibraryState(DecodeState):
-    """Rows of several lengths. Rows that were dropped are fed on with the others of their part.
+class GenericDecodeState(DecodeState):
+    """Rows of several lengths, decoded in parts of equal length.
+
+    Dropped rows continue to be fed (with token 0) as long as their part has live rows, because the
+    caches of arbitrary models cannot be indexed by row.
 
     Args:
         parts: rows of one length each.
-        part_of: [n] which part a live row is in.
-        slot_of: [n] which row of it.
+        part_of: [n] the part of each live row.
+        slot_of: [n] its row in the part.
     """
 
-    def __init__(self, parts: list[EqualRows], part_of: Tensor, slot_of: Tensor) -> None:
+    def __init__(self, parts: list[EqualLengthRows], part_of: Tensor, slot_of: Tensor) -> None:
         self.parts, self.part_of, self.slot_of = parts, part_of, slot_of
 
     def select(self, rows: Tensor) -> None:
-        """Keep the given rows; a part without any is not computed any more."""
+        """Keep the given rows; a part without live rows is not computed any more."""
         self.part_of, self.slot_of = self.part_of[rows], self.slot_of[rows]
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """Feed one token [n] to every live row; [n, V] logits of the next."""
-        found: list[Tensor] = []
+        """Feed one token [n] to every live row; return the logits [n, V] of the next."""
+        logits: list[Tensor] = []
         places: list[Tensor] = []
         for number in self.part_of.unique().tolist():
             rows = (self.part_of == number).nonzero().squeeze(1)
             slots = self.slot_of[rows]
             every = tokens.new_zeros(len(self.parts[number].ids))
             every[slots] = tokens[rows]
-            found.append(self.parts[number].feed(every)[slots])
+            logits.append(self.parts[number].feed(every)[slots])
             places.append(rows)
-        return torch.cat(found)[torch.cat(places).argsort()]
+        return torch.cat(logits)[torch.cat(places).argsort()]
 
 
-class NoStaticDecoder(StaticDecoder):
-    """Refuses: what the library does in static shapes is not known."""
-
-    def attending(self) -> Any:
-        """Refuse; see `StaticDecoder.attending`."""
-        raise ValueError(
-            f"model type {self.policy.model.config.model_type!r} is computed by the library's own "
-            "code, which cannot be done in static shapes. Use "
-            "litgrpo.rollout.engines.local.LocalEngine on a CPU or GPU."
-        )
-
-    prefill = step = hidden = attending  # type: ignore[assignment]
-
-
-class LibraryPolicy(Policy):
-    """A decoder-only model by the library's own code; its hidden states are the logits themselves.
+class GenericPolicy(Policy):
+    """A decoder-only model of any type; its "hidden states" are the logits themselves.
 
     Attributes:
-        cached: decode with the library's cache; else read the whole row for every token.
-        batched: let rows of several lengths go through the model together, padded on the right.
+        cached: decode with the model's cache; else compute the whole row for every token.
+        batched: compute rows of several lengths together, padded on the right.
     """
 
-    static_decoder = NoStaticDecoder
     cached = True
     batched = True
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits, V."""
+        """See `Policy.vocab_size`."""
         return int(self.bare_model.config.get_text_config().vocab_size)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V], as they are."""
+        """Return the logits [..., V] unchanged."""
         return hidden
 
-    def keeping(self, number: int) -> dict[str, int]:
-        """What tells the model to compute the logits of the last positions only, if it can."""
-        return {"logits_to_keep": number} if "logits_to_keep" in self._accepted else {}
+    def logits_to_keep(self, number: int) -> dict[str, int]:
+        """Return the argument that limits logits to the last positions, if the model accepts it."""
+        return {"logits_to_keep": number} if "logits_to_keep" in self._forward_arguments else {}
 
     @property
-    def _accepted(self) -> set[str]:
+    def _forward_arguments(self) -> set[str]:
         return set(inspect.signature(self.bare_model.forward).parameters)
 
     def plain_logits(self, ids: Tensor, keep: int | None = None) -> Tensor:
-        """[M, T, V] logits of rows [M, T] without any padding on the left.
+        """Compute logits [M, T, V] of rows [M, T] without left padding.
 
         Args:
             ids: token ids.
-            keep: how many of the last positions are needed; None: all.
+            keep: number of last positions that are needed; None: all.
         """
-        kept = {} if keep is None else self.keeping(keep)
-        no_cache = {"use_cache": False} if "use_cache" in self._accepted else {}
+        kept = {} if keep is None else self.logits_to_keep(keep)
+        no_cache = {"use_cache": False} if "use_cache" in self._forward_arguments else {}
         return self.bare_model(input_ids=ids, **no_cache, **kept).logits
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """[K, V] logits that predict the completion tokens; see `Policy.hidden`."""
+        """Compute the logits [K, V] of the completion tokens; see `Policy.hidden`."""
         prompt_mask = rows.prompt_mask[rows.prompt_of]
         ids = torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1)
         mask = torch.cat([prompt_mask, rows.completion_mask], 1)
@@ -167,16 +161,16 @@ class LibraryPolicy(Policy):
         ids, mask = pack_left(ids, mask)
         if self.batched:
             return predicting(self.plain_logits(ids), targets)
-        found = [
+        logits = [
             predicting(self.plain_logits(ids[row, real][None]), targets[row, real][None])
             for row, real in enumerate(mask)
         ]
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """Read the prompts, once for each completion; see `Policy.prefill`."""
+        """Compute the prompts, once for each completion; see `Policy.prefill`."""
         lengths = prompt_mask.sum(1)
         part_of, slot_of = torch.zeros_like(lengths), torch.zeros_like(lengths)
         parts, logits = [], []
@@ -185,121 +179,147 @@ class LibraryPolicy(Policy):
             part_of[mine] = number
             slot_of[mine] = torch.arange(len(mine), device=mine.device)
             ids = prompt_ids[mine][prompt_mask[mine]].view(len(mine), length)
-            parts.append(EqualRows(self, ids.repeat_interleave(group_size, 0)))
-            logits.append(parts[-1].begin(capacity)[::group_size])
+            parts.append(EqualLengthRows(self, ids.repeat_interleave(group_size, 0)))
+            logits.append(parts[-1].prefill(capacity)[::group_size])
         order = torch.stack([part_of, slot_of], 1)
         places = sorted(range(len(order)), key=lambda row: order[row].tolist())
         first = torch.cat(logits)[torch.tensor(places, device=lengths.device).argsort()]
         copies = torch.arange(group_size, device=lengths.device)
         slots = (slot_of[:, None] * group_size + copies).flatten()
-        return first, LibraryState(parts, part_of.repeat_interleave(group_size), slots)
+        return first, GenericDecodeState(parts, part_of.repeat_interleave(group_size), slots)
 
     def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """Feed one token to every live row; see `Policy.step`."""
-        assert isinstance(state, LibraryState)
+        """See `Policy.step`."""
+        assert isinstance(state, GenericDecodeState)
         return state.feed(tokens)
 
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """Logits by the model's own forward pass, row by row; see `Policy.dense_logits`."""
-        rows = zip(prompt_ids, prompt_mask, completion_ids, strict=True)
-        return torch.cat([self._row(ids[mask], said) for ids, mask, said in rows])
+        """Compute one unpadded row at a time; see `Policy.dense_logits`."""
+        logits = [
+            self.plain_logits(torch.cat([prompt[mask], completion])[None])[:, int(mask.sum()) - 1 :]
+            for prompt, mask, completion in zip(
+                prompt_ids, prompt_mask, completion_ids, strict=True
+            )
+        ]
+        return torch.cat(logits)
 
-    def _row(self, prompt: Tensor, said: Tensor) -> Tensor:
-        """[1, C + 1, V] logits after a prompt [P] and after each completion token [C]."""
-        return self.plain_logits(torch.cat([prompt, said])[None])[:, len(prompt) - 1 :]
+
+# --- selection of a policy ---
 
 
-# --- which way is exact ---
+class Candidate(NamedTuple):
+    """Settings of a `GenericPolicy`.
+
+    Example:
+        >>> CANDIDATES[0]
+        Candidate(cached=True, batched=True)
+    """
+
+    cached: bool
+    batched: bool
+
+
+# Fastest first. Some models have no cache (RWKV), others mix up rows of unequal length.
+CANDIDATES = (
+    Candidate(cached=True, batched=True),
+    Candidate(cached=True, batched=False),
+    Candidate(cached=False, batched=True),
+    Candidate(cached=False, batched=False),
+)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """How a policy fared.
+class ProbeResult:
+    """Outcome of a probe.
 
     Args:
-        error: largest distance (nats) of its log-probabilities from those of plain forward passes;
-            infinite where it could not compute them.
-        reason: why not.
+        error: largest difference (nats) between the policy's log-probabilities and those of plain
+            forward passes; infinite if computing them failed.
+        reason: why it failed.
+
+    Example:
+        `ProbeResult(error=2.4e-07)`, or
+        `ProbeResult(torch.inf, "RwkvModel.forward() got an unexpected keyword argument")`.
     """
 
     error: float
     reason: str = ""
 
 
-def decoder_only(*described: Any) -> Policy:
-    """The fastest policy that is exact for a decoder-only model.
+def build_causal_policy(*arguments: Any) -> Policy:
+    """Build the fastest exact policy for a decoder-only model.
 
     Args:
-        described: what a `Policy` takes: model, tokenizer, end tokens, dropout.
+        arguments: of `Policy`: model, tokenizer, end tokens, dropout.
 
     Raises:
-        ValueError: there is none: its tokens see later ones, or depend on the length of the text.
+        ValueError: no candidate is exact: a token attends to later ones, or results depend on the
+            length of the text.
     """
-    policy = CausalPolicy(*described)
+    policy = CausalPolicy(*arguments)
     config = policy.bare_model.config
     if config.model_type in ARCHITECTURES:
         return policy
     tolerance = max(1e-3, 32 * torch.finfo(policy.bare_model.dtype).eps)
-    layers = set(config.to_dict().get("layer_types") or ())
-    suited = layers <= LAYER_TYPES and config.model_type not in PADDED_ON_THE_RIGHT
-    if suited and tried(policy).error <= tolerance:
+    layers = set(getattr(config, "layer_types", None) or ())
+    left_padding_works = layers <= LAYER_TYPES and config.model_type not in NO_LEFT_PADDING
+    if left_padding_works and probe(policy).error <= tolerance:
         return policy
-    trials = []
-    for cached, batched in ((True, True), (True, False), (False, True), (False, False)):
-        other = LibraryPolicy(*described)
-        other.cached, other.batched = cached, batched
-        trials.append(tried(other))
-        if trials[-1].error <= tolerance:
+    for candidate in CANDIDATES:
+        generic = GenericPolicy(*arguments)
+        generic.cached, generic.batched = candidate
+        result = probe(generic)
+        if result.error <= tolerance:
             rank_zero_info(
-                f"Model type {config.model_type!r} is computed by transformers' own code, "
-                f"{'with its cache' if cached else 'without a cache'}: exact, and slower than the "
-                "types that share prompts (docs/models.md)."
+                f"Model type {config.model_type!r} runs transformers' own forward pass "
+                f"{'with' if candidate.cached else 'without'} its KV cache: exact, but slower than "
+                "the types that share prompts (docs/models.md)."
             )
-            return other
-    require(False, _refusal(config.model_type, trials[-1]))
-    return policy
-
-
-def _refusal(model_type: str, trial: Trial) -> str:
-    why = trial.reason or (
-        "it does not predict a token from those before it alone (log-probabilities of the same "
-        f"tokens differ by {trial.error:.1g} nats when others follow)"
-    )
-    return (
-        f"A model of type {model_type!r} cannot be trained here: {why}. docs/models.md lists "
-        + ("the types that can.")
+            return generic
+    raise ValueError(
+        f"Models of type {config.model_type!r} cannot be trained: "
+        + (
+            result.reason
+            or "a token's prediction depends on later tokens (log-probabilities of the same tokens "
+            f"differ by {result.error:.1g} nats if others follow)"
+        )
+        + ". docs/models.md lists the types that can."
     )
 
 
 @torch.no_grad()
-def tried(policy: Policy) -> Trial:
-    """Decode and score a few tokens, and compare with a plain forward pass of each row."""
+def probe(policy: Policy) -> ProbeResult:
+    """Decode and score a few tokens and compare with a plain forward pass of each row."""
     training = {module: module.training for module in policy.modules()}
     policy.eval()
     try:
         with torch.autocast(policy.model.device.type, enabled=False):
-            return Trial(_largest_gap(policy))
-    except Exception as error:  # whatever a model's code does with what it was not made for
-        return Trial(torch.inf, " ".join(str(error).split())[:200] or type(error).__name__)
+            return ProbeResult(_largest_error(policy))
+    except Exception as error:
+        # Model code of any type runs here with arguments that it may not support, so any exception
+        # is a result of the probe: it is reported if no candidate works.
+        return ProbeResult(torch.inf, " ".join(str(error).split())[:200] or type(error).__name__)
     finally:
         for module, mode in training.items():
             module.training = mode
 
 
-def _largest_gap(policy: Policy) -> float:
+def _largest_error(policy: Policy) -> float:
     device = policy.model.device
-    vocabulary = int(policy.bare_model.config.get_text_config().vocab_size)
-    rows = _few_rows(vocabulary, device)
-    truth = [
-        policy.bare_model(input_ids=torch.cat([prompt, said])[None]).logits[0, len(prompt) - 1 : -1]
-        for prompt, said in _each(rows)
-    ]
+    vocab_size = int(policy.bare_model.config.get_text_config().vocab_size)
+    rows = _make_probe_rows(vocab_size, device)
+    truth = []
+    for row, prompt_of in enumerate(rows.prompt_of.tolist()):
+        prompt = rows.prompt_ids[prompt_of][rows.prompt_mask[prompt_of]]
+        completion = rows.completion_ids[row][rows.completion_mask[row]]
+        ids = torch.cat([prompt, completion])[None]
+        truth.append(policy.bare_model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
     expected = widened(nn.utils.rnn.pad_sequence(truth, batch_first=True)).log_softmax(-1)
     mask = rows.completion_mask
     scored = widened(policy.head(policy.hidden(rows))).log_softmax(-1)
-    gaps = [(scored - expected[mask]).abs().max()]
+    errors = [(scored - expected[mask]).abs().max()]
     with policy.decoding(len(mask), fused=False):
         group_size = len(mask) // len(rows.prompt_ids)
         capacity = mask.shape[1]
@@ -307,37 +327,29 @@ def _largest_gap(policy: Policy) -> float:
         logits, live = logits.repeat_interleave(group_size, 0), torch.arange(len(mask)).to(device)
         for column in range(capacity):
             decoded = widened(logits).log_softmax(-1)
-            gaps.append((decoded - expected[live, column]).abs().max())
+            errors.append((decoded - expected[live, column]).abs().max())
             if column + 1 == capacity:
                 break
-            tokens, kept = rows.completion_ids[live, column], mask[live, column + 1].nonzero()
-            state.select(kept.squeeze(1))
-            live = live[kept.squeeze(1)]
-            logits = policy.step(tokens[kept.squeeze(1)], state)
-    return float(torch.stack(gaps).nan_to_num(torch.inf).max())
+            tokens = rows.completion_ids[live, column]
+            kept = mask[live, column + 1].nonzero().squeeze(1)
+            state.select(kept)
+            live = live[kept]
+            logits = policy.step(tokens[kept], state)
+    return float(torch.stack(errors).nan_to_num(torch.inf).max())
 
 
-def _few_rows(vocabulary: int, device: torch.device) -> TokenRows:
-    """Two prompts of unequal length and two completions of each, of tokens from all over."""
+def _make_probe_rows(vocab_size: int, device: torch.device) -> TokenRows:
+    """Return two prompts of unequal length with two completions each, of spread-out tokens."""
     total = sum(PROMPTS) + sum(COMPLETIONS)
-    tokens = (torch.arange(total) * 7919 + 11).remainder(vocabulary).tolist()
+    tokens = (torch.arange(total) * 7919 + 11).remainder(vocab_size).tolist()
     texts = [
         torch.tensor([tokens.pop() for _ in range(length)]) for length in PROMPTS + COMPLETIONS
     ]
     pad = nn.utils.rnn.pad_sequence
     prompts = pad(texts[: len(PROMPTS)], batch_first=True, padding_side="left")
-    real = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
-    said = pad(texts[len(PROMPTS) :], batch_first=True)
-    mask = torch.arange(said.shape[1]) < torch.tensor(COMPLETIONS)[:, None]
+    prompt_mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
+    completions = pad(texts[len(PROMPTS) :], batch_first=True)
+    mask = torch.arange(completions.shape[1]) < torch.tensor(COMPLETIONS)[:, None]
     prompt_of = torch.arange(len(COMPLETIONS)) * len(PROMPTS) // len(COMPLETIONS)
-    return TokenRows(*(each.to(device) for each in (prompts, real, prompt_of, said, mask)))
-
-
-def _each(rows: TokenRows) -> list[tuple[Tensor, Tensor]]:
-    """The prompt and the completion of every row, without padding."""
-    return [
-        (rows.prompt_ids[prompt][rows.prompt_mask[prompt]], said[mask])
-        for prompt, said, mask in zip(
-            rows.prompt_of, rows.completion_ids, rows.completion_mask, strict=True
-        )
-    ]
+    parts = (prompts, prompt_mask, prompt_of, completions, mask)
+    return TokenRows(*(each.to(device) for each in parts))

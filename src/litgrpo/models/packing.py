@@ -1,15 +1,19 @@
-"""Packs a micro-batch into one sequence: each prompt once, then its completions, without padding.
+"""Packed micro-batches: one sequence with each prompt once and its completions, without padding.
 
-The rows of a group repeat their prompt, and rows of unequal length are filled up with padding.
-Here all tokens that differ stand in one sequence, and only attention knows which token follows
-which. The gradient of a prompt is then the sum over its group by itself. The idea is published as
-Prefix Grouper (arXiv:2506.05433).
+In a padded micro-batch the rows of a group repeat their prompt. Here every distinct token is in one
+sequence once, and only attention knows which tokens belong to a row. The gradient of a prompt is
+then the sum over its group automatically. The idea is published as Prefix Grouper
+(arXiv:2506.05433).
+
+Transformers' model code runs unchanged: an attention function registered as `PACKED` receives the
+packing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +21,38 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from litgrpo.models.architectures import has_known_layers
-from litgrpo.models.kernels.linear import tiled
+from litgrpo.models.kernels import packed_flash as flash
+from litgrpo.models.kernels.linear import round_up_to_tile
+from litgrpo.tensors import softcapped, within
 from litgrpo.types import TokenRows
 
-# Packing has its price in attention: it must save at least a tenth of the tokens.
-WORTH = 1.1
+PACKED = "litgrpo_packed_shared_prefix"
+# Packing costs time in attention, so it must save at least a tenth of the tokens.
+MIN_SAVING = 1.1
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of similar length, for the one place where they must stand in a grid: attention.
+    """Rows of similar length as a padded grid, which attention needs.
 
     Args:
-        tokens: [t] numbers in the packed sequence of the rows' tokens, row by row.
-        places: [t] where they stand in the flattened grid [rows, width].
+        tokens: [t] indices of the rows' tokens in the packed sequence, row by row.
+        places: [t] their indices in the flattened grid [rows, width].
         shape: rows and width.
         prompts: [rows] the prompt that each row continues.
+
+    Example:
+        Completions of 2 and 1 tokens that are packed tokens 3, 4 and 5, both of prompt 0:
+
+        >>> bucket = Bucket(
+        ...     tokens=torch.tensor([3, 4, 5]),
+        ...     places=torch.tensor([0, 1, 2]),
+        ...     shape=(2, 2),
+        ...     prompts=torch.tensor([0, 0]),
+        ... )
+        >>> bucket.to_grid(torch.tensor([9, 9, 9, 1, 2, 3]))
+        tensor([[1, 2],
+                [3, 0]])
     """
 
     tokens: Tensor
@@ -40,34 +60,49 @@ class Bucket:
     shape: tuple[int, int]
     prompts: Tensor
 
-    def grid(self, packed: Tensor) -> Tensor:
-        """Packed [T, ...] -> [rows, width, ...], zeros on padding."""
+    def to_grid(self, packed: Tensor) -> Tensor:
+        """Arrange packed [T, ...] as [rows, width, ...] with zeros on padding."""
         rows, width = self.shape
         cells = packed.new_zeros(rows * width, *packed.shape[1:])
         cells = cells.index_copy(0, self.places, packed.index_select(0, self.tokens))
         return cells.unflatten(0, (rows, width))
 
-    def ungrid(self, grid: Tensor) -> Tensor:
-        """[rows, width, ...] -> [t, ...], the order of `tokens`."""
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """Return the entries [t, ...] of a grid [rows, width, ...] in the order of `tokens`."""
         return grid.flatten(0, 1).index_select(0, self.places)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where everything stands in the packed sequence of T tokens: prefix, suffixes, next prefix.
+    """Layout of the packed sequence of T tokens: prefix, its suffixes, next prefix, and so on.
 
     A prefix is a prompt, its suffixes are the completions. A completion's last token predicts
-    nothing, so it is not fed. The last tokens, which fill T up to a multiple of 128, are seen by
-    no other.
+    nothing, so it is not fed. T is padded to a multiple of 128; no token attends to the padding.
 
     Args:
         ids: [T] token ids.
         positions: [T] positions of the tokens in their rows.
         predicting: [K] the packed token whose hidden state predicts each completion token, in the
             order of the completion mask.
-        groups: where each prefix starts, where it ends and its suffixes start, where they end.
+        groups: (start of the prefix, start of its suffixes, end of its suffixes) of each prompt.
         prefixes: all prefixes as one bucket.
         suffixes: the suffixes, in buckets of similar length.
+
+    Example:
+        Prompt `[1, 2]` with completions `[3, 4]` and `[5, 6, 7]`:
+
+        >>> ones = torch.ones(2, 3, dtype=torch.bool)
+        >>> packing = Packing.of_groups(
+        ...     TokenRows(
+        ...         prompt_ids=torch.tensor([[1, 2]]),
+        ...         prompt_mask=ones[:1, :2],
+        ...         prompt_of=torch.tensor([0, 0]),
+        ...         completion_ids=torch.tensor([[3, 4, 0], [5, 6, 7]]),
+        ...         completion_mask=torch.tensor([[True, True, False], [True, True, True]]),
+        ...     )
+        ... )
+        >>> packing.ids[:5], packing.positions[:5], packing.predicting
+        (tensor([1, 2, 3, 5, 6]), tensor([0, 1, 2, 2, 3]), tensor([1, 2, 1, 3, 4]))
     """
 
     ids: Tensor
@@ -79,7 +114,7 @@ class Packing:
 
     @staticmethod
     def of_groups(rows: TokenRows) -> Packing:
-        """Every prompt once, followed by its completions.
+        """Pack every prompt once, followed by its completions.
 
         Args:
             rows: M completions, their masks without holes, and their prompts.
@@ -91,7 +126,7 @@ class Packing:
         end = (prefix + suffixes).cumsum(0)
         start = end - prefix - suffixes
 
-        # Rows of a prompt stand one after another, prompts in order.
+        # Sorted by prompt, so that the rows of a prompt are adjacent.
         order = prompt_of.argsort(stable=True)
         before = fed[order].cumsum(0) - fed[order]
         first = torch.empty_like(fed)
@@ -102,7 +137,7 @@ class Packing:
         own = prompt_mask.long().cumsum(1) - 1  # [B, P] position in the prompt
         prefix_tokens = (start[:, None] + own)[prompt_mask]
         suffix_tokens = (first[:, None] + column)[is_fed]
-        length = tiled(len(prefix_tokens) + len(suffix_tokens))
+        length = round_up_to_tile(len(prefix_tokens) + len(suffix_tokens))
         ids, positions = rows.prompt_ids.new_zeros(2, length)
         ids[prefix_tokens], ids[suffix_tokens] = (
             rows.prompt_ids[prompt_mask],
@@ -119,13 +154,15 @@ class Packing:
             positions=positions,
             predicting=source[rows.completion_mask],
             groups=torch.stack([start, start + prefix, end], 1).tolist(),
-            prefixes=_bucket(everyone, start, prefix, everyone),
-            suffixes=[_bucket(each, first, fed, prompt_of) for each in similar_lengths(fed)],
+            prefixes=_make_bucket(everyone, start, prefix, everyone),
+            suffixes=[
+                _make_bucket(each, first, fed, prompt_of) for each in group_similar_lengths(fed)
+            ],
         )
 
     @staticmethod
     def of_rows(ids: Tensor, mask: Tensor, targets: Tensor) -> Packing:
-        """Rows one after another, each a prefix without suffixes.
+        """Pack whole rows, each as a prefix without suffixes (supervised fine-tuning).
 
         Args:
             ids: [M, T] token ids, padded on either side.
@@ -137,50 +174,52 @@ class Packing:
         own = mask.long().cumsum(1) - 1
         everyone = torch.arange(len(ids), device=ids.device)
         num_tokens = int(mask.sum())
-        unread = (0, tiled(num_tokens) - num_tokens)
+        unread = (0, round_up_to_tile(num_tokens) - num_tokens)
         return Packing(
             ids=functional.pad(ids[mask], unread),
             positions=functional.pad(own[mask], unread),
             predicting=(start[:, None] + own - 1)[targets],
             groups=torch.stack([start, start + lengths, start + lengths], 1).tolist(),
-            prefixes=_bucket(everyone, start, lengths, everyone),
+            prefixes=_make_bucket(everyone, start, lengths, everyone),
             suffixes=[],
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens before those that nothing depends on."""
+        """Number of tokens without the padding at the end."""
         return self.groups[-1][2]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, prompt and completion."""
+        """Number of tokens of the longest row, prompt and completion."""
         return int(self.positions.max()) + 1
 
 
 def can_share(model: PreTrainedModel) -> bool:
-    """Whether the rows of a group may share their prompt in this model."""
+    """Check that the rows of a group may share their prompt: known layers, no dropout."""
     config = model.config.to_dict()
     drops = any(
         "drop" in name and isinstance(rate, float) and rate
         for name, rate in config.items()
-        if not name.startswith(("summary_", "classifier_"))  # heads that we do not have
+        if not name.startswith(
+            ("summary_", "classifier_")
+        )  # dropout of heads that a language model does not have
     )
     return has_known_layers(model) and not drops
 
 
 def sharing_pays(rows: TokenRows) -> bool:
-    """Whether the rows have clearly fewer tokens packed than with their padding."""
+    """Check that packed rows have clearly fewer tokens than padded ones."""
     mask = rows.completion_mask
     lengths = mask.sum(1)
     column = torch.arange(mask.shape[1], device=lengths.device)
     if not torch.equal(mask, column < lengths[:, None]):
-        return False  # not one block from the first column on
+        return False  # masks with holes cannot be packed
     packed = int(rows.prompt_mask.sum()) + int(lengths.sum())
-    return len(rows) * (rows.prompt_ids.shape[1] + mask.shape[1]) >= WORTH * packed
+    return len(rows) * (rows.prompt_ids.shape[1] + mask.shape[1]) >= MIN_SAVING * packed
 
 
-def _bucket(rows: Tensor, first: Tensor, lengths: Tensor, prompt_of: Tensor) -> Bucket:
+def _make_bucket(rows: Tensor, first: Tensor, lengths: Tensor, prompt_of: Tensor) -> Bucket:
     length = lengths[rows]
     width = int(length.max())
     column = torch.arange(width, device=rows.device)
@@ -190,24 +229,31 @@ def _bucket(rows: Tensor, first: Tensor, lengths: Tensor, prompt_of: Tensor) -> 
     return Bucket(tokens, places, (len(rows), width), prompt_of[rows])
 
 
-def similar_lengths(lengths: Tensor, least: int = 16, share: float = 0.6) -> list[Tensor]:
-    """Rows by length: in each part the shortest has at least 60 % of the longest, or is short.
+def group_similar_lengths(lengths: Tensor, always: int = 16, min_frac: float = 0.6) -> list[Tensor]:
+    """Group rows by length, so that a padded grid of each group wastes little.
 
-    Rows of no length are left out.
+    Args:
+        lengths: [M] tokens of each row; rows without tokens are left out.
+        always: rows of at most this length may join any group.
+        min_frac: other rows must have at least this fraction of the longest row's tokens.
+
+    Example:
+        >>> group_similar_lengths(torch.tensor([100, 0, 50, 90]))
+        [tensor([0, 3]), tensor([2])]
     """
     order = lengths.argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
     sizes = lengths[order].tolist()
     parts, begin = [], 0
     while begin < len(sizes):
         longest, end = sizes[begin], begin
-        while end < len(sizes) and (sizes[end] >= share * longest or longest <= least):
+        while end < len(sizes) and (sizes[end] >= min_frac * longest or longest <= always):
             end += 1
         parts.append(order[begin:end])
         begin = end
     return parts
 
 
-def family_buckets(
+def bucket_by_parent(
     lengths: Tensor,
     of_parents: Tensor,
     parents: Tensor,
@@ -215,23 +261,23 @@ def family_buckets(
     max_rows: int | None = None,
     max_tokens: int | None = None,
 ) -> list[Tensor]:
-    """Rows gathered by parent, so that what they share is in as few micro-batches as can be.
+    """Group rows by parent, so that shared tokens are computed in as few micro-batches as possible.
 
-    A family that does not fit beside the others opens the next bucket; one that does not fit into
-    a bucket of its own is divided.
+    A parent whose rows do not fit into the current bucket opens the next one; if they exceed a
+    whole bucket, they are split.
 
     Args:
         lengths: [M] tokens of each row.
         of_parents: [B] tokens of each parent; they count once in every bucket with a child.
         parents: [M] the parent of each row.
-        max_rows: rows of a bucket at most; None sets no limit.
-        max_tokens: tokens of a bucket at most; a longer single row gets one of its own.
+        max_rows: maximum rows of a bucket; None sets no limit.
+        max_tokens: maximum tokens of a bucket; a longer single row gets a separate one.
 
     Returns:
         Lists of row numbers; together every row once.
 
     Example:
-        >>> family_buckets(
+        >>> bucket_by_parent(
         ...     torch.tensor([1, 2, 3, 4]), torch.tensor([5, 5]), torch.tensor([0, 1, 0, 1]),
         ...     max_tokens=12,
         ... )
@@ -241,7 +287,7 @@ def family_buckets(
     most_tokens = float("inf") if max_tokens is None else max_tokens
 
     def pieces(rows: list[int], costs: list[int], shared: int) -> Iterator[tuple[list[int], int]]:
-        """A family's rows, in parts that fit into a bucket each, and the tokens of each part."""
+        """Split a parent's rows into parts that fit into a bucket each, with their tokens."""
         part: list[int] = []
         tokens = shared
         for row, cost in zip(rows, costs, strict=True):
@@ -267,7 +313,7 @@ def family_buckets(
 
 
 def pack_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The marked tokens of each row, moved to its left; columns that no row fills are cut off.
+    """Move the marked tokens of each row to its left and cut off columns that no row fills.
 
     Args:
         ids: [M, T] token ids.
@@ -282,3 +328,115 @@ def pack_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = (~mask).long().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     return ids.gather(1, order), mask.gather(1, order)
+
+
+PACKED = "litgrpo_packed_shared_prefix"
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of every token to its prompt and its row's earlier tokens.
+
+    Args:
+        module: the attention module.
+        query: [1, heads, T, D].
+        keys: [1, H, T, D].
+        values: [1, H, T, D].
+        attention_mask: unused; `packing` knows which token attends to which.
+        packing: layout of rows and prompts.
+        scaling: multiplies the scores.
+        dropout: must be 0.
+        sliding_window: positions that a token attends to, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap).
+        kwargs: arguments of other attention functions, ignored.
+
+    Returns:
+        [1, T, heads, D] and no attention weights.
+    """
+    assert not dropout, "rows with dropout in attention do not share a prompt"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads or H, D]
+    if sliding_window is not None and packing.longest <= sliding_window:
+        sliding_window = None
+    if softcap is None and sliding_window is None and flash.works_for(query):
+        return flash.packed_attention(q, k, v, packing, scaling)[None], None
+    return _grid_attention(q, k, v, packing, scaling, sliding_window, softcap)[None], None
+
+
+def _grid_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packing: Packing,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute [T, heads, D] by public operators: each row of a bucket with a copy of its prompt."""
+    output = torch.zeros_like(query)
+    prompts, prompt_keys, prompt_values = (
+        packing.prefixes.to_grid(x).transpose(1, 2) for x in (query, keys, values)
+    )
+    number, length = packing.prefixes.shape
+    prompt_len = torch.bincount(packing.prefixes.places // length, minlength=number)
+    column = torch.arange(length, device=query.device)
+    visible = within(column[:, None] - column, window)[None, None]
+    attended = _attend(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
+    output = output.index_copy(
+        0, packing.prefixes.tokens, packing.prefixes.from_grid(attended.transpose(1, 2))
+    )
+    for bucket in packing.suffixes:
+        own, own_keys, own_values = (
+            bucket.to_grid(x).transpose(1, 2) for x in (query, keys, values)
+        )
+        prompt = prompt_len[bucket.prompts, None, None]
+        step = torch.arange(bucket.shape[1], device=query.device)[:, None]
+        # Prompts are padded on the right in this grid, so columns beyond the prompt are hidden.
+        of_prompt = (column < prompt) & within(prompt + step - column, window)
+        of_row = within(step - step.T, window).expand(len(prompt), -1, -1)
+        attended = _attend(
+            own,
+            torch.cat([prompt_keys.index_select(0, bucket.prompts), own_keys], 2),
+            torch.cat([prompt_values.index_select(0, bucket.prompts), own_values], 2),
+            torch.cat([of_prompt, of_row], 2)[:, None],
+            scaling,
+            softcap,
+        )
+        output = output.index_copy(0, bucket.tokens, bucket.from_grid(attended.transpose(1, 2)))
+    return output
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Compute [n, heads, t, D] of queries over keys [n, H, s, D] if visible [n, 1, t, s]."""
+    n, heads, length, size = query.shape
+    groups = keys.shape[1]
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=heads != groups
+        )
+    # Query heads that share a key head become rows of one product (grouped-query attention).
+    stacked = query.reshape(n, groups, -1, size) * scaling
+    scores = softcapped(stacked @ keys.transpose(2, 3) / softcap, softcap)
+    scores = scores.unflatten(2, (heads // groups, length))
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    output = weights.to(values.dtype).flatten(2, 3) @ values
+    return output.view(n, heads, length, size)

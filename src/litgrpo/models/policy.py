@@ -1,10 +1,11 @@
-"""The policy that every engine and every learning step is handed."""
+"""Interface of the policy: what rollout engines and training steps call on a language model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from litgrpo.distributed.device import backend
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.leaving import RowsAway
 from litgrpo.models.packing import pack_left
-from litgrpo.models.static_decoder import StaticDecoder
+from litgrpo.models.static import StaticDecoder
+from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 
+if TYPE_CHECKING:
+    from litgrpo.models.shared_prefix import RowOffloader
 
-def lower_precision(
-    device: torch.device, dtype: torch.dtype | None
-) -> AbstractContextManager[None]:
-    """Compute matrix products in `dtype`; None leaves things as they are."""
+
+def autocast_to(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Return a context that computes matrix products in `dtype`; None changes nothing."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 class DecodeState(ABC):
-    """What a policy remembers of the rows it is decoding: cached keys and values, positions.
+    """KV cache and positions of the rows that a policy is decoding.
 
-    `can_join`: whether rows of another state of the same rollout can be taken in by `join`.
-    Engines refill free slots only then.
+    `can_join`: `join` can add the rows of another state of the same rollout. Engines refill free
+    slots only if it can.
     """
 
     can_join: bool = False
@@ -40,12 +42,12 @@ class DecodeState(ABC):
         """Keep only the given live rows.
 
         Args:
-            rows: [m] numbers of the rows to keep, in their new order. Engines let the last rows
-                fill the places of those that leave, so that few of them move.
+            rows: [m] numbers of the rows to keep, in their new order. Engines move the last rows
+                into the places of those that leave, so that few rows move.
         """
 
     def join(self, newcomers: DecodeState) -> None:
-        """Take in rows after the own ones.
+        """Append the rows of another state.
 
         Args:
             newcomers: a state fresh from `Policy.prefill`, of the same capacity.
@@ -54,22 +56,35 @@ class DecodeState(ABC):
 
 
 class Policy(nn.Module, ABC):
-    """A language model as the rollout and the learning step see it.
+    """A language model with the operations that rollout and training need.
 
     Args:
         model: a Hugging Face model, possibly with adapters.
         tokenizer: its tokenizer, with a pad and an end token.
         eos_ids: tokens that end a completion.
         original_dropout: dropout settings of the model's config that were set to 0 at load; export
-            writes them back.
+            restores them.
+
+    Example:
+        >>> from litgrpo.models.loading import load_policy
+        >>> policy = load_policy("builtin:tiny-gemma2")
+        >>> prompt = policy.tokenizer(["12+7="], return_tensors="pt")
+        >>> logits, state = policy.prefill(
+        ...     prompt.input_ids, prompt.attention_mask.bool(), group_size=2, capacity=8
+        ... )
+        >>> tokens = logits.argmax(-1).repeat_interleave(2)  # both rows of the group
+        >>> policy.step(tokens, state).shape == (2, policy.vocab_size)
+        True
     """
 
     head_chunk: int | None = None  # tokens whose logits exist at once; None: by their number
-    share_prompts = True  # what the recipe allows; `shares_prompts` is what is done
-    selective_recompute = True  # what the recipe allows
-    kernels = linears.Kernels()
-    static_decoder: type[StaticDecoder]  # of this kind of model
-    compute_dtype: torch.dtype | None = None  # lower than the weights'; see `arithmetic`
+    share_prompts = True  # `precision.share_prompts`; see also the property `shares_prompts`
+    selective_recompute = True  # `precision.selective_recompute`
+    autocast_dtype: torch.dtype | None = None  # `precision.autocast_dtype`
+    linear_kernels = linears.LinearKernels()
+    static_decoder_class: ClassVar[type[StaticDecoder] | None] = None
+    # {name: attention function, mask function} that this kind of policy runs the model with.
+    attention_functions: ClassVar[Mapping[str, tuple[AttentionFunction, MaskFunction | None]]] = {}
 
     def __init__(
         self,
@@ -79,6 +94,8 @@ class Policy(nn.Module, ABC):
         original_dropout: dict[str, float] | None = None,
     ) -> None:
         super().__init__()
+        for name, (attend, mask) in self.attention_functions.items():
+            register_attention(name, attend, mask)
         self._static_shapes: bool | None = None
         self.model = model
         self.tokenizer = tokenizer
@@ -88,19 +105,19 @@ class Policy(nn.Module, ABC):
 
     @property
     def bare_model(self) -> PreTrainedModel:
-        """The library's model, with adapter layers in place but without the adapter wrapper."""
+        """The transformers model without PEFT's wrapper; adapter layers stay in place."""
         return self.model.get_base_model() if self.has_adapter else self.model  # type: ignore[operator]
 
     @property
     def has_adapter(self) -> bool:
-        """Whether LoRA layers are trained instead of the weights."""
+        """True if LoRA adapters are trained instead of the weights."""
         return not isinstance(self.model, PreTrainedModel)
 
     @property
     def static_shapes(self) -> bool:
-        """Compute every position of every row, padding too, so that no shape depends on a value.
+        """Compute every position of every row including padding, so that shapes are constant.
 
-        Where a device compiles a program for each set of shapes, unless it is set.
+        The default is True on devices that compile a program for each set of shapes (XLA).
         """
         if self._static_shapes is None:
             return backend(self.model.device).static_shapes
@@ -111,62 +128,72 @@ class Policy(nn.Module, ABC):
         self._static_shapes = value
 
     @property
-    def static(self) -> StaticDecoder:
-        """The policy in shapes that never change."""
-        return self.static_decoder(self)
+    def static_decoder(self) -> StaticDecoder:
+        """The same model computed in static shapes.
+
+        Raises:
+            ValueError: this kind of policy has no static decoder.
+        """
+        if self.static_decoder_class is None:
+            raise ValueError(
+                f"model type {self.model.config.model_type!r} runs transformers' own forward pass, "
+                "which has no static shapes. Use litgrpo.rollout.engines.local.LocalEngine on a "
+                "CPU or GPU."
+            )
+        return self.static_decoder_class(self)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `logprobs` reads a prompt once for all of its completions."""
+        """True if `logprobs` computes a prompt once for all of its completions."""
         return False
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits, V; a model may have more than its tokenizer has tokens."""
+        """Number of logits, V; can exceed the tokenizer's number of tokens."""
         return self.model.get_output_embeddings().weight.shape[0]
 
-    def arithmetic(self) -> AbstractContextManager[None]:
-        """What to sample and to learn within: matrix products in the recipe's lower precision."""
-        return lower_precision(self.model.device, self.compute_dtype)
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the autocast context of sampling and training: `precision.autocast_dtype`."""
+        return autocast_to(self.model.device, self.autocast_dtype)
 
-    def use_kernels(self, kernels: linears.Kernels) -> None:
-        """Compute the linear layers with these kernels from now on."""
-        self.kernels = kernels
-        linears.use(self.model, kernels)
+    def set_linear_kernels(self, kernels: linears.LinearKernels) -> None:
+        """Compute the linear layers with these kernels."""
+        self.linear_kernels = kernels
+        linears.set_kernels(self.model, kernels)
 
     def decoding(
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> AbstractContextManager[None]:
-        """What to decode within: the policy may prepare itself, its weights will not change.
+        """Return the context of a rollout: the policy may copy weights, which must not change.
 
         Args:
-            rows: rows that decode at the same time at most.
-            dtype: lower precision to compute in; None: as the policy does.
-            fused: let the policy take a faster decoding step of its own, if it has one.
+            rows: maximum number of rows that decode at the same time.
+            dtype: lower precision to compute in; None: the policy's.
+            fused: use the policy's fused decoding step if it has one.
         """
-        return lower_precision(self.model.device, dtype)
+        return autocast_to(self.model.device, dtype)
 
     # --- what a kind of model must define ---
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., E] -> logits [..., V], with all that the model does to logits."""
+        """Compute logits [..., V] of hidden states [..., E], including logit scale and soft-cap."""
 
     @abstractmethod
     def hidden(self, rows: TokenRows) -> Tensor:
-        """[K, E] hidden states that predict the K completion tokens, in row order."""
+        """Compute the hidden states [K, E] that predict the K completion tokens, in row order."""
 
     @abstractmethod
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """Read the prompts, each once, and make room for `group_size` completions of each.
+        """Compute the prompts, each once, and allocate `group_size` completions of each.
 
         Args:
             prompt_ids: [B, P] token ids, padded on the left.
             prompt_mask: [B, P] True marks a real token.
             group_size: G.
-            capacity: most tokens that a completion will be fed, C.
+            capacity: maximum number of tokens that a completion is fed, C.
 
         Returns:
             [B, V] logits of the first completion token, and the state of the N = B * G rows.
@@ -188,7 +215,7 @@ class Policy(nn.Module, ABC):
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """Logits by the library's own forward pass: slow, and what everything is compared with.
+        """Compute logits by the plain transformers forward pass: slow, the reference of all checks.
 
         Args:
             prompt_ids: [M, P] one prompt for each row.
@@ -199,17 +226,17 @@ class Policy(nn.Module, ABC):
             [M, C + 1, V] logits; entry t predicts completion token t.
         """
 
-    def away(self, state: DecodeState) -> RowsAway | None:
-        """How rows of this state leave a batch for a while; None where they cannot."""
+    def make_row_offloader(self, state: DecodeState) -> RowOffloader | None:
+        """Return the store of rows that leave the batch between turns; None if unsupported."""
         return None
 
     # --- what follows from it ---
 
-    def predictors(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
-        """Hidden states that predict marked tokens, for supervised training.
+    def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
+        """Compute the hidden states that predict marked tokens, for supervised fine-tuning.
 
         Args:
-            ids: [M, T] a prompt and its completion one after the other, padded on the right.
+            ids: [M, T] a prompt followed by its completion, padded on the right.
             mask: [M, T] True marks a real token.
             target_mask: [M, T] True marks the K tokens to predict: those of the completion.
 
@@ -224,10 +251,11 @@ class Policy(nn.Module, ABC):
     def logprobs(
         self, rows: TokenRows, *, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenLogprobs:
-        """Log-probabilities of given completions, with gradient.
+        """Compute log-probabilities of given completions, with gradient.
 
         Args:
-            rows: M completions and their prompts; where `loss_mask` is given, of its tokens alone.
+            rows: M completions and their prompts; if `loss_mask` is given, only its tokens are
+                computed.
             temperature: divides the logits, as it did at sampling.
             entropy_grad: let the gradient flow through the entropy too.
 
@@ -236,12 +264,12 @@ class Policy(nn.Module, ABC):
         """
         settings: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad}
         if self.static_shapes:
-            return self.static.logprobs(rows, **settings)
+            return self.static_decoder.logprobs(rows, **settings)
         mask, candidates = rows.completion_mask, rows.candidate_ids
         hidden = self.hidden(rows)
-        spoken = mask if rows.loss_mask is None else rows.loss_mask
-        if int(spoken.sum()) < len(hidden):  # what was heard has no distribution
-            hidden, mask = hidden[spoken[mask]], spoken
+        generated = mask if rows.loss_mask is None else rows.loss_mask
+        if int(generated.sum()) < len(hidden):  # observations need no logits
+            hidden, mask = hidden[generated[mask]], generated
         found = token_logprobs(
             hidden,
             rows.completion_ids[mask],
@@ -254,5 +282,5 @@ class Policy(nn.Module, ABC):
         return TokenLogprobs(*(padded.masked_scatter(mask, each) for each in found))
 
     def chunk_size(self, num_tokens: int) -> int:
-        """Tokens whose logits exist at once."""
+        """Return the number of tokens whose logits exist at once."""
         return self.head_chunk or head_chunk(num_tokens, self.vocab_size)

@@ -1,4 +1,4 @@
-"""The frozen reference that the policy is kept near to: a copy, another model, or the LoRA base."""
+"""The frozen reference of the KL term: a copy, another model, or the policy without its adapter."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from litgrpo.models.adapters import START, TRAINED, as_at_start, read_adapter
+from litgrpo.models.adapters import INITIAL, TRAINED, read_adapter, use_initial_adapter
 from litgrpo.models.policy import Policy
 from litgrpo.types import TokenLogprobs, TokenRows
 
 
 class Reference(nn.Module, ABC):
-    """Log-probabilities under a model that does not learn."""
+    """Log-probabilities under a model that is not trained.
+
+    Example:
+        `reference = load_reference(policy, None, "builtin:tiny-gemma2", Precision())`, then
+        `reference.logprobs(rows).logprobs` is [M, C] and needs no gradient.
+    """
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt is read once for all of its completions; see `Policy`."""
+        """True if a prompt is computed once for all of its completions; see `Policy`."""
         return False
 
     @abstractmethod
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """Log-probabilities of completions, without gradient; see `Policy.logprobs`."""
+        """Compute log-probabilities of completions, without gradient; see `Policy.logprobs`."""
 
-    def check_follows(self, policy: Policy) -> None:
-        """Make sure that the reference can take over the policy's weights.
+    def check_can_mix(self, policy: Policy) -> None:
+        """Check that the policy's weights can be mixed into the reference (`mix_in`).
 
         Raises:
-            ValueError: it has others, or none of its own.
+            ValueError: the reference has other weights, or none apart from the policy's.
         """
         raise ValueError(
             "controllers.reference cannot move the weights under LoRA adapters, which are the "
@@ -38,93 +43,95 @@ class Reference(nn.Module, ABC):
         )
 
 
-class FrozenModel(Reference):
-    """Another policy, frozen: a copy of the start or any model with the same vocabulary.
+class FrozenReference(Reference):
+    """A separate frozen model: a copy of the initial policy, or any model of the same vocabulary.
 
     Args:
         policy: the policy to freeze.
     """
 
     def __init__(self, policy: Policy) -> None:
-        """Freeze the policy."""
         super().__init__()
         self.policy = policy.requires_grad_(False).eval()
 
     @property
     def shares_prompts(self) -> bool:
-        """As the frozen model."""
+        """See `Reference.shares_prompts`."""
         return self.policy.shares_prompts
 
-    def train(self, mode: bool = True) -> FrozenModel:
+    def train(self, mode: bool = True) -> FrozenReference:
         """Stay in eval mode."""
         return super().train(False)
 
     @torch.no_grad()
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """Log-probabilities under the frozen model."""
+        """See `Reference.logprobs`."""
         return self.policy.logprobs(rows, temperature=temperature)
 
-    def check_follows(self, policy: Policy) -> None:
-        """The weights must be the policy's, name for name and shape for shape."""
+    def check_can_mix(self, policy: Policy) -> None:
+        """Compare names and shapes of all weights."""
         mine, its = ({n: p.shape for n, p in m.named_parameters()} for m in (self.policy, policy))
         if mine != its:
             raise ValueError(
-                "controllers.reference mixes the policy's weights into the reference, but theirs "
-                "are not the same names and shapes. Leave out `reference` and `lora`, so that it "
-                "is a copy of the start, or leave out controllers.reference."
+                "controllers.reference mixes the policy's weights into the reference, but the "
+                "names or shapes of their weights differ. Leave out `reference` and `lora`, so "
+                "that it is a copy of the initial policy, or leave out controllers.reference."
             )
 
     @torch.no_grad()
-    def follow(self, policy: Policy, share: float) -> None:
-        """Go this share of the way to where the policy is now."""
+    def mix_in(self, policy: Policy, alpha: float) -> None:
+        """Mix the policy's weights into the reference (TR-DPO, arXiv:2404.09656).
+
+        Args:
+            policy: has the same weights; see `check_can_mix`.
+            alpha: reference = (1 - alpha) * reference + alpha * policy.
+        """
         for mine, its in zip(self.policy.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(its.to(mine.dtype), share)
+            mine.lerp_(its.to(mine.dtype), alpha)
 
 
-class AdapterOff(Reference):
-    """The weights under the policy's LoRA adapters: a reference that costs no memory.
+class BaseModelReference(Reference):
+    """The policy with its LoRA adapter disabled: a reference that costs no memory.
 
     Args:
         policy: the policy with adapters.
     """
 
     def __init__(self, policy: Policy) -> None:
-        """Remember the policy without owning it."""
         super().__init__()
         # In a tuple, so that the policy's weights are not registered a second time.
         self._policy = (policy,)
 
     @property
     def shares_prompts(self) -> bool:
-        """As the policy."""
+        """See `Reference.shares_prompts`."""
         return self._policy[0].shares_prompts
 
     @torch.no_grad()
     def logprobs(self, rows: TokenRows, *, temperature: float = 1.0) -> TokenLogprobs:
-        """Log-probabilities of the model as it is without what was learned."""
+        """See `Reference.logprobs`."""
         (policy,) = self._policy
-        with self._without_learned(policy.model):
+        with self._without_training(policy.model):
             return policy.logprobs(rows, temperature=temperature)
 
-    def _without_learned(self, model: Any) -> AbstractContextManager[None]:
-        """Switches the adapters off."""
+    def _without_training(self, model: Any) -> AbstractContextManager[None]:
+        """Return PEFT's context that disables the adapters."""
         return model.disable_adapter()
 
 
-class AdapterAtStart(AdapterOff):
-    """The policy's model with the adapter that training went on from, which is kept beside its own.
+class InitialAdapterReference(BaseModelReference):
+    """The policy with the adapter that training started from, kept as a second adapter.
 
     Args:
         policy: the policy with adapters.
-        folder: of the adapter.
+        folder: of the initial adapter (`lora.adapter_path`).
     """
 
     def __init__(self, policy: Policy, folder: str) -> None:
-        """Read the adapter a second time."""
         super().__init__(policy)
-        read_adapter(policy.model, folder, START)
+        read_adapter(policy.model, folder, INITIAL)
         policy.model.set_adapter(TRAINED)
 
-    def _without_learned(self, model: Any) -> AbstractContextManager[None]:
-        """Switches to the adapter as it was."""
-        return as_at_start(model)
+    def _without_training(self, model: Any) -> AbstractContextManager[None]:
+        """Return the context that switches to the initial adapter."""
+        return use_initial_adapter(model)

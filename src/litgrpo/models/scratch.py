@@ -1,4 +1,4 @@
-"""A new model and its tokenizer, from sizes and texts instead of a download."""
+"""Build a randomly initialized model, and train its tokenizer, without a download."""
 
 from __future__ import annotations
 
@@ -10,34 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from litgrpo.arguments import did_you_mean, require
+from litgrpo.arguments import did_you_mean
 from litgrpo.models.architectures import ENCODER_DECODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-# Words keep the space before them; digits stand alone, so that numbers are read digit by digit.
+# Words include the space before them; every digit is a separate token.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A model that starts from random weights, with a tokenizer fitted to the training texts.
+    """A randomly initialized model, with a tokenizer trained on the training texts.
 
-    The tokenizer is byte-level byte-pair encoding: frequent words are one token, digits always
-    stand alone, and decoding gives any text back exactly.
+    The tokenizer is byte-level byte-pair encoding: frequent words are one token, every digit is a
+    separate token, and decoding returns any text exactly.
 
     Args:
         architecture: `model_type` as transformers names it (gemma2, qwen2, llama, gpt2, t5, ...)
-            and the sizes that differ from its defaults. Vocabulary size and special tokens come
+            and the sizes that differ from its defaults. Vocabulary size and special tokens are set
             from the tokenizer.
-        vocab_size: number of tokens, special ones and tags included; fewer where the texts do not
-            have as many words.
-        tags: one token each, and visible in decoded text.
-        sentinels: one token each, left out of decoded text, such as T5's `<extra_id_0>`.
+        vocab_size: maximum number of tokens, including special ones and tags; fewer if the texts
+            have fewer words.
+        tags: texts that become one token each and are visible in decoded text.
+        sentinels: texts that become special tokens, such as T5's `<extra_id_0>`.
         add_bos: put the begin token before every encoded text.
+
+    Example:
+        >>> scratch = Scratch({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}, 300)
+        >>> tokenizer = scratch.build_tokenizer(["3+4=7"] * 3)
+        >>> tokenizer.decode(tokenizer("12+30").input_ids)
+        '<bos>12+30'
+        >>> scratch.build_model(tokenizer).config.n_embd
+        8
     """
 
     architecture: dict[str, Any]
@@ -49,26 +57,26 @@ class Scratch:
     add_bos: bool = True
 
     def __post_init__(self) -> None:
-        """Check what can be checked without transformers."""
+        """Check what needs no transformers import."""
         if "model_type" not in self.architecture:
             raise ValueError(
-                f"scratch.architecture has {sorted(self.architecture)} but no model_type; "
-                "add one, such as gemma2"
+                f"scratch.architecture has {sorted(self.architecture)} but no model_type; add one, "
+                "such as gemma2."
             )
         for name in FROM_TOKENIZER:
             if name in self.architecture:
                 raise ValueError(
-                    f"scratch.architecture sets {name}; it comes from the tokenizer, leave it out"
+                    f"scratch.architecture.{name} comes from the tokenizer; leave it out."
                 )
-        least = 256 + len(self.tags) + len(self.sentinels) + len((PAD, BOS, EOS))
-        require(
-            self.vocab_size >= least,
-            f"scratch.vocab_size is {self.vocab_size}; bytes, tags and special tokens alone are "
-            f"{least}",
-        )
+        minimum = 256 + len(self.tags) + len(self.sentinels) + len((PAD, BOS, EOS))
+        if self.vocab_size < minimum:
+            raise ValueError(
+                f"scratch.vocab_size is {self.vocab_size}; it must be at least {minimum} (bytes, "
+                "tags and special tokens)."
+            )
 
     def build_tokenizer(self, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-        """A tokenizer fitted to texts; the same texts give the same tokenizer.
+        """Train a tokenizer on texts; the same texts give the same tokenizer.
 
         Args:
             texts: prompts and completions of the training set.
@@ -86,7 +94,7 @@ class Scratch:
         from transformers import PreTrainedTokenizerFast
 
         pieces = [
-            # Tags never become a part of another token.
+            # Tags are split off first, so that no other token contains a part of one.
             *(pre_tokenizers.Split(tag, "isolated") for tag in self.tags + self.sentinels),
             pre_tokenizers.Split(Regex(PIECES), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -120,16 +128,16 @@ class Scratch:
         )
 
     def build_model(self, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedModel:
-        """A language model with random float32 weights.
+        """Build a language model with random float32 weights.
 
-        An encoder-decoder model's decoder is fed the pad token first, as T5's is.
+        The decoder start token of an encoder-decoder model is the pad token, as in T5.
 
         Args:
-            tokenizer: gives the vocabulary size and the special tokens.
-            seed: of the weights; the global random state stays as it is.
+            tokenizer: sets the vocabulary size and the special tokens.
+            seed: of the weights; the global random state is unchanged.
 
         Raises:
-            ValueError: a model_type or a size that transformers does not know.
+            ValueError: unknown model_type or size.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -140,44 +148,45 @@ class Scratch:
             "eos_token_id": tokenizer.eos_token_id,
         }
         config = AutoConfig.for_model(**self.architecture, vocab_size=len(tokenizer), **ids)
-        kind: Any = AutoModelForCausalLM
+        auto_class: Any = AutoModelForCausalLM
         if config.is_encoder_decoder:
-            kind, config.decoder_start_token_id = AutoModelForSeq2SeqLM, ids["pad_token_id"]
+            auto_class = AutoModelForSeq2SeqLM
+            config.decoder_start_token_id = ids["pad_token_id"]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return kind.from_config(config, dtype=torch.float32)
+            return auto_class.from_config(config, dtype=torch.float32)
 
     def _check_architecture(self) -> None:
-        """Configs take any keyword silently, so a misspelled size would be ignored."""
+        """Check names; transformers' configs accept any keyword, so a typo would be ignored."""
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         model_type = self.architecture["model_type"]
         models = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODER]
-        require(
-            model_type in models,
-            f"scratch.architecture.model_type is {model_type!r}, and there is no such language "
-            "model" + did_you_mean(str(model_type), models),
-        )
+        if model_type not in models:
+            raise ValueError(
+                f"scratch.architecture.model_type is {model_type!r}, which is not a language model "
+                "of transformers" + did_you_mean(str(model_type), models)
+            )
         config = AutoConfig.for_model(model_type)
         known = {*config.to_dict(), *config.attribute_map}
         for name in self.architecture:
-            require(
-                name in known,
-                f"scratch.architecture has {name!r}, which a {model_type} config does not have"
-                + did_you_mean(name, known),
-            )
+            if name not in known:
+                raise ValueError(
+                    f"scratch.architecture.{name} is not an option of {model_type} configs"
+                    + did_you_mean(name, known)
+                )
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """{file name: text} of what a tokenizer writes into a model's folder, for a checkpoint."""
+def serialize_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return a tokenizer's files as {file name: text}, for a checkpoint."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
 
 
-def tokenizer_from(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """The tokenizer that `tokenizer_files` was given."""
+def deserialize_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
+    """Rebuild a tokenizer from `serialize_tokenizer`'s result."""
     from transformers import AutoTokenizer
 
     with TemporaryDirectory() as folder:

@@ -1,35 +1,40 @@
-"""Decoding attention in which the completions of a group share their prompt's keys and values.
+"""Decoding in which the completions of a group share their prompt's keys and values.
 
-The library's own model code runs unchanged: a `Cache` keeps the keys and values, and an attention
-function registered under the name `SHARED_PREFIX` reads them. The fused decoder reads the same
-cache. The idea is published as Hydragen (arXiv:2402.05099).
+Transformers' model code runs unchanged: a `Cache` keeps the keys and values, and an attention
+function registered as `SHARED_PREFIX` reads them. The fused decoder reads the same cache. The idea
+is published as Hydragen (arXiv:2402.05099).
+
+Between the turns of an episode a row can leave the batch: `RowOffloader` keeps its keys and values,
+computes the observation in one pass and puts the row back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.masking_utils import AttentionMaskInterface
 
 from litgrpo.models.policy import DecodeState
-from litgrpo.tensors import query_scale, softcapped, widened
+from litgrpo.tensors import positions, query_scale, softcapped, widened
 
 SHARED_PREFIX = "litgrpo_shared_prefix"
 
 
 class PromptGrid:
-    """A cell [B, width] for each row: rows of one prompt become rows of one matrix product.
+    """Grid [B, width] with one cell per row: rows of one prompt become rows of one matrix product.
 
     Args:
         prompt_of: [n] prompt of each row, in any order.
         num_prompts: B.
+
+    Example:
+        >>> PromptGrid(torch.tensor([0, 1, 0]), 2).cell_of_row  # width 2: cells 0, 1 are prompt 0's
+        tensor([0, 2, 1])
     """
 
     def __init__(self, prompt_of: Tensor, num_prompts: int) -> None:
@@ -37,7 +42,7 @@ class PromptGrid:
         self.width = int(members.max())
         numbers = torch.arange(len(prompt_of), device=prompt_of.device)
         order = prompt_of.argsort(stable=True)
-        # Place among the rows of the same prompt: the number in order less that of the first.
+        # Place among the rows of the same prompt: rank in sorted order minus that of the first.
         place = torch.empty_like(order)
         place[order] = numbers - (members.cumsum(0) - members)[prompt_of[order]]
         self.cell_of_row = prompt_of * self.width + place
@@ -46,13 +51,17 @@ class PromptGrid:
 
 
 class Window(NamedTuple):
-    """What the tokens of this step attend to, the same in all layers of one window length.
+    """Keys that the tokens of this step attend to, equal in all layers of one window length.
 
     Args:
         slot: first prompt slot that any row attends to; P if none attends to any.
         column: first column of own tokens that any row attends to.
         masked: [n, 1, w] True where a row does not attend to one of the first w of these; None if
             all rows attend to all.
+
+    Example:
+        Three own tokens, no sliding window, prompts of 5 slots without padding:
+        `Window(slot=0, column=0, masked=None)`.
     """
 
     slot: int
@@ -61,23 +70,26 @@ class Window(NamedTuple):
 
 
 class SharedPrefixCache(Cache, DecodeState):
-    """Keys and values of each prompt once, and of each live row's own tokens.
+    """KV cache with each prompt stored once, and the own tokens of each live row.
 
-    Own tokens stand in columns: a step writes the same column of all rows. A row that joins later
-    starts in a later column.
+    Own tokens are stored in columns: a step writes the same column of all rows. A row that joins
+    later starts in a later column.
 
     Args:
         prefill: the cache of one forward pass over the [B, P] prompts.
         prompt_mask: [B, P] True marks a real token.
-        group_size: G rows will continue each prompt.
-        capacity: most tokens that a row will be fed, C.
+        group_size: G rows continue each prompt.
+        capacity: maximum number of tokens that a row is fed, C.
+
+    Example:
+        4 prompts of 100 tokens with 8 completions each of 50 tokens hold keys of 4 * 100 + 32 * 50
+        positions instead of 32 * 150.
     """
 
     def __init__(
         self, prefill: DynamicCache, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> None:
-        """Keep the prompts and make room for the rows."""
-        # The base class wants layers only to read their flags.
+        # The base class reads only the flags of its layers; the tensors are kept here.
         super().__init__(layers=[DynamicLayer() for _ in prefill.layers])
         layers: list[Any] = prefill.layers
         tensors = [each for layer in layers for each in (layer.keys, layer.values)]
@@ -87,20 +99,20 @@ class SharedPrefixCache(Cache, DecodeState):
         self.prompt_mask = prompt_mask
         self.prompt_of = torch.arange(rows, device=prompt_mask.device) // group_size
         self.start = torch.zeros_like(self.prompt_of)  # the column in which a row begins
-        self.away = self.prompt_of[:0]  # prompts of rows that are away; see `rows_away`
-        # Tensors of one shape are stacked, so that one operation moves the rows of all layers.
+        self.offloaded = self.prompt_of[:0]  # prompts of rows in a `RowOffloader`
+        # Layers of equal shape are stacked, so that one operation moves the rows of all of them.
         alike: dict[torch.Size, list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
             alike[tensor.shape].append(number)
         self._numbers = list(alike.values())
         self._prompts = [torch.stack([tensors[i] for i in each]) for each in self._numbers]
-        self._own = [_room(each, rows, capacity) for each in self._prompts]
+        self._own = [_allocate(each, rows, capacity) for each in self._prompts]
         self._arrange()
 
-    # --- rows come and go ---
+    # --- rows join and leave ---
 
     def _arrange(self) -> None:
-        """Place the live rows of each prompt side by side in a grid [b, g], and make the views."""
+        """Arrange the live rows of each prompt side by side in a grid [b, g]; build the views."""
         grid = PromptGrid(self.prompt_of, len(self.prompt_mask))
         self.grid_width = grid.width
         self._cell, self._row_of_cell = grid.cell_of_row, grid.row_of_cell
@@ -114,7 +126,7 @@ class SharedPrefixCache(Cache, DecodeState):
         self._view()
 
     def _view(self) -> None:
-        """Views of every layer, made now and not for every token."""
+        """Build the views of every layer once, because building them for every token is slow."""
         rows, views = len(self.prompt_of), dict[int, tuple[Tensor, Tensor]]()
         for numbers, prompts, own in zip(self._numbers, self._prompts, self._own, strict=True):
             views |= dict(zip(numbers, zip(prompts, own[:, :rows], strict=True), strict=True))
@@ -139,21 +151,21 @@ class SharedPrefixCache(Cache, DecodeState):
             for own in self._own:
                 own[:, moved, :, used] = own[:, rows[moved], :, used]
         self.start = self.start[rows]
-        used_by = torch.cat([self.prompt_of[rows], self.away])
+        used_by = torch.cat([self.prompt_of[rows], self.offloaded])
         prompts, used_by = torch.unique(used_by, return_inverse=True)
-        self.prompt_of, self.away = used_by.split([len(rows), len(self.away)])
+        self.prompt_of, self.offloaded = used_by.split([len(rows), len(self.offloaded)])
         if len(prompts) < len(self.prompt_mask):
             self._prompts = [each[:, prompts] for each in self._prompts]
             self.prompt_mask = self.prompt_mask[prompts]
         self._arrange()
 
     def join(self, newcomers: DecodeState) -> None:
-        """Take in the rows of a cache that has not been fed yet, after the own ones."""
+        """Append the rows of a cache that has not been fed yet."""
         assert isinstance(newcomers, SharedPrefixCache)
         assert newcomers.fed == 0
         rows = len(self.prompt_of)
-        self._make_room(rows + len(newcomers.prompt_of))
-        for own in self._own:  # what is masked must be finite
+        self._grow(rows + len(newcomers.prompt_of))
+        for own in self._own:  # 0 * NaN is NaN: masked entries must be finite
             own[:, rows:].zero_()
         self.start = torch.cat([self.start, newcomers.start + self.fed])
         self.prompt_of = torch.cat([self.prompt_of, newcomers.prompt_of + len(self.prompt_mask)])
@@ -162,18 +174,18 @@ class SharedPrefixCache(Cache, DecodeState):
         self._prompts = [torch.cat(each, 1) for each in both]
         self._arrange()
 
-    def _make_room(self, rows: int) -> None:
-        """Where rows join there are half as many columns again as one row needs."""
+    def _grow(self, rows: int) -> None:
+        """Allocate this many rows, and 1.5 times the columns of one row, so that rows can join."""
         columns = self.capacity + (self.capacity + 1) // 2
         for number, own in enumerate(self._own):
             if rows > own.shape[1] or columns > own.shape[3]:
-                larger = _room(self._prompts[number], max(rows, own.shape[1]), columns)
+                larger = _allocate(self._prompts[number], max(rows, own.shape[1]), columns)
                 larger[:, : own.shape[1], :, : self.fed] = own[:, :, :, : self.fed]
                 self._own[number] = larger
 
     def begin_step(self) -> Tensor:
-        """There is a column for the next token; [n, 1] the token's position."""
-        if self._own and self.fed == self._own[0].shape[3]:  # columns of rows that left go
+        """Free a column for the next token and return the token's positions [n, 1]."""
+        if self._own and self.fed == self._own[0].shape[3]:  # drop columns of rows that left
             unused = self.first_start
             for own in self._own:
                 own[:, :, :, : self.fed - unused] = own[:, :, :, unused:].clone()
@@ -203,7 +215,7 @@ class SharedPrefixCache(Cache, DecodeState):
     def attend(
         self, layer: int, query: Tensor, *, softcap: float | None, window: int | None
     ) -> Tensor:
-        """One query per row over its prompt (shared by its group) and its own tokens.
+        """Compute attention of one query per row to its shared prompt and its own tokens.
 
         The query heads that share a key/value head, and the rows that share a prompt, become rows
         of one matrix product, so no key or value is ever copied.
@@ -240,7 +252,7 @@ class SharedPrefixCache(Cache, DecodeState):
         return torch.baddbmm(from_prompt, weights.narrow(2, slots, columns), values)
 
     def _window(self, window: int | None) -> Window:
-        """What this step's tokens attend to: most own tokens in the oldest row."""
+        """Return the keys that this step's tokens attend to."""
         if window in self._windows:
             return self._windows[window]
         slots, now = self.prompt_mask.shape[1], self.fed + 1
@@ -274,7 +286,7 @@ class SharedPrefixCache(Cache, DecodeState):
         return cells.index_select(0, self._map(shape[0] // len(self.prompt_of))[1])
 
     def _map(self, heads: int) -> tuple[Tensor, Tensor]:
-        """The row of each cell [b * H * g], and the cell of each row [n * H]."""
+        """Return the row of each cell [b * H * g], and the cell of each row [n * H]."""
         if heads not in self._maps:
             head = torch.arange(heads, device=self._cell.device)
             rows = self._row_of_cell.view(-1, 1, self.grid_width) * heads + head[:, None]
@@ -284,8 +296,8 @@ class SharedPrefixCache(Cache, DecodeState):
         return self._maps[heads]
 
 
-def _room(prompts: Tensor, rows: int, columns: int) -> Tensor:
-    """[k, n, H, columns, D] for k tensors [b, H, P, D]."""
+def _allocate(prompts: Tensor, rows: int, columns: int) -> Tensor:
+    """Allocate [k, n, H, columns, D] for k tensors [b, H, P, D]."""
     layers, _, heads, _, size = prompts.shape
     return prompts.new_empty(layers, rows, heads, columns, size)
 
@@ -303,19 +315,19 @@ def shared_prefix_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What the library's attention modules call; see `SharedPrefixCache.attend`.
+    """Attention function that transformers' modules call; see `SharedPrefixCache.attend`.
 
     Args:
         module: the attention module; its `layer_idx` names the layer.
         query: [n, heads, 1, D].
         keys: [n, H, t, D] of the row's own tokens.
-        values: of the row's own tokens; the cache has them, too.
+        values: of the row's own tokens; the cache has them as well.
         attention_mask: unused; the cache knows the padding.
         shared_prefix: the cache.
         scaling: multiplies the scores.
         sliding_window: positions that a token attends to, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
-        kwargs: what the library passes to other kinds of attention.
+        kwargs: arguments of other attention functions, ignored.
 
     Returns:
         [n, 1, heads, D] and no attention weights.
@@ -328,23 +340,220 @@ def shared_prefix_attention(
     return output.reshape(n, 1, heads, -1), None
 
 
-AttentionInterface.register(SHARED_PREFIX, shared_prefix_attention)
-AttentionMaskInterface.register(SHARED_PREFIX, lambda *args, **kwargs: None)
+# --- rows that leave the batch between turns ---
+#
+# Own tokens end in the present column, so a row that comes back takes the last columns again,
+# however far the others have advanced: no gap arises and no position is lost.
 
 
-@contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the model with another attention function."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+@dataclass(frozen=True)
+class OffloadedRow:
+    """Keys and values of one row outside the batch; its prompt stays in the cache.
+
+    Args:
+        own: for each set of tensors of one shape, [k, H, t, D].
+        tokens: t, the number of tokens that the row has been fed.
+
+    Example:
+        A row of 7 generated tokens, 4 layers of 2 heads of size 8 (keys and values: k = 8):
+        `OffloadedRow([torch.zeros(8, 2, 7, 8)], tokens=7)`.
+    """
+
+    own: list[Tensor]
+    tokens: int
 
 
-def same_attention_again(
-    model: PreTrainedModel,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For activation checkpointing: what to recompute within is what was computed within."""
-    return nullcontext(), attention(model, model.config._attn_implementation)
+class RowOffloader:
+    """Rows outside the batch, numbered in the order in which they left.
+
+    Args:
+        model: the transformers model without its head.
+        head: hidden states [m, E] to logits [m, V].
+        cache: of the batch.
+        order: [D] transformers' index of each entry of the cache's keys (the fused decoder permutes
+            them); None: the same order.
+
+    Example:
+        `offloader.offload(3)` when row 3 ends its turn; once its observation is known,
+        `logits = offloader.restore([0], [observation_ids])` appends it to the batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        head: Callable[[Tensor], Tensor],
+        cache: SharedPrefixCache,
+        order: Tensor | None,
+    ) -> None:
+        self.model, self.head, self.cache, self.order = model, head, cache, order
+        self.rows: list[OffloadedRow] = []
+
+    def offload(self, row: int) -> None:
+        """Copy a live row's keys and values; the next `select` of the cache must drop it."""
+        cache = self.cache
+        start = int(cache.start[row])
+        own = [each[:, row, :, start : cache.fed].clone() for each in cache._own]
+        cache.offloaded = torch.cat([cache.offloaded, cache.prompt_of[row : row + 1]])
+        self.rows.append(OffloadedRow(own, cache.fed - start))
+
+    def discard(self, numbers: Sequence[int]) -> None:
+        """Drop rows that ended; the remaining ones are renumbered."""
+        dropped = set(numbers)
+        kept = [number for number in range(len(self.rows)) if number not in dropped]
+        self.cache.offloaded = self.cache.offloaded[kept]
+        self.rows = [self.rows[number] for number in kept]
+
+    def restore(self, numbers: Sequence[int], ids: Sequence[list[int]]) -> Tensor:
+        """Append rows to the batch after computing new tokens of each in one pass.
+
+        Args:
+            numbers: of m rows; the remaining ones are renumbered.
+            ids: new tokens of each row (its observation), at least one.
+
+        Returns:
+            [m, V] logits of their next tokens.
+        """
+        rows = [self.rows[number] for number in numbers]
+        prompt_of = self.cache.offloaded[list(numbers)]
+        hidden, added = extend_rows(self.model, self.cache, rows, prompt_of, ids, self.order)
+        _insert_rows(self.cache, rows, added, prompt_of)
+        self.discard(numbers)
+        self.cache._arrange()
+        return self.head(hidden)
+
+
+def _insert_rows(
+    cache: SharedPrefixCache,
+    rows: Sequence[OffloadedRow],
+    added: Sequence[OffloadedRow],
+    prompt_of: Tensor,
+) -> None:
+    """Append rows to the cache, each with the keys and values of its new tokens.
+
+    Args:
+        cache: of the batch.
+        rows: m rows as they left.
+        added: keys and values of the new tokens of each.
+        prompt_of: [m] their prompts.
+    """
+    live = len(cache.prompt_of)
+    tokens = [row.tokens + more.tokens for row, more in zip(rows, added, strict=True)]
+    cache._grow(live + len(rows))
+    _shift_columns(cache, max(0, max(tokens) - cache.fed))
+    least = min([cache.first_start, *(cache.fed - each for each in tokens)])
+    for group, own in enumerate(cache._own):
+        own[:, :live, :, least : cache.first_start] = 0  # 0 * NaN is NaN: keep masked ones finite
+        own[:, live:].zero_()
+        for place, (row, more) in enumerate(zip(rows, added, strict=True), live):
+            whole = torch.cat([row.own[group], more.own[group]], 2)
+            own[:, place, :, cache.fed - whole.shape[2] : cache.fed] = whole
+    device = cache.start.device
+    cache.start = torch.cat([cache.start, cache.fed - torch.tensor(tokens, device=device)])
+    cache.prompt_of = torch.cat([cache.prompt_of, prompt_of])
+
+
+def _shift_columns(cache: SharedPrefixCache, columns: int) -> None:
+    """Move the own tokens of all rows to the right, so that longer rows fit."""
+    for own in cache._own:
+        own[:, :, :, columns : cache.fed + columns] = own[:, :, :, : cache.fed].clone()
+    cache.start, cache.fed = cache.start + columns, cache.fed + columns
+    cache.first_start += columns
+
+
+@torch.no_grad()
+def extend_rows(
+    model: Any,
+    cache: SharedPrefixCache,
+    rows: Sequence[OffloadedRow],
+    prompt_of: Tensor,
+    ids: Sequence[list[int]],
+    order: Tensor | None = None,
+) -> tuple[Tensor, list[OffloadedRow]]:
+    """Compute new tokens of offloaded rows in one transformers forward pass.
+
+    Args:
+        model: the transformers model without its head.
+        cache: has the prompts.
+        rows: m rows.
+        prompt_of: [m] their prompts.
+        ids: new tokens of each, at least one.
+        order: [D] transformers' index of each entry of the cache's keys; None: the same.
+
+    Returns:
+        [m, E] hidden states after the last token of each, and the keys and values of its new
+        tokens.
+    """
+    prompt_mask, own = cache.prompt_mask[prompt_of], max(row.tokens for row in rows)
+    device = prompt_mask.device
+    pad = torch.arange(own, device=device) >= torch.tensor(
+        [[own - row.tokens] for row in rows], device=device
+    )
+    # Prompts and own tokens without gaps, padded on the left, as prompts are.
+    before = torch.cat([prompt_mask, pad], 1)
+    real = torch.argsort(before.long(), dim=1, stable=True)
+    width, longest = before.shape[1], max(map(len, ids))
+    tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
+    new = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, each in enumerate(ids):
+        tokens[row, : len(each)] = torch.tensor(each, device=device)
+        new[row, : len(each)] = True
+    mask = torch.cat([before.gather(1, real), new], 1)
+    past = DynamicCache()
+    tensors = _gather_past(cache, rows, prompt_of, own, real)
+    inverse = None if order is None else order.argsort()
+    dtype = next(model.parameters()).dtype
+    for layer in range(len(tensors) // 2):
+        keys, values = tensors[2 * layer].to(dtype), tensors[2 * layer + 1].to(dtype)
+        past.update(keys if inverse is None else keys[..., inverse], values, layer)
+    output = model(
+        input_ids=tokens,
+        attention_mask=mask.long(),
+        position_ids=positions(mask)[:, width:],
+        past_key_values=past,
+        use_cache=True,
+    )
+    lasts = new.sum(1) - 1
+    hidden = output.last_hidden_state[torch.arange(len(rows), device=device), lasts]
+    return hidden, _split_rows(cache, past, width, [len(each) for each in ids], order)
+
+
+def _gather_past(
+    cache: SharedPrefixCache,
+    rows: Sequence[OffloadedRow],
+    prompt_of: Tensor,
+    own: int,
+    real: Tensor,
+) -> list[Tensor]:
+    """Return keys and values of every layer [m, H, P + own, D], real ones on the right."""
+    found: dict[int, Tensor] = {}
+    for group, numbers in enumerate(cache._numbers):
+        filled = cache._prompts[group][:, prompt_of]  # [k, m, H, P, D]
+        room = filled.new_zeros(*filled.shape[:3], own, filled.shape[4])
+        for place, row in enumerate(rows):
+            room[:, place, :, own - row.tokens :] = row.own[group]
+        whole = torch.cat([filled, room], 3)
+        index = real[None, :, None, :, None].expand_as(whole)
+        found |= dict(zip(numbers, whole.gather(3, index), strict=True))
+    return [found[number] for number in range(len(found))]
+
+
+def _split_rows(
+    cache: SharedPrefixCache,
+    past: DynamicCache,
+    width: int,
+    lengths: Sequence[int],
+    order: Tensor | None,
+) -> list[OffloadedRow]:
+    """Return the new tokens of each row, in the layout of the cache."""
+    layers: list[Any] = past.layers
+    keys = [layer.keys if order is None else layer.keys[..., order] for layer in layers]
+    pairs = zip(keys, (layer.values for layer in layers), strict=True)
+    tensors = [each[:, :, width:] for pair in pairs for each in pair]
+    groups = [
+        torch.stack([tensors[number] for number in numbers]).to(cache._own[group].dtype)
+        for group, numbers in enumerate(cache._numbers)
+    ]
+    return [
+        OffloadedRow([each[:, row, :, :length] for each in groups], length)
+        for row, length in enumerate(lengths)
+    ]

@@ -1,8 +1,8 @@
-"""Encoder-decoder models: T5, Flan-T5, mT5. The prompt is what the encoder reads.
+"""Encoder-decoder models: T5, Flan-T5, mT5. The prompt is the encoder's input.
 
-The library's own model code runs unchanged. A decoder attention function registered under the name
-`SHARED_ENCODER` lets the completions of a prompt share its cross-attention keys and values, in
-decoding and in learning; everything else it hands to the library's.
+Transformers' model code runs unchanged. A decoder attention function registered as `SHARED_ENCODER`
+lets the completions of a prompt share its cross-attention keys and values, in decoding and in
+training; all other attention is transformers' own.
 """
 
 from __future__ import annotations
@@ -13,33 +13,90 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from litgrpo.models.architectures import ENCODER_DECODER
-from litgrpo.models.cross_attention import CrossAttention, GroupedCrossAttention
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.policy import DecodeState, Policy, lower_precision
-from litgrpo.models.shared_prefix import attention
-from litgrpo.models.static_cache import STATIC, StaticAnswers, StaticPrompts, StaticState
-from litgrpo.models.static_decoder import StaticDecoder
+from litgrpo.models.policy import DecodeState, Policy, autocast_to
+from litgrpo.models.shared_prefix import PromptGrid
+from litgrpo.models.static import (
+    STATIC,
+    StaticDecoder,
+    StaticPrompts,
+    StaticSeq2SeqRows,
+    StaticState,
+    static_attention,
+)
+from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import padding_mask
 from litgrpo.types import TokenRows
 
 SHARED_ENCODER = "litgrpo_shared_encoder"
 
 
-class SharedEncoderCache(Cache, DecodeState):
-    """Cross-attention keys and values of each prompt once, and the own ones of each live row.
+class CrossAttention:
+    """Cross-attention of every row to its own copy of the prompt, in static shapes.
 
     Args:
-        started: caches of one library pass over the decoder's start token, a row for each prompt.
-        encoded: [B, P, E] what the encoder made of the prompts.
+        prompt_mask: [M, P] True marks a real token.
+    """
+
+    def __init__(self, prompt_mask: Tensor) -> None:
+        self.mask: Tensor | None = prompt_mask[:, None, None]
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
+    ) -> Tensor:
+        """Compute attention of rows [M, H, q, D] to prompt keys and values [M, H, P, D]."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, self.mask, dropout_p=dropout, scale=scaling
+        )
+
+
+class GroupedCrossAttention(CrossAttention):
+    """Cross-attention in which the rows of a prompt are rows of one matrix product.
+
+    Args:
         prompt_mask: [B, P] True marks a real token.
-        group_size: G rows will answer each prompt.
-        capacity: most tokens that a row will be fed, C; the start token comes on top.
+        prompt_of: [n] prompt of each row, in any order.
+    """
+
+    def __init__(self, prompt_mask: Tensor, prompt_of: Tensor) -> None:
+        grid = PromptGrid(prompt_of, len(prompt_mask))
+        self.width, self.cell, self.row_of_cell = grid.width, grid.cell_of_row, grid.row_of_cell
+        self.in_place = torch.equal(self.cell, torch.arange(len(self.row_of_cell)).to(self.cell))
+        self.mask = None if bool(prompt_mask.all()) else prompt_mask[:, None, None]
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, dropout: float, scaling: float
+    ) -> Tensor:
+        """Compute attention of rows [n, H, q, D] to prompt keys and values [B, H, P, D]."""
+        heads, length, size = query.shape[1:]
+        cells = query if self.in_place else query.index_select(0, self.row_of_cell)
+        grid = cells.view(-1, self.width, heads, length, size).transpose(1, 2)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            grid.reshape(-1, heads, self.width * length, size),
+            *(keys, values, self.mask),
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        cells = output.view(-1, heads, self.width, length, size).transpose(1, 2)
+        cells = cells.reshape(-1, heads, length, size)
+        return cells if self.in_place else cells.index_select(0, self.cell)
+
+
+class SharedEncoderCache(Cache, DecodeState):
+    """KV cache with the cross-attention of each prompt stored once, and each live row's own tokens.
+
+    Args:
+        started: caches of one forward pass over the decoder's start token, a row for each prompt.
+        encoded: [B, P, E] encoder output of the prompts.
+        prompt_mask: [B, P] True marks a real token.
+        group_size: G rows answer each prompt.
+        capacity: maximum number of tokens that a row is fed, C; the start token is extra.
     """
 
     def __init__(
@@ -50,9 +107,8 @@ class SharedEncoderCache(Cache, DecodeState):
         group_size: int,
         capacity: int,
     ) -> None:
-        """Keep the prompts, and give every row its start token."""
         own: Any = started.self_attention_cache
-        # The base class wants layers only to read their flags.
+        # The base class reads only the flags of its layers; the tensors are kept here.
         super().__init__(layers=[DynamicLayer() for _ in own.layers])
         rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
         self.prompt_of = rows.repeat_interleave(group_size)
@@ -60,14 +116,16 @@ class SharedEncoderCache(Cache, DecodeState):
         self.encoded = encoded
         self.cross: Any = started.cross_attention_cache
         first = [(layer.keys, layer.values) for layer in own.layers]  # each [B, H, 1, D]
-        self.own = [tuple(_room(each, self.prompt_of, capacity) for each in pair) for pair in first]
+        self.own = [
+            tuple(_allocate(each, self.prompt_of, capacity) for each in pair) for pair in first
+        ]
         self.fed = 1
         self.grouped = GroupedCrossAttention(prompt_mask, self.prompt_of)
-        # The face that the library's decoder knows: own tokens here, prompts in `cross`.
+        # The type that transformers' decoder expects: own tokens in self, prompts in `cross`.
         self.both = EncoderDecoderCache(self, self.cross)
 
     def select(self, rows: Tensor) -> None:
-        """Keep the given rows, and the prompts that they answer."""
+        """Keep the given rows and their prompts."""
         prompts, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
         if len(prompts) < len(self.prompt_mask):
             self.prompt_mask = self.prompt_mask[prompts]
@@ -87,12 +145,12 @@ class SharedEncoderCache(Cache, DecodeState):
         return own_keys[:, :, :end], own_values[:, :, :end]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens fed so far; the prompt is not among the decoder's own."""
+        """Return the number of tokens fed so far; the prompt is in the encoder."""
         return self.fed
 
 
-def _room(start: Tensor, prompt_of: Tensor, capacity: int) -> Tensor:
-    """[n, H, C + 1, D] with the start token [B, H, 1, D] of each row's prompt in front."""
+def _allocate(start: Tensor, prompt_of: Tensor, capacity: int) -> Tensor:
+    """Allocate [n, H, C + 1, D] that begins with the start token [B, H, 1, D] of each prompt."""
     heads, _, size = start.shape[1:]
     room = start.new_empty(len(prompt_of), heads, capacity + 1, size)
     room[:, :, :1] = start[prompt_of]
@@ -112,19 +170,20 @@ def shared_encoder_attention(
     cross: CrossAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a decoder to its own tokens, or to prompts that several rows share.
+    """Compute attention of the decoder to its own tokens, or to prompts that rows share.
 
     Args:
-        module: the attention module; its `is_causal` tells which of the two.
+        module: the attention module; `is_causal` is True for own tokens.
         query: [n, H, q, D].
         keys: [n, H, t, D] of the rows' own tokens, or [b, H, P, D] of the prompts.
         values: as the keys.
-        attention_mask: for the library; rows are padded on the right, so causality is enough here.
+        attention_mask: passed to transformers; rows are padded on the right, so a causal mask is
+            enough here.
         scaling: multiplies the scores.
         position_bias: [1, H, q, t] is added to the scores of own tokens; 0 for prompts.
         dropout: of the weights.
-        cross: attention to the prompts; not given: the library's attention.
-        kwargs: what the library passes to other kinds of attention.
+        cross: attention to the prompts; None: transformers' attention (encoder, prefill).
+        kwargs: arguments of other attention functions.
 
     Returns:
         [n, q, H, D], and no attention weights.
@@ -144,25 +203,21 @@ def shared_encoder_attention(
     return (weights @ values).transpose(1, 2), None
 
 
-AttentionInterface.register(SHARED_ENCODER, shared_encoder_attention)
-AttentionMaskInterface.register(SHARED_ENCODER, sdpa_mask)
-
-
 class Seq2SeqStaticDecoder(StaticDecoder):
-    """An encoder-decoder model in shapes that never change."""
+    """An encoder-decoder model in static shapes."""
 
     policy: Seq2SeqPolicy
 
     @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Attend in static shapes; see `StaticDecoder.attending`."""
-        with attention(self.policy.decoder, STATIC), torch.no_grad():
+    def attention(self) -> Iterator[None]:
+        """See `StaticDecoder.attention`."""
+        with use_attention(self.policy.decoder, STATIC), torch.no_grad():
             yield
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, StaticState]:
-        """Encode the prompts, each once, and feed the start token; see `StaticDecoder.prefill`."""
+        """Encode the prompts and feed the start token; see `StaticDecoder.prefill`."""
         mask = prompt_mask.long()
         encoded = self.policy.encoder(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
         prompts = StaticPrompts(prompt_mask)
@@ -174,24 +229,27 @@ class Seq2SeqStaticDecoder(StaticDecoder):
             )
             prompts.update(keys, values, number)
         start = prompt_ids.new_full((len(prompt_ids) * group_size,), self.policy.start_id)
-        return self.step(start, prompts.state(group_size, capacity))
+        return self.step(start, prompts.make_state(group_size, capacity))
 
     def step(self, tokens: Tensor, state: StaticState) -> tuple[Tensor, StaticState]:
-        """Feed one token to every row; see `StaticDecoder.step`."""
-        answers = StaticAnswers(state)
+        """See `StaticDecoder.step`."""
+        rows = StaticSeq2SeqRows(state)
         output = self.policy.decoder(
             input_ids=tokens[:, None],
-            encoder_hidden_states=state.prompts[0],  # read already: only its presence counts
-            past_key_values=answers,
+            encoder_hidden_states=state.prompts[
+                0
+            ],  # its keys are cached; only `is not None` matters
+            past_key_values=rows,
             use_cache=True,
-            static=answers,
+            static=rows,
         )
-        return self.policy.head(output.last_hidden_state[:, -1]), answers.rows.after
+        return self.policy.head(output.last_hidden_state[:, -1]), rows.rows.after
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Hidden states of every completion token; the encoder reads a prompt for each row."""
+        """Encode a prompt for each row and decode all of its tokens; see `StaticDecoder.hidden`."""
         mask = rows.prompt_mask[rows.prompt_of]
-        # A mask of four dimensions is taken as it is. Padding attends, too: nothing reads it.
+        # Transformers uses a mask of four dimensions unchanged. Padding attends as well, which is
+        # harmless because no token attends to it.
         visible = mask[:, None, None].expand(-1, 1, mask.shape[1], -1)
         output = self.policy.decoder(
             input_ids=self.policy.decoder_input(rows.completion_ids),
@@ -205,90 +263,99 @@ class Seq2SeqStaticDecoder(StaticDecoder):
 
 
 class Seq2SeqPolicy(Policy):
-    """An encoder-decoder model; its encoder runs once per prompt, for all completions of it.
+    """An encoder-decoder model whose encoder runs once per prompt, for all of its completions.
 
     P counts tokens of the encoder, C those of the decoder without its start token.
 
     Raises:
-        ValueError: a kind of model whose attention is not known to be T5's.
+        ValueError: a model type whose attention differs from T5's.
     """
 
-    static_decoder = Seq2SeqStaticDecoder
+    static_decoder_class = Seq2SeqStaticDecoder
+    attention_functions = {  # noqa: RUF012
+        SHARED_ENCODER: (shared_encoder_attention, sdpa_mask),
+        STATIC: (static_attention, None),
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.bare_model.config
         if config.model_type not in ENCODER_DECODER:
             raise ValueError(
-                f"The encoder-decoder model type {config.model_type!r} is not supported: the "
-                "completions of a prompt share what its encoder read, which is known for the "
-                f"attention of {', '.join(ENCODER_DECODER)} alone (Flan-T5 is t5)."
+                f"The encoder-decoder model type {config.model_type!r} is not supported; expected "
+                f"{' or '.join(ENCODER_DECODER)} (Flan-T5 is t5). Other types compute "
+                "cross-attention in another way."
             )
-        # Set once, because gradient checkpointing calls it again in the backward pass.
-        self.decoder.config._attn_implementation = SHARED_ENCODER
+        # Set for good, because gradient checkpointing runs the decoder again in the backward pass.
+        # The decoder's config is a copy, so the encoder keeps transformers' attention.
+        self.decoder.set_attn_implementation(SHARED_ENCODER)
         self.start_id = int(config.decoder_start_token_id)
-        scaled = config.to_dict().get("scale_decoder_outputs", False)
+        scaled = getattr(config, "scale_decoder_outputs", False)
         self.output_scale = config.d_model**-0.5 if scaled else 1.0
 
     @property
     def shares_prompts(self) -> bool:
-        """The encoder reads a prompt once for all of its completions, where shapes may change."""
+        """True unless shapes are static: a grid of rows per prompt depends on the rows."""
         return not self.static_shapes
 
     @contextmanager
     def decoding(
         self, rows: int, *, dtype: torch.dtype | None = None, fused: bool = True
     ) -> Iterator[None]:
-        """Pack the weights where that is faster; there is no fused step. See `Policy.decoding`."""
-        pack = linears.packed(self.model) if self.kernels.decode == "onednn" else nullcontext()
-        with lower_precision(self.model.device, dtype), torch.no_grad(), pack:
+        """Pack the weights if that is faster; there is no fused step. See `Policy.decoding`."""
+        pack = (
+            linears.pack_weights(self.model)
+            if self.linear_kernels.decode == "onednn"
+            else nullcontext()
+        )
+        with autocast_to(self.model.device, dtype), torch.no_grad(), pack:
             yield
 
     @property
     def encoder(self) -> Any:
-        """The library's encoder."""
+        """Transformers' encoder."""
         return self.bare_model.get_encoder()
 
     @property
     def decoder(self) -> Any:
-        """The library's decoder."""
+        """Transformers' decoder."""
         return self.bare_model.get_decoder()
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., E] of the decoder -> logits [..., V], scaled as T5 scales them."""
+        """Compute logits [..., V] of decoder states [..., E], scaled as in T5."""
         return self.bare_model.get_output_embeddings()(hidden * self.output_scale)
 
-    def encoded(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
-        """What the encoder makes of prompts [B, P], padded on either side: [B, P, E]."""
+    def encode(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
+        """Run the encoder on prompts [B, P], padded on either side; return [B, P, E]."""
         return self.encoder(
             input_ids=prompt_ids, attention_mask=padding_mask(prompt_mask)
         ).last_hidden_state
 
     def hidden(self, rows: TokenRows) -> Tensor:
-        """Hidden states of the decoder that predict the completion tokens; see `Policy.hidden`."""
+        """See `Policy.hidden`."""
         used, prompt_of = torch.unique(rows.prompt_of, return_inverse=True)
         prompt_ids, prompt_mask = rows.prompt_ids[used], rows.prompt_mask[used]
         output = self.decoder(
             input_ids=self.decoder_input(rows.completion_ids),
-            encoder_hidden_states=self.encoded(prompt_ids, prompt_mask),
+            encoder_hidden_states=self.encode(prompt_ids, prompt_mask),
             use_cache=False,
             cross=GroupedCrossAttention(prompt_mask, prompt_of),
         )
         return output.last_hidden_state[rows.completion_mask]
 
     def decoder_input(self, completion_ids: Tensor) -> Tensor:
-        """[M, C] the start token and all completion tokens but the last, which predicts nothing."""
+        """Shift completions [M, C] to the right: start token first, last token dropped."""
         return torch.cat([self._start(completion_ids), completion_ids[:, :-1]], 1)
 
     def _start(self, completion_ids: Tensor) -> Tensor:
-        """[M, 1] the token that the decoder is fed first."""
+        """Return the token that the decoder is fed first, [M, 1]."""
         return completion_ids.new_full((len(completion_ids), 1), self.start_id)
 
     def prefill(
         self, prompt_ids: Tensor, prompt_mask: Tensor, group_size: int, capacity: int
     ) -> tuple[Tensor, DecodeState]:
-        """Encode the prompts and feed the start token, once for each; see `Policy.prefill`."""
-        encoded = self.encoded(prompt_ids, prompt_mask)
+        """Encode the prompts and feed the start token; see `Policy.prefill`."""
+        encoded = self.encode(prompt_ids, prompt_mask)
         started = EncoderDecoderCache(DynamicCache(), DynamicCache())
         output = self.decoder(
             input_ids=self._start(prompt_ids),
@@ -301,11 +368,11 @@ class Seq2SeqPolicy(Policy):
         return self.head(output.last_hidden_state[:, -1]), state
 
     def step(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """Feed one token to every live row; see `Policy.step`."""
+        """See `Policy.step`."""
         assert isinstance(state, SharedEncoderCache)
         output = self.decoder(
             input_ids=tokens[:, None],
-            encoder_hidden_states=state.encoded,  # read already: only its presence counts
+            encoder_hidden_states=state.encoded,  # its keys are cached; only `is not None` matters
             past_key_values=state.both,
             use_cache=True,
             cross=state.grouped,
@@ -316,7 +383,7 @@ class Seq2SeqPolicy(Policy):
     def dense_logits(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
     ) -> Tensor:
-        """Logits by the model's own forward pass; see `Policy.dense_logits`."""
+        """See `Policy.dense_logits`."""
         output = self.model(
             input_ids=prompt_ids,
             attention_mask=prompt_mask.long(),

@@ -1,8 +1,8 @@
-"""A model's class and its weights from a folder, or the reason why they do not fit together."""
+"""Load a transformers model; check that config, weights and tokenizer fit together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from litgrpo.arguments import require
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.models.transformers_compat import supports_sdpa
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NO_LANGUAGE_MODEL = (
-    "A model of type {!r} is no language model that can be trained here: "
-    "transformers has no class that generates text with it. docs/models.md lists the types."
+    "Models of type {!r} cannot be trained: transformers has no text generation class for them. "
+    "docs/models.md lists the supported types."
 )
-SHOWN = 3  # names of weights in a message
-# What weights of a text part are called in a model for images: pattern, name in the text model.
+MAX_SHOWN = 3  # weight names in an error message
+# {pattern of a weight name in a vision-language model: name in its text model}
 TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -29,14 +29,14 @@ TEXT_NAMES = {
 }
 
 
-def language_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model: the text part of a model for images or sound.
+def select_text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the language model: the text part of a vision or audio model.
 
     Args:
-        config: of the whole model; one without parts is returned as it is.
+        config: of the whole model; one without parts is returned unchanged.
 
     Raises:
-        ValueError: it has several text parts, or one of a type that generates no text.
+        ValueError: it has several text parts, or one of a type that does not generate text.
     """
     try:
         text: Any = config.get_text_config()
@@ -44,95 +44,107 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
         raise ValueError(NO_LANGUAGE_MODEL.format(config.model_type)) from None
     if config.is_encoder_decoder or text is config:
         return config
-    model_class(text)  # refused before it is announced
-    text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's word counts
+    find_model_class(text)  # raises before the message below is printed
+    text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's setting counts
     rank_zero_info(
-        f"{config.model_type} also reads images or sound; its text part ({text.model_type}) is "
-        "loaded and trained, and final_model is that part alone."
+        f"{config.model_type} is multimodal; only its text part ({text.model_type}) is loaded, "
+        "trained and exported."
     )
     return text
 
 
-def model_class(config: PretrainedConfig) -> Any:
-    """The library's class of language models for a config.
-
-    Raises:
-        ValueError: it has none.
-    """
+def choose_auto_class(config: PretrainedConfig) -> Any:
+    """Return transformers' auto class of language models for a config."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    require(type(config) in kind._model_mapping, NO_LANGUAGE_MODEL.format(config.model_type))
-    return kind._model_mapping[type(config)]
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-def attention_of(config: PretrainedConfig) -> str:
-    """The library's attention to compute with.
+def find_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' language model class for a config.
 
-    Soft-capped scores (Gemma 2) exist in eager attention only, and some models have nothing else.
+    Raises:
+        ValueError: there is none.
     """
-    capped = config.to_dict().get("attn_logit_softcapping") is not None
-    return "eager" if capped or not model_class(config)._supports_sdpa else "sdpa"
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if type(config) not in classes:
+        raise ValueError(NO_LANGUAGE_MODEL.format(config.model_type))
+    return classes[type(config)]
+
+
+def choose_attention(config: PretrainedConfig) -> str:
+    """Return the attention implementation to load a model with.
+
+    Soft-capped scores (Gemma 2) exist in eager attention only, and some models have no other.
+    """
+    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if softcapped or not supports_sdpa(find_model_class(config)) else "sdpa"
 
 
 def load_weights(
-    folder: str, config: PretrainedConfig, dtype: torch.dtype, *, whole: bool = True, **how: Any
+    folder: str, config: PretrainedConfig, dtype: torch.dtype, *, whole: bool = True, **options: Any
 ) -> PreTrainedModel:
-    """The model of a folder, every weight of which is in its files.
+    """Load the model of a folder; every weight must be in its files.
 
     Args:
         folder: or a hub id.
         config: of the language model.
         dtype: of the weights.
-        whole: the folder holds nothing else; False where the config is a part of its model.
-        how: more for `from_pretrained`.
+        whole: the folder contains this model only; False if `config` is a part of its model.
+        options: more arguments of `from_pretrained`.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape, or a file is damaged.
     """
     from safetensors import SafetensorError
 
+    if not whole:
+        options["key_mapping"] = TEXT_NAMES
+    find_model_class: Any = find_model_class(config)
     try:
-        with quiet():
-            model, report = model_class(config).from_pretrained(
+        with silence_transformers():
+            model, report = find_model_class.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attention_of(config),
+                attn_implementation=choose_attention(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                **({} if whole else {"key_mapping": TEXT_NAMES}),
-                **how,
+                **options,
             )
     except (SafetensorError, UnpicklingError) as error:
         raise ValueError(
             f"A weight file of {folder!r} is damaged or incomplete: "
-            f"{str(error).split('. ')[0]}. Copy or download it again, best as safetensors."
+            f"{str(error).split('. ')[0]}. Copy or download it again, preferably as safetensors."
         ) from error
-    wrong = {
-        "lacks": report["missing_keys"],
-        "has too": report["unexpected_keys"] if whole else (),
-        "has another shape of": [name for name, *_ in report["mismatched_keys"]],
+    problems = {
+        "missing": report["missing_keys"],
+        "unexpected": report["unexpected_keys"] if whole else (),
+        "of another shape": [name for name, *_ in report["mismatched_keys"]],
     }
-    found = [f"{problem} {_named(names)}" for problem, names in wrong.items() if names]
-    require(
-        not found,
-        f"The weights of {folder!r} are not those of its config ({type(model).__name__}): it "
-        f"{'; it '.join(found)}. What is missing would be random. Save the whole model again with "
-        "save_pretrained, or give the config that belongs to these weights.",
-    )
+    found = [f"{problem} {_join_names(names)}" for problem, names in problems.items() if names]
+    if found:
+        raise ValueError(
+            f"The weights of {folder!r} do not match its config ({type(model).__name__}): "
+            f"{'; '.join(found)}. Missing weights would be random. Save the whole model again by "
+            "save_pretrained, or use the config that belongs to these weights."
+        )
     return model
 
 
-def _named(names: Any) -> str:
+def _join_names(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return ", ".join(listed[:SHOWN]) + more
+    more = f" and {len(listed) - MAX_SHOWN} more" if len(listed) > MAX_SHOWN else ""
+    return ", ".join(listed[:MAX_SHOWN]) + more
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and tables over ours, which say the same in a line."""
+def silence_transformers() -> Iterator[None]:
+    """Hide transformers' progress bars and tables, which repeat litgrpo's messages."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -147,13 +159,13 @@ def quiet() -> Iterator[None]:
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding of.
+    """Check that every token of a tokenizer has an embedding.
 
-    Special tokens are spared: some models come with one for images that their text part cannot
-    read (Gemma 3 1B). A prompt that holds one is refused when it is read.
+    Special tokens are ignored: some text models come with the image token of a multimodal one
+    (Gemma 3 1B). Prompts that contain one are rejected by `limits.check_tokens`.
 
     Raises:
-        ValueError: with the first such token and the remedy.
+        ValueError: names the first such token and the remedy.
     """
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
@@ -165,21 +177,21 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         for token, number in tokenizer.get_vocab().items()
         if number >= rows and number not in special
     }
-    first = min(beyond, default=0)
-    require(
-        not beyond,
-        f"The tokenizer of {name!r} has {len(beyond)} tokens beyond the model's embedding of "
-        f"{rows}, the first {beyond.get(first)!r} (number {first}). Call "
-        "model.resize_token_embeddings(len(tokenizer)) and save model and tokenizer again.",
-    )
+    if beyond:
+        first = min(beyond)
+        raise ValueError(
+            f"The tokenizer of {name!r} has {len(beyond)} tokens beyond the model's embedding of "
+            f"{rows} rows, first {beyond[first]!r} (id {first}). Call "
+            "model.resize_token_embeddings(len(tokenizer)) and save model and tokenizer again."
+        )
 
 
-def other_files(folder: str) -> str:
-    """What to do about weights in a format that cannot be read, or nothing if there are none."""
+def suggest_gguf(folder: str) -> str:
+    """Return advice for a folder that contains GGUF files only, or an empty string."""
     found = sorted(path.name for path in Path(folder).glob("*.gguf"))
     if not found:
         return ""
     return (
-        f" {found[0]} is in GGUF format, which is read when the file itself is given: pretrained: "
+        f" To load {found[0]} (GGUF), give the file itself: pretrained: "
         f"{str(Path(folder) / found[0])!r}."
     )

@@ -105,7 +105,7 @@ class AsyncRollouter(Rollouter):
             future = threads.submit(super()._within_memory, requests, named)
             threads.shutdown(wait=False)
         else:
-            with self.policy.arithmetic():
+            with self.policy.autocast():
                 future.set_result(super()._within_memory(requests, named))
         self._pending = Pending(following, iteration, prompts.index.cpu(), future)
 

@@ -104,7 +104,7 @@ class Rollouter:
         if iteration != self._synced:
             self.engine.sync_weights(self.policy, iteration)
             self._synced = iteration
-        with self.policy.arithmetic():
+        with self.policy.autocast():
             rollout = self._within_memory(requests, named)
         if purpose == "train":
             self._sampled_tokens += int(rollout.lengths.sum())

@@ -32,8 +32,8 @@ from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import FrozenModel, Reference
-from litgrpo.models.sharded import Divide, Divided, left_whole
+from litgrpo.models.reference import FrozenReference, Reference
+from litgrpo.models.sharded_weights import PolicySharding
 from litgrpo.rewards.builtin.length import soft_overlong
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
@@ -88,24 +88,25 @@ def loaded(module: Any) -> tuple[Policy, Reference | None]:
     """The policy of a GRPO and, where its objective has a KL term, its reference, loaded once."""
     pretrained, precision, lora = module.pretrained, module.settings.precision, module.lora
     policy, reference = module.policy, module.reference
-    divide = divide_of(module)
+    sharding = make_sharding(module)
     if policy is None:
         tokenizer = module.fit_tokenizer()
-        how: Any = {"precision": precision, "lora": lora, "divide": divide}
+        how: Any = {"precision": precision, "lora": lora, "sharding": sharding}
         policy = load_policy(pretrained, tokenizer=tokenizer, **how)
-    divide(policy)
+    if sharding is not None:
+        sharding.shard(policy)
     if module.coefficients.objective.needs_reference and reference is None:
         path = module.reference_path
-        reference = load_reference(policy, path, pretrained, precision, lora, divide=divide)
-    if isinstance(reference, FrozenModel):
-        divide(reference.policy)
+        reference = load_reference(policy, path, pretrained, precision, lora, sharding=sharding)
+    if sharding is not None and isinstance(reference, FrozenReference):
+        sharding.shard(reference.policy)
     return policy, reference
 
 
-def divide_of(module: LightningModule) -> Divide:
-    """What divides a policy over the processes of a module's trainer, once; or leaves it whole."""
+def make_sharding(module: LightningModule) -> PolicySharding | None:
+    """Return the sharding of a module's trainer strategy; None if weights are not sharded."""
     strategy = strategy_of(module)
-    return left_whole if strategy is None else Divided(strategy)
+    return None if strategy is None else PolicySharding(strategy)
 
 
 def join(
@@ -146,7 +147,9 @@ def join(
     learner = Learner(
         policy,
         coefficients,
-        settings.update.fitted(linears.outputs(policy.model), static_shapes=static_shapes),
+        settings.update.fitted(
+            linears.count_linear_outputs(policy.model), static_shapes=static_shapes
+        ),
         settings.sampling,
         *settings.sizes,
         reference=reference,
@@ -281,7 +284,7 @@ def same_digits(settings: Settings, trainer_precision: str) -> bool:
     come, and so does rounding.
     """
     precision = settings.precision
-    full = trainer_precision == "32-true" and precision.compute is None
+    full = trainer_precision == "32-true" and precision.autocast_dtype is None
     full = full and precision.dtype in EXACT_DTYPES
     alone = settings.environment is None and not settings.update.staleness
     return full and alone and settings.engine.exact_logprobs and not settings.sampling.greedy
@@ -310,9 +313,9 @@ def check_device(settings: Settings, objective: Objective, device: torch.device)
         "micro-batch, which are filled up in fixed shapes. Take TokenMean.",
     )
     require(
-        not (settings.precision.gradient_checkpointing and settings.precision.dropout),
-        "precision.dropout and precision.gradient_checkpointing are both on, but this device "
-        "cannot draw the same numbers a second time. Leave one of them off.",
+        not (settings.precision.gradient_checkpointing and not settings.precision.disable_dropout),
+        "precision.disable_dropout is false and precision.gradient_checkpointing is on, but this "
+        "device cannot repeat random numbers in the backward pass. Change one of them.",
     )
 
 

@@ -10,7 +10,7 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.arguments import above, at_most, require
 from litgrpo.distributed.comm import Comm
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import FrozenModel, Reference
+from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.training.learner import Coefficients
 from litgrpo.types import Rollout, Stats
 
@@ -170,8 +170,8 @@ class SteeredCoefficients(Coefficients):
         self._finished = self._now()
         sync = self.controllers.reference
         if sync is not None and iteration % sync.every == 0:
-            assert isinstance(reference, FrozenModel)
-            reference.follow(policy, sync.share)
+            assert isinstance(reference, FrozenReference)
+            reference.mix_in(policy, sync.share)
 
     def follow_kl(self, stats: Stats) -> None:
         """Set the KL coefficient by the mean KL of a token (nats), where it has a target."""

@@ -18,8 +18,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.environments.base import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.models.in_memory import as_folder
-from litgrpo.models.loading import LoRA, Precision, load_tokenizer
+from litgrpo.models.loading import LoRA, Precision, load_tokenizer, save_in_memory_model
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rewards.reward import Reward, RewardFormat, named_rewards
@@ -144,7 +143,7 @@ class GRPO(LightningModule):
         check_sizes(group_size, max_completion_length, max_iterations, objective)
         self.automatic_optimization = False
         self.strict_loading = False  # a checkpoint holds what is trained and nothing else
-        self.pretrained, self.reference_path = as_folder(pretrained), reference
+        self.pretrained, self.reference_path = save_in_memory_model(pretrained), reference
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
         self.lora, self.check_invariants = lora, check_invariants

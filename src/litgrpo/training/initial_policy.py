@@ -14,8 +14,8 @@ from litgrpo.distributed.memory import free_memory, is_out_of_memory
 from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.evaluation.evaluator import StartLogprobs
 from litgrpo.models.loading import load_reference
-from litgrpo.models.reference import AdapterOff, Reference
-from litgrpo.training.assembly import divide_of
+from litgrpo.models.reference import BaseModelReference, Reference
+from litgrpo.training.assembly import make_sharding
 from litgrpo.types import Rollout
 
 
@@ -35,7 +35,7 @@ def start_logprobs(module: Any) -> StartLogprobs | None:
     moves = module.coefficients.moves_reference
     if reference is not None and module.reference_path is None and not moves:
         return partial(asked, module, reference)
-    return partial(asked, module, AdapterOff(policy)) if policy.has_adapter else None
+    return partial(asked, module, BaseModelReference(policy)) if policy.has_adapter else None
 
 
 def as_sampled(rollout: Rollout) -> Tensor:
@@ -74,8 +74,10 @@ def complete(module: Any) -> dict[str, float]:
     failure = ""
     try:
         policy, precision = module.policy, module.settings.precision
-        divide = divide_of(module)
-        start = load_reference(policy, None, module.pretrained, precision, divide=divide).to(device)
+        sharding = make_sharding(module)
+        start = load_reference(policy, None, module.pretrained, precision, sharding=sharding).to(
+            device
+        )
         with gathered(start, policy):  # processes have unequal numbers of batches
             evaluator.score(partial(asked, module, start))
         del start

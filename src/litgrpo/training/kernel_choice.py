@@ -13,7 +13,7 @@ from lightning import LightningModule
 
 from litgrpo.distributed.memory import keep_freed_memory
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
-from litgrpo.models.kernels.linear import Kernels
+from litgrpo.models.kernels.linear import LinearKernels
 from litgrpo.models.policy import Policy
 
 KEY = "machine"  # of a checkpoint
@@ -26,8 +26,8 @@ def use_everywhere(module: LightningModule, policy: Policy) -> None:
         module: attached to its trainer; a reference among its parts follows, too.
         policy: its own.
     """
-    chosen = module.trainer.strategy.broadcast(asdict(policy.kernels))
-    _use(module, Kernels(**chosen))
+    chosen = module.trainer.strategy.broadcast(asdict(policy.linear_kernels))
+    _use(module, LinearKernels(**chosen))
     if policy.model.device.type == "cpu":
         keep_freed_memory()
         kernels = ", ".join(f"{kernel} to {phase}" for phase, kernel in chosen.items())
@@ -36,7 +36,7 @@ def use_everywhere(module: LightningModule, policy: Policy) -> None:
 
 def saved(policy: Policy) -> dict[str, Any]:
     """What decides how results are rounded, for a checkpoint."""
-    return asdict(policy.kernels) | {"threads": torch.get_num_threads()}
+    return asdict(policy.linear_kernels) | {"threads": torch.get_num_threads()}
 
 
 def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """
     chosen = dict(checkpoint.get(KEY, {}))
     threads = chosen.pop("threads", torch.get_num_threads())
-    _use(module, Kernels(**chosen))
+    _use(module, LinearKernels(**chosen))
     if threads != torch.get_num_threads():
         rank_zero_warn(
             f"The checkpoint was computed with {threads} threads, this process has "
@@ -55,7 +55,7 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def _use(module: LightningModule, kernels: Kernels) -> None:
+def _use(module: LightningModule, kernels: LinearKernels) -> None:
     for part in module.modules():
         if isinstance(part, Policy):
-            part.use_kernels(kernels)
+            part.set_linear_kernels(kernels)

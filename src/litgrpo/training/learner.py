@@ -123,7 +123,7 @@ class Learner:
     def __post_init__(self) -> None:
         """Refuse a reference that cannot follow the policy where a controller lets it."""
         if self.reference is not None and self.coefficients.moves_reference:
-            self.reference.check_follows(self.policy)
+            self.reference.check_can_mix(self.policy)
 
     @property
     def objective(self) -> Objective:
@@ -181,7 +181,7 @@ class Learner:
         """[N, C] log-probabilities under a frozen model, a micro-batch at a time."""
 
         def logprobs_of(rows: TokenRows) -> TokenLogprobs:
-            with self.policy.arithmetic():
+            with self.policy.autocast():
                 return reference.logprobs(rows, temperature=temperature)
 
         limits = self._limits(max_rows, reference.shares_prompts)
@@ -342,7 +342,7 @@ class Learner:
 
     def logprobs(self, tokens: TokenRows) -> TokenLogprobs:
         """The policy's view of these rows, with gradient."""
-        with self.policy.arithmetic():
+        with self.policy.autocast():
             return self.policy.logprobs(
                 tokens,
                 temperature=self.sampling.policy_temperature,

@@ -14,7 +14,7 @@ from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.estimators import DecoupledNormalized
 from litgrpo.algorithms.losses import RATIO_MAX, Normalizers, Objective
 from litgrpo.distributed.comm import Comm
-from litgrpo.models.packing import family_buckets
+from litgrpo.models.packing import bucket_by_parent
 from litgrpo.tensors import length_buckets
 from litgrpo.types import LossOutput, Stats, StepReport, TokenLogprobs, TokenRows, TrainingBatch
 
@@ -150,7 +150,7 @@ class Ragged(MicroBatching):
         most = {"max_rows": limits.max_rows, "max_tokens": limits.max_tokens}
         lengths = carrier.completion_mask.sum(1)
         if limits.shared:
-            return family_buckets(lengths, carrier.prompt_mask.sum(1), carrier.prompt_of, **most)
+            return bucket_by_parent(lengths, carrier.prompt_mask.sum(1), carrier.prompt_of, **most)
         return length_buckets(lengths + carrier.prompt_mask.shape[1], **most)
 
     def split(

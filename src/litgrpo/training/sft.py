@@ -15,13 +15,12 @@ from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.data.source_data import set_names
 from litgrpo.distributed.device import backend
-from litgrpo.models.in_memory import as_folder
-from litgrpo.models.loading import LoRA, Precision
-from litgrpo.models.scratch import Scratch, tokenizer_files, tokenizer_from
+from litgrpo.models.loading import LoRA, Precision, save_in_memory_model
+from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from litgrpo.tensors import head_chunk, token_logprobs, whole
 from litgrpo.training import kernel_choice
 from litgrpo.training import saved_arguments as arguments_kept
-from litgrpo.training.assembly import divide_of
+from litgrpo.training.assembly import make_sharding
 from litgrpo.training.context import check_data
 from litgrpo.training.defaults import SFT_RATES, settled
 from litgrpo.training.optim import DefaultAdamW
@@ -78,7 +77,7 @@ class SFT(LightningModule):
         untrained = scratch is not None and lora is not None
         require(not untrained, "lora adapts trained weights; `scratch` has none, leave lora out")
         at_least("max_iterations", max_iterations, 1)
-        self.pretrained = as_folder(pretrained)
+        self.pretrained = None if pretrained is None else save_in_memory_model(pretrained)
         self.scratch = scratch
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -143,7 +142,7 @@ class SFT(LightningModule):
             checkpoint: of such a training; older ones hold no tokenizer.
         """
         if self.scratch is not None and "tokenizer" in checkpoint:
-            self.tokenizer = tokenizer_from(checkpoint["tokenizer"])
+            self.tokenizer = deserialize_tokenizer(checkpoint["tokenizer"])
 
     def configure_model(self) -> None:
         """Load or make the policy, once.
@@ -153,7 +152,9 @@ class SFT(LightningModule):
         """
         if self.policy is None:
             self.policy = made_policy(self)
-        divide_of(self)(self.policy)
+        sharding = make_sharding(self)
+        if sharding is not None:
+            sharding.shard(self.policy)
         if is_attached(self):
             check_data(self, self.policy, 0, "max_length")
             kernel_choice.use_everywhere(self, self.policy)
@@ -180,7 +181,7 @@ class SFT(LightningModule):
             predictions.append(logits.argmax(-1))
             return logits
 
-        hidden = policy.predictors(batch.input_ids, batch.attention_mask, batch.loss_mask)
+        hidden = policy.target_hidden_states(batch.input_ids, batch.attention_mask, batch.loss_mask)
         targets = batch.input_ids[batch.loss_mask]
         chunk_size = head_chunk(len(hidden), policy.vocab_size)
         logprobs, _ = token_logprobs(hidden, targets, head, chunk_size=chunk_size)
@@ -242,7 +243,7 @@ class SFT(LightningModule):
         checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint[kernel_choice.KEY] = kernel_choice.saved(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
-            checkpoint["tokenizer"] = tokenizer_files(self.tokenizer)
+            checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Round as before."""
@@ -294,11 +295,11 @@ class SFT(LightningModule):
 
 def made_policy(module: SFT) -> Policy:
     """The policy that a supervised training starts from: loaded, or new."""
-    from litgrpo.models.loading import as_policy, load_policy
+    from litgrpo.models.loading import build_policy, load_policy
 
     if module.scratch is None:
         settings: Any = {"precision": module.precision, "lora": module.lora}
-        settings["divide"] = divide_of(module)
+        settings["sharding"] = make_sharding(module)
         policy = load_policy(str(module.pretrained), tokenizer=module.tokenizer, **settings)
     elif module.tokenizer is None:
         raise ValueError(
@@ -307,5 +308,5 @@ def made_policy(module: SFT) -> Policy:
         )
     else:
         model = module.scratch.build_model(module.tokenizer, seed=module.seed)
-        policy = as_policy(model, module.tokenizer, precision=module.precision)
+        policy = build_policy(model, module.tokenizer, precision=module.precision)
     return policy.train()

@@ -181,7 +181,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
         """Not by name: recipes give the class path."""
 
 
-class XLAReplicas(XLAStrategy):
+class XLADataParallelStrategy(XLAStrategy):
     """Lightning's `strategy: xla`, one process per chip, without its wrapper around data loaders.
 
     That wrapper would hide the loader's position in the data from checkpoints, and the number of

@@ -13,8 +13,9 @@ from litgrpo.checkpointing.rng_state import RngState
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
-from litgrpo.models.loading import LoRA, Precision, export
-from litgrpo.models.shard_files import full_weights
+from litgrpo.models.export import export
+from litgrpo.models.loading import LoRA, Precision
+from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rollout.engines.local import LocalEngine
@@ -100,7 +101,7 @@ VARIANTS = {
     "epochs": {"update": UpdateConfig(epochs_per_rollout=2, micro_batch_size=3)},
     "entropy": {"objective": Objective(entropy_coef=0.01)},
     "resampled": {"dynamic_sampling_attempts": 3},
-    "bf16": {"precision": Precision(compute="bfloat16"), "check_invariants": True},
+    "bf16": {"precision": Precision(autocast_dtype="bfloat16"), "check_invariants": True},
     "t5": {"kind": "t5"},
     "served": {"check_invariants": True},
     "served lora": {"kind": "qwen2", "lora": LoRA(rank=4), "check_invariants": True},
@@ -126,7 +127,9 @@ def learn(processes, folder, replicas=1, names=(*VARIANTS, "sft"), url=None):
         torch.manual_seed(0)
         runner = trainer(processes, replicas)
         runner.fit(module, data)
-        weights = {name: each.detach().clone() for name, each in full_weights(module.policy.model)}
+        weights = {
+            name: each.detach().clone() for name, each in gather_weights(module.policy.model)
+        }
         path = folder / f"{name} {processes}"
         export(module.policy, path)
         if runner.is_global_zero:
@@ -204,6 +207,6 @@ def train(processes, folder, name, source=None, replicas=1, fallback=False):
     torch.manual_seed(0)
     path = None if source is None else folder / source
     runner.fit(module, PromptData(TEXTS, batch_size=4), ckpt_path=path)
-    weights = {name: each.detach().clone() for name, each in full_weights(module.policy.model)}
+    weights = {name: each.detach().clone() for name, each in gather_weights(module.policy.model)}
     if runner.is_global_zero:
         torch.save(weights, folder / f"{name}.pt")

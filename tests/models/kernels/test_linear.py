@@ -6,16 +6,20 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from litgrpo.models.export import export
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.kernels import packed_flash as flash
-from litgrpo.models.kernels.linear import Kernels
-from litgrpo.models.loading import LoRA, Precision, as_policy, export, load_policy
+from litgrpo.models.kernels.linear import LinearKernels
+from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy
 from tests.support.models import byte_tokenizer, tiny_model, tiny_policy
 
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="torch without oneDNN")
-packs_bfloat16 = pytest.mark.skipif(not linears.packs(torch.bfloat16), reason="needs AVX-512")
-BOTH = Kernels(decode="onednn", learn="onednn")
-PACKED = Kernels(decode="onednn")
+packs_bfloat16 = pytest.mark.skipif(
+    not linears.can_pack_dtype(torch.bfloat16), reason="needs AVX-512"
+)
+PLAIN = Precision(linear_kernels="plain")
+BOTH = LinearKernels(decode="onednn", learn="onednn")
+PACKED = LinearKernels(decode="onednn")
 
 
 def layer(kind=nn.Linear, into=96, out=160):
@@ -39,7 +43,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(kind, out, rows):
     x = x.repeat(2, 1, 1).flatten(0, 1)[:rows].view(1, rows, -1)
     results = []
     for kernel in ("plain", "onednn"):
-        linears.use(model, Kernels(learn=kernel))
+        linears.set_kernels(model, LinearKernels(learn=kernel))
         model.zero_grad()
         rows = x.clone().requires_grad_()
         y = model(rows)
@@ -58,8 +62,8 @@ def test_values_and_gradients_are_those_of_the_plain_layer(kind, out, rows):
 def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, tolerance):
     model, x = layer(kind)
     expected = model(x)
-    linears.use(model, PACKED)
-    with linears.packed(model, dtype), torch.no_grad():
+    linears.set_kernels(model, PACKED)
+    with linears.pack_weights(model, dtype), torch.no_grad():
         got = model(x)
         assert model[0].packed is not None
     assert got.dtype == torch.float32
@@ -77,32 +81,32 @@ def test_weights_that_a_processor_cannot_pack_stay_plain(monkeypatch, fused):
         return real(weight, rows)
 
     def said(kernels):
-        policy.use_kernels(kernels)
+        policy.set_linear_kernels(kernels)
         with policy.decoding(rows=8, dtype=torch.bfloat16, fused=fused):
             _, state = policy.prefill(ids, torch.ones_like(ids, dtype=torch.bool), 2, capacity=3)
             return policy.step(torch.arange(3, 5), state)
 
     policy, ids = tiny_policy("qwen2"), torch.arange(3, 9)[None]
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refused)
-    linears.packs.cache_clear()
-    assert linears.packs(torch.float32)
-    assert not linears.packs(torch.bfloat16)
-    assert not linears.packs(torch.float16)
-    assert torch.equal(said(PACKED), said(Kernels()))
-    linears.packs.cache_clear()
+    linears.can_pack_dtype.cache_clear()
+    assert linears.can_pack_dtype(torch.float32)
+    assert not linears.can_pack_dtype(torch.bfloat16)
+    assert not linears.can_pack_dtype(torch.float16)
+    assert torch.equal(said(PACKED), said(LinearKernels()))
+    linears.can_pack_dtype.cache_clear()
 
 
 @needs_onednn
 def test_learning_takes_whole_tiles_of_rows_and_fewer_are_plain(monkeypatch):
     model, x = layer()
-    linears.use(model, BOTH)
-    seen, real = set(), linears._onednn
+    linears.set_kernels(model, BOTH)
+    seen, real = set(), linears.onednn_linear
 
     def watched(x, weight, *bias):
         seen.add((x.shape[-2], x.shape[-1]))
         return real(x, weight, *bias)
 
-    monkeypatch.setattr(linears, "_onednn", watched)
+    monkeypatch.setattr(linears, "onednn_linear", watched)
     for rows in (1, 127, 128, 129, 171):
         model(x.flatten(0, 1)[:rows].requires_grad_()).sum().backward()
     assert {number for shape in seen for number in shape} == {96, 128, 160, 256}
@@ -111,8 +115,8 @@ def test_learning_takes_whole_tiles_of_rows_and_fewer_are_plain(monkeypatch):
 @needs_onednn
 def test_a_packed_layer_still_gives_gradients():
     model, x = layer()
-    linears.use(model, PACKED)
-    with linears.packed(model):
+    linears.set_kernels(model, PACKED)
+    with linears.pack_weights(model):
         model(x).sum().backward()
     assert model[0].weight.grad.abs().sum() > 0
 
@@ -122,9 +126,9 @@ def test_under_autocast_packed_layers_answer_in_its_type():
     model, x = layer()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         expected = model(x)
-        linears.use(model, BOTH)
+        linears.set_kernels(model, BOTH)
         assert torch.equal(model(x), expected)
-        with linears.packed(model):
+        with linears.pack_weights(model):
             got = model(x)
     assert got.dtype == expected.dtype == torch.bfloat16
     assert distance(got.float(), expected.float()) < 1e-2
@@ -134,49 +138,51 @@ def test_float64_stays_plain():
     model, x = layer()
     model.double()
     expected = model(x.double())
-    linears.use(model, BOTH)
-    with linears.packed(model), torch.no_grad():
+    linears.set_kernels(model, BOTH)
+    with linears.pack_weights(model), torch.no_grad():
         assert torch.equal(model(x.double()), expected)
-    assert linears.choose(model, "onednn") == Kernels()
+    assert linears.choose_kernels(model, "onednn") == LinearKernels()
 
 
 def test_without_the_operators_every_layer_is_plain(monkeypatch):
     def missing(*_):
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute")
 
-    for answer in (linears.onednn_works, linears.packs):
+    for answer in (linears.onednn_works, linears.can_pack_dtype):
         answer.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(linears, "_onednn", missing)
+        patch.setattr(linears, "onednn_linear", missing)
         assert not linears.onednn_works()
         policy = tiny_policy("qwen2")
-        assert linears.choose(policy.model, "onednn") == Kernels()
-        with linears.packed(policy.model):
-            assert not any(type(layer) in linears.PLAIN for layer in linears.linears(policy.model))
-    for answer in (linears.onednn_works, linears.packs):
+        assert linears.choose_kernels(policy.model, "onednn") == LinearKernels()
+        with linears.pack_weights(policy.model):
+            assert not any(
+                type(layer) in linears.PLAIN for layer in linears.list_linear_layers(policy.model)
+            )
+    for answer in (linears.onednn_works, linears.can_pack_dtype):
         answer.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("numbers", "capability", "flags", "kernels"),
+    ("elements", "capability", "flags", "kernels"),
     [
-        (128 * 512, "AVX512", {"sse4a"}, Kernels()),  # the quickstart's
+        (128 * 512, "AVX512", {"sse4a"}, LinearKernels()),  # the quickstart's
         (512 * 1536, "AVX512", {"sse4a"}, PACKED),
         (512 * 1536, "AVX512", {"avx512_vp2intersect"}, PACKED),
-        (512 * 1536, "AVX2", linears.DOUBLE_WIDTH, Kernels()),
-        (512 * 1536, "DEFAULT", set(), Kernels()),
+        (512 * 1536, "AVX2", linears.DOUBLE_WIDTH, LinearKernels()),
+        (512 * 1536, "DEFAULT", set(), LinearKernels()),
         (512 * 1536, "AVX512", linears.DOUBLE_WIDTH, BOTH),
-        (128 * 512, "AVX512", linears.DOUBLE_WIDTH, Kernels(learn="onednn")),
-        (64 * 64, "AVX512", linears.DOUBLE_WIDTH, Kernels()),
+        (128 * 512, "AVX512", linears.DOUBLE_WIDTH, LinearKernels(learn="onednn")),
+        (64 * 64, "AVX512", linears.DOUBLE_WIDTH, LinearKernels()),
     ],
 )
-def test_onednn_is_taken_where_it_was_measured_to_be_faster(numbers, capability, flags, kernels):
-    assert linears.by_rule(numbers, capability, frozenset(flags)) == kernels
+def test_onednn_is_chosen_if_it_was_measured_to_be_faster(elements, capability, flags, kernels):
+    assert linears.choose_by_rule(elements, capability, frozenset(flags)) == kernels
 
 
-def test_the_processor_says_what_it_has(monkeypatch, tmp_path):
-    linears.processor_flags.cache_clear()
-    assert linears.processor_flags() or not Path("/proc/cpuinfo").exists()
+def test_cpu_flags_are_read_from_proc_cpuinfo(monkeypatch, tmp_path):
+    linears.read_cpu_flags.cache_clear()
+    assert linears.read_cpu_flags() or not Path("/proc/cpuinfo").exists()
     file = tmp_path / "cpuinfo"
     monkeypatch.setattr(linears, "Path", lambda _: file)
     for text, flags in (
@@ -186,31 +192,35 @@ def test_the_processor_says_what_it_has(monkeypatch, tmp_path):
     ):
         if text is not None:
             file.write_text(text)
-        linears.processor_flags.cache_clear()
-        assert linears.processor_flags() == flags
-    linears.processor_flags.cache_clear()
+        linears.read_cpu_flags.cache_clear()
+        assert linears.read_cpu_flags() == flags
+    linears.read_cpu_flags.cache_clear()
 
 
 @needs_onednn
 def test_the_shape_with_most_weights_decides(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(linears, "processor_flags", frozenset)
+    monkeypatch.setattr(linears, "read_cpu_flags", frozenset)
     small, large = nn.Linear(8, 8), nn.Linear(512, 1536)
     for layers, decode in (([small], "plain"), ([small, large], "onednn")):
         model = nn.Sequential(*layers)
-        linears.use(model, PACKED)
-        assert {linears.choose(model, "auto") for _ in range(3)} == {Kernels(decode=decode)}
+        linears.set_kernels(model, PACKED)
+        assert {linears.choose_kernels(model, "auto") for _ in range(3)} == {
+            LinearKernels(decode=decode)
+        }
 
 
 def test_names_shapes_and_export_stay(architecture, tmp_path):
     plain = tiny_model(architecture)
     policy = tiny_policy(architecture)
-    assert linears.linears(policy.model)
+    assert linears.list_linear_layers(policy.model)
     state, expected = policy.model.state_dict(), plain.state_dict()
     assert state.keys() == expected.keys()
-    policy.use_kernels(BOTH)
+    policy.set_linear_kernels(BOTH)
     export(policy, tmp_path)
-    again = load_policy(str(tmp_path), precision=Precision(kernels="plain")).model.state_dict()
+    again = load_policy(
+        str(tmp_path), precision=Precision(linear_kernels="plain")
+    ).model.state_dict()
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
@@ -220,8 +230,8 @@ def test_a_policy_thinks_the_same_with_every_kernel(architecture):
     ids = torch.randint(3, 259, (4, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     grads, logits = [], []
-    for kernels in (Kernels(), BOTH):
-        policy.use_kernels(kernels)
+    for kernels in (LinearKernels(), BOTH):
+        policy.set_linear_kernels(kernels)
         policy.zero_grad()
         out = policy.dense_logits(ids[:, :4], mask[:, :4], ids[:, 4:])
         (out**2).mean().backward()
@@ -236,9 +246,9 @@ def test_a_policy_thinks_the_same_with_every_kernel(architecture):
 @needs_onednn
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
 def test_adapters_and_the_weights_under_them_take_the_kernel(tmp_path):
-    precision = Precision(kernels="onednn")
-    policy = as_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=LoRA(4))
-    layers = linears.linears(policy.model)
+    precision = Precision(linear_kernels="onednn")
+    policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=LoRA(4))
+    layers = linears.list_linear_layers(policy.model)
     assert all(layer.kernel == "onednn" for layer in layers)
     assert sum("lora" in name for name, _ in policy.named_parameters()) < len(layers)
     ids = torch.arange(3, 9)[None]
@@ -268,9 +278,17 @@ def test_kernels_are_tried_alike_wherever_they_are_first_asked_for(works):
 
 def test_plain_layers_are_the_librarys_own():
     policy = tiny_policy("gpt2")
-    assert {type(layer) for layer in linears.linears(policy.model)} == {nn.Linear, Conv1D}
+    assert {type(layer) for layer in linears.list_linear_layers(policy.model)} == {
+        nn.Linear,
+        Conv1D,
+    }
     if linears.onednn_works():
-        policy.use_kernels(BOTH)
-        assert {type(layer) for layer in linears.linears(policy.model)} == {*linears.PLAIN}
-        policy.use_kernels(Kernels())
-        assert {type(layer) for layer in linears.linears(policy.model)} == {nn.Linear, Conv1D}
+        policy.set_linear_kernels(BOTH)
+        assert {type(layer) for layer in linears.list_linear_layers(policy.model)} == {
+            *linears.PLAIN
+        }
+        policy.set_linear_kernels(LinearKernels())
+        assert {type(layer) for layer in linears.list_linear_layers(policy.model)} == {
+            nn.Linear,
+            Conv1D,
+        }

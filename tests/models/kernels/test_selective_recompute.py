@@ -7,10 +7,10 @@ from litgrpo.models.kernels.selective_recompute import (
     _Gated,
     _gated,
     _Norm,
-    recomputed_of,
-    recomputing,
+    find_recomputed_modules,
+    recompute_in_backward,
 )
-from litgrpo.models.loading import LoRA, Precision, as_policy
+from litgrpo.models.loading import LoRA, Precision, build_policy
 from tests.benchmarks.kept import by_recompute
 from tests.support.fused_decode import model_of
 from tests.support.models import byte_tokenizer, tiny_model
@@ -22,7 +22,7 @@ IDS = torch.arange(1, 41).view(2, 20)
 def gradient(model, ids=IDS, bf16=False, own=False):
     """Hidden states of a forward pass, and the gradient of all weights."""
     model.zero_grad()
-    within = recomputing(recomputed_of(model)) if own else nullcontext()
+    within = recompute_in_backward(find_recomputed_modules(model)) if own else nullcontext()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16), within:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     hidden.float().pow(3).sum().backward()
@@ -66,7 +66,7 @@ def test_weights_in_bfloat16_round_where_the_library_rounds(variant):
 def test_adapters_learn_the_same():
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    policy = as_policy(tiny_model("llama"), tokenizer, lora=LoRA(rank=2, dropout=0.0))
+    policy = build_policy(tiny_model("llama"), tokenizer, lora=LoRA(rank=2, dropout=0.0))
     for name, weight in policy.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.05)
@@ -78,7 +78,7 @@ def test_adapters_learn_the_same():
 @pytest.mark.parametrize("bf16", [False, True])
 def test_two_fifths_less_are_kept(bf16):
     sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=4, vocab_size=259)
-    policy = as_policy(tiny_model("llama", **sizes), byte_tokenizer())
+    policy = build_policy(tiny_model("llama", **sizes), byte_tokenizer())
     library, ours = by_recompute(policy, bf16=bf16)
     assert ours < 0.6 * library
 
@@ -86,7 +86,10 @@ def test_two_fifths_less_are_kept(bf16):
 def test_a_pass_leaves_the_model_as_it_was_even_if_it_fails():
     model = tiny_model("llama")
     before = gradient(model)
-    with pytest.raises(RuntimeError, match="stop"), recomputing(recomputed_of(model)):
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        recompute_in_backward(find_recomputed_modules(model)),
+    ):
         raise RuntimeError("stop")
     assert all("forward" not in vars(module) for module in model.modules())
     after = gradient(model)
@@ -101,7 +104,7 @@ def test_two_forward_passes_before_the_backward_passes():
     model.zero_grad()
     losses = []
     for ids in (IDS, other):
-        with recomputing(recomputed_of(model)):
+        with recompute_in_backward(find_recomputed_modules(model)):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         losses.append(hidden.pow(3).sum())
     sum(losses).backward()
@@ -111,7 +114,7 @@ def test_two_forward_passes_before_the_backward_passes():
 
 def test_weights_that_changed_before_the_backward_pass_are_an_error():
     model = tiny_model("llama")
-    with recomputing(recomputed_of(model)):
+    with recompute_in_backward(find_recomputed_modules(model)):
         hidden = model.base_model(input_ids=IDS, use_cache=False).last_hidden_state
     with torch.no_grad():
         model.base_model.layers[0].input_layernorm.weight.add_(1)
@@ -141,23 +144,23 @@ def test_a_forward_pass_that_someone_else_has_put_in_stays():
     model = tiny_model("llama")
     norm = model.base_model.layers[0].input_layernorm
     own = norm.forward = lambda x: 2 * x
-    assert recomputed_of(model) is None
-    policy = as_policy(model, byte_tokenizer())
+    assert find_recomputed_modules(model) is None
+    policy = build_policy(model, byte_tokenizer())
     mask = torch.ones_like(IDS, dtype=torch.bool)
-    policy.predictors(IDS, mask, mask).sum().backward()
+    policy.target_hidden_states(IDS, mask, mask).sum().backward()
     assert norm.forward is own
 
 
 def test_what_is_not_known_stays_the_librarys():
-    assert recomputed_of(tiny_model("gpt2")) is None
-    assert recomputed_of(tiny_model("llama").double()) is None
+    assert find_recomputed_modules(tiny_model("gpt2")) is None
+    assert find_recomputed_modules(tiny_model("llama").double()) is None
     relu = tiny_model("llama", hidden_act="relu")
-    assert recomputed_of(relu) is None
+    assert find_recomputed_modules(relu) is None
     other = tiny_model("llama")
     norm = other.base_model.layers[0].input_layernorm
     type(norm).forward, kept = (lambda self, x: 2 * x), type(norm).forward
     try:
-        assert recomputed_of(other) is None
+        assert find_recomputed_modules(other) is None
     finally:
         type(norm).forward = kept
 
@@ -165,17 +168,17 @@ def test_what_is_not_known_stays_the_librarys():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_policies_learn_with_it_unless_activations_are_checkpointed(checkpointing):
     precision = Precision(gradient_checkpointing=checkpointing)
-    policy = as_policy(tiny_model("llama"), byte_tokenizer(), precision=precision)
+    policy = build_policy(tiny_model("llama"), byte_tokenizer(), precision=precision)
     mlp = policy.bare_model.base_model.layers[0].mlp
     seen = []
     mlp.down_proj.register_forward_hook(lambda *_: seen.append("forward" in vars(mlp)))
     mask = torch.ones_like(IDS, dtype=torch.bool)
-    policy.predictors(IDS, mask, mask)  # tries the model once
+    policy.target_hidden_states(IDS, mask, mask)  # tries the model once
     seen.clear()
     for targets in (mask, mask & (IDS > 30)):  # plain rows, packed ones
-        policy.predictors(IDS, mask, targets).sum().backward()
+        policy.target_hidden_states(IDS, mask, targets).sum().backward()
     assert set(seen) == {not checkpointing}
     seen.clear()
     with torch.no_grad():
-        policy.predictors(IDS, mask, mask)
+        policy.target_hidden_states(IDS, mask, mask)
     assert seen == [False]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from litgrpo.models.offloaded_rows import CachedRowsAway
+from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
@@ -82,7 +82,7 @@ def test_a_row_alone_says_the_same_as_in_company():
 @contextmanager
 def tokens_read(policy, monkeypatch):
     """[how many tokens] a model reads after its prompts."""
-    read, step, back = [0], policy.step, CachedRowsAway.come_back
+    read, step, back = [0], policy.step, RowOffloader.restore
 
     def stepped(tokens, state):
         read[0] += len(tokens)
@@ -94,7 +94,7 @@ def tokens_read(policy, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(policy, "step", stepped)
-        patch.setattr(CachedRowsAway, "come_back", came_back)
+        patch.setattr(RowOffloader, "restore", came_back)
         yield read
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.distributed.device import Backend
 from litgrpo.models.architectures import DECODER_ONLY
-from litgrpo.models.loading import LoRA, as_policy
+from litgrpo.models.loading import LoRA, build_policy
 from litgrpo.rollout.engines import static as static_engine
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
@@ -61,7 +61,7 @@ def on_static_shapes(monkeypatch):
 
 @pytest.mark.parametrize("model_type", DECODER_ONLY)
 def test_every_known_model_type_says_what_the_reference_engine_says(model_type):
-    policy = ragged(as_policy(model_of_type(model_type), byte_tokenizer()).eval())
+    policy = ragged(build_policy(model_of_type(model_type), byte_tokenizer()).eval())
     assert_same(said(policy, ENGINE), said(policy, ReferenceEngine()))
 
 
@@ -101,7 +101,7 @@ def test_another_bucket_or_sampling_is_another_pair_of_graphs(graphs):
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
 def test_adapters_are_traced_too(graphs):
-    policy = ragged(as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4)).eval())
+    policy = ragged(build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=4)).eval())
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -152,12 +152,12 @@ def test_no_more_steps_are_taken_once_all_rows_have_ended():
     policy.eos_ids = tuple(range(2, 250))
     steps = []
 
-    class Counted(policy.static_decoder):
+    class Counted(policy.static_decoder_class):
         def step(self, tokens, state):
             steps.append(1)
             return super().step(tokens, state)
 
-    policy.static_decoder = Counted
+    policy.static_decoder_class = Counted
     lengths = said(policy, StaticEngine(sync_every_tokens=3)).lengths
     assert len(steps) == -(-int(lengths.max()) // 3) * 3 - 1 < 11
 
@@ -186,8 +186,8 @@ def test_what_cannot_be_decoded_in_static_shapes_is_refused():
     with pytest.raises(ValueError, match=r"\['dynamic'\] depend on the length.*LocalEngine"):
         said(tiny_policy("llama", rope_parameters=scaled), ENGINE)
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL))
-    with pytest.raises(ValueError, match=r"'bloom'.* cannot be done in static shapes"):
-        said(as_policy(bloom, byte_tokenizer()).eval(), ENGINE)
+    with pytest.raises(ValueError, match="bloom.*static shapes"):
+        said(build_policy(bloom, byte_tokenizer()).eval(), ENGINE)
 
 
 def test_a_recipe_names_it_by_its_class_path():

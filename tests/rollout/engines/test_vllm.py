@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from litgrpo.arguments import require
-from litgrpo.models.loading import LoRA, as_policy, export, load_policy
+from litgrpo.models.export import export
+from litgrpo.models.loading import LoRA, build_policy, load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import (
@@ -42,7 +43,7 @@ GENERATE = "/inference/v1/generate"
 def folder(tmp_path_factory):
     """A model that is not the policy."""
     path = tmp_path_factory.mktemp("served")
-    export(as_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), path)
+    export(build_policy(tiny_model("qwen2", seed=5), byte_tokenizer()), path)
     return path
 
 
@@ -118,7 +119,7 @@ def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_p
 
 def test_adapters_are_merged_before_they_are_published(server):
     pytest.importorskip("peft")
-    policy = ragged(as_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=2)).eval())
+    policy = ragged(build_policy(tiny_model("qwen2"), byte_tokenizer(), lora=LoRA(rank=2)).eval())
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             weight.add_(0.3 * ("lora_B" in name))

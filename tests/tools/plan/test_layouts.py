@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from litgrpo.distributed.fsdp.units import divide
-from litgrpo.models.sharded import ENTRIES, units_of
+from litgrpo.models.sharded_weights import ENTRIES, find_fsdp_units
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.division import FullShard
 from litgrpo.tools.plan.layouts import layout_of
@@ -30,7 +30,7 @@ def local_bytes(processes, odd, replicas):
     division = FullShard(processes, replicas)
     names, shape = ("replicas", "shards"), (replicas, division.shards)
     both = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    divide(policy, units_of(policy), ENTRIES, both if replicas > 1 else both["shards"])
+    divide(policy, find_fsdp_units(policy), ENTRIES, both if replicas > 1 else both["shards"])
     optimizer = torch.optim.AdamW(policy.parameters())
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)

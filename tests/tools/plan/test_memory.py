@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig
 
-from litgrpo.models.loading import LoRA, with_adapters
+from litgrpo.models.loading import LoRA, add_adapters
 from litgrpo.tools.plan.division import Chips
 from litgrpo.tools.plan.memory import (
     Blueprint,
@@ -91,8 +91,8 @@ def test_the_cache_is_as_large_as_that_of_the_eager_engine(architecture):
 
 def test_adapters_alone_are_trained_and_have_moments():
     config = tiny_model("llama").config
-    blueprint = Blueprint(config, adapt=lambda model: with_adapters(model, LoRA(rank=2)))
-    real = with_adapters(tiny_model("llama"), LoRA(rank=2))
+    blueprint = Blueprint(config, adapt=lambda model: add_adapters(model, LoRA(rank=2)))
+    real = add_adapters(tiny_model("llama"), LoRA(rank=2))
     trained = sum(p.numel() for p in real.parameters() if p.requires_grad)
     assert sum(weight.numel() for weight in blueprint.trained) == trained
     assert len(blueprint.weights) == len(list(real.parameters()))

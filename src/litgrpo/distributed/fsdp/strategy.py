@@ -24,8 +24,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Weights, gradients and moments are divided over processes (FSDP2, ZeRO-3).
 
     The numbers are those of one process up to the order of sums. Rollouts and evaluations gather
-    the whole weights for as long as they last. `precision.compute: bfloat16` gathers and computes
-    in bfloat16, and reduces gradients in float32.
+    the whole weights for as long as they last. `precision.autocast_dtype: bfloat16` gathers
+    and computes in bfloat16, and reduces gradients in float32.
 
     Args:
         replicas: copies of the weights (HSDP): each is divided over processes / replicas, and

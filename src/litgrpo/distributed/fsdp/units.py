@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +21,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass
@@ -123,14 +120,3 @@ def gathered(*modules: nn.Module | None) -> Iterator[None]:
             division.open -= 1
             if not division.open:
                 division.divide_again()
-
-
-def sharing_copy(module: Module) -> Module:
-    """A copy of a module that shares its weights and parts; attributes can be set on it alone.
-
-    `copy.copy` would make a new module of a divided one by its `__init__`.
-    """
-    kind: Any = type(module).__mro__[2] if is_divided(module) else type(module)
-    twin: Module = kind.__new__(kind)
-    vars(twin).update(vars(module))
-    return twin

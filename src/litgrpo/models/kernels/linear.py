@@ -1,12 +1,12 @@
-"""Linear layers on the fastest matrix kernel of this processor: the same arithmetic, sooner.
+"""CPU kernels of linear layers: torch's default (MKL) or oneDNN, whichever is faster.
 
-Plain torch hands float32 products to one library whatever the processor. Another one, oneDNN, is
-in torch too, and a product of few rows gains when the weight is laid out for it once (`packed`)
-instead of in every call. Which one is taken is a rule (`choose`), not a stopwatch, so that every
-start of a command computes the same digits.
+Torch multiplies float32 matrices in MKL on every processor. It contains oneDNN as well, and a
+product of few rows is faster if the weight is copied into oneDNN's layout once (`pack_weights`)
+instead of in every call. A fixed rule selects the kernel (`choose_kernels`), not a measurement at
+start-up, so that every run on a machine computes the same digits.
 
-The operators that reach oneDNN directly are not part of torch's public interface. They are tried
-once, and without them every layer is the plain one.
+The operators have no public names (`torch_compat`). They are tried once; without them every layer
+is a plain `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -25,40 +25,46 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from litgrpo.models.kernels.torch_compat import UNAVAILABLE, onednn_linear, pack_onednn_weight
+
 Kernel = Literal["plain", "onednn"]
 KernelChoice = Literal["auto", "plain", "onednn"]
 
-# Measured on a Zen 4 processor, plain over oneDNN in seconds, for weights of 2^18 to 2^22 numbers:
+# Time of plain / time of oneDNN on Zen 4, for weights of 2^18 to 2^22 elements:
 #
 #                                         AVX-512       AVX2
 #     8 rows, packed, float32             1.2 to 1.7    0.9 to 1.2
-#     8 rows, packed, bfloat16            1.3 to 1.7    not there
+#     8 rows, packed, bfloat16            1.3 to 1.7    unavailable
 #     512 rows, forward and backward      0.9 to 1.2    0.8 to 0.9
 #
-# So weights are packed for decoding where there is AVX-512, and learning stays plain. Smaller
-# weights gain too little to compute other digits than torch's own.
-PACKING_PAYS = 2**18
+# So weights are packed for decoding if there is AVX-512, and training stays plain. Smaller weights
+# gain too little to justify digits that differ from torch's.
+MIN_PACKED_ELEMENTS = 2**18
 PACKING_CAPABILITY = "AVX512"
-# On a Zen 5 processor, which multiplies 512 bits at once, plain products run at half the speed:
-# 116 against 255 GFLOP/s on one thread for 2,048 rows of 512 numbers and 1,536 outputs.
-LEARNING_PAYS = 2**15
-# Outputs for each input from which the transposed gradient of a weight is computed sooner, measured
-# there: clearly at 128 to 512 and 512 to 8,192, and no longer at 512 to 1,536.
-COPY_PAYS = 4
-# oneDNN makes and keeps kernels for every number of rows: products take a multiple of this, so that
-# they are few, and fewer rows are the plain library's.
+# Zen 5 multiplies 512 bits at once, which MKL does not use: 116 against oneDNN's 255 GFLOP/s on one
+# thread for 2,048 rows, 512 inputs and 1,536 outputs.
+MIN_TRAINED_ELEMENTS = 2**15
+# Outputs per input from which the transposed weight gradient is faster, measured on Zen 5: clearly
+# at 128 -> 512 and 512 -> 8,192, no longer at 512 -> 1,536.
+MIN_TRANSPOSED_RATIO = 4
+# oneDNN compiles and caches a kernel for every number of rows. Rows are padded to a multiple of
+# this, so that there are few kernels; products of fewer rows stay plain.
 TILE = 128
-# What Zen 5 has and no other: of AMD, with the instruction that Zen 4 lacks.
+# CPU flags of Zen 5: an AMD processor with the instruction that Zen 4 lacks.
 DOUBLE_WIDTH = frozenset({"sse4a", "avx512_vp2intersect"})
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Which kernel computes the linear layers.
+class LinearKernels:
+    """Kernels of the linear layers.
 
     Args:
-        decode: while completions are sampled; `onednn` packs the weights once per rollout.
+        decode: during sampling; `onednn` packs the weights once per rollout.
         learn: everywhere else, forward and backward.
+
+    Example:
+        >>> choose_by_rule(2**20, "AVX512", frozenset({"avx2", "avx512f"}))  # Intel or Zen 4
+        LinearKernels(decode='onednn', learn='plain')
     """
 
     decode: Kernel = "plain"
@@ -66,13 +72,13 @@ class Kernels:
 
 
 class PackedLinear:
-    """A linear layer for one rollout, its weight copied into the kernel's own layout.
+    """A linear layer with its weight copied into oneDNN's layout; later changes are not seen.
 
     Args:
         weight: [out, in].
         bias: [out] or None.
         dtype: float32 or bfloat16 to compute in; None takes the weight's.
-        widen: give results in the type of the input; else in `dtype`, as autocast would.
+        widen: return results in the dtype of the input; else in `dtype`, as autocast does.
     """
 
     def __init__(
@@ -83,51 +89,44 @@ class PackedLinear:
         dtype: torch.dtype | None = None,
         widen: bool = True,
     ) -> None:
-        """Pack; later changes of the weight are not seen."""
         self.dtype = weight.dtype if dtype is None else dtype
         own = weight.detach().to(self.dtype).contiguous()
-        # The number is a hint: any but 1 gives the layout that serves all.
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(own, 32)
+        self.weight = pack_onednn_weight(own)
         self.bias = None if bias is None else bias.detach().to(self.dtype)
         self.widen = widen
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Multiply [..., in] to [..., out]."""
         if x.dtype == self.dtype:
-            return _onednn(x, self.weight, self.bias)
-        y = _onednn(x.to(self.dtype), self.weight, self.bias)
+            return onednn_linear(x, self.weight, self.bias)
+        y = onednn_linear(x.to(self.dtype), self.weight, self.bias)
         return y.to(x.dtype) if self.widen else y
 
 
-def tiled(number: int) -> int:
-    """The next multiple of 128.
+def round_up_to_tile(number: int) -> int:
+    """Return the next multiple of 128.
 
     Example:
-        >>> tiled(128), tiled(129)
+        >>> round_up_to_tile(128), round_up_to_tile(129)
         (128, 256)
     """
     return -(-number // TILE) * TILE
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Rows [..., in] times weight [out, in] transposed, plus bias."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 class _OneDnn(torch.autograd.Function):
     """A float32 linear layer whose three matrix products run in oneDNN.
 
-    The forward product is filled up to whole tiles; the rows of an unfinished tile are the plain
-    library's in the backward ones, whose larger factor would have to be copied to fill it up.
+    The forward product is padded to whole tiles. In the backward products the rows of an unfinished
+    tile are multiplied by plain torch, because padding would copy the larger factor.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = x.reshape(-1, x.shape[-1])
-        missing = tiled(len(rows)) - len(rows)
+        missing = round_up_to_tile(len(rows)) - len(rows)
         filled = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        return _onednn(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
+        return onednn_linear(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -136,28 +135,28 @@ class _OneDnn(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         whole = len(rows) // TILE * TILE
-        of_x = of_weight = None
+        grad_x = grad_weight = None
         if wants_x:
-            of_x = _onednn(flat[:whole], weight.t())
+            grad_x = onednn_linear(flat[:whole], weight.t())
             if whole < len(rows):
-                of_x = torch.cat([of_x, flat[whole:] @ weight])
-            of_x = of_x.view_as(x)
+                grad_x = torch.cat([grad_x, flat[whole:] @ weight])
+            grad_x = grad_x.view_as(x)
         if wants_weight:
-            of_weight = _of_weight(flat[:whole], rows[:whole])
+            grad_weight = _weight_grad(flat[:whole], rows[:whole])
             if whole < len(rows):
-                of_weight = of_weight.addmm_(flat[whole:].t(), rows[whole:])
-        return of_x, of_weight, flat.sum(0) if wants_bias else None
+                grad_weight = grad_weight.addmm_(flat[whole:].t(), rows[whole:])
+        return grad_x, grad_weight, flat.sum(0) if wants_bias else None
 
 
-def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """The weight's gradient [out, in]; the smaller factor is the one that is copied."""
-    if grad.shape[1] >= COPY_PAYS * x.shape[1]:
-        return _onednn(x.t(), grad.t()).t()
-    return _onednn(grad.t(), x.t())
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the weight's gradient [out, in]; oneDNN copies one factor, so take the smaller."""
+    if grad.shape[1] >= MIN_TRANSPOSED_RATIO * x.shape[1]:
+        return onednn_linear(x.t(), grad.t()).t()
+    return onednn_linear(grad.t(), x.t())
 
 
-class _Fast(nn.Module):
-    """What the two classes below add to the library's layers."""
+class _KernelChoiceMixin(nn.Module):
+    """Forward pass with a choice of kernel, added to the two kinds of linear layers."""
 
     weight: Tensor
     bias: Any
@@ -165,20 +164,20 @@ class _Fast(nn.Module):
     packed: PackedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Multiply [..., in] to [..., out]."""
         if self.packed is not None and not torch.is_grad_enabled():
             return self.packed(x)
         enough = x.numel() >= TILE * x.shape[-1]
         if self.kernel == "onednn" and enough and _is_plain_float32(x, self.weight):
-            return _OneDnn.apply(x, matrix(self), self.bias)
+            return _OneDnn.apply(x, weight_matrix(self), self.bias)
         return super().forward(x)
 
 
-class FastLinear(_Fast, nn.Linear):
+class FastLinear(_KernelChoiceMixin, nn.Linear):
     """`nn.Linear` with a choice of kernel; parameters and their names are the same."""
 
 
-class FastConv1D(_Fast, Conv1D):
+class FastConv1D(_KernelChoiceMixin, Conv1D):
     """GPT-2's linear layer, which holds its weight transposed."""
 
 
@@ -187,67 +186,75 @@ PLAIN = {fast: plain for plain, fast in FAST.items()}
 
 
 def _is_plain_float32(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch would compute in float32 here; bfloat16 goes to oneDNN by itself."""
+    """Check that torch would compute in float32; it uses oneDNN for bfloat16 already."""
     same = x.dtype == weight.dtype == torch.float32
     return same and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
-def linears(model: nn.Module) -> list[Any]:
-    """The model's linear layers that can change their kernel, adapters' among them."""
+def list_linear_layers(model: nn.Module) -> list[Any]:
+    """Return the linear layers that can change their kernel, including adapters."""
     return [module for module in model.modules() if type(module) in FAST.keys() | PLAIN.keys()]
 
 
-def matrix(layer: Any) -> Tensor:
-    """The weight of a linear layer as [out, in]."""
+def weight_matrix(layer: Any) -> Tensor:
+    """Return the weight of a linear layer as [out, in]."""
     return layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
 
 
-def outputs(model: Any) -> int:
-    """Numbers that the linear layers compute for each token, the head not counted."""
-    head, known = model.get_output_embeddings(), linears(model)
-    own = sum(len(matrix(layer)) for layer in known if layer is not head)
-    # Weights in four bits are linear layers of another class.
+def count_linear_outputs(model: Any) -> int:
+    """Count the outputs of all linear layers per token, without the head (a memory estimate)."""
+    head, known = model.get_output_embeddings(), list_linear_layers(model)
+    own = sum(len(weight_matrix(layer)) for layer in known if layer is not head)
+    # 4-bit weights are linear layers of another class.
     others = {each for each in model.modules() if isinstance(each, nn.Linear)} - {*known}
     return max(1, own + sum(each.out_features for each in others))
 
 
-def use(model: nn.Module, kernels: Kernels) -> None:
-    """Take a kernel for the forward and backward passes; `packed` is the one for decoding.
+def set_kernels(model: nn.Module, kernels: LinearKernels) -> None:
+    """Set the kernel of forward and backward passes; `pack_weights` is the one of decoding.
 
-    Layers change their class, so that plain ones cost no more than the library's; names, parameters
-    and results stay.
+    Layers change their class, so that plain ones cost no more than `nn.Linear`; names, parameters
+    and state dicts are unchanged.
+
+    Raises:
+        ValueError: oneDNN is chosen but not available.
     """
-    if kernels != Kernels() and not onednn_works():
+    if kernels != LinearKernels() and not onednn_works():
         raise ValueError(
-            "This torch cannot reach the kernels that were chosen (of a checkpoint of another "
-            "machine?). Give precision.kernels: plain, and leave the checkpoint's choice out."
+            "This torch build has no oneDNN kernels, but precision.linear_kernels or the "
+            "checkpoint (of another machine?) selects them. Set precision.linear_kernels: plain "
+            "and start from exported weights instead of the checkpoint."
         )
-    plain = kernels == Kernels()
-    for layer in linears(model):
+    plain = kernels == LinearKernels()
+    for layer in list_linear_layers(model):
         kind = type(layer)
         layer.__class__ = PLAIN.get(kind, kind) if plain else FAST.get(kind, kind)
         layer.kernel = kernels.learn
 
 
 @contextmanager
-def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Run the model's linear layers from packed weights, as long as nothing needs a gradient.
+def pack_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Compute the linear layers from packed weights, in passes without gradient.
 
-    Weights must not change meanwhile. Under autocast the weights are packed in its type. Where
-    oneDNN cannot be reached, or packs no weights of that type on this processor, nothing happens.
+    Weights must not change within. Under autocast they are packed in its dtype. Does nothing if
+    oneDNN is unavailable or cannot pack this dtype on this processor.
 
     Args:
-        model: the model, its kernels chosen; plain layers stay as they are.
-        dtype: to compute in; None takes the weights'. Results keep the type of the inputs.
+        model: with its kernels set; plain layers are left unchanged.
+        dtype: to compute in; None: that of the weights. Results have the dtype of the inputs.
     """
     autocast = torch.is_autocast_enabled("cpu")
     if autocast:
         dtype = torch.get_autocast_dtype("cpu")
-    fast = [each for each in linears(model) if type(each) in PLAIN and can_pack(each.weight)]
-    layers = [each for each in fast if packs(dtype or each.weight.dtype)]
+    fast = [
+        each for each in list_linear_layers(model) if type(each) in PLAIN and can_pack(each.weight)
+    ]
+    layers = [each for each in fast if can_pack_dtype(dtype or each.weight.dtype)]
     try:
         for layer in layers:
-            layer.packed = PackedLinear(matrix(layer), layer.bias, dtype=dtype, widen=not autocast)
+            layer.packed = PackedLinear(
+                weight_matrix(layer), layer.bias, dtype=dtype, widen=not autocast
+            )
         yield
     finally:
         for layer in layers:
@@ -255,27 +262,27 @@ def packed(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `PackedLinear` takes this weight."""
-    return weight.device.type == "cpu" and packs(weight.dtype)
+    """Check that `PackedLinear` can hold this weight."""
+    return weight.device.type == "cpu" and can_pack_dtype(weight.dtype)
 
 
 @cache
 def onednn_works() -> bool:
-    """Whether the operators are there and compute what they should, forward and backward."""
-    # Asked for the first time anywhere: under autocast, without gradients.
+    """Check that the operators exist and compute correct products, forward and backward."""
+    # The first call may come from anywhere, e.g. under autocast or in inference mode.
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         x, weight = torch.linspace(-1, 1, 6).view(2, 3), torch.linspace(0, 1, 12).view(4, 3)
         try:
-            results = _onednn(x, weight), PackedLinear(weight)(x), _onednn(x.t(), x.t())
-        except (AttributeError, RuntimeError, TypeError):  # another torch, or one without oneDNN
+            results = onednn_linear(x, weight), PackedLinear(weight)(x), onednn_linear(x.t(), x.t())
+        except UNAVAILABLE:
             return False
         expected = x @ weight.t(), x @ weight.t(), x.t() @ x
         return all(map(torch.allclose, results, expected))
 
 
 @cache
-def packs(dtype: torch.dtype) -> bool:
-    """Whether weights of this type can be packed here; bfloat16 wants AVX-512 or AVX-NE-CONVERT."""
+def can_pack_dtype(dtype: torch.dtype) -> bool:
+    """Check that weights of this dtype can be packed; bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
     if dtype not in (torch.float32, torch.bfloat16) or not onednn_works():
         return False
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
@@ -286,45 +293,45 @@ def packs(dtype: torch.dtype) -> bool:
     return True
 
 
-def choose(model: nn.Module, choice: KernelChoice) -> Kernels:
-    """The kernels to compute with: those asked for, or what the size of the weights says.
+def choose_kernels(model: nn.Module, choice: KernelChoice) -> LinearKernels:
+    """Choose the kernels of a model.
 
     Args:
         model: the model.
-        choice: `auto` looks at the shape that holds most of the model's weights.
+        choice: `auto` applies `choose_by_rule` to the shape that holds most of the weights.
     """
     shapes: Counter[tuple[int, ...]] = Counter()
-    for layer in linears(model):
+    for layer in list_linear_layers(model):
         if can_pack(layer.weight):
-            shapes[tuple(matrix(layer).shape)] += layer.weight.numel()
+            shapes[tuple(weight_matrix(layer).shape)] += layer.weight.numel()
     if choice == "plain" or not shapes:
-        return Kernels()
+        return LinearKernels()
     if choice == "onednn":
-        return Kernels(decode="onednn", learn="onednn")
+        return LinearKernels(decode="onednn", learn="onednn")
     (shape, _) = shapes.most_common(1)[0]
     capability = torch.backends.cpu.get_cpu_capability()
-    return by_rule(math.prod(shape), capability, processor_flags())
+    return choose_by_rule(math.prod(shape), capability, read_cpu_flags())
 
 
-def by_rule(numbers: int, capability: str, flags: frozenset[str]) -> Kernels:
-    """What was measured to be clearly faster.
+def choose_by_rule(elements: int, capability: str, flags: frozenset[str]) -> LinearKernels:
+    """Choose the kernels that were measured to be clearly faster (constants above).
 
     Args:
-        numbers: of the weight that counts most.
-        capability: what torch says of the processor.
-        flags: what the processor says of itself.
+        elements: of the most frequent weight shape.
+        capability: `torch.backends.cpu.get_cpu_capability()`.
+        flags: CPU flags of `/proc/cpuinfo`.
     """
     wide = capability.startswith(PACKING_CAPABILITY)
-    learns = wide and flags >= DOUBLE_WIDTH and numbers >= LEARNING_PAYS
-    return Kernels(
-        decode="onednn" if wide and numbers >= PACKING_PAYS else "plain",
-        learn="onednn" if learns else "plain",
+    trains = wide and flags >= DOUBLE_WIDTH and elements >= MIN_TRAINED_ELEMENTS
+    return LinearKernels(
+        decode="onednn" if wide and elements >= MIN_PACKED_ELEMENTS else "plain",
+        learn="onednn" if trains else "plain",
     )
 
 
 @cache
-def processor_flags() -> frozenset[str]:
-    """Names of the instructions of this machine's first processor, where Linux tells them."""
+def read_cpu_flags() -> frozenset[str]:
+    """Return the flags of the first processor in /proc/cpuinfo; empty if not on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

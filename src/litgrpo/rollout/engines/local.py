@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import at_least
-from litgrpo.models.leaving import RowsAway
 from litgrpo.models.policy import DecodeState
+from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
 from litgrpo.rollout.sampling import Drawn, sample
 from litgrpo.tensors import compacted
@@ -330,7 +330,7 @@ class TurnDecoder:
         self.rows = TurnRows(self.request, sampler.is_end)
         self.waiting = len(self.request.prompts)  # groups that have not begun
         self.offloaded: dict[int, OffloadedRow] = {}  # in the order in which the rows left
-        self.store: RowsAway | None = None  # their keys and values, in the same order
+        self.store: RowOffloader | None = None  # their keys and values, in the same order
         self.step = 0
 
     def rollout(self) -> Rollout:
@@ -375,7 +375,7 @@ class TurnDecoder:
         self.waiting -= groups
         if batch is not None:
             return batch.join(newcomers)
-        self.store = self.policy.away(newcomers.state)
+        self.store = self.policy.make_row_offloader(newcomers.state)
         return newcomers
 
     def _finish_turns(self, batch: DecodingBatch, tokens: Tensor) -> tuple[DecodingBatch, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.device import Backend, backend
 from litgrpo.models.policy import Policy
-from litgrpo.models.static_cache import StaticState, index_copy
+from litgrpo.models.static import StaticState, index_copy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import Drawn, Sampling, sample
 from litgrpo.rollout.stop_sequences import StopStrings
@@ -102,7 +102,7 @@ class StaticEngine(RolloutEngine):
         step = device.compile(_decode_step, replay=self.cuda_graphs)
         padded = self.padded(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
-        with torch.inference_mode(False), torch.no_grad(), policy.static.attending():
+        with torch.inference_mode(False), torch.no_grad(), policy.static_decoder.attention():
             ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
             is_end = _is_end(requests).to(device.device)
             sampler = TokenSampler(_plain(uniforms, device), is_end, sampling)
@@ -246,7 +246,7 @@ def _prefill(
 ) -> tuple[Output, StaticState]:
     """Read the prompts and draw the first token of each row."""
     capacity = sampler.uniforms.shape[1]
-    logits, state = policy.static.prefill(prompt_ids, prompt_mask, group_size, capacity)
+    logits, state = policy.static_decoder.prefill(prompt_ids, prompt_mask, group_size, capacity)
     output = Output.empty(sampler.uniforms, policy.pad_id, sampler.num_candidates(logits.shape[1]))
     drawn = sampler.draw(logits, output.column)
     return output.append(drawn, policy.pad_id, sampler.is_end), state
@@ -256,7 +256,7 @@ def _decode_step(
     policy: Policy, output: Output, state: StaticState, sampler: TokenSampler
 ) -> tuple[Output, StaticState]:
     """Feed the last token of each row and draw the next one."""
-    logits, state = policy.static.step(output.tokens, state)
+    logits, state = policy.static_decoder.step(output.tokens, state)
     drawn = sampler.draw(logits, output.column)
     return output.append(drawn, policy.pad_id, sampler.is_end), state
 

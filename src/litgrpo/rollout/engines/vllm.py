@@ -38,9 +38,9 @@ from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.messages import log, rank
 from litgrpo.distributed.together import from_all, from_first, several
 from litgrpo.models.adapters import merged
-from litgrpo.models.loading import export, export_shards
+from litgrpo.models.export import export
 from litgrpo.models.policy import Policy
-from litgrpo.models.shard_files import full_weights
+from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.types import Rollout
 
@@ -607,7 +607,7 @@ def gathered(policy: Policy) -> dict[str, Tensor] | None:
     if not shared_out(policy):
         return None
     first = rank() == 0
-    return {n: each.detach().cpu() for n, each in full_weights(policy.model) if first}
+    return {n: each.detach().cpu() for n, each in gather_weights(policy.model) if first}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from litgrpo.arguments import import_by_path, require
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.distributed.sharding import MIN_SHARD_SIZE, DividesWeights
 from litgrpo.models.architectures import ARCHITECTURES
-from litgrpo.models.loading import ASSETS, LoRA, resolve, with_adapters
-from litgrpo.models.weights import attention_of
+from litgrpo.models.loading import ASSETS, LoRA, add_adapters, resolve_pretrained
+from litgrpo.models.weights import choose_attention
 from litgrpo.tools.plan.division import Alone, Chips, Division, FullShard, Replicas
 from litgrpo.tools.plan.memory import Blueprint, Item, Work, account, optimizer_states
 from litgrpo.tools.plan.schedule import Schedule, schedule_of
@@ -97,7 +97,7 @@ class Training:
 
     def blueprint(self, dtype: str) -> Blueprint:
         """The policy without numbers."""
-        adapt = None if self.lora is None else partial(with_adapters, lora=self.lora)
+        adapt = None if self.lora is None else partial(add_adapters, lora=self.lora)
         return Blueprint(self.config, getattr(torch, dtype), adapt, self.flash)
 
     @cached_property
@@ -171,7 +171,7 @@ def read(settings: Namespace, static_shapes: bool = True) -> Training:
         division=division_of(strategy),
         schedule=schedule_of(settings, samples),
         judges=tuple(_judges(model.get("rewards") or {})),
-        flash=not static_shapes and attention_of(config) == "sdpa",
+        flash=not static_shapes and choose_attention(config) == "sdpa",
         publisher=publisher_of(model) if samples else "Folder",
     )
 
@@ -257,7 +257,7 @@ def known_config(pretrained: str) -> Any:
     if pretrained in table:
         return AutoConfig.for_model(**table[pretrained])
     try:
-        return AutoConfig.from_pretrained(resolve(pretrained), local_files_only=True)
+        return AutoConfig.from_pretrained(resolve_pretrained(pretrained), local_files_only=True)
     except OSError as error:
         raise ValueError(
             f"the sizes of {pretrained!r} are not known here (known: {', '.join(table)}). Give "
@@ -310,7 +310,7 @@ def row_length(prompt_len: int, completion_len: int, sharing: int) -> int:
 
 
 def linear_outputs(blueprint: Blueprint) -> int:
-    """Numbers that the linear layers compute for each token; see `kernels.linear.outputs`."""
+    """Count the outputs of the linear layers per token; see `linear.count_linear_outputs`."""
     outputs = (len(weight) for block in blueprint.blocks for weight in block if weight.dim() > 1)
     return max(1, sum(outputs))
 

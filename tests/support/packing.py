@@ -1,4 +1,4 @@
-"""Shared by tests of models.packed_shared_prefix."""
+"""Shared by tests of models.packing."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,0 +1,152 @@
+"""All uses of transformers' private interface, each with its reason.
+
+Everything else in litgrpo uses documented functions of transformers. Each function here raises a
+`RuntimeError` that names the tested versions if the private attribute no longer exists;
+`tests/models/test_transformers_compat.py` checks every one against the installed version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel, __version__
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.masking_utils import AttentionMaskInterface
+
+TESTED_VERSIONS = ">=5.23,<6"  # as in setup.cfg
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+MaskFunction = Callable[..., Tensor | None]
+
+
+def require_private(owner: Any, name: str) -> Any:
+    """Return a private attribute of a transformers object.
+
+    Args:
+        owner: a module, class or instance of transformers.
+        name: of the attribute.
+
+    Raises:
+        RuntimeError: the installed version has no such attribute.
+    """
+    if not hasattr(owner, name):
+        kind = owner if isinstance(owner, type) else type(owner)
+        raise RuntimeError(
+            f"transformers {__version__} has no {kind.__name__}.{name}, which litgrpo uses. "
+            f"Install a tested version: pip install 'transformers{TESTED_VERSIONS}'."
+        )
+    return getattr(owner, name)
+
+
+# --- attention ---
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Return no attention mask, for attention functions that build their own."""
+
+
+def register_attention(name: str, attend: AttentionFunction, mask: MaskFunction | None) -> None:
+    """Register an attention function and its mask function with transformers (public interface).
+
+    Registering the same name again replaces the entry, so this may be called for every policy.
+
+    Args:
+        name: value of `attn_implementation` that selects the function.
+        attend: called by every attention module of a model.
+        mask: builds the attention mask once per forward pass; None registers no mask function.
+    """
+    AttentionInterface.register(name, attend)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+
+
+@contextmanager
+def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run a model with another attention function.
+
+    Sets `config._attn_implementation`. The public `set_attn_implementation` visits all modules and
+    reads source files, which takes longer than a decoding step of a small model; this is called
+    once per token.
+
+    Args:
+        model: a model, or the decoder of one.
+        name: a registered attention function.
+    """
+    config: Any = model.config
+    before = require_private(config, "_attn_implementation")
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def keep_attention_in_recompute(
+    model: PreTrainedModel,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of torch's activation checkpointing: forward pass and recomputation.
+
+    The backward pass runs after `use_attention` has ended, so the recomputation must select the
+    attention function of the forward pass again.
+    """
+    name = require_private(model.config, "_attn_implementation")
+    return nullcontext(), use_attention(model, name)
+
+
+def supports_sdpa(find_model_class: type[PreTrainedModel]) -> bool:
+    """Check if a model class can compute attention by torch's scaled_dot_product_attention.
+
+    `tools/plan` needs to know this before a model exists, and transformers tells it only by the
+    attention that a finished model uses.
+    """
+    return bool(require_private(find_model_class, "_supports_sdpa"))
+
+
+# --- layers ---
+
+
+def find_unsplit_modules(model: PreTrainedModel) -> list[str]:
+    """Return the class names of a model's layers, e.g. `["LlamaDecoderLayer"]`.
+
+    FSDP wrappers (accelerate, TRL, torchtitan) read the same attribute; no public one exists.
+    """
+    return sorted(require_private(model, "_no_split_modules") or ())
+
+
+# --- step-by-step generation ---
+
+
+def prepare_generation(
+    model: PreTrainedModel, inputs: dict[str, Any], *, num_rows: int, max_length: int
+) -> None:
+    """Add the cache of a model's own type to the inputs of its forward pass.
+
+    `model.generate` samples whole completions and cannot be stepped from outside, which stop
+    strings, forced random numbers and multi-turn episodes need.
+
+    Args:
+        model: a decoder-only model.
+        inputs: keyword arguments of the forward pass; changed in place.
+        num_rows: rows that decode together.
+        max_length: maximum tokens of a row, prompt included.
+    """
+    prepare = require_private(model, "_prepare_cache_for_generation")
+    prepare(GenerationConfig(), inputs, GenerationMode.SAMPLE, num_rows, max_length)
+
+
+def update_generation_inputs(
+    model: PreTrainedModel, output: Any, inputs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the keyword arguments for the next token: cache, longer mask and positions.
+
+    Args:
+        model: a decoder-only model.
+        output: of its last forward pass.
+        inputs: keyword arguments of that pass.
+    """
+    update = require_private(model, "_update_model_kwargs_for_generation")
+    found: dict[str, Any] = update(output, inputs)
+    return found
