@@ -5,14 +5,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.architectures import DECODER_ONLY
-from litgrpo.models.kernels import packed_flash as flash
+from litgrpo.models.kernels import packed_attention as flash
+from litgrpo.models.kernels.packed_attention import packed_attention
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.packing import (
     Packing,
     bucket_by_parent,
     can_share,
     group_similar_lengths,
-    packed_attention,
     sharing_pays,
 )
 from litgrpo.models.reference import BaseModelReference
@@ -132,7 +132,7 @@ def assert_same(packed, plain, *, nats=1e-5, relative=1e-5):
 def fused(request, monkeypatch):
     """With the fused kernel, and as where there is none."""
     if not request.param:
-        monkeypatch.setattr(flash, "works_for", lambda query: False)
+        monkeypatch.setattr(flash, "has_flash_kernel_for", lambda query: False)
     return request.param
 
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from litgrpo.distributed.device import threads
 from litgrpo.models.fused_decode import FusedDecoder, is_supported
 from litgrpo.models.kernels import linear as linears
+from litgrpo.models.kernels.packed_attention import PACKED, packed_attention
 from litgrpo.models.kernels.selective_recompute import (
     RecomputedModules,
     find_recomputed_modules,
@@ -21,10 +22,8 @@ from litgrpo.models.kernels.selective_recompute import (
 )
 from litgrpo.models.packing import (
     MIN_SAVING,
-    PACKED,
     Packing,
     can_share,
-    packed_attention,
     sharing_pays,
 )
 from litgrpo.models.policy import DecodeState, Policy, autocast_to

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,45 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from litgrpo.distributed.device import backend
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.packing import pack_left
+from litgrpo.models.shared_prefix import DecodeState, RowOffloader
 from litgrpo.models.static import StaticDecoder
 from litgrpo.models.transformers_compat import AttentionFunction, MaskFunction, register_attention
 from litgrpo.tensors import head_chunk, token_logprobs
 from litgrpo.types import TokenLogprobs, TokenRows
 
-if TYPE_CHECKING:
-    from litgrpo.models.shared_prefix import RowOffloader
-
 
 def autocast_to(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
     """Return a context that computes matrix products in `dtype`; None changes nothing."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-class DecodeState(ABC):
-    """KV cache and positions of the rows that a policy is decoding.
-
-    `can_join`: `join` can add the rows of another state of the same rollout. Engines refill free
-    slots only if it can.
-    """
-
-    can_join: bool = False
-
-    @abstractmethod
-    def select(self, rows: Tensor) -> None:
-        """Keep only the given live rows.
-
-        Args:
-            rows: [m] numbers of the rows to keep, in their new order. Engines move the last rows
-                into the places of those that leave, so that few rows move.
-        """
-
-    def join(self, newcomers: DecodeState) -> None:
-        """Append the rows of another state.
-
-        Args:
-            newcomers: a state fresh from `Policy.prefill`, of the same capacity.
-        """
-        raise AssertionError("can_join is False")
 
 
 class Policy(nn.Module, ABC):

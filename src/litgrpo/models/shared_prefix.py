@@ -10,6 +10,7 @@ computes the observation in one pass and puts the row back.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,36 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from litgrpo.models.policy import DecodeState
 from litgrpo.tensors import positions, query_scale, softcapped, widened
 
 SHARED_PREFIX = "litgrpo_shared_prefix"
+
+
+class DecodeState(ABC):
+    """KV cache and positions of the rows that a policy is decoding.
+
+    `can_join`: `join` can add the rows of another state of the same rollout. Engines refill free
+    slots only if it can.
+    """
+
+    can_join: bool = False
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep only the given live rows.
+
+        Args:
+            rows: [m] numbers of the rows to keep, in their new order. Engines move the last rows
+                into the places of those that leave, so that few rows move.
+        """
+
+    def join(self, newcomers: DecodeState) -> None:
+        """Append the rows of another state.
+
+        Args:
+            newcomers: a state fresh from `Policy.prefill`, of the same capacity.
+        """
+        raise AssertionError("can_join is False")
 
 
 class PromptGrid:

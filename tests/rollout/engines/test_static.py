@@ -186,7 +186,7 @@ def test_what_cannot_be_decoded_in_static_shapes_is_refused():
     with pytest.raises(ValueError, match=r"\['dynamic'\] depend on the length.*LocalEngine"):
         said(tiny_policy("llama", rope_parameters=scaled), ENGINE)
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **SPECIAL))
-    with pytest.raises(ValueError, match="bloom.*static shapes"):
+    with pytest.raises(ValueError, match=r"bloom.*static shapes"):
         said(build_policy(bloom, byte_tokenizer()).eval(), ENGINE)
 
 

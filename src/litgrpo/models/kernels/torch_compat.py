@@ -1,8 +1,8 @@
 """All uses of torch's private operators and attributes by `litgrpo.models`.
 
 They are CPU kernels that have no public name. Callers try them once on a small example
-(`linear.onednn_works`, `packed_flash.works_for`) and use public operators if that fails, so a torch
-version without them is slower and not broken. `tests/models/kernels/test_torch_compat.py` checks
+(`linear.onednn_works`, `packed_attention.has_flash_kernel_for`) and use public operators if that
+fails, so a torch version without them is slower and not broken. `tests/models/kernels/test_torch_compat.py` checks
 that the tested versions have all of them.
 """
 

@@ -1,43 +1,161 @@
-"""Attention of a packed sequence by torch's CPU flash kernel, without copying a prompt.
+"""Attention of a packed sequence, in which each prompt exists once.
 
-A suffix token attends to two sets of keys: its prompt's and its own row's. Each set is one call of
-the kernel, which also returns the log-sum-exp of the set's scores:
+Transformers' model code runs unchanged: an attention function registered as `PACKED` receives the
+`Packing`. On a CPU it uses torch's flash kernel and copies no prompt. A suffix token attends to two
+sets of keys: its prompt's and its own row's. Each set is one call of the kernel, which also returns
+the log-sum-exp (lse) of the set's scores:
 
-    softmax over both = sigmoid(lse_own - lse_prompt) * own + (1 - sigmoid(...)) * prompt
+    output = w * own + (1 - w) * prompt,   w = sigmoid(lse_own - lse_prompt)
 
 All suffixes of a prompt are the queries of one call. In the backward pass the kernel computes each
 set's part of the gradient from the output and the log-sum-exp of the union, because probabilities
-are exp(score - lse) for every subset of the keys.
-
-The kernel has no public name (`torch_compat`). It is tried once, forward and backward.
+are exp(score - lse) for every subset of the keys. The kernel has no public name (`torch_compat`),
+so it is tried once. Soft-caps, short windows and other devices use public operators on padded
+grids.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from litgrpo.models.kernels.torch_compat import (
     UNAVAILABLE,
     flash_attention,
     flash_attention_backward,
 )
-from litgrpo.tensors import widened
+from litgrpo.models.packing import Packing
+from litgrpo.tensors import softcapped, widened, within
 
-if TYPE_CHECKING:
-    from litgrpo.models.packing import Packing
+PACKED = "litgrpo_packed_shared_prefix"
 
 
-def works_for(query: Tensor) -> bool:
+# --- entry point and public operators ---
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of every token to its prompt and its row's earlier tokens.
+
+    Args:
+        module: the attention module.
+        query: [1, heads, T, D].
+        keys: [1, H, T, D].
+        values: [1, H, T, D].
+        attention_mask: unused; `packing` knows which token attends to which.
+        packing: layout of rows and prompts.
+        scaling: multiplies the scores.
+        dropout: must be 0.
+        sliding_window: positions that a token attends to, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap).
+        kwargs: arguments of other attention functions, ignored.
+
+    Returns:
+        [1, T, heads, D] and no attention weights.
+    """
+    assert not dropout, "rows with dropout in attention do not share a prompt"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads or H, D]
+    if sliding_window is not None and packing.longest <= sliding_window:
+        sliding_window = None
+    if softcap is None and sliding_window is None and has_flash_kernel_for(query):
+        return flash_attention_packed(q, k, v, packing, scaling)[None], None
+    return _grid_attention(q, k, v, packing, scaling, sliding_window, softcap)[None], None
+
+
+def _grid_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packing: Packing,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute [T, heads, D] by public operators: each row of a bucket with a copy of its prompt."""
+    output = torch.zeros_like(query)
+    prompts, prompt_keys, prompt_values = (
+        packing.prefixes.to_grid(x).transpose(1, 2) for x in (query, keys, values)
+    )
+    number, length = packing.prefixes.shape
+    prompt_len = torch.bincount(packing.prefixes.places // length, minlength=number)
+    column = torch.arange(length, device=query.device)
+    visible = within(column[:, None] - column, window)[None, None]
+    attended = _masked_attention(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
+    output = output.index_copy(
+        0, packing.prefixes.tokens, packing.prefixes.from_grid(attended.transpose(1, 2))
+    )
+    for bucket in packing.suffixes:
+        own, own_keys, own_values = (
+            bucket.to_grid(x).transpose(1, 2) for x in (query, keys, values)
+        )
+        prompt = prompt_len[bucket.prompts, None, None]
+        step = torch.arange(bucket.shape[1], device=query.device)[:, None]
+        # Prompts are padded on the right in this grid, so columns beyond the prompt are hidden.
+        of_prompt = (column < prompt) & within(prompt + step - column, window)
+        of_row = within(step - step.T, window).expand(len(prompt), -1, -1)
+        attended = _masked_attention(
+            own,
+            torch.cat([prompt_keys.index_select(0, bucket.prompts), own_keys], 2),
+            torch.cat([prompt_values.index_select(0, bucket.prompts), own_values], 2),
+            torch.cat([of_prompt, of_row], 2)[:, None],
+            scaling,
+            softcap,
+        )
+        output = output.index_copy(0, bucket.tokens, bucket.from_grid(attended.transpose(1, 2)))
+    return output
+
+
+def _masked_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Compute [n, heads, t, D] of queries over keys [n, H, s, D] if visible [n, 1, t, s]."""
+    n, heads, length, size = query.shape
+    groups = keys.shape[1]
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=heads != groups
+        )
+    # Query heads that share a key head become rows of one product (grouped-query attention).
+    stacked = query.reshape(n, groups, -1, size) * scaling
+    scores = softcapped(stacked @ keys.transpose(2, 3) / softcap, softcap)
+    scores = scores.unflatten(2, (heads // groups, length))
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    output = weights.to(values.dtype).flatten(2, 3) @ values
+    return output.view(n, heads, length, size)
+
+
+# --- flash kernel ---
+
+
+def has_flash_kernel_for(query: Tensor) -> bool:
     """Check that the kernel can compute tensors like these."""
     return query.device.type == "cpu" and _kernel_works()
 
 
-def packed_attention(
+def flash_attention_packed(
     query: Tensor, keys: Tensor, values: Tensor, packing: Packing, scaling: float
 ) -> Tensor:
     """Compute attention of every token to its prompt and its row's earlier tokens.
@@ -57,7 +175,7 @@ def packed_attention(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Forward and backward pass of `packed_attention`."""
+    """Forward and backward pass of `flash_attention_packed`."""
 
     @staticmethod
     def forward(
