@@ -18,6 +18,7 @@ from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.support.causal import dense_logprobs, tokens
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.raises import raises_for
+from tests.support.reference_engine import ReferenceEngine
 from tests.support.t5 import SIZES, VARIANTS, variant
 
 TEXTS = ("a", "what is 3+4?", "hello")

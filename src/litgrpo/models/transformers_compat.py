@@ -96,13 +96,13 @@ def keep_attention_in_recompute(
     return nullcontext(), use_attention(model, name)
 
 
-def supports_sdpa(find_model_class: type[PreTrainedModel]) -> bool:
+def supports_sdpa(model_class: type[PreTrainedModel]) -> bool:
     """Check if a model class can compute attention by torch's scaled_dot_product_attention.
 
     `tools/plan` needs to know this before a model exists, and transformers tells it only by the
     attention that a finished model uses.
     """
-    return bool(require_private(find_model_class, "_supports_sdpa"))
+    return bool(require_private(model_class, "_supports_sdpa"))
 
 
 # --- layers ---

@@ -104,10 +104,10 @@ def load_weights(
 
     if not whole:
         options["key_mapping"] = TEXT_NAMES
-    find_model_class: Any = find_model_class(config)
+    model_class: Any = find_model_class(config)
     try:
         with silence_transformers():
-            model, report = find_model_class.from_pretrained(
+            model, report = model_class.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,

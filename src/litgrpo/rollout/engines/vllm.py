@@ -561,7 +561,7 @@ class FolderSender(WeightSender):
         """
         if shared_out(policy):
             folder = self._seen_by_all(version)
-            export_shards(policy, folder, self.settings.dtype)
+            export(policy, folder, self.settings.dtype)
         elif rank() != 0:
             return
         else:
