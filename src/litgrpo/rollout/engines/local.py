@@ -394,7 +394,7 @@ class TurnDecoder:
                 over += self._take_observations(ended, batch, wait=True)[0]
         else:
             for row, index in ended.items():
-                self.store.leave(index)
+                self.store.offload(index)
                 position, token = int(batch.cursor[index]), int(tokens[index])
                 self.offloaded[row] = OffloadedRow(position, token, long.get(row))
         return self._drop(batch, tokens, [*over, *ended.values()])
@@ -447,7 +447,7 @@ class TurnDecoder:
         if self.store is None:
             return batch
         rows = list(self.offloaded.items())
-        self.store.forget([number for number, (_, each) in enumerate(rows) if each.over])
+        self.store.discard([number for number, (_, each) in enumerate(rows) if each.over])
         self.offloaded = {row: each for row, each in rows if not each.over}
         rows = list(self.offloaded.items())
         ready = [number for number, (_, each) in enumerate(rows) if each.observation is not None]
@@ -455,7 +455,7 @@ class TurnDecoder:
         if not ready or not due:
             return batch
         ids = [[rows[n][1].token, *(rows[n][1].observation or ())] for n in ready]
-        logits = self.store.come_back(ready, ids)
+        logits = self.store.restore(ready, ids)
         for n in ready:
             row, each = rows[n]
             self.rows.write_observation(row, each.position, each.observation or [])

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from litgrpo.arguments import above, at_least, require
 from litgrpo.distributed.messages import log, rank
 from litgrpo.distributed.together import from_all, from_first, several
-from litgrpo.models.adapters import merged
+from litgrpo.models.adapters import merge_adapter
 from litgrpo.models.export import export
 from litgrpo.models.policy import Policy
 from litgrpo.models.sharded_weights import gather_weights
@@ -650,7 +650,7 @@ class NcclSender(WeightSender):
         """See `WeightSender.prepare`."""
         state = gathered(policy)
         if state is None and rank() == 0:
-            model = merged(policy.model) if policy.has_adapter else policy.model
+            model = merge_adapter(policy.model) if policy.has_adapter else policy.model
             state = {name: each.detach().cpu() for name, each in model.state_dict().items()}
         self.state = once(state or {}, policy)
 
