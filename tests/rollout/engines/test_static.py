@@ -18,7 +18,7 @@ from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.sampling import Sampling
 from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
-from tests.support.packed_shared_prefix import SPECIAL, model_of_type
+from tests.support.packing import SPECIAL, model_of_type
 from tests.support.reference_engine import ReferenceEngine
 from tests.support.static import ENGINE, said
 from tests.support.t5 import VARIANTS, variant
