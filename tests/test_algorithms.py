@@ -21,7 +21,7 @@ from litgrpo.algorithms import losses as objectives
 from litgrpo.algorithms import turn_credit as credit
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.surrogates import PolicyGradient
-from litgrpo.program import main
+from litgrpo.cli.main import main
 from litgrpo.types import TokenLogprobs, TrainingBatch
 from tests.support.algorithms import PUBLISHED
 

@@ -31,13 +31,13 @@ LAYER = {
     **dict.fromkeys([f"training/{name}" for name in MODULES], 7),
     "cli": 8,
     "tools": 9,
-    "program": 10,
+    "cli/main": 10,
     "__main__": 11,
 }
 # {library: packages, or files, that may import it}
 MAY_IMPORT = {
     "lightning": (
-        *("training/", "data/", "callbacks/", "checkpointing/", "cli/", "tools/", "program.py"),
+        *("training/", "data/", "callbacks/", "checkpointing/", "cli/", "tools/"),
         *("xla/", "distributed/fsdp/"),
     ),
     "torch_xla": ("xla/",),

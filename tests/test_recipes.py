@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.cli.trainer_cli import TRAINER_DEFAULTS
+from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
 from litgrpo.evaluation.settings import Evaluation

@@ -1,8 +1,8 @@
-"""`python -m litgrpo VERB ...`, the same as `litgrpo VERB ...`."""
+"""`python -m litgrpo COMMAND ...`, the same as `litgrpo COMMAND ...`."""
 
 import sys
 
-from litgrpo.program import main
+from litgrpo.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

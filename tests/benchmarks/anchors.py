@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from litgrpo.cli.recipes import with_classes
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.devices import Span, devices
 from litgrpo.tools.plan.on_devices import Plan, plan_of
@@ -112,7 +111,7 @@ def planned(anchor: Anchor, chip: str, folder: Path) -> Plan:
         words += ["--model_config", str(path)]
     else:
         words += ["--model.pretrained", model]
-    return plan_of(PlanCLI(with_classes("plan", words)).config)
+    return plan_of(PlanCLI(words).config)
 
 
 def spans_on(anchor: Anchor, chip: str) -> dict[str, Span]:

@@ -31,7 +31,7 @@ import torch
 from lightning import Callback, Trainer, seed_everything
 
 from litgrpo import GRPO, SFT, PairData, PromptData
-from litgrpo.cli.trainer_cli import keep_quiet
+from litgrpo.cli.console import keep_quiet
 from litgrpo.data import EpisodePrompts
 from litgrpo.environments import StepResult
 from litgrpo.environments.examples import NumberGame

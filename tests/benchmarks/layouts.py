@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from litgrpo.cli.recipes import with_classes
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.layouts import layout_of
 from litgrpo.tools.plan.on_devices import plan_of
@@ -56,7 +55,7 @@ def planned(size: str, words: list[str]):
     rest = [word for word in words if word not in SERVER]
     split = RECIPE.index("--model.precision.gradient_checkpointing")
     recipes, keys = RECIPE[:split], RECIPE[split:]
-    asked = with_classes("plan", [*recipes, *overlays, *keys, *model, *rest])
+    asked = [*recipes, *overlays, *keys, *model, *rest]
     return plan_of(PlanCLI(asked).config)
 
 

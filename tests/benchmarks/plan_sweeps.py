@@ -21,7 +21,6 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from litgrpo.cli.recipes import with_classes
 from litgrpo.distributed.device import threads
 from litgrpo.tools.plan.command import PlanCLI
 from litgrpo.tools.plan.devices import Span
@@ -100,7 +99,7 @@ def estimate_of(arguments: argparse.Namespace, folder: Path) -> Estimate:
     words += ["--data.max_prompt_length", str(size.prompt_len)]
     words += ["--model.max_completion_length", str(arguments.max_new)]
     with threads(1):  # the plan counts the threads of this process
-        return plan_of(PlanCLI(with_classes("plan", words)).config).estimate
+        return plan_of(PlanCLI(words).config).estimate
 
 
 def score(found: list[Point], constants: Range) -> float:

@@ -3,7 +3,6 @@
 python -m tests.benchmarks.run_numbers
 """
 
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -34,7 +33,7 @@ def timed(kind: type, name: str) -> None:
 
 def main() -> None:
     """Train the quickstart for a while."""
-    from litgrpo.cli.trainer_cli import LitGRPOCLI
+    from litgrpo.cli.lightning_cli import LitGRPOCLI
 
     for kind, names in {
         GRPO: ["training_step"],
@@ -44,9 +43,9 @@ def main() -> None:
         for name in names:
             timed(kind, name)
     with TemporaryDirectory() as folder:
-        sys.argv = ["cli.py", "fit", "-c", str(RECIPE), "--run_dir", folder]
-        sys.argv += ["--model.max_iterations", str(ITERATIONS), "--trainer.limit_val_batches", "0"]
-        LitGRPOCLI()
+        words = ["-c", str(RECIPE), "--run_dir", folder]
+        words += ["--model.max_iterations", str(ITERATIONS), "--trainer.limit_val_batches", "0"]
+        LitGRPOCLI("fit", words)
     step = sum(SECONDS["GRPO.training_step"])
     for name, seconds in SECONDS.items():
         share = sum(seconds) / step

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from litgrpo.checkpointing.callback import Boundary
-from litgrpo.program import main as program
+from litgrpo.cli.main import main as program
 
 MEASURES: dict[str, Callable[[Any], Any]] = {
     "whole state": lambda trainer: trainer._checkpoint_connector.dump_checkpoint(False),

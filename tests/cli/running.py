@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.program import main
+from litgrpo.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

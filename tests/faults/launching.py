@@ -72,11 +72,11 @@ def preload() -> None:
     torch.set_num_threads(int(ENVIRONMENT["OMP_NUM_THREADS"]))
     import transformers.models.gemma2.modeling_gemma2  # noqa: F401
 
-    import litgrpo.cli.trainer_cli  # noqa: F401
+    import litgrpo.cli.lightning_cli  # noqa: F401
 
 
 def _program(words: list[str], prepare: Preparation) -> int:
-    from litgrpo.program import main
+    from litgrpo.cli.main import main
 
     os.chdir(ROOT)
     os.environ.update(ENVIRONMENT)

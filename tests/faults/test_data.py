@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.program import main
+from litgrpo.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 GOOD = [{"id": n, "question": f"What is {n}+1?", "gold": n + 1} for n in range(8)]

@@ -13,12 +13,18 @@ from pathlib import Path
 
 from jsonargparse import auto_parser
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.cli import LightningCLI
 
-from litgrpo.cli.trainer_cli import CALLBACKS, READING, LitGRPOCLI, keep_quiet
-from litgrpo.cli.verbs import COMMANDS, LIGHTNING_VERBS
-from litgrpo.tools.plan.command import PlanCLI
-from litgrpo.tools.report.command import run_words
+from litgrpo.cli.console import keep_quiet
+from litgrpo.cli.export import export
+from litgrpo.cli.main import COMMANDS, runs_as_list
+from litgrpo.cli.parser import CALLBACKS, RecipeCLI
+from litgrpo.cli.recipes import CommandLine
+from litgrpo.tools.audit.command import audit
+from litgrpo.tools.compare import compare
+from litgrpo.tools.doctor.command import doctor
+from litgrpo.tools.plan.command import plan
+from litgrpo.tools.replay import replay
+from litgrpo.tools.report.command import report
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 
@@ -28,6 +34,13 @@ IMPORT = re.compile(r"litgrpo(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|yaml|md|ipynb|txt|cfg|toml)|configs/[\w./-]*")
 KEY = re.compile(r"(?:--)?((?:model|data|trainer|" + "|".join(CALLBACKS) + r")(?:\.[a-z]\w*)+)\b")
 PROGRAM = re.compile(r"python (?:cli\.py|-m (?:tests|litgrpo))\b.*?(?= > | \| |$)")
+FUNCTIONS: dict[str, Callable] = {
+    "export": export,
+    "compare": compare,
+    "doctor": doctor,
+    "replay": replay,
+    "report": report,
+}
 BLOCK = re.compile(r"```(?:bash|sh|console)\n(.*?)```", re.DOTALL)
 SECTIONS: dict[str, list[type]] = {
     "model": [GRPO, SFT],
@@ -145,28 +158,6 @@ def commands(text: str) -> Iterator[str]:
                 yield from re.findall(PROGRAM, command)
 
 
-class Parsers(LitGRPOCLI):
-    """The parsers of Lightning's four verbs, and nothing built."""
-
-    def __init__(self) -> None:
-        super(LitGRPOCLI, self).__init__(**READING)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """All four."""
-        return {verb: LightningCLI.subcommands()[verb] for verb in LIGHTNING_VERBS}
-
-    def parse_arguments(self, parser: typing.Any, args: typing.Any) -> None:
-        """Something that can be parsed, as the constructor wants."""
-        self.config = parser.parse_args(["fit", "-c", str(ROOT / "configs" / "quickstart.yaml")])
-
-    def _nothing(self, *_: typing.Any) -> None:
-        """Nothing is looked up, built or run."""
-
-    _parse_ckpt_path = before_instantiate_classes = instantiate_classes = _nothing
-    _set_seed = _run_subcommand = after_instantiate_classes = _nothing
-
-
 def refused(words: list[str]) -> str | None:
     """Why a command cannot be parsed, or None."""
     if words[1] == "-m" and words[2] != "litgrpo":
@@ -174,8 +165,8 @@ def refused(words: list[str]) -> str | None:
     verb, rest = "".join(words[2:3]), _without_made(words[3:])
     if verb in ("", "--help"):
         return None
-    if verb not in (*LIGHTNING_VERBS, *COMMANDS):
-        return f"there is no verb {verb}"
+    if verb not in COMMANDS:
+        return f"there is no command {verb}"
     sys.argv = ["cli.py", verb, *rest]
     keep_quiet()
     try:
@@ -185,23 +176,22 @@ def refused(words: list[str]) -> str | None:
     return None
 
 
-def _parse(verb: str, words: list[str]) -> None:
-    if verb in LIGHTNING_VERBS:
-        # The verb's own parser: the one of all verbs would read and check everything twice.
-        parsers()._subcommand_parsers[verb].parse_args(words)
-    elif verb == "plan":
-        PlanCLI(words)
+def _parse(name: str, words: list[str]) -> None:
+    if COMMANDS[name].recipe:
+        reader = recipe_reader(name)
+        reader.given = CommandLine.read(words)
+        reader.parser.parse_args(reader.words())
     else:
-        recipes = {"-c": "--recipes+", "--config": "--recipes+"} if verb == "audit" else {}
-        function = vars(import_module(COMMANDS[verb][0]))[verb]
-        words = run_words(words, ROOT) if verb == "report" else words
-        auto_parser(function).parse_args([recipes.get(word, word) for word in words])
+        function = FUNCTIONS[name]
+        words = runs_as_list(words) if name == "report" else words
+        auto_parser(function).parse_args(words)
 
 
 @cache
-def parsers() -> Parsers:
-    """Built once: it takes seconds."""
-    return Parsers()
+def recipe_reader(name: str) -> RecipeCLI:
+    """The parser of a command, built once."""
+    extra = {"plan": plan, "audit": audit}.get(name)
+    return RecipeCLI(["-c", "quickstart"], name, extra=extra)
 
 
 def _without_made(words: list[str]) -> list[str]:

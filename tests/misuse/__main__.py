@@ -29,7 +29,11 @@ def probes(topic: str) -> list[Probe]:
 
 
 def warm() -> None:
-    """Import once what every child needs."""
+    """Import what every child needs, once."""
+    from litgrpo.cli import help, lightning_cli  # noqa: F401
+    from litgrpo.tools.audit import command as audit  # noqa: F401
+    from litgrpo.tools.plan import command as plan  # noqa: F401
+    from litgrpo.tools.report import command as report  # noqa: F401
 
 
 def main() -> int:

@@ -15,14 +15,20 @@ PLAIN_DATA = {"a.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", 
 
 PROBES = [
     *(Probe(f"help of {key}", f"fit --{key}.help", (said,), code=0) for key, said in HELPS.items()),
-    Probe("help of fit", "fit --help", ("--model.KEY", "group_size"), code=0, quick=True),
+    Probe("help of fit", "fit --help", ("--model.group_size", "--data.train"), code=0, quick=True),
     Probe("help of a wrong key", "fit --model.lorra.help", ("did you mean 'lora'",)),
-    Probe("a key of plan given to fit", f"{QUICK} --chip v5e", ("'plan' takes it",)),
+    Probe("a key of plan given to fit", f"{QUICK} --chip v5e", ("plan --help",)),
     Probe(
-        "a key of fit given to compare", "compare quickstart --data.batch_size 8", ("--further",)
+        "a key of fit given to compare",
+        "compare quickstart --data.batch_size 8",
+        ("--fit_options",),
     ),
     Probe("a key of another trainer", f"{QUICK} --learning_rate 1e-6", ("model.optimizer.lr",)),
-    Probe("a function without its path", f"{QUICK} --model.objective.kl k1", ("algorithm.kl.k1",)),
+    Probe(
+        "a function without its path",
+        f"{QUICK} --model.objective.kl k1",
+        ("model.objective.kl", "algorithms.kl.k1"),
+    ),
     Probe(
         "a recipe by a wrong name", "fit -c quikstart", ("did you mean 'quickstart'",), quick=True
     ),
@@ -35,7 +41,7 @@ PROBES = [
     Probe(
         "the same key twice",
         "fit -c twice.yaml",
-        ("twice.yaml, line 3", "'class_path' stands twice"),
+        ("twice.yaml, line 3", "'class_path'"),
         files={"twice.yaml": "model:\n  class_path: GRPO\n  class_path: SFT\n"},
         quick=True,
     ),
@@ -46,7 +52,7 @@ PROBES = [
     Probe(
         "a logger whose package is missing",
         f"{QUICK} --trainer.logger CometLogger",
-        ("CometLogger cannot be made",),
+        ("CometLogger", "pip install"),
     ),
     Probe(
         "half of a surrogate pair",

@@ -68,7 +68,7 @@ PROBES = [
     Probe(
         "a repetition penalty",
         f"{QUICK} --model.sampling.repetition_penalty 1.2",
-        ("another distribution", "litgrpo.rewards.repetition"),
+        ("model.sampling.repetition_penalty", "litgrpo.rewards.repetition"),
     ),
     Probe("an empty stop string", f"{QUICK} --model.sampling.stop ''", ("stop",)),
     Probe(

@@ -62,8 +62,8 @@ PROBES = [
         after=graded,
     ),
     Probe(
-        "compare by the earlier name",
-        f"compare {RECIPE} --algorithms '[plain]' --folder here",
-        ("two or more different",),
+        "compare of one algorithm",
+        f"compare {RECIPE} --algorithms '[plain]' --run_dir here",
+        ("algorithms", "two or more"),
     ),
 ]

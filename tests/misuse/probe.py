@@ -125,7 +125,7 @@ def started(probe: Probe, folder: Path) -> int:
     if probe.script:
         exec(compile(probe.script, "script.py", "exec"), {"__name__": "__main__"})
         return 0
-    from litgrpo.program import main
+    from litgrpo.cli.main import main
 
     words = probe.words.replace("{folder}", str(folder)).replace("{recipe}", str(RECIPE))
     sys.argv = ["cli.py", *split(words)]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from litgrpo.cli.main import main
 from litgrpo.models.gguf import find_package_file
 from litgrpo.models.loading import resolve_pretrained
-from litgrpo.program import main
 from tests.support.smollm2 import MODEL, NEEDED
 
 RECIPE = Path(__file__).parents[2] / "configs" / "smollm2_cheerful.yaml"

@@ -8,9 +8,9 @@ from typing import Any
 from docstring_parser import parse
 
 from litgrpo import PUBLIC, rewards
-from litgrpo.cli import key_help
-from litgrpo.cli.run_keys import RUN_KEYS
-from litgrpo.cli.trainer_cli import CALLBACKS
+from litgrpo.cli.help import default_text
+from litgrpo.cli.options import UNSET, Option, classes_in, options_of, subclasses, type_name
+from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS
 from tests.site.text import cell, escaped, table, title
 
 # {page: (heading, first words, {key: classes that can stand there})}
@@ -71,7 +71,7 @@ def run_keys_page() -> Iterator[str]:
         "Lightning's: `litgrpo fit --trainer.help`.",
     )
     rows = [
-        [f"`{key}`", f"`{default}`", cell(text)] for key, (_, default, text) in RUN_KEYS.items()
+        [f"`{key}`", f"`{default}`", cell(text)] for key, (_, default, text) in RUN_OPTIONS.items()
     ]
     yield from table(["key", "default", "what it is"], rows)
     for place, owner in all_below([(name, kind) for name, kind in CALLBACKS.items()]):
@@ -83,12 +83,12 @@ def all_below(found: list[tuple[str, type]]) -> Iterator[tuple[str, type]]:
     seen = [owner for _, owner in found]
     for place, owner in found:  # grows while it is read
         yield place, owner
-        for key in key_help.keys_of(owner, place):
-            for base in key.classes:
-                for kind in [base, *key_help.subclasses(base)]:
+        for option in options_of(owner, place).values():
+            for base in classes_in(option.hint):
+                for kind in [base, *subclasses(base)]:
                     if kind not in seen and named_in_recipes(kind):
                         seen.append(kind)
-                        found.append((key.name, kind))
+                        found.append((option.key, kind))
 
 
 def named_in_recipes(kind: type) -> bool:
@@ -104,23 +104,23 @@ def section(place: str, owner: type) -> Iterator[str]:
     if described.long_description:
         yield prose(described.long_description.partition("Example:")[0]) + "\n"
     rows = [
-        [f"`{key.name.rpartition('.')[2]}`", f"`{hint(key)}`", default(key), cell(key.text)]
-        for key in key_help.keys_of(owner, place)
+        [f"`{name}`", f"`{hint(option)}`", default(option), cell(option.text)]
+        for name, option in options_of(owner, place).items()
     ]
     if rows:
         yield from table(["key", "type", "default", "what it is"], rows)
 
 
-def hint(key: key_help.Key) -> str:
-    """The type of a key, fit for a cell."""
-    return key_help.type_name(key.hint).replace("|", "\\|")
+def hint(option: Option) -> str:
+    """Type of an option, fit for a cell."""
+    return type_name(option.hint).replace("|", "\\|")
 
 
-def default(key: key_help.Key) -> str:
-    """The default of a key, fit for a cell; required keys say so."""
-    if key.default is inspect.Parameter.empty:
+def default(option: Option) -> str:
+    """Default of an option, fit for a cell."""
+    if option.default is UNSET:
         return "required"
-    return f"`{key.title().rpartition(' = ')[2]}`".replace("|", "\\|")
+    return f"`{default_text(option.default).removeprefix(', default: ')}`".replace("|", "\\|")
 
 
 def prose(text: str) -> str:

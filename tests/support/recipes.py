@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from litgrpo.cli.main import main
 from litgrpo.models.export import export as write
-from litgrpo.program import main
 from tests.rewards.classifiers import write_classifier
 from tests.support.models import tiny_policy
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.program import main
+from litgrpo.cli.main import main
 from litgrpo.tools import compare as comparing
 from litgrpo.tools.compare import Run, compare, fit, holm, overlay, read, rows_of, smooth, table
 
@@ -99,7 +99,7 @@ def test_too_little_to_compare_is_refused(algorithms, seeds, words):
 
 
 def test_a_run_that_fails_is_named_with_its_last_words(tmp_path):
-    said = r"seed=1 ended with exit code 2:\nerror: there is no recipe 'none'"
+    said = r"seed=1 ended with exit code 2:\nerror: recipe 'none'"
     with pytest.raises(ValueError, match=said):
         fit(tmp_path / "seed=1", ["-c", "none"], {"OMP_NUM_THREADS": "1"})
 
@@ -133,13 +133,12 @@ def test_the_verb_writes_table_numbers_and_plot(monkeypatch, tmp_path, capsys):
                 f"0,0.25,0.5,0.1,,\n1,,,,0.3,120\n1,{value + seed / 100},0.9,0.2,,\n"
             )
     words = ["compare", "configs/quickstart.yaml", "--algorithms=[plain, dapo]", "--seeds=[0, 1]"]
-    words += ["--samples=2", f"--folder={tmp_path}"]
+    words += ["--samples=2", f"--run_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["cli.py", *words])
     monkeypatch.chdir(ROOT)
     assert main() == 0
     printed = capsys.readouterr().out
     assert "| dapo | 0.755 [0.691, 0.819] |" in printed
-    assert "--folder is called --run_dir now" in printed
     numbers = json.loads((tmp_path / "table.json").read_text())
     assert numbers["algorithms"]["dapo"]["after"][1]["pass@1"] == 0.76
     assert (tmp_path / "table.md").read_text().startswith("| algorithm |")

@@ -13,12 +13,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from litgrpo.cli.trainer_cli import load_module
+from litgrpo.cli.lightning_cli import load_module
+from litgrpo.cli.main import main
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA
-from litgrpo.program import main
 from litgrpo.training.sft import SFT
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.sft import SCRATCH

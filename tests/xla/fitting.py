@@ -13,8 +13,8 @@ import yaml
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from litgrpo.cli.main import main
 from litgrpo.distributed.device import to_host
-from litgrpo.program import main
 from litgrpo.types import Rollout
 from tests.faults.running import merged
 

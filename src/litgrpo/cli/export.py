@@ -6,7 +6,8 @@ from pathlib import Path
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.run_folder import checkpoint_file
-from litgrpo.cli.trainer_cli import keep_quiet, load_module
+from litgrpo.cli.console import keep_quiet
+from litgrpo.cli.lightning_cli import load_module
 from litgrpo.models.export import export as write
 from litgrpo.models.export import export_adapter as write_adapter
 from litgrpo.models.loading import Dtype

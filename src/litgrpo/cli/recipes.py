@@ -1,11 +1,16 @@
-"""Recipes: the user's files, and those that litgrpo brings, as `fit` is given them."""
+"""Recipes and command lines, as plain settings that every command reads alike.
+
+A recipe is a YAML file of the user's, or a built-in one by its name. It may leave out `class_path`
+(GRPO and PromptData are meant) and `init_args`. All of that is written out once, in the parsed
+values, before jsonargparse sees them.
+"""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,285 +19,353 @@ import yaml
 from litgrpo.arguments import did_you_mean, require
 
 FOLDER = Path(__file__).parents[1] / "configs"
-CLONES_FOLDER = "configs/"  # where the same recipes are in a clone
-SOURCES = ("train", "val", "test", "predict")  # keys of data
+CLONE_FOLDER = "configs/"  # the same recipes in a clone
+DEFAULT_CLASSES = {"model": "litgrpo.GRPO", "data": "litgrpo.PromptData"}
 RECIPE_FLAGS = ("-c", "--config")
-OF_TORCH = ("Adagrad", "AdamW", "Adam", "RMSprop", "SGD")
-# What a command line without a recipe trains or asks, and what `predict` does not need to be told.
-CLASSES = {"model": "litgrpo.GRPO", "data": "litgrpo.PromptData"}
-NOT_NEEDED = {"predict": ("--model.rewards", "{none: {function: litgrpo.rewards.correctness}}")}
+SOURCES = ("train", "val", "test", "predict")  # options of data that are paths or mappings
+ENVIRONMENT = "model.environment"
+# transformers has classes of the same short name; after its import the name would be ambiguous.
+TORCH_OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
+OBJECT_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
-def brought() -> dict[str, Path]:
-    """{name: file} of the recipes that litgrpo brings, such as `algorithms/dr_grpo`."""
+def built_in_recipes() -> dict[str, Path]:
+    """Return {name: file} of the built-in recipes, such as `algorithms/dr_grpo`."""
     found = sorted(FOLDER.rglob("*.yaml"))
     return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in found}
 
 
 def recipe_file(word: str) -> Path:
-    """The file behind what a user calls a recipe.
+    """Return the file of a recipe.
 
     Args:
-        word: a file, with or without `.yaml`; or the name of a recipe that litgrpo brings, with or
-            without `configs/` and `.yaml`. A file of the user's comes first.
+        word: a file, with or without `.yaml`; or the name of a built-in recipe, with or without
+            `configs/` and `.yaml`. Files of the user come first.
 
     Raises:
         ValueError: there is neither.
     """
-    name, recipes = word.removeprefix(CLONES_FOLDER).removesuffix(".yaml"), brought()
+    name, recipes = word.removeprefix(CLONE_FOLDER).removesuffix(".yaml"), built_in_recipes()
     places = [Path(word), Path(f"{word}.yaml"), recipes.get(name, Path(word))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise ValueError(
-            f"there is no recipe {word!r}: no such file in {Path.cwd()}, and litgrpo brings none "
-            f"of that name{did_you_mean(name, recipes)}. It brings {', '.join(recipes)}."
+            f"recipe {word!r} not found: no such file in {Path.cwd()}, and no built-in recipe has "
+            f"this name{did_you_mean(name, recipes)}. Built-in: {', '.join(recipes)}."
         )
     return found
 
 
-def with_classes(verb: str, words: Sequence[str]) -> list[str]:
-    """A command line without a recipe names the model's keys alone: then GRPO's and PromptData's.
-
-    Args:
-        verb: of the command line.
-        words: after it.
-    """
-    options = {word.partition("=")[0] for word in words}
-    if options.intersection(RECIPE_FLAGS) or not any(o.startswith("--model.") for o in options):
-        return list(words)
-    given = [[f"--{key}", name] for key, name in CLASSES.items() if f"--{key}" not in options]
-    flag, value = NOT_NEEDED.get(verb, ("", ""))
-    given += [[flag, value]] if flag and flag not in options else []
-    return [*(word for pair in given for word in pair), *words]
-
-
-def refuse_repeated_keys(text: str, name: str) -> None:
-    """Refuse a recipe in which a key stands twice: YAML would silently take the last one.
-
-    Args:
-        text: of the recipe; broken YAML is left to the parser.
-        name: of its file.
+def read_recipe(word: str) -> dict[str, Any]:
+    """Return the settings of a recipe file.
 
     Raises:
-        ValueError: one does, with its lines.
+        ValueError: it is not found, is not YAML, holds no mapping, or has a key twice.
     """
+    from jsonargparse import get_loader
+
+    path = recipe_file(word)
     try:
-        node = yaml.compose(text)
-    except yaml.YAMLError:
-        return
-    for first, second in repeated(node):
-        raise ValueError(
-            f"{name}, line {second.start_mark.line + 1}: the key {second.value!r} stands twice "
-            f"in the same place, first in line {first.start_mark.line + 1}. Keep one of them."
-        )
+        text = path.read_text(encoding="utf-8")
+        # YAML silently takes the last of two equal keys.
+        for first, second in repeated_keys(yaml.compose(text)):
+            raise ValueError(
+                f"{word}, line {second.start_mark.line + 1}: the key {second.value!r} appears "
+                f"twice, first in line {first.start_mark.line + 1}. Keep one of them."
+            )
+        # Unlike yaml.safe_load, the parser's own loader reads 1e-6 as a number.
+        content = get_loader("yaml")(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{word} is not a text file in UTF-8: {error}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{word} is not valid YAML: {' '.join(str(error).split())}") from error
+    found = type(content).__name__
+    require(
+        content is None or isinstance(content, dict),
+        f"{word} is not a recipe: expected keys such as model and data, got {found}",
+    )
+    return content or {}
 
 
-def repeated(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
-    """Pairs of equal keys of one mapping, in a node and below it."""
-    match node:
-        case yaml.SequenceNode():
-            for inner in node.value:
-                yield from repeated(inner)
-        case yaml.MappingNode():
-            seen: dict[str, yaml.ScalarNode] = {}
-            for key, inner in node.value:
-                yield from [(seen[key.value], key)] if str(key.value) in seen else []
-                seen[str(key.value)] = key
-                yield from repeated(inner)
+def repeated_keys(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+    """Yield pairs of equal keys of one mapping, in a node and below it."""
+    if isinstance(node, yaml.SequenceNode):
+        for inner in node.value:
+            yield from repeated_keys(inner)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, yaml.ScalarNode] = {}
+        for key, inner in node.value:
+            if str(key.value) in seen:
+                yield seen[key.value], key
+            seen[str(key.value)] = key
+            yield from repeated_keys(inner)
 
 
-class Sources:
-    """Writes the path of a data source as `{path: ...}` where the command line adds to it.
-
-    So `--data.train.limit 64` works on a recipe that says `train: problems.jsonl`.
-
-    Args:
-        words: the command line.
-    """
-
-    def __init__(self, words: Sequence[str]) -> None:
-        starts = {name: f"--data.{name}." for name in SOURCES}
-        self.sets = {n for n, s in starts.items() if any(w.startswith(s) for w in words)}
-
-    def text(self, text: str) -> str:
-        """A recipe with these sources as mappings; all else stays to the letter."""
-        try:
-            found = list(self._paths(yaml.compose(text)))
-        except yaml.YAMLError:
-            return text
-        for node in sorted(found, key=lambda node: -node.start_mark.index):
-            value, end = mapping(node.value), node.end_mark.index
-            text = text[: node.start_mark.index] + value + text[end:]
-        return text
-
-    def _paths(self, root: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
-        below_data = [node for data in _below(root, "data") for node in _below(data, "init_args")]
-        given = [node for init in below_data for name in self.sets for node in _below(init, name)]
-        yield from (n for n in given if isinstance(n, yaml.ScalarNode) and n.value != "null")
-
-    def words(self, words: Sequence[str]) -> list[str]:
-        """A command line with these sources as mappings."""
-        options, result = {f"--data.{name}" for name in self.sets}, []
-        for before, word in pairwise(["", *words]):
-            option, equals, value = word.partition("=")
-            if before in options and word[:1] not in "[{":
-                result.append(mapping(word))
-            elif option in options and equals and value[:1] not in "[{":
-                result.append(f"{option}={mapping(value)}")
-            else:
-                result.append(word)
-        return result
-
-
-class EnvironmentKeys:
-    """Writes `--model.environment.init_args.KEY VALUE` into what names the environment.
-
-    Any object may be one, so the parser knows no keys of it: it would take its arguments as a
-    whole. `init_args` may be left out, as everywhere on the command line.
+@dataclass(frozen=True)
+class CommandLine:
+    """Recipes and overrides of one command.
 
     Args:
-        words: the command line.
-    """
-
-    place = re.compile(r"--model\.(?:init_args\.)?environment(?:\.(?:init_args\.)?(.+))?")
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.others, self.named = list(words), False
-        self.given: dict[str, Any] = {}
-        found, others, dotted = dict[str, Any](), list[str](), False
-        rest = iter(words)
-        for word in rest:
-            option, equals, value = word.partition("=")
-            key = self.place.fullmatch(option)
-            if key is None or option.endswith(".help"):
-                others.append(word)
-            else:
-                found[key[1] or "class_path"] = plain(value if equals else next(rest, ""))
-                dotted = dotted or key[1] == "class_path"
-        if dotted or found.keys() - {"class_path"}:
-            self.others, self.given = others, found
-
-    def content(self, text: str) -> str:
-        """A recipe with these keys; one that names no environment stays as it is."""
-        recipe = yaml.safe_load(text) if self.given else None
-        model = recipe.get("model") if isinstance(recipe, dict) else None
-        settings = model.get("init_args") if isinstance(model, dict) else None
-        named = settings.get("environment") if isinstance(settings, dict) else None
-        if settings is None or not named or "class_path" in self.given:
-            return text
-        self.named, settings["environment"] = True, self.changed(named, self.given)
-        return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-
-    def words(self) -> list[str]:
-        """The other words; and the environment, where the command line names it.
-
-        Raises:
-            ValueError: nothing names the environment that the keys belong to.
-        """
-        given, keys = dict(self.given), ", ".join(self.given.keys() - {"class_path"})
-        named = given.pop("class_path", None)
-        require(
-            not given or self.named or bool(named),
-            f"model.environment.init_args.{keys} belongs to an environment, but no recipe names "
-            "one: add --model.environment CLASS_PATH.",
-        )
-        if not named:
-            return self.others
-        return [*self.others, f"--model.environment={json.dumps(self.changed(named, given))}"]
-
-    def changed(self, named: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """{class_path, init_args} with these keys.
-
-        Raises:
-            ValueError: a key is within a value that has no keys.
-        """
-        made = dict(named) if isinstance(named, dict) else {"class_path": named}
-        made["init_args"] = dict(made.get("init_args") or {})
-        for key, value in given.items():
-            *path, last = [part for part in key.split(".") if part != "init_args"]
-            node = made["init_args"]
-            for part in path:
-                inner = node.setdefault(part, {})
-                require(
-                    isinstance(inner, dict),
-                    f"model.environment.init_args.{key}: {part} is {inner!r}, which has no keys.",
-                )
-                node = inner.setdefault("init_args", {}) if "class_path" in inner else inner
-            node[last] = value
-        return made
-
-
-def plain(word: str) -> Any:
-    """A word of the command line as YAML reads it; one that is none, such as `?`, is a text.
+        names: recipes, as typed.
+        recipes: their settings, in the order of the command line.
+        options: (option, value) of everything else; None: a switch without a value.
 
     Example:
-        >>> plain("0.5"), plain("?"), plain("a: b"), plain("[x, 1]")
+        >>> given = CommandLine.read(["-c", "quickstart", "--model.group_size=4", "--debug"])
+        >>> given.names, given.options
+        (['quickstart'], [('model.group_size', '4'), ('debug', None)])
+        >>> given.words()[1:]
+        ['--model.group_size=4', '--debug']
+    """
+
+    names: list[str]
+    recipes: list[dict[str, Any]]
+    options: list[tuple[str, str | None]]
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> CommandLine:
+        """Read the words behind the command.
+
+        Raises:
+            ValueError: a recipe cannot be read, or a word belongs to no option.
+        """
+        names, options = split_words(words)
+        recipes = [written_out(read_recipe(name)) for name in names]
+        keys = [key for key, _ in options]
+        for source in SOURCES:
+            # `--data.train.limit 64` works on a recipe that says `train: problems.jsonl`.
+            if any(key.replace(".init_args", "").startswith(f"data.{source}.") for key in keys):
+                for recipe in recipes:
+                    settings = recipe.get("data", {}).get("init_args") or {}
+                    if isinstance(settings.get(source), str):
+                        settings[source] = {"path": settings[source]}
+                options = [
+                    (key, as_source(value) if key.endswith(f"data.{source}") else value)
+                    for key, value in options
+                ]
+        return cls(names, recipes, with_environment(recipes, options))
+
+    def words(self) -> list[str]:
+        """Return the words for the parser, with recipes as JSON in place of files."""
+        classes = [
+            f"--{key}={path}"
+            for key, path in DEFAULT_CLASSES.items()
+            if not class_is_named(key, self.recipes, self.options)
+        ]
+        recipes = [f"--config={json.dumps(recipe)}" for recipe in self.recipes]
+        return [*classes, *recipes, *(option_word(key, value) for key, value in self.options)]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All settings as one tree of plain values, `init_args` left out."""
+        tree: dict[str, Any] = {key: {"class_path": path} for key, path in DEFAULT_CLASSES.items()}
+        for recipe in self.recipes:
+            merge(tree, without_init_args(recipe))
+        for key, value in self.options:
+            set_at(tree, [part for part in key.split(".") if part != "init_args"], value)
+        return tree
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Return the recipes of a command line, and (option, value) of everything else."""
+    names: list[str] = []
+    options: list[tuple[str, str | None]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        require(
+            word.startswith("-"),
+            f"unexpected {word!r}: options are given as --KEY VALUE, recipes as -c RECIPE",
+        )
+        option, equals, value = word.partition("=")
+        given: str | None = value if equals else None
+        if not equals and rest and not rest[0].startswith("--") and rest[0] not in RECIPE_FLAGS:
+            given = rest.pop(0)
+        if option in RECIPE_FLAGS:
+            require(given is not None, f"{option} needs a recipe: {option} quickstart")
+            names.append(str(given))
+        else:
+            options.append((option.lstrip("-"), given))
+    return names, options
+
+
+def option_word(key: str, value: str | None) -> str:
+    """Return an option as one word of a command line."""
+    if key in ("model.optimizer", "model.init_args.optimizer") and value in TORCH_OPTIMIZERS:
+        value = f"torch.optim.{value}"
+    return f"--{key}" if value is None else f"--{key}={value}"
+
+
+def written_out(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with `init_args` wherever it was left out.
+
+    Example:
+        >>> written_out({"model": {"group_size": 4, "lora": {"rank": 2}}})
+        {'model': {'init_args': {'group_size': 4, 'lora': {'rank': 2}}}}
+        >>> written_out({"data": {"class_path": "PairData", "train": "a.jsonl"}})
+        {'data': {'class_path': 'PairData', 'init_args': {'train': 'a.jsonl'}}}
+    """
+    result = {key: with_init_args(value) for key, value in recipe.items()}
+    for key in DEFAULT_CLASSES:
+        node = result.get(key)
+        if isinstance(node, str):
+            result[key] = {"class_path": node}
+        elif isinstance(node, dict) and not node.keys() & set(OBJECT_KEYS):
+            result[key] = {"init_args": node}
+    model = result.get("model")
+    settings = model.get("init_args") if isinstance(model, dict) else None
+    if isinstance(settings, dict) and "optimizer" in settings:
+        settings["optimizer"] = with_torch_path(settings["optimizer"])
+    return result
+
+
+def with_torch_path(optimizer: Any) -> Any:
+    """Return an optimizer of a recipe with the full path of a class of torch."""
+    if isinstance(optimizer, dict) and "class_path" in optimizer:
+        return optimizer | {"class_path": with_torch_path(optimizer["class_path"])}
+    return f"torch.optim.{optimizer}" if optimizer in TORCH_OPTIMIZERS else optimizer
+
+
+def with_init_args(node: Any) -> Any:
+    """Return a node whose objects have their options below `init_args`."""
+    if isinstance(node, list):
+        return [with_init_args(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    inner = {key: with_init_args(value) for key, value in node.items()}
+    if "class_path" not in inner:
+        return inner
+    options = {key: value for key, value in inner.items() if key not in OBJECT_KEYS}
+    if options:
+        inner = {key: value for key, value in inner.items() if key in OBJECT_KEYS}
+        inner["init_args"] = (inner.get("init_args") or {}) | options
+    return inner
+
+
+def without_init_args(node: Any) -> Any:
+    """Return a node whose objects have their options beside `class_path`."""
+    if isinstance(node, list):
+        return [without_init_args(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    options = {key: without_init_args(each) for key, each in node.items() if key != "init_args"}
+    inner = node.get("init_args")
+    return options | without_init_args(inner) if isinstance(inner, dict) else options
+
+
+def merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Put a mapping over a tree, key by key; `rewards` and lists are replaced whole."""
+    for key, value in other.items():
+        known = tree.get(key)
+        if isinstance(known, dict) and isinstance(value, dict) and key != "rewards":
+            merge(known, value)
+        else:
+            tree[key] = value
+
+
+def set_at(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set the value of a dotted option; a class that was given by name becomes an object."""
+    *above, last = path
+    for part in above:
+        if isinstance(tree.get(part), str):
+            tree[part] = {"class_path": tree[part]}
+        elif not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if last in DEFAULT_CLASSES and isinstance(tree.get(last), dict) and value[:1] != "{":
+        tree[last]["class_path"] = value
+    else:
+        tree[last] = value
+
+
+def class_is_named(
+    key: str, recipes: Sequence[Mapping[str, Any]], options: Sequence[tuple[str, str | None]]
+) -> bool:
+    """Return True if a recipe or an option says of which class the model or data are."""
+    nodes = [recipe[key] for recipe in recipes if key in recipe]
+    in_recipes = any(isinstance(node, str) or "class_path" in (node or {}) for node in nodes)
+    return in_recipes or any(name in (key, f"{key}.class_path") for name, _ in options)
+
+
+def as_source(value: str | None) -> str | None:
+    """Return a path as a data source with more options, in JSON; anything else as it is."""
+    if value is None or value[:1] in ("[", "{") or value == "null":
+        return value
+    return json.dumps({"path": value})
+
+
+def with_environment(
+    recipes: Sequence[dict[str, Any]], options: Sequence[tuple[str, str | None]]
+) -> list[tuple[str, str | None]]:
+    """Move `--model.environment.KEY VALUE` into the recipe or option that names the environment.
+
+    Any object may be an environment, so the parser knows no options of it.
+
+    Raises:
+        ValueError: nothing names the environment that the options belong to.
+    """
+    others, given = list[tuple[str, str | None]](), dict[str, Any]()
+    for key, value in options:
+        short = key.replace(".init_args", "")
+        if short == ENVIRONMENT or short.startswith(f"{ENVIRONMENT}."):
+            given[short.removeprefix(ENVIRONMENT).removeprefix(".") or "class_path"] = plain_value(
+                value
+            )
+        else:
+            others.append((key, value))
+    if not given.keys() - {"class_path"}:
+        return list(options)
+    named = given.pop("class_path", None)
+    if named is not None:
+        text = json.dumps(with_options(named, given))
+        return [*others, (ENVIRONMENT, text)]
+    nodes = [
+        recipe["model"]["init_args"]
+        for recipe in recipes
+        if (recipe.get("model") or {}).get("init_args")
+    ]
+    nodes = [node for node in nodes if node.get("environment")]
+    require(
+        bool(nodes),
+        f"{ENVIRONMENT}.{', '.join(given)} belongs to an environment, but no recipe names one: add "
+        f"--{ENVIRONMENT} CLASS_PATH.",
+    )
+    for node in nodes:
+        node["environment"] = with_options(node["environment"], given)
+    return others
+
+
+def with_options(node: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {class_path, init_args} of an object with more options.
+
+    Raises:
+        ValueError: an option is below a value that has none.
+    """
+    tree = without_init_args(node) if isinstance(node, dict) else {"class_path": node}
+    for key, value in options.items():
+        *above, last = key.split(".")
+        inner = tree
+        for part in above:
+            inner = inner.setdefault(part, {})
+            require(
+                isinstance(inner, dict),
+                f"{ENVIRONMENT}.{key}: {part} is {inner!r}, which has no options.",
+            )
+        inner[last] = value
+    return with_init_args(tree)
+
+
+def plain_value(word: str | None) -> Any:
+    """Return a word of the command line as YAML reads it; text that is not YAML stays a text.
+
+    Example:
+        >>> plain_value("0.5"), plain_value("?"), plain_value("a: b"), plain_value("[x, 1]")
         (0.5, '?', 'a: b', ['x', 1])
     """
+    if word is None:
+        return None
     try:
         value = yaml.safe_load(word)
     except yaml.YAMLError:
         return word
-    return value if word[:1] in "[{" or not isinstance(value, dict | list) else word
-
-
-def mapping(path: str) -> str:
-    """A path as a source with more keys, in YAML."""
-    return f"{{path: {json.dumps(path, ensure_ascii=False)}}}"
-
-
-def _below(node: yaml.Node | None, key: str) -> list[yaml.Node]:
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return [value for name, value in pairs if name.value == key]
-
-
-def prepared_words(words: Sequence[str], folder: Path) -> list[str]:
-    """Command line whose recipes are files, with sources and environments written out.
-
-    Args:
-        words: after the command.
-        folder: for copies of recipes in which something was replaced.
-    """
-    sources, environment = Sources(words), EnvironmentKeys(words)
-
-    def read(word: str) -> str:
-        path = recipe_file(word)
-        old = path.read_text(encoding="utf-8")
-        refuse_repeated_keys(old, word)
-        new = environment.content(sources.text(with_torch_optimizer(old)))
-        if new == old:
-            return str(path)
-        # A run is named after its recipe, so the copy keeps the name.
-        copy = folder / str(len(list(folder.iterdir()))) / path.with_suffix(".yaml").name
-        copy.parent.mkdir()
-        copy.write_text(new, encoding="utf-8")
-        return str(copy)
-
-    result, option = [], ""
-    for word in (part for given in environment.others for part in _apart(given)):
-        if option in RECIPE_FLAGS:
-            result.append(read(word))
-        elif option == "--model.optimizer" and word in OF_TORCH:
-            result.append(f"torch.optim.{word}")
-        else:
-            result.append(word)
-        option = word
-    environment.others = sources.words(result)
-    return environment.words()
-
-
-def with_torch_optimizer(text: str) -> str:
-    """Recipe that names an optimizer of torch by its full path.
-
-    After transformers is imported, the short name of some is ambiguous.
-    """
-    return re.sub(
-        rf"(optimizer:\s*(?:\{{?\s*class_path:\s*)?)({'|'.join(OF_TORCH)})\b",
-        r"\1torch.optim.\2",
-        text,
-    )
-
-
-def _apart(word: str) -> list[str]:
-    """`--config=FILE` as two words, every other word as it is."""
-    return word.split("=", 1) if word.startswith("--config=") else [word]
+    return value if word[:1] in ("[", "{") or not isinstance(value, dict | list) else word

@@ -177,6 +177,8 @@ log = logging.getLogger(__name__)
 class EnvironmentFailure(RuntimeError):
     """So many episodes failed that going on would train on few. The message is one line."""
 
+    exit_code = 2
+
 
 class Failures:
     """Counts the episodes that failed, shows the first, stops the run where too many do.

@@ -34,6 +34,8 @@ class RewardFailure(RuntimeError):
     The message is one line; the cause has the traceback.
     """
 
+    exit_code = 2
+
 
 def count(counts: Counter[str], call: Call, scores: Scores, max_failed_frac: float) -> None:
     """Count the failures of a call; show the first, and stop the run if there are too many.

@@ -16,7 +16,7 @@ from statistics import fmean
 
 import litgrpo
 from litgrpo.arguments import require
-from litgrpo.cli.recipes import brought, recipe_file
+from litgrpo.cli.recipes import built_in_recipes, recipe_file
 from litgrpo.evaluation.intervals import PairedDifference, clustered_mean, paired_difference
 
 OVERLAYS = "algorithms/"
@@ -80,8 +80,7 @@ def compare(
     samples: int = 8,
     run_dir: str = "runs/compare",
     jobs: int = 1,
-    further: list[str] = [],  # noqa: B006 (read only)
-    folder: str | None = None,
+    fit_options: list[str] = [],  # noqa: B006 (read only)
 ) -> None:
     """Train by several algorithms and seeds at equal generated tokens; write a table and a plot.
 
@@ -96,10 +95,8 @@ def compare(
         samples: k completions of each validation prompt, for pass@1, pass@k and the mean reward.
         run_dir: where runs, table.md, table.json and plot.png go.
         jobs: runs at a time; more than one makes each use one thread.
-        further: more of the command line of `fit`, e.g. --further='["--data.batch_size", "8"]'.
-        folder: the earlier name of run_dir.
+        fit_options: more options of `fit`, e.g. --fit_options='["--data.batch_size", "8"]'.
     """
-    run_dir = run_dir if folder is None else said(folder)
     check_different(f"seeds is {seeds}; an interval needs at least 2 different ones.", seeds)
     check_different(f"algorithms is {algorithms}; give two or more different ones.", algorithms)
     plotting = find_spec("matplotlib") is not None
@@ -117,7 +114,7 @@ def compare(
         own = ["--seed_everything", str(seed), "--run_dir", str(own_dir), "--overwrite", "true"]
         # All start alike: only the first algorithm is evaluated before training.
         skipped = [] if name == algorithms[0] else ["--trainer.num_sanity_val_steps", "0"]
-        words = [*recipes, *evaluation, *limits, *further, *own, *skipped]
+        words = [*recipes, *evaluation, *limits, *fit_options, *own, *skipped]
         fit(own_dir, words, {"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
         return read(own_dir, (*metrics, REWARD))
 
@@ -134,12 +131,6 @@ def compare(
     print(f"{text}\n\nwritten to {run_dir}: table.md, table.json, plot.png and every run")
 
 
-def said(folder: str) -> str:
-    """The folder, which was given under its earlier name."""
-    print(f"--folder is called --run_dir now, as everywhere: {folder}", flush=True)
-    return folder
-
-
 def check_different(message: str, given: Sequence[object]) -> None:
     """Refuse less than two, and one that is given twice."""
     require(len(set(given)) == len(given) > 1, message)
@@ -149,7 +140,7 @@ def overlay(name: str) -> list[Path]:
     """The recipe that turns another one into this algorithm; none for `plain`."""
     if name == "plain":
         return []
-    algorithms = [Path(word).name for word in brought() if word.startswith(OVERLAYS)]
+    algorithms = [Path(word).name for word in built_in_recipes() if word.startswith(OVERLAYS)]
     if name in algorithms:
         return [recipe_file(OVERLAYS + name)]
     path = Path(name)

@@ -7,7 +7,7 @@ from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin import reasoning_gym as library
 from litgrpo.tools.audit import command as audit_verb
 from litgrpo.tools.audit.cases import Problem
-from litgrpo.tools.audit.command import merged, overridden, problems_of
+from litgrpo.tools.audit.command import problems_of
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.support.cases import WORKED
 
@@ -17,10 +17,10 @@ FAULTY = str(ROOT / "tests" / "rewards" / "faulty_rules.yaml")
 
 
 @pytest.fixture
-def gold(tmp_path) -> str:
+def references(tmp_path) -> str:
     lines = [json.dumps({"question": q, "answer": a}) for q, a in WORKED]
-    (tmp_path / "gold.jsonl").write_text("\n".join(lines) + "\n")
-    return str(tmp_path / "gold.jsonl")
+    (tmp_path / "references.jsonl").write_text("\n".join(lines) + "\n")
+    return str(tmp_path / "references.jsonl")
 
 
 def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa: F811
@@ -35,20 +35,30 @@ def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa:
     assert content["problems"] == 5
 
 
-def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, gold) -> None:  # noqa: F811
-    code, out, _ = cli("audit", "-c", FAULTY, "--gold", gold)
+def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> None:  # noqa: F811
+    code, out, _ = cli("audit", "-c", FAULTY, "--problems", references)
     assert code == 1
     assert "FAULT: giving up pays: 'no idea' in form earns 4.5" in out
     assert "FAULT: form outweighs the answer" in out
     assert "FAIL: " in out.splitlines()[-1]
 
 
-def test_an_overlay_and_gold_of_ones_own_are_used(cli, gold, tmp_path) -> None:  # noqa: F811
+def test_a_config_override_and_own_reference_answers_are_used(cli, references, tmp_path) -> None:  # noqa: F811
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
     code, out, _ = cli(
-        *("audit", "-c", FAULTY, "-c", str(overlay), "--gold", gold, "--threshold", "1.0"),
-        *("--form", "{reasoning}\n#### {answer}"),
+        *(
+            "audit",
+            "-c",
+            FAULTY,
+            "-c",
+            str(overlay),
+            "--problems",
+            references,
+            "--success_threshold",
+            "1.0",
+        ),
+        *("--answer_format", "{reasoning}\n#### {answer}"),
     )
     assert code == 0, out
     assert "'right' says whether" in out
@@ -58,12 +68,12 @@ def test_an_overlay_and_gold_of_ones_own_are_used(cli, gold, tmp_path) -> None: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give the recipe with the rewards"),
-        (["-c", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
+        ([], "model.rewards"),
+        (["-c", "nowhere.yaml"], "'nowhere.yaml'"),
         (["-c", "recipe.yaml"], "the recipe has no rewards"),
-        (["-c", QUICKSTART, "--success", "right"], "success is 'right'"),
+        (["-c", QUICKSTART, "--success_reward", "right"], "success_reward is 'right'"),
         (["-c", QUICKSTART, "--limit", "-1"], "limit is -1"),
-        (["-c", FAULTY], "the recipe has no training data; give problems: --gold"),
+        (["-c", FAULTY], "--problems"),
     ],
 )
 def test_mistakes_are_one_line(cli, words, message) -> None:  # noqa: F811
@@ -71,15 +81,6 @@ def test_mistakes_are_one_line(cli, words, message) -> None:  # noqa: F811
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_later_recipes_win_key_by_key_but_rewards_are_replaced() -> None:
-    first = {"model": {"a": 1, "rewards": {"x": 1}}, "data": {"b": 2}}
-    second = {"model": {"c": 3, "rewards": {"y": 2}}}
-    assert merged([first, second]) == {
-        "model": {"a": 1, "c": 3, "rewards": {"y": 2}},
-        "data": {"b": 2},
-    }
 
 
 OPEN = """
@@ -113,17 +114,6 @@ def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
     assert code == 0
     assert "2 prompts without an answer" in out
     assert "earn 1 on average" in out
-
-
-def test_overrides_follow_the_names_of_fit() -> None:
-    recipe = {"data": {"init_args": {"train": "a.jsonl"}}}
-    overridden(recipe, "data.train.limit", 3)
-    overridden(recipe, "model.class_path", "litgrpo.GRPO")
-    overridden(recipe, "model.init_args.rewards", {})
-    assert recipe == {
-        "data": {"init_args": {"train": {"path": "a.jsonl", "limit": 3}}},
-        "model": {"class_path": "litgrpo.GRPO", "init_args": {"rewards": {}}},
-    }
 
 
 def test_columns_may_be_used_under_both_names() -> None:

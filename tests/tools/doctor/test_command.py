@@ -1,6 +1,6 @@
 import pytest
 
-from litgrpo import program
+from litgrpo.cli import main as program
 from litgrpo.tools.doctor.command import doctor
 from tests.tools.doctor.writing import written
 

@@ -294,9 +294,13 @@ START = (
 class ServerFailure(RuntimeError):
     """A server does not do what a rollout needs; names it, in one line."""
 
+    exit_code = 2
+
 
 class ServersAway(ServerFailure):
     """No server answers; the same command may go on when one is there again."""
+
+    exit_code = 75  # EX_TEMPFAIL: start again later, nothing is lost
 
 
 class Away(ConnectionError):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule
 
@@ -34,69 +33,65 @@ from litgrpo.workers.sandbox import available, why_not
 FAILED = 1  # exit code
 SHOWN = 44  # characters of an example
 OPEN_PROMPTS, SAMPLES = 32, 4  # of open text, whose samples take time
-OVERRIDES = ("--model.", "--data.")
 
 
 def audit(
-    recipes: list[str] = [],  # noqa: B006 (read only)
-    gold: str | None = None,
+    given: Any,
+    problems: str | None = None,
     limit: int = 500,
-    success: str | None = None,
-    threshold: float | None = None,
-    form: str | None = None,
+    success_reward: str | None = None,
+    success_threshold: float | None = None,
+    answer_format: str | None = None,
     report: str | None = None,
 ) -> None:
-    """Test the rewards of a recipe; exit code 1 if they are unfit.
+    """Check the reward functions of a recipe for false negatives and exploits; exit code 1 if any.
 
-    Right answers in fifteen renderings must be judged right, and wrong, empty, repeated, stuffed or
-    copied ones must earn less. Also found: rewards that are slow, constant, failing, dominant or in
-    conflict; and tasks of reasoning-gym that execute answers. Without a column `answer` the text is
-    open: then tricks (the prompt copied, one sentence repeated, words shuffled, keywords, words
-    that the reward itself holds) must not earn more than the best of a few samples of the model
-    that training would start from.
+    Correct answers in fifteen formatting variants must be judged correct. Incorrect, empty,
+    repeated, stuffed or copied answers must earn less. The audit also finds rewards that are slow,
+    constant, failing, dominant or in conflict, and tasks of reasoning-gym that execute answers.
+    Without a column `answer` the text is open-ended: then exploits (the prompt copied, one sentence
+    repeated, words shuffled, keywords, words in the reward's own source) must not earn more than
+    the best of a few samples of the initial policy.
 
     Args:
-        recipes: the recipe and its overlays (-c RECIPE.yaml, as for fit); --model.KEY VALUE and
-            --data.KEY VALUE override them, as for fit.
-        gold: problems with gold answers, instead of the training data: a .jsonl file or any other
-            source; the columns are named as in the recipe.
-        limit: problems to take, evenly spread; 0 takes all. Of open text and episodes at most 32.
-        success: the reward that says whether an answer is right (default: the recipe's
-            evaluation.success, else its first reward).
-        threshold: from which it does (default: the recipe's evaluation.threshold).
-        form: how a completion should look, with {reasoning} and {answer} (default: tags).
-        report: write the numbers into this .json file, too.
+        given: a parsed command line, `RecipeCLI(words, "audit", extra=audit)`.
+        problems: problems with reference answers, instead of the training data: a .jsonl file or
+            any other source, with columns named as in the recipe.
+        limit: number of problems, evenly spread; 0 takes all. Open-ended text and episodes use at
+            most 32.
+        success_reward: the reward that says if an answer is correct (default: the recipe's
+            evaluation.success_reward, else its first reward).
+        success_threshold: least value of that reward for a correct answer (default: the recipe's
+            evaluation.success_threshold).
+        answer_format: format of a completion, with {reasoning} and {answer} (default: tags).
+        report: also write the numbers to this .json file.
     """
-    require(bool(recipes), "give the recipe with the rewards: -c quickstart")
     at_least("limit", limit, 0)
-    read_recipes = [_read(Path(path)) for path in recipes]
-    recipe = merged([each for each in read_recipes if not _is_command_line(each)])
-    for each in filter(_is_command_line, read_recipes):
-        for key, value in each.items():
-            overridden(recipe, key, value)
-    settings = recipe.get("model", {}).get("init_args", {})
-    evaluation = {"success": None, "threshold": 1.0} | (settings.get("evaluation") or {})
+    recipe = given.recipe
+    settings = recipe["model"]["init_args"]
     scorer = rewards_of(settings)
+    evaluation = settings["evaluation"]
     if settings.get("environment") is not None:
-        played = audit_environment(recipe, scorer, gold, limit)
-        tell(played, episode_lines(played), report)
+        played = audit_environment(recipe, scorer, problems, limit)
+        print_report(played, episode_lines(played), report)
         return
-    data, problems = problems_of(recipe, gold)
-    if all(problem.answer is None for problem in problems):
+    data, found = problems_of(recipe, problems)
+    if all(problem.answer is None for problem in found):
         open_report = audit_open(scorer, settings, data, limit)
-        tell(open_report, open_lines(open_report), report)
+        print_report(open_report, open_lines(open_report), report)
         return
-    problems = [problem for problem in problems if problem.answer is not None]
-    step = max(1, len(problems) // (limit or len(problems) or 1))
-    found = audit_rewards(
+    answered = [problem for problem in found if problem.answer is not None]
+    step = max(1, len(answered) // (limit or len(answered) or 1))
+    threshold = evaluation["threshold"] if success_threshold is None else success_threshold
+    result = audit_rewards(
         scorer,
-        problems[::step][: limit or None],
-        success=success or evaluation["success"],
-        threshold=float(evaluation["threshold"] if threshold is None else threshold),
-        form=None if form is None else Form(form),
+        answered[::step][: limit or None],
+        success=success_reward or evaluation["success"],
+        threshold=float(threshold),
+        form=None if answer_format is None else Form(answer_format),
     )
-    print("\n".join(executed_lines(scorer, problems)))
-    tell(found, as_text(found, scorer.weights), report)
+    print("\n".join(executed_lines(scorer, answered)))
+    print_report(result, as_text(result, scorer.weights), report)
 
 
 def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
@@ -116,84 +111,15 @@ def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
     ]
 
 
-def tell(found: Report | OpenReport | EpisodeReport, lines: list[str], path: str | None) -> None:
+def print_report(
+    found: Report | OpenReport | EpisodeReport, lines: list[str], path: str | None
+) -> None:
     """Print a report and write it, if asked; exit code 1 where the rewards are unfit."""
     print(visible("\n".join(lines)))
     if path is not None:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if not found.passed:
         raise SystemExit(FAILED)
-
-
-def recipe_words(words: list[str], folder: Path) -> list[str]:
-    """The words of the command line with `-c` and overrides of keys as one list of recipes.
-
-    Args:
-        words: as typed behind the verb.
-        folder: where overrides are written, as a recipe.
-    """
-    split = [part for word in words for part in _halves(word)]
-    kept, overrides, waiting = [], dict[str, Any](), iter(split)
-    for word in waiting:
-        if word.startswith(OVERRIDES):
-            given = next(waiting, None)
-            require(given is not None, f"{word} needs a value")
-            overrides[word.removeprefix("--")] = yaml.safe_load(str(given))
-        else:
-            kept.append("--recipes+" if word in ("-c", "--config") else word)
-    if overrides:
-        path = folder / "command_line.yaml"
-        path.write_text(yaml.safe_dump(overrides), encoding="utf-8")
-        kept += ["--recipes+", str(path)]
-    return kept
-
-
-def _halves(word: str) -> list[str]:
-    """`--model.key=value` as two words."""
-    key, equals, value = word.partition("=")
-    return [key, value] if equals and word.startswith(OVERRIDES) else [word]
-
-
-def overridden(recipe: dict[str, Any], path: str, value: Any) -> None:
-    """Set a key of a recipe as the command line names it, `model.rewards.right.weight`."""
-    first, *names = path.split(".")
-    node = recipe.setdefault(first, {})
-    if names[:1] != ["class_path"]:
-        node = node.setdefault("init_args", {})
-    for name in (names := names[names[:1] == ["init_args"] :])[:-1]:
-        inner = node.get(name)
-        node[name] = inner if isinstance(inner, dict) else {} if inner is None else {"path": inner}
-        node = node[name]
-    node[names[-1]] = value
-
-
-def _read(path: Path) -> dict[str, Any]:
-    require(path.is_file(), f"there is no recipe {path}")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    kind = type(content).__name__
-    require(isinstance(content, dict), f"{path} is no recipe: it holds {kind}, not keys")
-    return dict(content)
-
-
-def _is_command_line(recipe: Mapping[str, Any]) -> bool:
-    """Whether the keys are paths, as `recipe_words` writes them."""
-    return all("." in key for key in recipe)
-
-
-def merged(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Later recipes over earlier ones, key by key; rewards are replaced whole, as in `fit`."""
-    result: dict[str, Any] = {}
-    for recipe in recipes:
-        for key, value in recipe.items():
-            joined = key != "rewards" and _joins(result.get(key), value)
-            result[key] = merged([result[key], value]) if joined else value
-    return result
-
-
-def _joins(old: Any, new: Any) -> bool:
-    """Whether two nodes are merged: both have keys, and not of different classes."""
-    both = isinstance(old, dict) and isinstance(new, dict)
-    return both and new.get("class_path", old.get("class_path")) == old.get("class_path")
 
 
 def rewards_of(settings: Mapping[str, Any]) -> Scorer:
@@ -211,17 +137,16 @@ def rewards_of(settings: Mapping[str, Any]) -> Scorer:
 
 def problems_of(recipe: Mapping[str, Any], gold: str | None) -> tuple[PromptData, list[Problem]]:
     """The data, and problems with their gold answers (None: open text), from there or elsewhere."""
-    known = "data" in recipe or gold is not None
-    require(known, "the recipe has no data; give problems: --gold problems.jsonl")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
-    node = recipe.get("data", {"class_path": "litgrpo.PromptData"})
-    data = parser.instantiate(parser.parse_object({"data": node})).data
+    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
     if not isinstance(data, PromptData):
         raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
     source: Any = data.sources["train"] if gold is None else gold
     if source is None:
-        raise ValueError("the recipe has no training data; give problems: --gold problems.jsonl")
+        raise ValueError(
+            "the recipe has no training data; give problems: --problems problems.jsonl"
+        )
     needed = data.style.template.needs | ({"answer"} if gold is not None else set())
     rows = data.table.read(source, needed)
     worked = _worked(source, data.table.columns.get("answer", "answer"))
@@ -242,7 +167,7 @@ def audit_open(
     from litgrpo.models.loading import load_policy, load_tokenizer
 
     name = settings.get("pretrained")
-    require(name is not None, "the recipe has no model.pretrained, whose samples are compared")
+    require(bool(name), "the recipe has no model.pretrained, whose samples are compared")
     tokenizer = load_tokenizer(str(name))
     rows = data.table.read(data.sources["train"] or [], data.style.template.needs)
     wanted = min(limit or OPEN_PROMPTS, OPEN_PROMPTS, len(rows))

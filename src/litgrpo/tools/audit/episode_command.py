@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.cli.trainer_cli import keep_quiet
+from litgrpo.cli.console import keep_quiet
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sources import read
 from litgrpo.environments.base import Start
@@ -63,7 +63,7 @@ def audit_environment(
     """
     settings = dict(recipe["model"]["init_args"])
     require(
-        settings.get("pretrained") is not None,
+        bool(settings.get("pretrained")),
         "the recipe has no model.pretrained, whose episodes are compared",
     )
     data = data_of(recipe, gold, limit)
@@ -93,16 +93,13 @@ def audit_environment(
 
 def data_of(recipe: Mapping[str, Any], gold: str | None, limit: int) -> PromptData:
     """The recipe's data, whose validation set is a few rows of the training source."""
-    known = "data" in recipe or gold is not None
-    require(known, "the recipe has no data; give rows: --gold rows.jsonl")
-    node = recipe.get("data", {"class_path": "litgrpo.PromptData"})
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate(parser.parse_object({"data": node})).data
+    data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
     if not isinstance(data, PromptData):
         raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
     source: Any = data.sources["train"] if gold is None else gold
-    require(source is not None, "the recipe has no training data; give rows: --gold rows.jsonl")
+    require(source is not None, "the recipe has no training data; give rows: --problems rows.jsonl")
     rows = read(source)
     wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
     data.sources = dict.fromkeys(data.sources)

@@ -63,7 +63,7 @@ def audit_rewards(
         The report; `passed` is the verdict.
     """
     success = success or next(iter(scorer.parts))
-    one_of("success", success, scorer.parts)
+    one_of("success_reward", success, scorer.parts)
     require(len(problems) > 0, "there are no problems to audit with")
     form = form or form_of(scorer)
     answers = _Answers(success, threshold, partial(_cases, form=form, seed=seed))

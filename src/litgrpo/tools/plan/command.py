@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-
 from litgrpo.arguments import at_least, require
-from litgrpo.cli.plan_keys import PLAN_KEYS
-from litgrpo.cli.trainer_cli import OF_ONE_CALL, READING, LitGRPOCLI, keep_quiet
+from litgrpo.cli.parser import RecipeCLI
 from litgrpo.tools.plan import telling
 from litgrpo.tools.plan.fitting import proposal
 from litgrpo.tools.plan.measuring import measured
@@ -24,73 +19,65 @@ from litgrpo.tools.plan.schedule import schedule_of
 DOES_NOT_FIT = 1  # exit code
 
 
-class PlanCLI(LightningCLI):
-    """Reads the command line of `fit`, and builds nothing."""
+def plan(  # noqa: PLR0913, PLR0917 (each is an option)
+    given: Any,
+    chip: str | None = None,
+    chips: int | None = None,
+    samplers: int = 0,
+    devices: str | None = None,
+    val_prompts: int | None = None,
+    read_data: bool | None = None,
+    iterations: int | None = None,
+    model_config: str | None = None,
+    report: str | None = None,
+    fit: bool = False,
+    measure: bool = False,
+) -> None:
+    """Estimate memory, run time and cost of a recipe; exit code 1 if it does not fit.
 
-    def __init__(self, words: Sequence[str]) -> None:
-        """Parse the words after the verb."""
-        self.words = switched_on(words)
-        super().__init__(
-            **READING,
-            parser_kwargs={"usage": "cli.py plan [-c RECIPE.yaml ...] [--chip v5e] [--chips 8]"},
-            run=False,
-            load_from_checkpoint_support=False,
-        )
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Those of `fit`, and those of the plan."""
-        LitGRPOCLI.add_arguments_to_parser(self, parser)  # type: ignore[arg-type]
-        for name, (kind, default, text) in PLAN_KEYS.items():
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse our words, not the program's."""
-        self.config = parser.parse_args(self.words)
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """The settings of `fit`, as plain values."""
-        text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
-        unwanted = OF_ONE_CALL | PLAN_KEYS.keys()
-        return {name: each for name, each in yaml.safe_load(text).items() if name not in unwanted}
-
-    def _set_seed(self) -> None:
-        """Nothing is random here."""
-
-    def instantiate_classes(self) -> None:
-        """Nothing is built."""
-
-
-def switched_on(words: Sequence[str]) -> list[str]:
-    """Switches without their value are on."""
-    following = [*words[1:], "--"]
-    pairs = zip(words, following, strict=True)
-    switches = [f"--{name}" for name, (kind, *_) in PLAN_KEYS.items() if kind is bool]
-    return [f"{w}=true" if w in switches and after.startswith("-") else w for w, after in pairs]
-
-
-def plan() -> None:
-    """Print what a recipe needs; exit code 1 if that does not fit."""
-    keep_quiet()
-    words = sys.argv[2:]
-    asked = PlanCLI(words)
-    settings = asked.config
-    at_least("iterations", settings.iterations, 1)
-    at_least("val_prompts", settings.val_prompts, 1)
-    if settings.measure:
-        require(settings.chip is None, "measure runs on this machine: leave chip out, or measure.")
+    Args:
+        given: a parsed command line, `PlanCLI(words)`.
+        chip: kind of device, a name of the table (default: v5e, or the one of trainer.accelerator).
+        chips: number of devices that train (default: the trainer's; 8, or 1).
+        samplers: number of further devices that generate, as servers.
+        devices: your .yaml of devices, prices and sessions, over the one in the package.
+        val_prompts: held-out prompts of one validation (default: 500).
+        read_data: take lengths of rows and of the run from the recipe's data (default: for a CPU).
+        iterations: number of iterations to plan for.
+        model_config: a config.json or its folder, for a model that is not on this machine.
+        report: also write the numbers to this .json file.
+        fit: find the smallest change with which it fits.
+        measure: run a few iterations here, in a temporary folder, and estimate the run's time.
+    """
+    asked: PlanCLI = given
+    at_least("iterations", iterations, 1)
+    at_least("val_prompts", val_prompts, 1)
+    if measure:
+        require(chip is None, "measure runs on this machine: leave out either chip or measure.")
         tell_measured(asked)
         return
-    found = plan_of(settings)
+    found = plan_of(asked.config)
     print("\n".join(telling.as_text(found)))
-    if settings.report is not None:
+    if report is not None:
         content = json.dumps(telling.as_dict(found), indent=1)
-        Path(settings.report).write_text(content + "\n", encoding="utf-8")
+        Path(report).write_text(content + "\n", encoding="utf-8")
     fits = found.fits
-    if settings.fit:
-        fits = fits or tell_proposal(found, words)
+    if fit:
+        fits = fits or tell_proposal(found, asked.typed)
     if not fits:
         raise SystemExit(DOES_NOT_FIT)
+
+
+class PlanCLI(RecipeCLI):
+    """Parse the command line of `fit`, with the options of `plan`; build nothing.
+
+    Args:
+        words: what follows the command.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.typed = list(words)
+        super().__init__(words, "plan", extra=plan)
 
 
 def tell_measured(asked: PlanCLI) -> None:

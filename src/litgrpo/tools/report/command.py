@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import compress, pairwise
-from operator import not_
 from pathlib import Path
 
 from litgrpo.arguments import require
@@ -15,7 +12,6 @@ from litgrpo.tools.report.page import Diagnosis, page
 from litgrpo.tools.report.run_files import METRICS, read
 
 MOST_RUNS = 8
-OPTIONS = ("--output", "--config")
 
 
 def report(runs: list[str], output: str | None = None) -> None:
@@ -49,23 +45,6 @@ def report_at_end(run: str) -> None:
     except Exception as error:  # the run itself is done, and its files are written
         why = f"{type(error).__name__}: {error}"
         print(f"no report was written ({why}); `report {run} --debug` shows where")
-
-
-def run_words(words: list[str], folder: Path) -> list[str]:
-    """The words of the command line with the run folders as one list.
-
-    Args:
-        words: as typed behind the verb.
-        folder: not needed.
-
-    Example:
-        >>> run_words(["a", "b", "--output", "c.html"], Path())
-        ['["a", "b"]', '--output', 'c.html']
-    """
-    before = ["", *words]
-    is_run = [not w.startswith("-") and o not in OPTIONS for o, w in pairwise(before)]
-    runs, others = compress(words, is_run), compress(words, map(not_, is_run))
-    return [text for text in (json.dumps(list(runs)),) if any(is_run)] + list(others)
 
 
 def write(runs: list[str], output: str | None = None) -> Path:

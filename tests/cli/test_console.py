@@ -2,13 +2,13 @@ import os
 import subprocess
 import sys
 
-from litgrpo.cli.streams import outlive_readers
+from litgrpo.cli.console import survive_closed_output
 from tests.cli.running import ROOT
 
-TALKS = """
+SCRIPT = """
 import sys
-from litgrpo.cli.streams import outlive_readers
-outlive_readers()
+from litgrpo.cli.console import survive_closed_output
+survive_closed_output()
 for n in range(20000):
     print(n)
 sys.stdout.flush()
@@ -16,9 +16,9 @@ print("done", file=sys.stderr)
 """
 
 
-def test_a_program_goes_on_when_nobody_reads_it_any_more():
+def test_a_program_continues_after_its_output_is_closed():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    talk = [sys.executable, "-c", TALKS]
+    talk = [sys.executable, "-c", SCRIPT]
     pipe = subprocess.PIPE
     with subprocess.Popen(talk, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         assert process.stdout.readline() == "0\n"
@@ -27,7 +27,7 @@ def test_a_program_goes_on_when_nobody_reads_it_any_more():
     assert process.returncode == 0
 
 
-def test_streams_that_somebody_else_has_set_are_left_alone(capsys):
+def test_streams_that_a_notebook_or_test_replaced_are_left_alone(capsys):
     before = sys.stdout, sys.stderr
-    outlive_readers()
+    survive_closed_output()
     assert before == (sys.stdout, sys.stderr)

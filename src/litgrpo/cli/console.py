@@ -1,0 +1,80 @@
+"""What reaches the terminal: no routine messages of libraries, no failure when a reader is gone."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+import warnings
+from typing import Any, TextIO
+
+# Lines that Lightning prints in every run and that ask nothing of the user.
+ROUTINE_LINES: tuple[str, ...] = ("Tip:", "GPU available:", "TPU available:", "HPU available:")
+ROUTINE_LINES += ("Seed set to", "Restoring states from", "Restored all states")
+ROUTINE_LINES += (
+    "was configured so 1 batch",
+    "callbacks returned in `LightningModule.configure_call",
+)
+HARMLESS_WARNINGS = (
+    r".*does not have many workers",
+    r".*in eval mode at the start of training",
+    r".*sync_dist=True",  # our modules average over processes before they log
+    r".*You have overridden `transfer_batch_to_device`",
+    r".*isinstance\(treespec, LeafSpec\)",
+    r".*is_gradient_checkpointing. is deprecated",  # peft asks transformers by the old name
+    # Lightning's calls of jsonargparse, not ours.
+    r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
+)
+READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that was closed
+
+
+def keep_quiet() -> None:
+    """Hide what Lightning logs in every run, and warnings that need no action."""
+    for name in ("pytorch", "fabric"):
+        for module in ("rank_zero", "seed"):
+            logging.getLogger(f"lightning.{name}.utilities.{module}").addFilter(is_informative)
+    for message in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message)
+
+
+def is_informative(record: logging.LogRecord) -> bool:
+    """Return False for a line of Lightning's log that every run prints."""
+    return not any(words in record.getMessage() for words in ROUTINE_LINES)
+
+
+class PersistentFile(io.FileIO):
+    """Output file that writes to the null device once its reader is gone, as after `| head -1`."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        """Write; switch to the null device if the pipe or terminal is closed."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in READER_GONE:
+                raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        return super().write(data)
+
+
+def survive_closed_output() -> None:
+    """Let a run continue when whoever reads its output closes the pipe or the terminal."""
+    # Streams that a test or a notebook has put in place are left alone.
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = persistent(sys.stdout)
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = persistent(sys.stderr)
+
+
+def persistent(stream: TextIO) -> io.TextIOWrapper:
+    """Return a stream to the same file that outlives its reader."""
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(PersistentFile(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=getattr(stream, "line_buffering", False),
+    )

@@ -1,0 +1,202 @@
+"""Help of commands that read recipes: our options first, and the options below any option."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from docstring_parser import parse
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from lightning.pytorch import Trainer
+
+from litgrpo.cli.options import (
+    UNSET,
+    Option,
+    classes_in,
+    find_class,
+    find_option,
+    options_of,
+    subclasses,
+    type_name,
+)
+from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS, configure_jsonargparse, import_named_classes
+from litgrpo.cli.recipes import DEFAULT_CLASSES, CommandLine, built_in_recipes
+
+WIDTH, COLUMN = 100, 34
+QUESTION = re.compile(r"--([\w.-]+)\.help(?:=(.*))?")
+CALL_TEXTS = {
+    "ckpt_path": "Checkpoint to load: last, best, a .ckpt file or a run folder.",
+    "seed_everything": "Seed of model and data (default: 0).",
+    "print_config": "Print every option with its value as YAML, and exit.",
+}
+MORE = """\
+{program} {command} --model.lora.help           options below an option
+{program} {command} --model.engine.help CLASS   options of a class
+{program} {command} --model.help SFT            options of supervised fine-tuning"""
+
+
+def command_page(
+    program: str, command: str, summary: str, extra: Callable[..., Any] | None = None
+) -> str:
+    """Return the page of `COMMAND --help`: options of the command, of GRPO and of PromptData.
+
+    Args:
+        program: how it was started.
+        command: its name.
+        summary: what it does.
+        extra: a function whose options the command has beside those of `fit`.
+    """
+    import_named_classes()
+    page = argparse.ArgumentParser(
+        prog=f"{program} {command}",
+        usage=f"{program} {command} [-c RECIPE ...] [--OPTION VALUE ...]",
+        description=f"{summary[:1].upper()}{summary[1:]}.",
+        formatter_class=PageFormatter,
+        add_help=False,
+    )
+    recipes = ", ".join(name for name in built_in_recipes() if "/" not in name)
+    group = page.add_argument_group("run")
+    group.add_argument(
+        "-c",
+        metavar="RECIPE",
+        help=f"YAML file or built-in recipe; the last one wins. Built-in: {recipes}",
+    )
+    for name, option in (options_of(extra) if extra is not None else {}).items():
+        if name != "given":
+            add(group, f"--{name}", option.text, option.default)
+    for name, text in CALL_TEXTS.items():
+        group.add_argument(f"--{name}", metavar="", help=text)
+    for name, (_, _, text) in RUN_OPTIONS.items():
+        group.add_argument(f"--{name}", metavar="", help=text)
+    for key, path in DEFAULT_CLASSES.items():
+        kind = find_class(path, [object])
+        group = page.add_argument_group(f"{key}: options of {kind.__name__}")
+        for option in options_of(kind, key).values():
+            add(group, f"--{option.key}", option.text, option.default)
+    page.add_argument_group(
+        "trainer", "--trainer.OPTION, of Lightning's Trainer: accelerator, devices, strategy, ..."
+    )
+    page.add_argument_group("callbacks", f"--NAME.OPTION, with NAME one of {', '.join(CALLBACKS)}")
+    return f"{page.format_help()}\n{MORE.format(program=program, command=command)}"
+
+
+def add(group: Any, flag: str, text: str, default: Any) -> None:
+    """Add an option to a page, with its description and its default if that says something."""
+    shown = ""
+    if (
+        default is not UNSET
+        and default not in (None, False)
+        and isinstance(default, int | float | str)
+    ):
+        shown = f" (default: {default})"
+    sentence = text.partition(". ")[0].rstrip(".")
+    group.add_argument(flag, metavar="", help=f"{sentence}{shown}".replace("%", "%%"))
+
+
+def asked_option(words: Sequence[str]) -> tuple[str, str] | None:
+    """Return the option and the class of the first `--OPTION.help [CLASS]`; None without one.
+
+    Example:
+        >>> asked_option(["-c", "a.yaml", "--model.engine.help", "StaticEngine"])
+        ('model.engine', 'StaticEngine')
+    """
+    for word, following in pairwise([*words, ""]):
+        if found := QUESTION.fullmatch(word):
+            return found[1], found[2] or ("" if following.startswith("-") else following)
+    return None
+
+
+def option_page(key: str, name: str, words: Sequence[str]) -> str:
+    """Return what an option is, and the options below it.
+
+    Args:
+        key: dotted name of the option.
+        name: class that it is explained for; "" for its default.
+        words: of the command line, whose recipes name the classes of model and data.
+
+    Raises:
+        ValueError: there is no such option or class.
+    """
+    configure_jsonargparse()
+    import_named_classes()
+    option = find_option(key, roots_of(words))
+    classes = classes_in(option.hint)
+    lines = [
+        f"--{option.key} ({type_name(option.hint)}{default_text(option.default)})",
+        option.text,
+    ]
+    if name:
+        owner: type | None = find_class(name, classes or [object])
+    else:
+        concrete = [each for each in classes if not inspect.isabstract(each)]
+        owner = default_class(option) or next(iter(concrete), None)
+    if owner is not None:
+        page = ArgumentParser(
+            usage=argparse.SUPPRESS, add_help=False, formatter_class=WideFormatter
+        )
+        page.add_class_arguments(owner, option.key, sub_configs=False)
+        lines += ["", page.format_help().strip()]
+    known = [each for base in classes for each in subclasses(base)]
+    if not name and len(known) > 1 and "." in key:
+        lines += ["", f"Classes, each with options of its own (--{key}.help CLASS):"]
+        lines += [
+            f"  {each.__name__}: {parse(each.__doc__ or '').short_description}" for each in known
+        ]
+    if inspect.isfunction(option.default):
+        module = option.default.__module__
+        found = inspect.getmembers(inspect.getmodule(option.default), inspect.isfunction)
+        names = [
+            f"{module}.{each}" for each, f in found if f.__module__ == module and each[:1] != "_"
+        ]
+        lines += ["", "Functions, given by import path:", *(f"  {each}" for each in names)]
+    return "\n".join(lines)
+
+
+def default_class(option: Option) -> type | None:
+    """Return the class of an option's default; None if it is not an object with options."""
+    kind = option.default if inspect.isclass(option.default) else type(option.default)
+    return kind if option.default is not UNSET and classes_in(kind) else None
+
+
+def default_text(default: Any) -> str:
+    """Return `, default: VALUE`; "" for a required option."""
+    if default is UNSET:
+        return ""
+    if inspect.isclass(default) or inspect.isfunction(default):
+        return f", default: {default.__name__}"
+    if classes_in(type(default)):
+        return f", default: {type(default).__name__}()"
+    return f", default: {'null' if default is None else default}"
+
+
+def roots_of(words: Sequence[str]) -> Mapping[str, type]:
+    """Return {first part of an option: class}, with model and data as the recipes name them."""
+    asked = [word for word in words if not QUESTION.fullmatch(word)]
+    named = words[words.index(next(w for w in words if QUESTION.fullmatch(w))) + 1 :][:1]
+    if named and not named[0].startswith("-"):
+        asked.remove(named[0])
+    settings = CommandLine.read(asked).settings
+    roots: dict[str, type] = {"trainer": Trainer, **CALLBACKS}
+    for key in DEFAULT_CLASSES:
+        node = settings[key]
+        path = node["class_path"] if isinstance(node, dict) else node
+        roots[key] = find_class(str(path), [object])
+    return roots
+
+
+class WideFormatter(DefaultHelpFormatter):
+    """jsonargparse's help of a class, with types and defaults, on wider lines."""
+
+    def __init__(self, prog: str, **_: Any) -> None:
+        super().__init__(prog, max_help_position=COLUMN, width=WIDTH)
+
+
+class PageFormatter(argparse.HelpFormatter):
+    """Help of a command, on wider lines."""
+
+    def __init__(self, prog: str, **_: Any) -> None:
+        super().__init__(prog, max_help_position=COLUMN, width=WIDTH)

@@ -1,0 +1,274 @@
+"""Train, validate, test and predict from a recipe: LightningCLI with a run folder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, instantiate_module
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from litgrpo.arguments import import_by_path, require
+from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
+from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.run_folder import (
+    RunFolder,
+    checkpoint_file,
+    mark,
+    newest_checkpoint,
+    refuse_if_taken,
+    saved_config,
+    written,
+)
+from litgrpo.callbacks.run_lock import held
+from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.checkpointing.logger_state import LoggerState, never_failing
+from litgrpo.checkpointing.recipe_settings import RecipeSettings
+from litgrpo.checkpointing.rng_state import RngState
+from litgrpo.checkpointing.shards import read_any
+from litgrpo.cli.mistakes import root_cause
+from litgrpo.cli.parser import CALLBACKS, RecipeCLI
+from litgrpo.distributed.machine import check_machine
+from litgrpo.distributed.restarts import meet_anew
+from litgrpo.training.sft import SFT
+
+# Summary prints the evaluation, with intervals; Predictions writes the completions.
+COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "validate": {"verbose": False},
+    "test": {"verbose": False},
+    "predict": {"return_predictions": False},
+}
+LOCK_PATIENCE_S = 5.0  # a process that was killed may need a moment to exit
+
+
+class ConstructionError(ValueError):
+    """A class that a recipe names rejects its options, or lacks a package."""
+
+    exit_code = 2
+
+
+class LitGRPOCLI(RecipeCLI):
+    """Build model, data and trainer from a recipe, and call a method of the trainer.
+
+    Args:
+        command: `fit`, `validate`, `test` or `predict`.
+        words: what follows the command.
+
+    Example::
+
+        LitGRPOCLI("fit", ["-c", "quickstart", "--model.max_iterations", "10"])
+    """
+
+    def __init__(self, command: str, words: Sequence[str]) -> None:
+        with ExitStack() as self.until_the_end:  # holds the lock of the run folder
+            super().__init__(words, command, build=True)
+            given = {name: self.config[name] for name in self.trainer_options()}
+            getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **given)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our options, with the defaults of the command."""
+        super().add_arguments_to_parser(parser)
+        parser.set_defaults(**COMMAND_DEFAULTS.get(self.command, {}))
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; then find the run folder and the checkpoint."""
+        super().parse_arguments(parser, args)
+        settings = self.config
+        name = Path(self.given.names[0]).stem if self.given.names else self.command
+        run_dir = settings.run_dir or settings.trainer.default_root_dir or f"runs/{name}"
+        run_dir = str(run_dir).replace("{seed}", str(settings.seed_everything))
+        settings.run_dir = settings.trainer.default_root_dir = run_dir
+        given = settings.ckpt_path
+        require(
+            given is None or not self.resumes_automatically,
+            f"--auto_resume finds the checkpoint itself, but --ckpt_path names {given}: leave one "
+            "of them out.",
+        )
+        path = newest_checkpoint(Path(run_dir)) if self.resumes_automatically else None
+        if given is not None:
+            path = checkpoint_file(str(given), Path(run_dir))
+        settings.ckpt_path = None if path is None else str(path)
+
+    @property
+    def resumes_automatically(self) -> bool:
+        """True for `fit --auto_resume true`."""
+        return self.command == "fit" and bool(self.config.auto_resume)
+
+    @property
+    def writes_a_run(self) -> bool:
+        """True for a training that is not a `fast_dev_run`."""
+        return self.command == "fit" and not self.config.trainer.fast_dev_run
+
+    @property
+    def writes_a_report(self) -> bool:
+        """True if this process shall write the HTML report of the run."""
+        return self.writes_a_run and self.config.html and self.trainer.is_global_zero
+
+    @property
+    def starts_from_scratch(self) -> bool:
+        """True for a training that does not continue the run in its folder."""
+        settings = self.config
+        resumes = settings.ckpt_path is not None and (
+            Path(settings.run_dir).resolve() in Path(settings.ckpt_path).resolve().parents
+        )
+        return self.writes_a_run and not resumes
+
+    def before_instantiate_classes(self) -> None:
+        """Check the machine, pass the seed on, and reject a run folder that is in use."""
+        settings = self.config
+        prompts = settings.data.init_args.get("batch_size")
+        group = settings.model.init_args.get("group_size")
+        rows = prompts * group if self.command == "fit" and prompts and group else None
+        check_machine(settings.trainer, rows)
+        meet_anew()
+        for key in ("model", "data"):
+            self.replace_null_by_default(settings[key])
+            self.pass_seed_to(settings[key])
+        folder = Path(settings.run_dir)
+        if self.writes_a_run:
+            rank_zero_only(self.lock)(folder)
+        name_runs(settings.trainer.logger, folder.name)
+        if self.starts_from_scratch:
+            # A run that died before its first checkpoint left nothing to resume from.
+            overwrite = settings.overwrite or self.resumes_automatically
+            rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
+
+    def lock(self, folder: Path) -> None:
+        """Lock the run folder until the command has ended."""
+        patience_s = LOCK_PATIENCE_S if self.resumes_automatically else 0.0
+        self.until_the_end.enter_context(held(folder, patience_s))
+
+    def replace_null_by_default(self, node: Any) -> None:
+        """Let a config override take back what a recipe sets, as by `episode: null`."""
+        parameters = inspect.signature(import_by_path(node.class_path)).parameters
+        for name, parameter in parameters.items():
+            if is_dataclass(parameter.default) and node.init_args.get(name, parameter) is None:
+                del node.init_args[name]
+
+    def pass_seed_to(self, node: Any) -> None:
+        """Set the seed of model or data, unless the recipe gives them one of their own."""
+        parameters = inspect.signature(import_by_path(node.class_path)).parameters
+        if "seed" in parameters and node.init_args.seed == parameters["seed"].default:
+            node.init_args.seed = self.config.seed_everything
+
+    def instantiate_classes(self) -> None:
+        """Build everything; a class that cannot be built is named.
+
+        Raises:
+            ConstructionError: a class of another package raises. Errors of our own classes pass.
+        """
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            if mistake := self.explain():
+                raise ConstructionError(mistake) from error
+            name, module = raising_class(cause)
+            if cause is error or module.partition(".")[0] == "litgrpo" or not name:
+                raise
+            raise ConstructionError(f"Could not construct {name}: {root_cause(error)}") from error
+
+    def after_instantiate_classes(self) -> None:
+        """Write the configuration to the run folder, now that the recipe is known to be valid."""
+        if self.command != "fit" and self.config.ckpt_path and isinstance(self.model, SFT):
+            # The data are read with the checkpoint's tokenizer; fit builds the same from its data.
+            self.model.take_tokenizer(read_any(Path(self.config.ckpt_path)))
+        if self.starts_from_scratch:
+            rank_zero_only(mark)(Path(self.config.run_dir), self.config_text)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer with our loggers and callbacks, unless the recipe turns them off."""
+        options = {**self.config_init["trainer"], **kwargs}
+        check_trainer_options(options, self.model)
+        given = options["callbacks"] or []
+        given = given if isinstance(given, list) else [given]
+        ours = [self.config_init[name] for name in CALLBACKS]
+        if options["enable_checkpointing"] is False:
+            ours = [each for each in ours if not isinstance(each, Checkpoint)]
+        if options["enable_progress_bar"] is False or any(
+            isinstance(g, ProgressBar) for g in given
+        ):
+            ours = [each for each in ours if not isinstance(each, ProgressBar)]
+        max_time = options.pop("max_time")
+        if max_time is not None:
+            ours.append(TimeBudget(max_time))
+        for callback in ours:
+            if isinstance(callback, IterationCheckpoint):
+                callback.falls_back = self.resumes_automatically
+        replaced = written(Path(self.config.run_dir)) if self.starts_from_scratch else []
+        always = [
+            RunFolder(self.config_text, replaced),
+            Hyperparameters(self.config_text),
+            RecipeSettings(),
+            RngState(),
+            LoggerState(self.config.run_dir),
+        ]
+        # Lightning moves Checkpoint callbacks behind all others, so the state of random numbers and
+        # loggers is noted before a file is written; HFCheckpoints follows IterationCheckpoint.
+        options["callbacks"] = [*ours, *always, *given]
+        options["logger"] = self.loggers(options["logger"])
+        options["plugins"] = cluster_plugins(options["plugins"])
+        return Trainer(**options)
+
+    def loggers(self, given: Any) -> list[Logger] | bool:
+        """Return TensorBoard, CSV and the recipe's loggers for `fit`; else the recipe's alone."""
+        if given is False or self.command != "fit":
+            return given if isinstance(given, list) else False
+        folder = self.config.run_dir
+        loggers: list[Logger] = []
+        if self.config.tensorboard:
+            loggers.append(Board(folder))
+        if self.config.csv:
+            loggers.append(MetricsCSV(folder))
+        extra = given if isinstance(given, list) else [given]
+        loggers += [logger for logger in extra if isinstance(logger, Logger)]
+        return [never_failing(with_allowed_names(logger)) for logger in loggers]
+
+    @cached_property
+    def config_text(self) -> str:
+        """Resolved configuration as YAML, without options of one call."""
+        return yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
+
+
+def raising_class(error: BaseException) -> tuple[str, str]:
+    """Return name and module of the class whose constructor raised; ("", "") if there is none."""
+    trace, found = error.__traceback__, ("", "")
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "__init__" and "self" in frame.f_locals:
+            kind = type(frame.f_locals["self"])
+            found = (kind.__name__, str(frame.f_globals.get("__name__", "")))
+        trace = trace.tb_next
+    return found
+
+
+def load_module(path: Path) -> Any:
+    """Return the module of a checkpoint with its weights, outside of any trainer.
+
+    Args:
+        path: a checkpoint of a run.
+    """
+    checkpoint = read_any(path)
+    node = yaml.safe_load(saved_config(checkpoint))["model"]
+    module = instantiate_module(
+        LightningModule, {"_class_path": node["class_path"], **node["init_args"]}
+    )
+    if isinstance(module, SFT):
+        module.take_tokenizer(checkpoint)
+    module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+    return module

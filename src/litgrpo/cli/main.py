@@ -1,0 +1,298 @@
+"""The program: `litgrpo COMMAND ...` when installed, `python cli.py COMMAND ...` in a clone."""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from litgrpo import __version__
+from litgrpo.arguments import add_folders
+from litgrpo.cli.console import keep_quiet, survive_closed_output
+from litgrpo.cli.recipes import recipe_file, split_words
+
+WRONG_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT
+TERMINATED = 143  # 128 + SIGTERM, the code that schedulers expect after a stop request
+HELP_FLAGS = {"-h", "--help"}
+
+HELP = """\
+litgrpo: GRPO for language models in PyTorch Lightning
+
+usage: {program} COMMAND [-c RECIPE.yaml ...] [--OPTION VALUE ...]
+
+commands:
+{commands}
+
+examples:
+  {program} fit -c quickstart
+  {program} fit -c quickstart --seed_everything 1 --run_dir runs/second
+  {program} fit -c quickstart --ckpt_path last
+  {program} predict -c runs/quickstart/config.yaml --ckpt_path last --data.prompts '["3+4="]'
+
+A recipe is a YAML file or the name of a built-in one. A later -c overrides an earlier one, and
+--OPTION VALUE overrides both. A run writes to one folder: runs/NAME, with the name of the first
+recipe, or --run_dir.
+
+  {program} --version                    print the version
+  {program} COMMAND --help               options of a command
+  {program} fit --model.lora.help        options below an option
+  {program} fit --model.help SFT         options of a class
+  --debug                               show tracebacks instead of one-line errors
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the program.
+
+    Args:
+        summary: one line for `--help`.
+        run: called with what follows the command.
+        recipe: True if it reads recipes and overrides, as `fit` does.
+        load_extra: imports the function whose options it has beside those of `fit`.
+    """
+
+    summary: str
+    run: Callable[[Sequence[str]], None]
+    recipe: bool = False
+    load_extra: Callable[[], Callable[..., Any]] | None = None
+
+
+def run_trainer(command: str, words: Sequence[str]) -> None:
+    """Train, evaluate or predict; write the HTML report of a training."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from litgrpo.cli.lightning_cli import LitGRPOCLI
+    from litgrpo.tools.report.command import report_at_end
+
+    try:
+        done = LitGRPOCLI(command, words)
+    except SIGTERMException as stop:
+        raise SystemExit(TERMINATED) from stop
+    if done.writes_a_report:
+        report_at_end(done.config.run_dir)
+
+
+def plan(words: Sequence[str]) -> None:
+    """Estimate what a recipe needs."""
+    from litgrpo.tools.plan.command import PlanCLI
+
+    given = PlanCLI(words)
+    plan_function()(given, **given.extra_options)
+
+
+def plan_function() -> Callable[..., Any]:
+    """Import the function of `plan`."""
+    from litgrpo.tools.plan.command import plan as run
+
+    return run
+
+
+def audit(words: Sequence[str]) -> None:
+    """Check the rewards of a recipe."""
+    from litgrpo.cli.parser import RecipeCLI
+
+    given = RecipeCLI(words, "audit", extra=audit_function())
+    audit_function()(given, **given.extra_options)
+
+
+def audit_function() -> Callable[..., Any]:
+    """Import the function of `audit`."""
+    from litgrpo.tools.audit.command import audit as run
+
+    return run
+
+
+def export(words: Sequence[str]) -> None:
+    """Export a checkpoint."""
+    from litgrpo.cli.export import export as run
+
+    call("export", run, words)
+
+
+def compare(words: Sequence[str]) -> None:
+    """Compare algorithms."""
+    from litgrpo.tools.compare import compare as run
+
+    call("compare", run, words)
+
+
+def doctor(words: Sequence[str]) -> None:
+    """Diagnose a run."""
+    from litgrpo.tools.doctor.command import doctor as run
+
+    call("doctor", run, words)
+
+
+def replay(words: Sequence[str]) -> None:
+    """Print an episode."""
+    from litgrpo.tools.replay import replay as run
+
+    call("replay", run, words)
+
+
+def report(words: Sequence[str]) -> None:
+    """Write the HTML report of one or more runs."""
+    from litgrpo.tools.report.command import report as run
+
+    call("report", run, runs_as_list(words))
+
+
+def call(command: str, function: Callable[..., Any], words: Sequence[str]) -> None:
+    """Call the function of a command with its options."""
+    from litgrpo.cli.parser import call as call_function
+
+    given = [word for word in words if word != "--debug"]
+    call_function(function, given, f"{program_name()} {command}")
+
+
+def runs_as_list(words: Sequence[str]) -> list[str]:
+    """Return the words of `report` with all run folders as one list.
+
+    Example:
+        >>> runs_as_list(["a", "b", "--output", "c.html"])
+        ['["a", "b"]', '--output', 'c.html']
+    """
+    runs: list[str] = []
+    others: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = before.startswith("--") and "=" not in before and before != "--debug"
+        (others if word.startswith("-") or is_value else runs).append(word)
+    return [json.dumps(runs), *others] if runs else others
+
+
+COMMANDS: dict[str, Command] = {
+    "fit": Command(
+        "train: results before and after, checkpoints and the model in the run folder",
+        partial(run_trainer, "fit"),
+        recipe=True,
+    ),
+    "validate": Command(
+        "evaluate on the held-out validation prompts", partial(run_trainer, "validate"), recipe=True
+    ),
+    "test": Command("evaluate on the test prompts", partial(run_trainer, "test"), recipe=True),
+    "predict": Command(
+        "generate answers to prompts: print them, write JSONL",
+        partial(run_trainer, "predict"),
+        recipe=True,
+    ),
+    "export": Command("write a checkpoint's policy in Hugging Face format", export),
+    "audit": Command(
+        "check reward functions for false negatives and exploits", audit, True, audit_function
+    ),
+    "plan": Command("estimate memory, run time and cost per device", plan, True, plan_function),
+    "compare": Command("compare algorithms over seeds, with confidence intervals", compare),
+    "doctor": Command("diagnose a run and suggest changes", doctor),
+    "replay": Command("print an episode of a run, turn by turn", replay),
+    "report": Command("write one HTML page that shows a run, or compares several", report),
+}
+
+
+def main() -> int:
+    """Run the command on the command line.
+
+    Returns:
+        The exit code: 0; 2 for wrong input; 75 if servers are away; 130 or 143 if stopped.
+    """
+    survive_closed_output()
+    words = sys.argv[1:]
+    if not words or words[0] in HELP_FLAGS:
+        print(help_page())
+        return 0 if words else WRONG_INPUT
+    if words == ["--version"]:
+        print(f"litgrpo {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(COMMANDS)}"
+        return print_error(f"unknown command {name!r}: {hint}")
+    try:
+        run(name, rest)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Lightning turns an interrupt into an exit; during training it is saved instead.
+        if not isinstance(stop.__context__ or stop, KeyboardInterrupt):
+            raise
+        print("interrupted; nothing to save yet", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        message, code = user_error(error)
+        if "--debug" in words or not message:
+            raise
+        return print_error(message, code)
+    return 0
+
+
+def run(name: str, words: list[str]) -> None:
+    """Print the help that is asked for, or run a command."""
+    command = COMMANDS[name]
+    if gc.get_freeze_count() == 0:
+        # Most of the start is imports, which leave no garbage: collect it after them.
+        gc.disable()
+        try:
+            import litgrpo.cli.parser  # noqa: F401
+        finally:
+            gc.freeze()
+            gc.enable()
+    keep_quiet()
+    if command.recipe:
+        from litgrpo.cli.help import asked_option, command_page, option_page
+
+        if HELP_FLAGS.intersection(words):
+            extra = None if command.load_extra is None else command.load_extra()
+            print(command_page(program_name(), name, command.summary, extra))
+            return
+        if question := asked_option(words):
+            print(option_page(*question, words))
+            return
+        # Rewards, environments and data may be in modules beside a recipe.
+        folders = [str(recipe_file(each).parent) for each in split_words(words)[0]]
+        add_folders([*folders, "."])
+    command.run(words)
+
+
+def user_error(error: BaseException) -> tuple[str, int]:
+    """Return the message and the exit code of an error that the user can fix; ("", 0) for a bug.
+
+    The user can fix what our own checks raise, and errors that carry an `exit_code`. jsonargparse
+    wraps what constructors raise, so the causes are searched too.
+    """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    link: BaseException | None = error
+    while link is not None:
+        code = getattr(link, "exit_code", None)
+        if code is not None:
+            return str(link), code
+        frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
+        module = frames[-1].f_globals.get("__name__", "") if frames else ""
+        checked = isinstance(link, ValueError | FileNotFoundError) and module.startswith("litgrpo")
+        if checked or isinstance(link, MisconfigurationException):
+            return str(link), WRONG_INPUT
+        link = link.__cause__
+    return "", 0
+
+
+def print_error(message: str, code: int = WRONG_INPUT) -> int:
+    """Print one line and return the exit code."""
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def help_page() -> str:
+    """Return the page of `--help`."""
+    commands = "\n".join(f"  {name:<10}{each.summary}" for name, each in COMMANDS.items())
+    return HELP.format(program=program_name(), commands=commands)
+
+
+def program_name() -> str:
+    """Return how the user started this program."""
+    return "python cli.py" if Path(sys.argv[0]).suffix == ".py" else "litgrpo"

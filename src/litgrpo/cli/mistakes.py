@@ -1,0 +1,337 @@
+"""The option at which a parse failed, in one line with the nearest valid option.
+
+jsonargparse names a wrong option inside a tree of every type that it tried. Instead of reading that
+text, the settings are checked again from the top, one option at a time, as soon as a parse failed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from litgrpo.arguments import import_by_path
+from litgrpo.cli.options import (
+    UNSET,
+    Option,
+    classes_in,
+    find_class,
+    members,
+    nearest,
+    options_of,
+    subclasses,
+    takes_any_option,
+    type_name,
+    values_of_mapping,
+)
+from litgrpo.cli.recipes import OBJECT_KEYS, without_init_args
+
+# {option of another command: that command}
+OTHER_COMMANDS = {
+    **dict.fromkeys(("chip", "chips", "model_config"), "plan"),
+    **dict.fromkeys(
+        ("problems", "limit", "success_reward", "success_threshold", "answer_format"), "audit"
+    ),
+    **dict.fromkeys(("algorithms", "tokens", "seeds", "jobs", "fit_options"), "compare"),
+}
+RECIPE_OPTIONS = (
+    "model",
+    "data",
+    "trainer",
+    "checkpoint",
+    "run_dir",
+    "ckpt_path",
+    "seed_everything",
+)
+LR = "model.optimizer.lr"
+EPOCHS, MINI_BATCHES = "model.update.epochs_per_rollout", "model.update.num_mini_batches"
+MICRO, CLIP = "model.update.micro_batch_size", "model.objective.surrogate.clip_low"
+AGGREGATION = "model.objective.loss_aggregation"
+# {name in TRL (GRPOConfig), verl or transformers: ours}. The last segments count, so that
+# `--model.num_generations`, `--num_generations` and verl's `actor_rollout_ref.rollout.n` are found.
+OTHER_NAMES = {
+    **dict.fromkeys(("output_dir", "out_dir", "folder", "default_local_dir"), "run_dir"),
+    **dict.fromkeys(("lr", "learning_rate", "optim.lr"), LR),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_from_path"), "ckpt_path"),
+    **dict.fromkeys(
+        ("max_steps", "total_training_steps", "max_iterations"), "model.max_iterations"
+    ),
+    **dict.fromkeys(("num_generations", "rollout.n", "group_size"), "model.group_size"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), "model.objective.kl_coef"),
+    **dict.fromkeys(("kl_loss_type", "kl_penalty", "kl"), "model.objective.kl"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"), CLIP),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "model.objective.surrogate.clip_high"),
+    **dict.fromkeys(("delta", "clip_ratio_c"), "model.objective.surrogate.cap"),
+    **dict.fromkeys(("loss_type", "loss_agg_mode"), AGGREGATION),
+    **dict.fromkeys(
+        ("scale_rewards", "norm_adv_by_std_in_grpo"), "model.objective.advantages.scale"
+    ),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), EPOCHS),
+    **dict.fromkeys(("steps_per_generation", "ppo_mini_batch_size"), MINI_BATCHES),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "micro_batch_size"), MICRO
+    ),
+    "gradient_accumulation_steps": MICRO,
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "model.update.max_grad_norm"),
+    **dict.fromkeys(
+        ("max_new_tokens", "max_completion_length", "response_length", "max_response_length"),
+        "model.max_completion_length",
+    ),
+    "max_prompt_length": "data.max_prompt_length",
+    **dict.fromkeys(("batch_size", "train_batch_size"), "data.batch_size"),
+    **dict.fromkeys(("train_files", "dataset", "train_dataset"), "data.train"),
+    **dict.fromkeys(("val_files", "eval_dataset"), "data.val"),
+    **dict.fromkeys(("model_name_or_path", "model.path", "pretrained_model"), "model.pretrained"),
+    **dict.fromkeys(("reward_funcs", "custom_reward_function"), "model.rewards"),
+    "reward_weights": "model.rewards.NAME.weight",
+    "temperature": "model.sampling.temperature",
+    "top_p": "model.sampling.top_p",
+    "top_k": "model.sampling.top_k",
+    "entropy_coeff": "model.objective.entropy_coef",
+    "use_vllm": "model.engine",
+    "importance_sampling_level": "model.objective.ratio",
+    "num_train_epochs": "trainer.max_epochs",
+    "total_epochs": "trainer.max_epochs",
+    **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.every_n_iterations"),
+    **dict.fromkeys(("eval_steps", "test_freq"), "trainer.val_check_interval"),
+    "lr_scheduler_type": "model.lr_scheduler",
+    **dict.fromkeys(("bf16", "torch_dtype", "fp16"), "model.precision.dtype"),
+    "gradient_checkpointing": "model.precision.gradient_checkpointing",
+    "seed": "seed_everything",
+}
+PENALTY = (
+    "penalties change the distribution that is sampled, and the gradient assumes the policy's own. "
+    "In training use the reward litgrpo.rewards.repetition; for text of a trained model give the "
+    "penalty to transformers' generate on final_model"
+)
+LEFT_OUT = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size")
+MOST_LISTED = 20
+
+
+def find_mistake(
+    settings: Mapping[str, Any], roots: Mapping[str, type], others: Collection[str]
+) -> str:
+    """Return what is wrong with the first wrong option, in one line; "" if nothing is found.
+
+    Args:
+        settings: of recipes and command line; `init_args` left out.
+        roots: {first part of an option: class that takes the rest}.
+        others: options without parts.
+    """
+    for key, value in settings.items():
+        found = ""
+        if key in roots:
+            root = Option(key, roots[key], UNSET, "")
+            found = mistake_in(root, value)
+        elif key not in others:
+            whole = ".".join([key, *first_path(value)])
+            found = unknown_option(whole, [*others, *roots], recipe="model" in roots)
+        if found:
+            return found
+    return ""
+
+
+def first_path(value: Any) -> list[str]:
+    """Return the keys down to the first leaf of nested mappings."""
+    path = []
+    while isinstance(value, Mapping) and value:
+        path.append(str(next(iter(value))))
+        value = value[path[-1]]
+    return path
+
+
+def mistake_in(option: Option, value: Any) -> str:
+    """Return what is wrong with an option's value or with an option below it; "" if nothing is."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        value = without_init_args(yaml.safe_load(value))
+    if value is None or option.hint in (Any, object, UNSET):
+        return ""
+    classes = classes_in(option.hint)
+    values = values_of_mapping(option.hint)
+    if isinstance(value, Mapping) and classes and (values is UNSET or "class_path" in value):
+        return mistake_in_object(option, value, classes)
+    if isinstance(value, Mapping) and values is not UNSET:
+        inner = (
+            mistake_in(Option(f"{option.key}.{name}", values, UNSET, ""), each)
+            for name, each in value.items()
+        )
+        return next(filter(None, inner), "") or mistake_in_value(option, value)
+    if isinstance(value, Mapping) and "class_path" in value:
+        return mistake_in_object(option, value, [])
+    if isinstance(value, str) and classes and str not in members(option.hint):
+        return unknown_class(option, value, classes) or mistake_in_value(option, value)
+    return mistake_in_value(option, value)
+
+
+def mistake_in_object(option: Option, value: Mapping[str, Any], classes: Sequence[type]) -> str:
+    """Return what is wrong with the settings of an object; "" if nothing is."""
+    named = value.get("class_path")
+    if named is not None and (found := unknown_class(option, str(named), classes)):
+        return found
+    owner = find_class(str(named), classes) if named is not None else default_class(option, classes)
+    if named is None and inspect.isabstract(owner):
+        known = ", ".join(sorted(each.__name__ for each in subclasses(owner)))
+        return (
+            f"{option.key} has options but no class: give --{option.key} CLASS before them "
+            f"(in a recipe: class_path), with CLASS one of {known}"
+        )
+    known_options = options_of(owner, option.key)
+    for name, each in value.items():
+        plain_name = str(name).removesuffix("+")  # `key+` appends to a list
+        if plain_name in known_options:
+            found = mistake_in(known_options[plain_name], each)
+        elif plain_name in OBJECT_KEYS or takes_any_option(owner):
+            continue
+        else:
+            found = unknown_option_of(option.key, plain_name, owner, list(known_options))
+        if found:
+            return found
+    required = {name: each.key for name, each in known_options.items() if each.default is UNSET}
+    missing = [key for name, key in required.items() if name not in value]
+    # A factory, such as of an optimizer, gets its required arguments later.
+    if missing and "dict_kwargs" not in value and not callable_hint(option.hint):
+        hint = "; give a recipe, such as -c quickstart" if option.key == "model" else ""
+        return f"missing: {', '.join(missing)} (of {owner.__name__}){hint}"
+    return refusal_of(option, owner, value)
+
+
+def default_class(option: Option, classes: Sequence[type]) -> type:
+    """Return the class of an option's default, or the first that its type names."""
+    default = option.default if inspect.isclass(option.default) else type(option.default)
+    return default if any(issubclass(default, each) for each in classes) else classes[0]
+
+
+def refusal_of(option: Option, owner: type, value: Mapping[str, Any]) -> str:
+    """Return why a reward class or a setting group rejects its settings; "" if it does not."""
+    if callable_hint(option.hint) and not classes_in(option.hint):
+        given = {name: each for name, each in value.items() if name != "class_path"}
+        try:
+            parser = ArgumentParser(exit_on_error=False)
+            parser.add_class_arguments(owner, "value")
+            parser.instantiate(parser.parse_object({"value": given}))
+        except (ValueError, ImportError, ArgumentError) as error:  # others are bugs
+            return f"{option.key}: {root_cause(error)}"
+    return ""
+
+
+def callable_hint(hint: Any) -> bool:
+    """Return True if a type allows a function."""
+    return any("Callable" in str(each) for each in members(hint))
+
+
+def mistake_in_value(option: Option, value: Any) -> str:
+    """Return what is expected of a value that the parser rejects; "" if it is accepted."""
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=option.hint)
+    except ValueError:  # a type that only a class argument may have
+        return ""
+    try:
+        parser.parse_object({"value": value})
+    except (ArgumentError, TypeError, ValueError) as error:
+        if isinstance(option.default, FunctionType) and isinstance(value, str):
+            return unknown_function(option, value)
+        if classes_in(option.hint) or callable_hint(option.hint):
+            return f"{option.key}: {last_line(str(error))}"
+        return f"{option.key} is {value!r}, expected {type_name(option.hint)}"
+    return ""
+
+
+def unknown_class(option: Option, name: str, classes: Sequence[type]) -> str:
+    """Return that there is no such class and which there are; "" if it exists."""
+    try:
+        find_class(name, classes)
+    except ValueError as error:
+        return f"{option.key}: {error}"
+    return ""
+
+
+def unknown_function(option: Option, name: str) -> str:
+    """Return how a function is given, with the nearest of those beside the default."""
+    module = option.default.__module__
+    found = inspect.getmembers(import_by_path(module), inspect.isfunction)
+    known = [each for each, f in found if f.__module__ == module and not each.startswith("_")]
+    near = nearest(name, known) or option.default.__name__
+    return (
+        f"{option.key} is {name!r}; a function is given by its import path: {module}.{near} "
+        f"(functions there: {', '.join(known)})"
+    )
+
+
+def unknown_option(key: str, known: Sequence[str], *, recipe: bool) -> str:
+    """Return that there is no such option at the top, and what to use instead.
+
+    Args:
+        key: the option.
+        known: every option without parts, and the first parts of the others.
+        recipe: True if the command reads recipes.
+    """
+    unknown = f"unknown option {key!r}"
+    first, last = key.partition(".")[0], key.rpartition(".")[2]
+    if last in LEFT_OUT:
+        return f"{unknown}: {PENALTY}"
+    other = other_name(key)
+    if recipe and other and other.partition(".")[0] in known:
+        return f"{unknown}: use {other!r}"
+    if key in OTHER_COMMANDS:
+        return f"{unknown}: it belongs to {OTHER_COMMANDS[key]!r} ({OTHER_COMMANDS[key]} --help)"
+    if not recipe and first in RECIPE_OPTIONS:
+        if "fit_options" in known:
+            return f"{unknown}: 'fit' takes it; pass it as --fit_options='[\"--{key}\", \"VALUE\"]'"
+        return f"{unknown}: 'fit' takes it; options here: {', '.join(known)}"
+    near = nearest(first, known)
+    return unknown + (f": did you mean {near!r}?" if near else "; see --help")
+
+
+def unknown_option_of(key: str, name: str, owner: type, known: Sequence[str]) -> str:
+    """Return that an object has no such option, and the nearest that it has.
+
+    Args:
+        key: of the object.
+        name: of the option.
+        owner: class of the object.
+        known: the options of that class.
+    """
+    unknown = f"unknown option {f'{key}.{name}'!r} (of {owner.__name__})"
+    if name in LEFT_OUT:
+        return f"{unknown}: {PENALTY}"
+    other = other_name(f"{key}.{name}")
+    if other and other != f"{key}.{name}" and key in ("model", "data", "trainer"):
+        return f"{unknown}: use {other!r}"
+    if near := nearest(name, known):
+        return f"{unknown}: did you mean {f'{key}.{near}'!r}?"
+    if other and other != f"{key}.{name}":
+        return f"{unknown}: use {other!r}"
+    return f"{unknown}: it takes {', '.join(known[:MOST_LISTED])}"
+
+
+def other_name(key: str) -> str:
+    """Return our name of an option of TRL, verl or transformers; "" if it is none.
+
+    Example:
+        >>> other_name("model.num_generations"), other_name("actor_rollout_ref.rollout.n")
+        ('model.group_size', 'model.group_size')
+    """
+    parts = key.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((OTHER_NAMES[each] for each in ends if each in OTHER_NAMES), "")
+
+
+def last_line(message: str) -> str:
+    """Return the last line of a message of the parser that is not about the given value."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    # That null was tried as well says nothing.
+    told = [line for line in lines if line and "NoneType" not in line]
+    told = [line for line in told if not line.startswith("Given value")]
+    return (told or [" ".join(message.split())])[-1]
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the message of the exception that an error was raised from, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,323 @@
+"""The parser of all commands: LightningCLI's, with one-line errors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from litgrpo.arguments import require
+from litgrpo.callbacks.completions import Completions
+from litgrpo.callbacks.evaluation_files import EvaluationFiles
+from litgrpo.callbacks.export import Export, HFCheckpoints
+from litgrpo.callbacks.non_finite import NonFinite
+from litgrpo.callbacks.predictions import Predictions
+from litgrpo.callbacks.progress import Progress
+from litgrpo.callbacks.recompilation import Recompilation
+from litgrpo.callbacks.summary import Summary
+from litgrpo.callbacks.watchdog import Watchdog
+from litgrpo.checkpointing.callback import IterationCheckpoint
+from litgrpo.cli.mistakes import find_mistake, last_line
+from litgrpo.cli.options import members, options_of
+from litgrpo.cli.recipes import CommandLine
+from litgrpo.tools.doctor.callback import Doctor
+
+# Callbacks with options of their own: {name of the group: class}.
+CALLBACKS: dict[str, type[Callback]] = {
+    "progress": Progress,
+    "completions": Completions,
+    "evaluation_files": EvaluationFiles,
+    "summary": Summary,
+    "export": Export,
+    "predictions": Predictions,
+    "non_finite": NonFinite,
+    "doctor": Doctor,
+    "watchdog": Watchdog,
+    "recompilation": Recompilation,
+    "checkpoint": IterationCheckpoint,
+    "hf_checkpoints": HFCheckpoints,
+}
+TRAINER_DEFAULTS = {
+    "max_epochs": -1,  # the module's max_iterations ends the training
+    "num_sanity_val_steps": -1,  # the whole validation before training is the summary's "before"
+    "check_val_every_n_epoch": None,  # val_check_interval then counts iterations
+    "val_check_interval": 50,
+    "log_every_n_steps": 1,
+    "use_distributed_sampler": False,  # our samplers keep groups whole and know their position
+    "enable_model_summary": False,
+}
+# Options of a run that belong to no class: {name: (type, default, help)}.
+RUN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "run_dir": (
+        str | None,
+        None,
+        "Folder for everything that a run writes (default: runs/<name of the first -c>); {seed} in "
+        "it is replaced by the seed.",
+    ),
+    "overwrite": (bool, False, "Replace the run in run_dir."),
+    "auto_resume": (
+        bool,
+        False,
+        "Resume from the newest valid checkpoint in run_dir; start from scratch if there is none.",
+    ),
+    "tensorboard": (bool, True, "Log to TensorBoard."),
+    "csv": (bool, True, "Log to metrics.csv."),
+    "html": (bool, True, "Write report.html to run_dir when the run has ended."),
+    "debug": (bool, False, "Show tracebacks instead of one-line errors."),
+}
+# Options that GRPO requires, and these commands do not.
+NOT_REQUIRED = {
+    "predict": {"rewards": "{none: {function: litgrpo.rewards.correctness}}"},
+    "audit": {"pretrained": ""},
+}
+PARSER_OPTIONS = ("config", "seed_everything", "print_config", "help")
+# Options of one call, which are not part of the configuration of a run.
+CALL_OPTIONS = {"auto_resume", "ckpt_path", "config", "debug", "overwrite"}
+CALL_OPTIONS |= {"return_predictions", "verbose", "weights_only"}
+
+
+@functools.cache
+def configure_jsonargparse() -> None:
+    """Set how jsonargparse reads values, once per process."""
+    # An environment may be any object, and a recipe names its class.
+    set_parsing_settings(instantiate_subclass_spec_in_any=True)
+    read_yaml = get_loader("yaml")
+
+    def load_yaml(text: str, **kwargs: Any) -> Any:
+        # YAML reads a lone `?` as a mapping without a key; here it is a text.
+        return text if text.strip() == "?" else read_yaml(text, **kwargs)
+
+    set_loader("yaml", load_yaml, (yaml.YAMLError,))
+
+
+def import_named_classes() -> None:
+    """Import the classes that recipes may name without their module, such as StaticEngine."""
+    import litgrpo.data.pair_data
+    import litgrpo.data.prompt_data
+    import litgrpo.environments
+    import litgrpo.rollout.engines.static
+    import litgrpo.rollout.engines.vllm
+    import litgrpo.training.grpo
+    import litgrpo.training.optim
+    import litgrpo.training.sft  # noqa: F401
+
+
+class OneLineParser(ArgumentParser):
+    """Prints what is wrong in one line instead of a page of usage."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Abbreviated options are an error, also in inner parsers.
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+        self.explain: Callable[[], str] = str
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Add the arguments of a class without sub-configs: `prompts.txt` stays a file name."""
+        return super().add_class_arguments(*args, **kwargs | {"sub_configs": False})
+
+    def parse_args(self, args: Any = None, *others: Any, **kwargs: Any) -> Any:
+        """Parse; an inner parser gets null as `None`, which it would take for a text."""
+        if not self.exit_on_error and args is not None:
+            args = [re.sub("=None$", "=null", word) for word in args]
+        return super().parse_args(args, *others, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the line and exit; inner parsers raise, for the outer one."""
+        if not self.exit_on_error or "--debug" in sys.argv:
+            super().error(message, ex)
+        self.exit(2, f"error: {self.explain() or last_line(message)}\n")
+
+
+class RecipeParser(OneLineParser, LightningArgumentParser):
+    """The same for LightningCLI."""
+
+
+class RecipeCLI(LightningCLI):
+    """Parse recipes and overrides; build nothing.
+
+    `fit` builds what this parses; `plan` and `audit` read the settings.
+
+    Args:
+        words: what follows the command.
+        command: a method of the trainer, whose options are added, or another command.
+        extra: a function whose options are added.
+
+    Example:
+        >>> settings = RecipeCLI(["-c", "quickstart", "--model.group_size", "4"]).config
+        >>> settings.model.class_path, settings.model.init_args.group_size
+        ('litgrpo.GRPO', 4)
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        command: str = "fit",
+        extra: Callable[..., Any] | None = None,
+        build: bool = False,
+    ) -> None:
+        configure_jsonargparse()
+        import_named_classes()
+        self.command, self.extra, self.build = command, extra, build
+        self.given = CommandLine.read(words)
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            args=self.words(),
+            run=False,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,  # the module builds it from its own arguments
+            save_config_callback=None,  # RunFolder writes the configuration, also into checkpoints
+            seed_everything_default=0,
+            trainer_defaults=TRAINER_DEFAULTS,
+            parser_class=RecipeParser,
+            load_from_checkpoint_support=build,
+        )
+
+    def words(self) -> list[str]:
+        """Return the words for the parser.
+
+        Raises:
+            ValueError: an option has no value.
+        """
+        for key, value in self.given.options:
+            switch = key in self.switches() or key.startswith("print_")
+            require(value is not None or switch, f"--{key} needs a value: --{key} VALUE")
+        words = switched_on(self.given.words(), self.switches())
+        model = self.given.settings["model"]
+        is_grpo = isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO")
+        for name, value in NOT_REQUIRED.get(self.command, {}).items():
+            if is_grpo and name not in model:
+                words.append(f"--model.{name}={value}")
+        return words
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of a run, of our callbacks, and of the command."""
+        for key, (kind, default, text) in RUN_OPTIONS.items():
+            parser.add_argument(f"--{key}", type=kind, default=default, help=text)
+        for name, callback in CALLBACKS.items():
+            parser.add_lightning_class_args(callback, name)
+        if self.extra is not None:
+            parser.add_function_arguments(self.extra, skip={"given"})
+        if self.command in LightningCLI.subcommands():
+            skip = LightningCLI.subcommands()[self.command]
+            parser.add_method_arguments(Trainer, self.command, skip=skip)
+        parser.explain = self.explain  # type: ignore[attr-defined]
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse our words; LightningCLI would warn that `sys.argv` has others."""
+        self.config = parser.parse_args(args)
+
+    def explain(self) -> str:
+        """Return which option a parse failed at, in one line; "" if none is found."""
+        settings = self.given.settings
+        roots: dict[str, type] = {"trainer": Trainer, **CALLBACKS}
+        for key, base in (("model", LightningModule), ("data", LightningDataModule)):
+            roots[key] = base
+        return find_mistake(settings, roots, self.option_names())
+
+    def option_names(self) -> list[str]:
+        """Return the options that have no parts."""
+        names = [*RUN_OPTIONS, *PARSER_OPTIONS]
+        if self.extra is not None:
+            names += options_of(self.extra)
+        return names + self.trainer_options()
+
+    def trainer_options(self) -> list[str]:
+        """Return the options of the trainer's method, such as `ckpt_path`."""
+        skip = LightningCLI.subcommands().get(self.command)
+        if skip is None:
+            return []
+        return [name for name in options_of(getattr(Trainer, self.command)) if name not in skip]
+
+    def switches(self) -> list[str]:
+        """Return the options that may stand without a value."""
+        run = [name for name, (kind, *_) in RUN_OPTIONS.items() if kind is bool]
+        return run + (bool_options(self.extra) if self.extra is not None else [])
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The settings of `fit` as plain values, without options of one call."""
+        content = yaml.safe_load(
+            self.parser.dump(self.config, skip_unset=False, skip_link_targets=False)
+        )
+        unwanted = CALL_OPTIONS | set(options_of(self.extra) if self.extra else ())
+        return {name: each for name, each in content.items() if name not in unwanted}
+
+    @property
+    def extra_options(self) -> dict[str, Any]:
+        """Values of the options that the extra function adds."""
+        names = [] if self.extra is None else options_of(self.extra)
+        return {name: self.config[name] for name in names if name != "given"}
+
+    def instantiate_classes(self) -> None:
+        """Build model, data and trainer, unless the settings alone are wanted."""
+        if self.build:
+            super().instantiate_classes()
+
+
+def bool_options(function: Callable[..., Any]) -> list[str]:
+    """Return the options of a function that are true or false."""
+    return [name for name, each in options_of(function).items() if bool in members(each.hint)]
+
+
+def switched_on(words: Sequence[str], switches: Sequence[str]) -> list[str]:
+    """Return the words with `=true` behind each switch that has no value.
+
+    Example:
+        >>> switched_on(["--force", "--adapter", "false"], ["force", "adapter"])
+        ['--force=true', '--adapter', 'false']
+    """
+    values = [*words[1:], "--"]
+    return [
+        f"{word}=true" if word.removeprefix("--") in switches and value.startswith("--") else word
+        for word, value in zip(words, values, strict=True)
+    ]
+
+
+def call(function: Callable[..., Any], words: Sequence[str], program: str) -> None:
+    """Call a function with its arguments from the command line.
+
+    Args:
+        function: whose signature and docstring are the options; a list without a default takes
+            all words that belong to no option.
+        words: what follows the command.
+        program: how it was started, for `--help`.
+    """
+    configure_jsonargparse()
+    parser = OneLineParser(prog=program, description=summary(function))
+    parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
+    known = options_of(function)
+
+    words = switched_on([with_underscores(word) for word in words], bool_options(function))
+
+    def explain() -> str:
+        given = [
+            word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")
+        ]
+        return find_mistake(dict.fromkeys(given), {}, [*known, "help", "config"])
+
+    parser.explain = explain
+    function(**vars(parser.instantiate(parser.parse_args(list(words)))))
+
+
+def with_underscores(word: str) -> str:
+    """Return an option with underscores: `--fail-on` is `--fail_on`."""
+    option, equals, value = word.partition("=")
+    return (
+        option.replace("-", "_").replace("__", "--", 1) + equals + value
+        if word[:2] == "--"
+        else word
+    )
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(function) or "").partition("\n")[0]
