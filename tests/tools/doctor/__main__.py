@@ -1,4 +1,4 @@
-"""Makes the corpus, packs it, and prints how often the doctor is right: all of docs/doctor.md.
+"""Train and pack the corpus, and print the tables of docs/doctor.md.
 
 python -m tests.tools.doctor [FOLDER]
 """

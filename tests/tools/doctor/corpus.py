@@ -1,7 +1,7 @@
-"""Makes the corpus: seeded failures and healthy runs, labelled by what they really came to.
+"""Make the corpus: planted faults and healthy runs, labelled by measured outcomes.
 
-python -m tests.tools.doctor.corpus make --half dev        the runs of a half that are not there yet
-python -m tests.tools.doctor.corpus pack --half dev        into tests/doctor/labelled/
+python -m tests.tools.doctor.corpus make --half dev        train the missing runs of a half
+python -m tests.tools.doctor.corpus pack --half dev        write tests/tools/doctor/labelled/
 """
 
 import argparse
@@ -29,7 +29,7 @@ from litgrpo.evaluation.settings import Evaluation
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
-from tests.tools.doctor.kinds import CUT, FAULTS, HEALTHY, ITERATIONS, Hidden, Kind, correct
+from tests.tools.doctor.kinds import CUT, FAULTS, HEALTHY, ITERATIONS, Kind, Measurements, correct
 from tests.tools.doctor.tasks import DEV, UNSEEN, Truth, held_out, model_of, probe, rows
 
 # Neither a task nor a seed is in both halves.
@@ -40,18 +40,18 @@ HALVES = {
 REPEATS = {"dev": (1, 1), "held_out": (4, 4)}  # of a fault's and of a healthy kind's runs
 PACKED = Path(__file__).parent / "labelled"
 DIGITS, PROBED = 4, 5
-DROPPED = ("time/", "perf/", "checkpoint/")  # say nothing about learning, and differ by machine
-SAMPLES = 8  # rows of samples that are kept, of the first and of the last file
+DROPPED = ("time/", "perf/", "checkpoint/")  # differ by machine
+SAMPLES = 8  # rows kept of the first and of the last file of samples
 
 
-class Beside(Callback):
-    """Asks the model beside the run, every few iterations."""
+class Probe(Callback):
+    """Measure the model every few iterations, independently of the log."""
 
     def __init__(self, task: str) -> None:
         self.task, self.iterations, self.truths = task, [], []
         self.before: list[torch.Tensor] = []
 
-    def ask(self, module: Any) -> None:
+    def measure(self, module: Any) -> None:
         model = module.policy.bare_model
         training = model.training
         self.iterations.append(module.iteration)
@@ -60,20 +60,20 @@ class Beside(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.before = [each.detach().clone() for each in pl_module.parameters()]
-        self.ask(pl_module)
+        self.measure(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         if pl_module.iteration % PROBED == 0:
-            self.ask(pl_module)
+            self.measure(pl_module)
 
-    def moved(self, module: Any) -> float:
+    def relative_change(self, module: Any) -> float:
         pairs = list(zip(module.parameters(), self.before, strict=True))
         change = sum(float((now - then).nan_to_num(0.0).square().sum()) for now, then in pairs)
         return (change / sum(float(then.square().sum()) for _, then in pairs)) ** 0.5
 
 
-class Doubled(PromptData):
-    """Puts a second begin token in front of every prompt, as a template would."""
+class TwoBeginTokens(PromptData):
+    """Prompts with a second begin token, as a wrong chat template writes."""
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -83,9 +83,9 @@ class Doubled(PromptData):
 
 
 def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
-    """What GRPO is given."""
-    plain = {
-        "pretrained": model_of(task, kind.teacher),
+    """Return the arguments of GRPO."""
+    defaults = {
+        "pretrained": model_of(task, kind.demonstrator),
         "rewards": {"correct": Reward(correct)},
         "objective": Objective(loss_aggregation=TokenMean()),
         "group_size": 8,
@@ -98,17 +98,18 @@ def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
         "reward_runner": InProcessRunner(),
         "seed": seed,
     }
-    return plain | kind.settings()
+    return defaults | kind.settings()
 
 
 def config_of(given: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """The recipe as `config.yaml` would have it; what was planted beside it is not in it."""
+    """Return the config as `config.yaml` has it, without the planted fault."""
     model = {
         name: given[name] for name in ("group_size", "max_completion_length", "max_iterations")
     }
     objective = given["objective"]
     model["objective"] = {
-        name: getattr(objective, name) for name in ("ratio", "kl_coef", "entropy_coef")
+        name: getattr(objective, name)
+        for name in ("importance_sampling_level", "kl_coef", "entropy_coef")
     }
     model["update"] = asdict(given["update"]) if "update" in given else {}
     model["optimizer"] = {"init_args": {"lr": kind.lr}}
@@ -121,19 +122,19 @@ def config_of(given: dict[str, Any], kind: Kind) -> dict[str, Any]:
 
 
 def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
-    """One run; its label by what it came to."""
+    """Train one run; return its label."""
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(seed)
-    given, beside, non_finite = settings_of(kind, task, seed), Beside(task), NonFinite(None)
+    given, probe_callback, non_finite = settings_of(kind, task, seed), Probe(task), NonFinite(None)
     module = GRPO(**given)
-    source = Doubled if kind.doubled else PromptData
+    source = TwoBeginTokens if kind.two_begin_tokens else PromptData
     train_rows = rows(task, kind.words)[: kind.rows]
     data = source(train_rows, val=held_out(task)[:40], batch_size=kind.batch, seed=seed)
     data.eval_batch_size = 40
     trainer = Trainer(
         default_root_dir=folder,
         logger=MetricsCSV(folder),
-        callbacks=[beside, non_finite, Completions(20), *kind.callbacks()],
+        callbacks=[probe_callback, non_finite, Completions(20), *kind.callbacks()],
         accelerator="cpu",
         max_epochs=-1,
         val_check_interval=20,
@@ -147,57 +148,61 @@ def train(kind: Kind, task: str, seed: int, folder: Path) -> dict[str, Any]:
     started, error = time.perf_counter(), ""
     try:
         trainer.fit(module, data)
-    except Exception as stopped:  # whatever a fault leads to is part of its run
-        error = f"{type(stopped).__name__}: {stopped}"
+    except Exception as exception:  # a planted fault may stop its run
+        error = f"{type(exception).__name__}: {exception}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config_of(given, kind)))
-    moved = beside.moved(module)
-    hidden = Hidden(beside.iterations, beside.truths, moved, non_finite.skipped)
+    moved = probe_callback.relative_change(module)
+    measurements = Measurements(
+        probe_callback.iterations, probe_callback.truths, moved, non_finite.skipped
+    )
     label = {
         "kind": kind.name,
         "task": task,
         "seed": seed,
         "error": error,
         "seconds": round(time.perf_counter() - started, 1),
-        "moved": hidden.moved,
-        "skipped": hidden.skipped,
-        "accuracy": [round(each.accuracy, 3) for each in hidden.truths],
-        "ended": [round(each.ended, 3) for each in hidden.truths],
+        "moved": measurements.moved,
+        "skipped": measurements.skipped,
+        "accuracy": [round(each.accuracy, 3) for each in measurements.truths],
+        "ended": [round(each.ended, 3) for each in measurements.truths],
     }
     (folder / "label.json").write_text(json.dumps(label))
-    return label | labelled(kind, hidden)
+    return label | label_run(kind, measurements)
 
 
-def hidden_of(label: dict[str, Any]) -> Hidden:
-    """What was measured beside a run, from its file."""
+def measurements_of(label: dict[str, Any]) -> Measurements:
+    """Rebuild the measurements of a run from its label."""
     pairs = zip(label["accuracy"], label["ended"], strict=True)
     truths = [Truth(accuracy, ended) for accuracy, ended in pairs]
     iterations = [PROBED * n for n in range(len(truths))]
-    return Hidden(iterations, truths, label["moved"], label["skipped"])
+    return Measurements(iterations, truths, label["moved"], label["skipped"])
 
 
-def labelled(kind: Kind, hidden: Hidden) -> dict[str, Any]:
-    """Failed, healthy, or unclear: one that nothing was done to and that learned nothing."""
-    suffers = bool(kind.expected) and kind.truth(hidden)
-    if not suffers and hidden.ends_less:  # whatever was meant
-        return {"label": "failed", "expected": list(CUT), "since": hidden.end_lost_at}
-    if not suffers:
-        return {"label": "healthy" if hidden.learned else "unclear", "expected": []}
-    since = kind.since if kind.since is not None else onset(kind, hidden)
+def label_run(kind: Kind, measurements: Measurements) -> dict[str, Any]:
+    """Label a run: failed, healthy, or unclear if it has no fault and learned nothing."""
+    failed = bool(kind.expected) and kind.failed(measurements)
+    if not failed and measurements.ends_less:  # regardless of the planted fault
+        return {"label": "failed", "expected": list(CUT), "since": measurements.end_lost_at}
+    if not failed:
+        return {"label": "healthy" if measurements.learned else "unclear", "expected": []}
+    since = kind.since if kind.since is not None else onset(kind, measurements)
     return {"label": "failed", "expected": list(kind.expected), "since": since}
 
 
-def onset(kind: Kind, hidden: Hidden) -> int:
-    """Iteration of the first measurement at which the truth holds."""
-    for n in range(1, len(hidden.truths) + 1):
-        known = replace(hidden, iterations=hidden.iterations[:n], truths=hidden.truths[:n])
-        if kind.truth(known):
-            return max(1, hidden.iterations[n - 1])
+def onset(kind: Kind, measurements: Measurements) -> int:
+    """Return the iteration of the first measurement that shows the fault."""
+    for n in range(1, len(measurements.truths) + 1):
+        known = replace(
+            measurements, iterations=measurements.iterations[:n], truths=measurements.truths[:n]
+        )
+        if kind.failed(known):
+            return max(1, measurements.iterations[n - 1])
     return 1
 
 
-def wanted(half: str) -> list[tuple[Kind, str, int, str]]:
-    """Kind, task, seed and name of every run of a half."""
+def list_runs(half: str) -> list[tuple[Kind, str, int, str]]:
+    """Return kind, task, seed and name of every run of a half."""
     faults, healthy = REPEATS[half]
     return [
         (kind, task, seed, f"{kind.name}-{task}-{seed}")
@@ -210,9 +215,9 @@ def wanted(half: str) -> list[tuple[Kind, str, int, str]]:
 
 
 def make(half: str, folder: Path, seconds: float, only: str) -> None:
-    """Run what is not there yet, until the time is used up."""
+    """Train the missing runs, until the time is used up."""
     began, missing = time.perf_counter(), 0
-    for kind, task, seed, name in wanted(half):
+    for kind, task, seed, name in list_runs(half):
         if (folder / half / name / "label.json").exists() or only not in name:
             continue
         if time.perf_counter() - began > seconds:
@@ -233,22 +238,22 @@ def make(half: str, folder: Path, seconds: float, only: str) -> None:
 
 
 def pack(half: str, folder: Path) -> None:
-    """The labelled metrics of all runs in one file."""
+    """Write the labelled metrics of all runs into one file."""
     PACKED.mkdir(exist_ok=True)
     lines = []
-    for kind, _, _, name in wanted(half):
+    for kind, _, _, name in list_runs(half):
         run = folder / half / name
         if not (run / "label.json").exists():
             print("missing", name)
             continue
         label = json.loads((run / "label.json").read_text())
-        label |= labelled(kind, hidden_of(label))
+        label |= label_run(kind, measurements_of(label))
         rows = list(csv.DictReader(io.StringIO((run / "metrics.csv").read_text())))
         files = sorted((run / "samples").glob("*.jsonl"))
         chosen = [*files[:1], *files[1:][-1:]]
         samples = [json.loads(x) for f in chosen for x in f.read_text().splitlines()[:SAMPLES]]
         kept = [each for each in rows[0] if not each.startswith(DROPPED)]
-        table = {name: [rounded(row[name]) for row in rows] for name in kept}
+        table = {name: [round_cell(row[name]) for row in rows] for name in kept}
         config = yaml.safe_load((run / "config.yaml").read_text())
         lines.append(
             {"name": name, "label": label, "config": config, "samples": samples, "table": table}
@@ -257,15 +262,15 @@ def pack(half: str, folder: Path) -> None:
         file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def rounded(cell: str) -> float | None:
-    """A cell with four digits, None where it is empty."""
+def round_cell(cell: str) -> float | None:
+    """Return the number in a cell with four digits, None if it is empty."""
     return float(f"{float(cell):.{DIGITS}g}") if cell else None
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("verb", choices=("make", "pack"))
+    parser.add_argument("command", choices=("make", "pack"))
     parser.add_argument("--half", choices=HALVES, required=True)
     parser.add_argument("--folder", type=Path, default=Path("runs/doctor"))
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -273,7 +278,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    if given.verb == "make":
+    if given.command == "make":
         make(given.half, given.folder, given.seconds, given.only)
     else:
         pack(given.half, given.folder)

@@ -1,4 +1,4 @@
-"""What is provoked, and what is left well: faults, and healthy ways to train."""
+"""Kinds of runs: always faults, and healthy ways to train."""
 
 import copy
 import random
@@ -18,7 +18,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.optim import WarmupCosine
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import PUBLISHED
-from tests.tools.doctor.tasks import Truth, bare
+from tests.tools.doctor.tasks import Truth, strip_parentheses
 
 ITERATIONS, LATE = 60, 30
 LR = 1e-3
@@ -28,7 +28,10 @@ LR = 1e-3
 
 
 def correct(prompts, completions, answer, **_):
-    return [float(bare(text) == right) for text, right in zip(completions, answer, strict=True)]
+    return [
+        float(strip_parentheses(text) == expected)
+        for text, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def parentheses(prompts, completions, **_):
@@ -55,19 +58,19 @@ def never(prompts, completions, **_):
     return [float("####" in text) for text in completions]
 
 
-def wrong_is_right(prompts, completions, answer, **_):
+def reward_incorrect(prompts, completions, answer, **_):
     return [1.0 - value for value in correct(prompts, completions, answer)]
 
 
-def of_the_neighbor(prompts, completions, answer, **_):
+def rewards_of_neighbor(prompts, completions, answer, **_):
     values = correct(prompts, completions, answer)
     return values[1:] + values[:1]
 
 
-class Unfair:
-    """Says 0 for most right answers."""
+class FalseNegatives:
+    """Give 0 to most correct completions."""
 
-    __name__ = "unfair"
+    __name__ = "false_negatives"
 
     def __init__(self, often=0.6):
         self.rng, self.often = random.Random(0), often
@@ -77,23 +80,23 @@ class Unfair:
         return [value * (self.rng.random() >= self.often) for value in values]
 
 
-class Noise(Unfair):
-    """Dice."""
+class Noise(FalseNegatives):
+    """Random rewards."""
 
     def __call__(self, prompts, completions, **_):
         return [self.rng.random() for _ in completions]
 
 
-class Absent(Unfair):
-    """Has no reward for most completions."""
+class Absent(FalseNegatives):
+    """Abstain for most completions."""
 
     def __call__(self, prompts, completions, answer, **_):
         values = correct(prompts, completions, answer)
         return [None if self.rng.random() < self.often else value for value in values]
 
 
-class Late(Unfair):
-    """Right until an iteration, then 0."""
+class Late(FalseNegatives):
+    """Give correct rewards until an iteration, then 0."""
 
     def __init__(self, calls=LATE):
         self.left = calls
@@ -105,7 +108,7 @@ class Late(Unfair):
 
 @dataclass(frozen=True)
 class Breaking(Clipped):
-    """A loss that is no number where the first row is a good one."""
+    """A loss that is infinite if the first row has a positive advantage."""
 
     def __call__(self, tokens):
         return super().__call__(tokens) / (tokens.advantages[0, 0] <= 0)
@@ -116,20 +119,20 @@ class Breaking(Clipped):
 
 @dataclass(frozen=True)
 class Noisy(LocalEngine):
-    """Says other log-probabilities than it sampled from."""
+    """Report other log-probabilities than those it sampled from."""
 
     noise: float = 0.2
 
     def generate(self, requests):
         rollout = super().generate(requests)
-        said = rollout.sampler_logprobs
-        noise = torch.randn(said.shape, generator=torch.Generator().manual_seed(0)) * self.noise
-        return replace(rollout, sampler_logprobs=said - noise.abs() * rollout.loss_mask)
+        logprobs = rollout.sampler_logprobs
+        noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0)) * self.noise
+        return replace(rollout, sampler_logprobs=logprobs - noise.abs() * rollout.loss_mask)
 
 
 @dataclass(frozen=True)
 class Hot(LocalEngine):
-    """Samples at another temperature than it was asked for."""
+    """Sample at another temperature than requested."""
 
     def generate(self, requests):
         return super().generate(replace(requests, sampling=Sampling(temperature=1.6)))
@@ -137,7 +140,7 @@ class Hot(LocalEngine):
 
 @dataclass(frozen=True)
 class Stale(LocalEngine):
-    """Samples from the weights that it saw first."""
+    """Sample from the first weights it received."""
 
     kept: list = field(default_factory=list)
 
@@ -147,11 +150,11 @@ class Stale(LocalEngine):
         return super().generate(replace(requests, policy=self.kept[0]))
 
 
-# --- what happens on the way ---
+# --- faults during training ---
 
 
 class AtIteration(Callback):
-    """Does something to the module in one iteration."""
+    """Modify the module in one iteration."""
 
     def __init__(self, action: Callable, iteration: int = LATE) -> None:
         self.action, self.iteration = action, iteration
@@ -180,14 +183,14 @@ def freeze(module: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """What is known of a run beside its log.
+class Measurements:
+    """Measurements of a run that are not in its log.
 
     Args:
-        iterations: [K] at which the model was asked.
-        truths: [K] what it could do.
-        moved: length of the change of all weights over their own.
-        skipped: optimizer steps that were not taken.
+        iterations: [K] iterations of the measurements.
+        truths: [K] accuracy of the model.
+        moved: norm of the change of all weights, relative to theirs.
+        skipped: skipped optimizer steps.
     """
 
     iterations: list[int]
@@ -205,88 +208,88 @@ class Hidden:
 
     @property
     def learned(self) -> bool:
-        """Whether at least a third of what was missing has been learned, or little was missing."""
+        """True if a third of the missing accuracy was gained, or little was missing."""
         missing = 1 - self.start.accuracy
         return self.end.accuracy > self.start.accuracy + missing / 3 or self.end.accuracy > 0.95
 
     @property
     def ends_less(self) -> bool:
-        """Whether completions end less often than before, with room to end."""
+        """True if completions end less often than before, within a generous limit."""
         return self.start.ended > 0.95 and self.end.ended < 0.9
 
     @property
     def end_lost_at(self) -> int:
-        """Iteration of the first measurement at which they do."""
+        """Iteration of the first such measurement."""
         low = [n for n, each in enumerate(self.truths) if each.ended < 0.9]
         return max(1, self.iterations[low[0]]) if low else 1
 
     @property
     def fell(self) -> bool:
-        """Whether it can do less than before."""
+        """True if the accuracy fell."""
         return self.end.accuracy < self.start.accuracy - 0.08
 
 
-def stuck(hidden: Hidden) -> bool:
-    return not hidden.learned
+def stuck(measured: Measurements) -> bool:
+    return not measured.learned
 
 
-def fell(hidden: Hidden) -> bool:
-    return hidden.fell
+def fell(measured: Measurements) -> bool:
+    return measured.fell
 
 
-def planted(hidden: Hidden) -> bool:
+def always(measured: Measurements) -> bool:
     return True
 
 
-def fell_from_best(hidden: Hidden) -> bool:
-    return hidden.end.accuracy < max(t.accuracy for t in hidden.truths) - 0.15
+def fell_from_best(measured: Measurements) -> bool:
+    return measured.end.accuracy < max(t.accuracy for t in measured.truths) - 0.15
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to train.
+    """A kind of run.
 
     Args:
-        name: of it.
-        expected: rules of which one must find something; none: a healthy way.
-        truth: whether a run that was made so suffers from it; else it counts as healthy.
-        since: iteration in which it begins; None: when the truth first shows.
-        settings: of GRPO; a function makes what must be new in each run.
-        teacher: of the model's imitation.
+        name: of the kind.
+        expected: rules of which one must find the fault; empty: healthy.
+        failed: decides whether the fault did harm; if not, the run counts as healthy.
+        since: iteration of the fault; None: of the first measurement that shows it.
+        settings: returns arguments of GRPO; a function, as some objects must be new in each run.
+        demonstrator: writes the demonstrations that the initial policy imitates.
         words: letters of a word.
         data: settings of PromptData.
         batch: prompts.
         rows: prompts to train on; None: all.
-        callbacks: makes those that it needs.
-        doubled: prompts begin with two begin tokens.
+        callbacks: returns the callbacks it needs.
+        two_begin_tokens: of every prompt.
     """
 
     name: str
     expected: tuple[str, ...] = ()
-    truth: Callable[[Hidden], bool] = stuck
+    failed: Callable[[Measurements], bool] = stuck
     since: int | None = 1
     settings: Callable[[], dict[str, Any]] = dict
-    teacher: str = "careless"
+    demonstrator: str = "noisy"
     words: int = 3
     batch: int = 8
     rows: int | None = None
     callbacks: Callable[[], list[Callback]] = list
-    doubled: bool = False
+    two_begin_tokens: bool = False
     lr: float = LR
     schedule: Any = None
 
 
-def rewarded(**parts: tuple[Any, float]) -> Callable[[], dict[str, Any]]:
-    """Settings with these parts, made anew for each run."""
+def with_rewards(**components: tuple[Any, float]) -> Callable[[], dict[str, Any]]:
+    """Return settings with these reward components, built again for each run."""
     return lambda: {
         "rewards": {
             name: Reward(made() if isinstance(made, type) else made, weight)
-            for name, (made, weight) in parts.items()
+            for name, (made, weight) in components.items()
         }
     }
 
 
-def fixed(**settings: Any) -> Callable[[], dict[str, Any]]:
+def with_settings(**settings: Any) -> Callable[[], dict[str, Any]]:
     return lambda: settings
 
 
@@ -294,53 +297,62 @@ HEAVY = UpdateConfig(epochs_per_rollout=8, num_mini_batches=4, max_grad_norm=Non
 OFTEN = UpdateConfig(epochs_per_rollout=6)
 COLLAPSE = ("collapsed", "diverged")
 MISMATCH = ("sampler_mismatch",)
-UNTRUE = ("reward_contradicts",)
+CONTRADICTS = ("reward_contradicts",)
 CUT = ("truncated", "no_end_token")
 
 FAULTS = (
-    Kind("truncated", ("truncated",), lambda h: True, settings=fixed(max_completion_length=4)),
-    Kind("truncated_hard", ("truncated",), planted, settings=fixed(max_completion_length=3)),
-    Kind("too_hard", ("too_hard",), stuck, words=7, settings=fixed(max_completion_length=16)),
-    Kind("too_easy", ("too_easy",), planted, teacher="perfect"),
-    Kind("copies", ("copies",), stuck, settings=fixed(sampling=Sampling(temperature=0.05))),
+    Kind(
+        "truncated", ("truncated",), lambda h: True, settings=with_settings(max_completion_length=4)
+    ),
+    Kind("truncated_hard", ("truncated",), always, settings=with_settings(max_completion_length=3)),
+    Kind(
+        "too_hard", ("too_hard",), stuck, words=7, settings=with_settings(max_completion_length=16)
+    ),
+    Kind("too_easy", ("too_easy",), always, demonstrator="perfect"),
+    Kind(
+        "duplicate_completions",
+        ("duplicate_completions",),
+        stuck,
+        settings=with_settings(sampling=Sampling(temperature=0.05)),
+    ),
     Kind(
         "paid_length",
-        ("hacked",),
+        ("reward_hacking",),
         fell,
-        settings=rewarded(correct=(correct, 0.0), long=(long, 1.0)),
+        settings=with_rewards(correct=(correct, 0.0), long=(long, 1.0)),
     ),
     Kind(
         "paid_letter",
-        ("hacked",),
+        ("reward_hacking",),
         fell,
-        settings=rewarded(correct=(correct, 0.0), letter=(first_letter, 1.0)),
+        settings=with_rewards(correct=(correct, 0.0), letter=(first_letter, 1.0)),
     ),
     Kind(
         "paid_length_more",
-        ("hacked", "length_growth"),
+        ("reward_hacking", "length_growth"),
         fell,
-        settings=rewarded(correct=(correct, 0.2), long=(long, 2.0)),
+        settings=with_rewards(correct=(correct, 0.2), long=(long, 2.0)),
     ),
     Kind(
         "paid_short",
-        ("hacked", "length_collapse"),
+        ("reward_hacking", "length_collapse"),
         fell,
-        settings=rewarded(correct=(correct, 0.2), short=(short, 2.0)),
+        settings=with_rewards(correct=(correct, 0.2), short=(short, 2.0)),
     ),
     Kind(
         "loops",
-        ("loops", "hacked"),
+        ("loops", "reward_hacking"),
         fell,
         settings=lambda: (
-            rewarded(correct=(correct, 0.1), repeats=(repeats, 2.0))()
+            with_rewards(correct=(correct, 0.1), repeats=(repeats, 2.0))()
             | {"max_completion_length": 24}
         ),
     ),
     Kind(
         "format_only",
-        ("format_only", "dominating_part"),
+        ("format_only", "dominating_reward"),
         stuck,
-        settings=rewarded(correct=(correct, 0.0), format=(parentheses, 1.0)),
+        settings=with_rewards(correct=(correct, 0.0), format=(parentheses, 1.0)),
     ),
     Kind("lr_high", COLLAPSE, fell_from_best, since=None, lr=3e-2),
     Kind("lr_very_high", COLLAPSE, fell_from_best, since=None, lr=2e-1),
@@ -357,7 +369,7 @@ FAULTS = (
         ("entropy_explosion", *COLLAPSE),
         fell,
         since=None,
-        settings=fixed(objective=Objective(loss_aggregation=TokenMean(), entropy_coef=1.0)),
+        settings=with_settings(objective=Objective(loss_aggregation=TokenMean(), entropy_coef=1.0)),
     ),
     Kind(
         "kl_blowup",
@@ -365,7 +377,7 @@ FAULTS = (
         fell_from_best,
         since=None,
         lr=2e-2,
-        settings=fixed(objective=Objective(loss_aggregation=TokenMean(), kl_coef=1e-4)),
+        settings=with_settings(objective=Objective(loss_aggregation=TokenMean(), kl_coef=1e-4)),
     ),
     Kind(
         "clip_saturated",
@@ -373,7 +385,7 @@ FAULTS = (
         lambda h: stuck(h) or fell_from_best(h),
         since=None,
         lr=2e-2,
-        settings=fixed(update=HEAVY),
+        settings=with_settings(update=HEAVY),
     ),
     Kind(
         "no_clip",
@@ -381,13 +393,13 @@ FAULTS = (
         fell_from_best,
         since=None,
         lr=2e-2,
-        settings=fixed(
+        settings=with_settings(
             update=OFTEN,
             objective=Objective(loss_aggregation=TokenMean(), surrogate=Clipped(0.9, 100.0)),
         ),
     ),
-    Kind("noisy_sampler", MISMATCH, planted, settings=fixed(engine=Noisy())),
-    Kind("hot_sampler", MISMATCH, planted, settings=fixed(engine=Hot())),
+    Kind("noisy_sampler", MISMATCH, always, settings=with_settings(engine=Noisy())),
+    Kind("hot_sampler", MISMATCH, always, settings=with_settings(engine=Hot())),
     Kind(
         "stale_sampler",
         MISMATCH,
@@ -410,52 +422,62 @@ FAULTS = (
         since=LATE,
         callbacks=lambda: [AtIteration(break_a_weight)],
     ),
-    Kind("no_end_token", ("no_end_token",), lambda h: h.end.ended < 0.05, teacher="endless"),
+    Kind("no_end_token", ("no_end_token",), lambda h: h.end.ended < 0.05, demonstrator="endless"),
     Kind(
-        "dead_part",
-        ("dead_part",),
-        planted,
-        settings=rewarded(correct=(correct, 0.5), format=(never, 0.5)),
+        "constant_reward",
+        ("constant_reward",),
+        always,
+        settings=with_rewards(correct=(correct, 0.5), format=(never, 0.5)),
     ),
     Kind(
-        "noise_part",
-        ("dominating_part",),
+        "noise_reward",
+        ("dominating_reward",),
         stuck,
-        settings=rewarded(correct=(correct, 0.1), judge=(Noise, 30.0)),
+        settings=with_rewards(correct=(correct, 0.1), judge=(Noise, 30.0)),
     ),
     Kind(
-        "fighting_parts",
-        ("fighting_parts",),
+        "conflicting_rewards",
+        ("conflicting_rewards",),
         stuck,
-        settings=rewarded(correct=(correct, 0.6), other=(wrong_is_right, 0.6)),
+        settings=with_rewards(correct=(correct, 0.6), other=(reward_incorrect, 0.6)),
     ),
-    Kind("sign_flipped", UNTRUE, fell, settings=rewarded(correct=(wrong_is_right, 1.0))),
-    Kind("shifted_rewards", UNTRUE, stuck, settings=rewarded(correct=(of_the_neighbor, 1.0))),
-    Kind("unfair", UNTRUE, planted, settings=rewarded(correct=(Unfair, 1.0))),
-    Kind("absent", ("rewards_fail",), planted, settings=rewarded(correct=(Absent, 1.0))),
-    Kind("late_zero", ("too_hard",), planted, since=LATE, settings=rewarded(correct=(Late, 1.0))),
-    Kind("double_begin", ("double_begin",), planted, doubled=True),
-    Kind("two_prompts", ("memorised", *COLLAPSE), stuck, rows=2, batch=2, lr=1e-2),
+    Kind("sign_flipped", CONTRADICTS, fell, settings=with_rewards(correct=(reward_incorrect, 1.0))),
     Kind(
-        "cut_and_dead",
-        ("truncated", "dead_part"),
-        planted,
+        "shifted_rewards",
+        CONTRADICTS,
+        stuck,
+        settings=with_rewards(correct=(rewards_of_neighbor, 1.0)),
+    ),
+    Kind(
+        "false_negatives", CONTRADICTS, always, settings=with_rewards(correct=(FalseNegatives, 1.0))
+    ),
+    Kind("absent", ("rewards_fail",), always, settings=with_rewards(correct=(Absent, 1.0))),
+    Kind(
+        "late_zero", ("too_hard",), always, since=LATE, settings=with_rewards(correct=(Late, 1.0))
+    ),
+    Kind("double_begin", ("double_begin",), always, two_begin_tokens=True),
+    Kind("two_prompts", ("overfitting", *COLLAPSE), stuck, rows=2, batch=2, lr=1e-2),
+    Kind(
+        "truncated_and_constant",
+        ("truncated", "constant_reward"),
+        always,
         settings=lambda: (
-            rewarded(correct=(correct, 0.5), format=(never, 0.5))() | {"max_completion_length": 4}
+            with_rewards(correct=(correct, 0.5), format=(never, 0.5))()
+            | {"max_completion_length": 4}
         ),
     ),
 )
 
-TWO_PARTS = rewarded(correct=(correct, 0.8), format=(parentheses, 0.2))
+TWO_REWARDS = with_rewards(correct=(correct, 0.8), format=(parentheses, 0.2))
 
 
 def with_objective(objective: Objective, **settings: Any) -> Callable[[], dict[str, Any]]:
-    return fixed(objective=objective, **settings)
+    return with_settings(objective=objective, **settings)
 
 
 HEALTHY = (
     Kind("plain"),
-    Kind("two_parts", settings=TWO_PARTS),
+    Kind("two_parts", settings=TWO_REWARDS),
     *(
         Kind(name, settings=with_objective(PUBLISHED[name]))
         for name in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "rloo", "reinforce_pp", "sapo")
@@ -470,21 +492,21 @@ HEALTHY = (
     ),
     Kind("lora", lr=1e-2, settings=lambda: {"lora": LoRA(rank=8)}),
     Kind("kl", settings=with_objective(Objective(kl_coef=0.05))),
-    Kind("epochs_per_rollout", settings=fixed(update=UpdateConfig(epochs_per_rollout=2))),
-    Kind("mini_batches", settings=fixed(update=UpdateConfig(num_mini_batches=4))),
+    Kind("epochs_per_rollout", settings=with_settings(update=UpdateConfig(epochs_per_rollout=2))),
+    Kind("mini_batches", settings=with_settings(update=UpdateConfig(num_mini_batches=4))),
     Kind("small_batch", batch=3),
-    Kind("group_of_four", settings=fixed(group_size=4)),
-    Kind("group_of_sixteen", settings=fixed(group_size=16), batch=4),
+    Kind("group_of_four", settings=with_settings(group_size=4)),
+    Kind("group_of_sixteen", settings=with_settings(group_size=16), batch=4),
     Kind("warmup", schedule=lambda optimizer: WarmupCosine(optimizer, warmup=0.3)),
     Kind("slow", lr=5e-4),
-    Kind("hard_start", teacher="weak"),
-    Kind("warm", settings=fixed(sampling=Sampling(temperature=0.8))),
+    Kind("hard_start", demonstrator="weak"),
+    Kind("warm", settings=with_settings(sampling=Sampling(temperature=0.8))),
     Kind(
         "entropy_bonus",
         settings=with_objective(Objective(loss_aggregation=TokenMean(), entropy_coef=1e-3)),
     ),
-    Kind("resampled", settings=fixed(dynamic_sampling_attempts=2)),
-    Kind("long_limit", settings=fixed(max_completion_length=24)),
-    Kind("hard_and_mixed", settings=TWO_PARTS, teacher="weak", batch=12),
-    Kind("clipped_gradient", settings=fixed(update=UpdateConfig(max_grad_norm=0.05))),
+    Kind("resampled", settings=with_settings(dynamic_sampling_attempts=2)),
+    Kind("long_limit", settings=with_settings(max_completion_length=24)),
+    Kind("hard_and_mixed", settings=TWO_REWARDS, demonstrator="weak", batch=12),
+    Kind("clipped_gradient", settings=with_settings(update=UpdateConfig(max_grad_norm=0.05))),
 )

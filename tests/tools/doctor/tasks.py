@@ -1,4 +1,4 @@
-"""Four tiny tasks on letters, their careless teachers, and models that imitate those."""
+"""Four tiny tasks on letters, and models that imitate noisy demonstrations of them."""
 
 import random
 import string
@@ -21,8 +21,8 @@ MODELS = Path("runs/doctor/models")
 Row = dict[str, str]
 
 
-def shifted(word: str) -> str:
-    """Each letter's successor; a follows h."""
+def shift_letters(word: str) -> str:
+    """Replace each letter by its successor; a follows h."""
     return "".join(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in word)
 
 
@@ -30,19 +30,19 @@ TASKS = {
     "copy": lambda word: word,
     "reverse": lambda word: word[::-1],
     "rotate": lambda word: word[1:] + word[0],
-    "shift": shifted,
+    "shift": shift_letters,
 }
-# Thresholds were chosen on the first two, and looked at once on the others.
+# Thresholds were fixed on the first two tasks and measured once on the others.
 DEV, UNSEEN = ("copy", "reverse"), ("rotate", "shift")
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """Writes demonstrations.
+class Demonstrator:
+    """Settings of demonstrations.
 
     Args:
-        wrong_frac: how often a letter of the answer is wrong.
-        bare_frac: how often the parentheses are forgotten.
+        wrong_frac: fraction of incorrect letters.
+        bare_frac: fraction of demonstrations without parentheses.
         ends: whether a demonstration has an end token.
     """
 
@@ -51,23 +51,23 @@ class Teacher:
     ends: bool = True
 
 
-TEACHERS = {
-    "careless": Teacher(),
-    "perfect": Teacher(0.0, 0.0),
-    "weak": Teacher(0.45, 0.5),
-    "endless": Teacher(ends=False),
+DEMONSTRATORS = {
+    "noisy": Demonstrator(),
+    "perfect": Demonstrator(0.0, 0.0),
+    "weak": Demonstrator(0.45, 0.5),
+    "endless": Demonstrator(ends=False),
 }
 
 
 def words() -> list[str]:
-    """All words of three letters, in one random order."""
+    """Return all words of three letters, in one random order."""
     found = ["".join(letters) for letters in product(LETTERS, repeat=3)]
     random.Random(0).shuffle(found)
     return found
 
 
 def rows(task: str, length: int = 3) -> list[Row]:
-    """Prompts and answers to practice on; longer words are drawn at random."""
+    """Return training prompts and answers; longer words are drawn at random."""
     train = words()[HELD_OUT:]
     if length != 3:
         rng = random.Random(length)
@@ -76,41 +76,41 @@ def rows(task: str, length: int = 3) -> list[Row]:
 
 
 def held_out(task: str) -> list[Row]:
-    """100 prompts and answers that nobody trains on."""
+    """Return 100 held-out prompts and answers."""
     return [{"prompt": f"{word}:", "answer": TASKS[task](word)} for word in words()[:HELD_OUT]]
 
 
-def demonstration(task: str, word: str, teacher: Teacher, rng: random.Random) -> str:
-    """What a teacher answers."""
-    said = [
-        rng.choice(LETTERS) if rng.random() < teacher.wrong_frac else letter
+def demonstration(task: str, word: str, demonstrator: Demonstrator, rng: random.Random) -> str:
+    """Write a demonstration."""
+    letters = [
+        rng.choice(LETTERS) if rng.random() < demonstrator.wrong_frac else letter
         for letter in TASKS[task](word)
     ]
-    bare = rng.random() < teacher.bare_frac
-    return "".join(said) if bare else f"({''.join(said)})"
+    bare = rng.random() < demonstrator.bare_frac
+    return "".join(letters) if bare else f"({''.join(letters)})"
 
 
 @cache
-def model_of(task: str, teacher: str):
-    """A tiny model that imitates a teacher, and its tokenizer; kept on disk between chunks."""
+def model_of(task: str, demonstrator: str):
+    """Return a tiny model that imitates a demonstrator, and its tokenizer; cached on disk."""
     sizes = dict(hidden_size=48, intermediate_size=96, initializer_range=0.1)
     model, tokenizer = tiny_model("qwen2", **sizes), byte_tokenizer()
-    kept = MODELS / f"{task}-{teacher}.pt"
+    kept = MODELS / f"{task}-{demonstrator}.pt"
     if kept.exists():
         model.load_state_dict(torch.load(kept))
     else:
-        imitate(model.train(), tokenizer, task, teacher)
+        imitate(model.train(), tokenizer, task, demonstrator)
         kept.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), kept)
     return model.eval(), tokenizer
 
 
-def imitate(model, tokenizer, task: str, teacher: str) -> None:
-    """Train a model on a teacher's demonstrations."""
-    rng = random.Random(f"{task} {teacher}")
+def imitate(model, tokenizer, task: str, demonstrator: str) -> None:
+    """Train a model on demonstrations."""
+    rng = random.Random(f"{task} {demonstrator}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=500)
-    who, train = TEACHERS[teacher], words()[HELD_OUT:]
+    who, train = DEMONSTRATORS[demonstrator], words()[HELD_OUT:]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for _ in range(500):
@@ -131,25 +131,25 @@ def imitate(model, tokenizer, task: str, teacher: str) -> None:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a model can do, measured beside the run.
+    """Accuracy of a model, measured independently of the run.
 
     Args:
-        accuracy: share of right answers at temperature 1, with or without parentheses.
-        ended: share of completions with an end token.
+        accuracy: fraction of correct answers at temperature 1, with or without parentheses.
+        ended: fraction of completions with an end token.
     """
 
     accuracy: float
     ended: float
 
 
-def bare(completion: str) -> str:
-    """A completion without its parentheses."""
+def strip_parentheses(completion: str) -> str:
+    """Remove the parentheses of a completion."""
     return completion.strip().replace("(", "").replace(")", "")
 
 
 @torch.no_grad()
 def probe(model, tokenizer, task: str, tokens: int = 12, samples: int = 2) -> Truth:
-    """Ask a model the held-out prompts, token by token, without anything of the run."""
+    """Sample answers to held-out prompts, token by token, without litgrpo's engines."""
     given = held_out(task)[:50]
     ids = torch.tensor([tokenizer(row["prompt"]).input_ids for row in given])
     ids = ids.repeat_interleave(samples, 0)
@@ -166,5 +166,7 @@ def probe(model, tokenizer, task: str, tokens: int = 12, samples: int = 2) -> Tr
     texts = [
         tokenizer.decode([t for t in row if t > EOS]) for row in ids[:, PROMPT_TOKENS:].tolist()
     ]
-    right = [bare(text) == given[n // samples]["answer"] for n, text in enumerate(texts)]
-    return Truth(sum(right) / len(right), float(done.float().mean()))
+    correct = [
+        strip_parentheses(text) == given[n // samples]["answer"] for n, text in enumerate(texts)
+    ]
+    return Truth(sum(correct) / len(correct), float(done.float().mean()))

@@ -1,12 +1,10 @@
-"""Each rule on made-up numbers: what it finds, and what is normal."""
+"""Each rule on made-up metrics: patterns that it finds, and patterns that are normal."""
 
 import numpy as np
 import pytest
 
-from litgrpo.tools.doctor.config import Config
 from litgrpo.tools.doctor.diagnosis import RULES
-from litgrpo.tools.doctor.metrics import of_rows
-from litgrpo.tools.doctor.trend import trend
+from litgrpo.tools.doctor.run import RunConfig, RunLog, RunMetrics
 
 CHECKS = {rule.name: rule.check for rule in RULES}
 LENGTH = 40
@@ -26,18 +24,26 @@ def late(before, after):
 
 FLAT = {"reward/mean": flat(0.4), "reward/correct_frac": flat(0.4)}
 BETTER = {"reward/mean": up(0.3, 0.9), "reward/correct_frac": up(0.3, 0.9)}
-PAID = {"reward/mean": up(0.3, 0.9), "reward/correct_frac": up(0.5, 0.1)}
-ONCE = {"model": {"update": {"epochs_per_rollout": 1}}}
-STEPS = {"model": {"update": {"epochs_per_rollout": 4}, "objective": {"ratio": "token"}}}
-ALL_WRONG = {"reward/all_incorrect_frac": flat(0.9), "reward/zero_variance_groups_frac": flat(0.9)}
-FORM = {
+HACKED = {"reward/mean": up(0.3, 0.9), "reward/correct_frac": up(0.5, 0.1)}
+ONE_STEP = {"model": {"update": {"epochs_per_rollout": 1}}}
+FOUR_STEPS = {
+    "model": {
+        "update": {"epochs_per_rollout": 4},
+        "objective": {"importance_sampling_level": "token"},
+    }
+}
+ALL_INCORRECT = {
+    "reward/all_incorrect_frac": flat(0.9),
+    "reward/zero_variance_groups_frac": flat(0.9),
+}
+FORMAT = {
     "reward/format": late(0.3, 1),
     "reward/format_std": flat(0.1),
     "reward/right_std": flat(0.1),
 }
-FORM |= {"reward/right": flat(0.4)}
-PARTS = {"model": {"rewards": {"right": {}, "format": {}}}}
-# (rule, numbers, recipe)
+FORMAT |= {"reward/right": flat(0.4)}
+TWO_REWARDS = {"model": {"rewards": {"right": {}, "format": {}}}}
+# (rule, metrics, config)
 FOUND = [
     ("not_finite", FLAT | {"optim/skipped_steps": up(0, 9)}, {}),
     ("not_finite", {"reward/mean": late(0.4, np.nan)}, {}),
@@ -46,24 +52,28 @@ FOUND = [
     ("no_end_token", {"completion/eos_frac": flat(0), "completion/truncated_frac": flat(1)}, {}),
     ("truncated", {"completion/truncated_frac": late(0, 0.5)}, {}),
     (
-        "copies",
+        "duplicate_completions",
         {"completion/unique_frac": flat(0.13), "reward/zero_variance_groups_frac": flat(1)},
         {"model": {"sampling": {"temperature": 0.05}}},
     ),
     ("rewards_fail", {"reward/failed_frac": flat(0.3)}, {}),
-    ("fighting_parts", FLAT | {"reward/cosine_a_b": flat(-1)}, {}),
-    ("too_hard", FLAT | ALL_WRONG, {}),
+    ("conflicting_rewards", FLAT | {"reward/cosine_a_b": flat(-1)}, {}),
+    ("too_hard", FLAT | ALL_INCORRECT, {}),
     (
         "too_easy",
         {"reward/all_correct_frac": flat(0.9), "reward/zero_variance_groups_frac": flat(0.9)},
         {},
     ),
     ("no_signal", {"reward/zero_variance_groups_frac": flat(0.9), "reward/mean": flat(0.4)}, {}),
-    ("dominating_part", FLAT | FORM | {"reward/format_share": flat(0.97)}, PARTS),
-    ("hacked", PAID, {}),
-    ("format_only", FLAT | FORM, PARTS),
-    ("dead_part", FLAT | {"reward/x": flat(0), "reward/x_std": flat(0)}, {}),
-    ("clip_saturated", {f"policy/clip_{side}_frac": flat(0.2) for side in ("low", "high")}, STEPS),
+    ("dominating_reward", FLAT | FORMAT | {"reward/format_share": flat(0.97)}, TWO_REWARDS),
+    ("reward_hacking", HACKED, {}),
+    ("format_only", FLAT | FORMAT, TWO_REWARDS),
+    ("constant_reward", FLAT | {"reward/x": flat(0), "reward/x_std": flat(0)}, {}),
+    (
+        "clip_saturated",
+        {f"policy/clip_{side}_frac": flat(0.2) for side in ("low", "high")},
+        FOUR_STEPS,
+    ),
     ("collapsed", {"reward/mean": late(0.8, 0.1)}, {}),
     ("kl_blowup", FLAT | {"policy/kl": late(0.01, 3)}, {}),
     ("entropy_explosion", FLAT | {"policy/entropy": up(0.5, 3)}, {}),
@@ -78,16 +88,24 @@ FOUND = [
     ("length_growth", FLAT | {"completion/len_mean": up(10, 40)}, {}),
     ("length_collapse", FLAT | {"completion/len_mean": up(40, 10)}, {}),
     (
-        "memorised",
+        "overfitting",
         {"data/epoch": up(0, 9), "reward/correct_frac": up(0.3, 1), "val/avg@4": flat(0.3)}
         | {"val/avg@4_high": flat(0.35)},
         {},
     ),
 ]
-# What users ask about and what is no fault; see docs/doctor.md.
+# Patterns that users ask about and that are normal; see docs/doctor.md.
 NORMAL = [
-    ("clip_saturated", {f"policy/clip_{side}_frac": flat(0) for side in ("low", "high")}, STEPS),
-    ("clip_saturated", {f"policy/clip_{side}_frac": flat(0.3) for side in ("low", "high")}, ONCE),
+    (
+        "clip_saturated",
+        {f"policy/clip_{side}_frac": flat(0) for side in ("low", "high")},
+        FOUR_STEPS,
+    ),
+    (
+        "clip_saturated",
+        {f"policy/clip_{side}_frac": flat(0.3) for side in ("low", "high")},
+        ONE_STEP,
+    ),
     (
         "entropy_collapse",
         BETTER | {"policy/entropy": up(0.5, 0.01), "completion/unique_frac": up(0.9, 0.1)},
@@ -100,18 +118,18 @@ NORMAL = [
         {},
     ),
     ("no_signal", {"reward/zero_variance_groups_frac": up(0.1, 1), "reward/mean": up(0.1, 1)}, {}),
-    ("too_hard", FLAT | ALL_WRONG | {"reward/zero_variance_groups_frac": flat(0.1)}, {}),
+    ("too_hard", FLAT | ALL_INCORRECT | {"reward/zero_variance_groups_frac": flat(0.1)}, {}),
     ("length_growth", BETTER | {"completion/len_mean": up(10, 40)}, {}),
-    ("dead_part", FLAT | {"reward/x": flat(1), "reward/x_std": flat(0)}, {}),
-    ("dominating_part", BETTER | FORM | {"reward/format_share": flat(0.97)}, {}),
+    ("constant_reward", FLAT | {"reward/x": flat(1), "reward/x_std": flat(0)}, {}),
+    ("dominating_reward", BETTER | FORMAT | {"reward/format_share": flat(0.97)}, {}),
     ("collapsed", {"reward/mean": np.where(np.arange(LENGTH) == 20, 0.1, 0.8)}, {}),
     ("collapsed", BETTER, {}),
     ("collapsed", {"reward/mean": np.where(np.arange(LENGTH) < 20, 0.6, 0.6 - 1e-8)}, {}),
-    ("hacked", BETTER, {}),
+    ("reward_hacking", BETTER, {}),
     ("nothing_moves", BETTER | {"optim/update_rel": flat(1e-9)}, {}),
     ("nothing_moves", FLAT | {"optim/update_rel": flat(1e-5), "policy/entropy": up(0.1, 0.02)}, {}),
     (
-        "copies",
+        "duplicate_completions",
         {"completion/unique_frac": flat(0.13), "reward/zero_variance_groups_frac": flat(1)},
         {},
     ),
@@ -119,82 +137,78 @@ NORMAL = [
 ]
 
 
-def finding(rule, numbers, recipe):
-    columns = {name: list(values) for name, values in numbers.items()}
+def check(rule, columns, config):
     rows = [
-        {"step": n + 1} | {name: values[n] for name, values in columns.items()}
+        {"step": n + 1} | {name: float(values[n]) for name, values in columns.items()}
         for n in range(LENGTH)
     ]
-    return CHECKS[rule](of_rows(rows), [], Config(recipe))
+    return CHECKS[rule](RunLog(RunMetrics.from_rows(rows), config=RunConfig(config)))
 
 
-@pytest.mark.parametrize(("rule", "numbers", "recipe"), FOUND, ids=[each[0] for each in FOUND])
-def test_it_is_found(rule, numbers, recipe):
-    found = finding(rule, numbers, recipe)
-    assert found is not None
-    assert found.rule == rule
-    assert found.what.endswith(".")
-    assert found.evidence
-    assert 1 <= found.since <= LENGTH
+@pytest.mark.parametrize(("rule", "columns", "config"), FOUND, ids=[each[0] for each in FOUND])
+def test_a_problem_is_found(rule, columns, config):
+    finding = check(rule, columns, config)
+    assert finding is not None
+    assert finding.rule == rule
+    assert finding.problem.endswith(".")
+    assert finding.evidence
+    assert 1 <= finding.first_iteration <= LENGTH
 
 
-@pytest.mark.parametrize(("rule", "numbers", "recipe"), NORMAL, ids=[each[0] for each in NORMAL])
-def test_what_is_normal_is_not_found(rule, numbers, recipe):
-    assert finding(rule, numbers, recipe) is None
+@pytest.mark.parametrize(("rule", "columns", "config"), NORMAL, ids=[each[0] for each in NORMAL])
+def test_a_normal_pattern_is_not_found(rule, columns, config):
+    assert check(rule, columns, config) is None
 
 
-def test_every_rule_is_tried():
-    of_samples = {"reward_contradicts"}
-    assert {rule for rule, *_ in FOUND} | of_samples == CHECKS.keys()
+def test_every_rule_is_covered():
+    from_samples = {"reward_contradicts"}
+    assert {rule for rule, *_ in FOUND} | from_samples == CHECKS.keys()
 
 
-@pytest.mark.parametrize(("rule", "series"), [("truncated", (0, 0.5)), ("loops", (0, 0.6))])
-def test_since_is_near_the_iteration_in_which_it_began(rule, series):
-    name = {"truncated": "completion/truncated_frac", "loops": "completion/loop_frac"}[rule]
-    assert abs(finding(rule, {name: late(*series)}, {}).since - 21) <= 3
+@pytest.mark.parametrize(
+    ("rule", "name", "after"),
+    [("truncated", "completion/truncated_frac", 0.5), ("loops", "completion/loop_frac", 0.6)],
+)
+def test_the_first_iteration_is_near_the_change(rule, name, after):
+    assert abs(check(rule, {name: late(0, after)}, {}).first_iteration - 21) <= 3
 
 
-def test_the_fall_of_a_reward_is_dated_to_its_iteration():
-    assert finding("collapsed", {"reward/mean": late(0.8, 0.1)}, {}).since == 21
+def test_a_reward_collapse_is_dated_to_its_iteration():
+    assert check("collapsed", {"reward/mean": late(0.8, 0.1)}, {}).first_iteration == 21
 
 
-def row(completion, right, prompt="2+2", answer="4"):
+def sample(completion, reward, prompt="2+2", answer="4"):
     return {
         "iteration": 5,
         "prompt": prompt,
         "completion": completion,
-        "rewards": {"right": right},
+        "rewards": {"right": reward},
         "columns": {"answer": answer},
     }
+
+
+def check_samples(rows):
+    config = RunConfig({"model": {"rewards": {"right": {}}}})
+    return CHECKS["reward_contradicts"](RunLog(RunMetrics(), tuple(rows), config))
 
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([row("4", 0.0)] * 4, "a completion that is the answer was judged wrong"),
-        ([row("five", 1.0)] * 4, "a completion without the answer was judged right"),
-        ([row("x", 0.0), row("x", 0.5)] * 2, "equal completions of a prompt"),
+        ([sample("4", 0.0)] * 4, "equals the reference answer"),
+        ([sample("five", 1.0)] * 4, "without the reference answer"),
+        ([sample("x", 0.0), sample("x", 0.5)] * 2, "different rewards"),
     ],
 )
 def test_samples_that_contradict_their_reward_are_found(rows, reason):
-    recipe = Config({"model": {"rewards": {"right": {}}}})
-    found = CHECKS["reward_contradicts"](of_rows([]), rows, recipe)
-    assert found.evidence[0].startswith(reason)
-    assert found.samples
-    assert found.since == 5
+    finding = check_samples(rows)
+    assert reason in finding.evidence[0]
+    assert finding.samples
+    assert finding.first_iteration == 5
 
 
-def test_samples_that_agree_with_their_reward_are_no_finding():
-    recipe = Config({"model": {"rewards": {"right": {}}}})
-    rows = [row("is 4", 1.0), row("5", 0.0), row("44 or 4, no tags", 0.0), row("4 it is", 0.5)]
-    rows.append(row('{"age": 7, "name": "Bo"}', 1.0, answer='{"name": "Bo", "age": 7}'))
-    assert CHECKS["reward_contradicts"](of_rows([]), rows * 5, recipe) is None
-
-
-def test_a_trend_is_measured_by_the_noise_around_it():
-    rng = np.random.default_rng(0)
-    noisy = of_rows([{"step": n, "x": x} for n, x in enumerate(rng.normal(0, 1, 200))])["x"]
-    rising = of_rows([{"step": n, "x": x} for n, x in enumerate(up(0, 1))])["x"]
-    assert not trend(noisy).rose
-    assert not trend(noisy).fell
-    assert trend(rising).rose
+def test_samples_that_agree_with_their_reward_are_not_found():
+    rows = [sample("is 4", 1.0), sample("5", 0.0), sample("44 or 4, no tags", 0.0)]
+    rows.append(sample("4 it is", 0.5))
+    rows.append(sample('{"age": 7, "name": "Bo"}', 1.0, answer='{"name": "Bo", "age": 7}'))
+    assert check_samples(rows * 5) is None

@@ -1,4 +1,4 @@
-"""The picture of a report: `python -m tests.tools.report.picture PAGE.html PICTURE.png`."""
+"""Take a picture of a report: `python -m tests.tools.report.picture PAGE.html PICTURE.png`."""
 
 import shutil
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 WIDTH, HEIGHT = 1200, 1080
 
 
-def picture(page: Path, image: Path) -> None:
+def take_picture(page: Path, image: Path) -> None:
     """Write the top of a page as a picture."""
     from playwright.sync_api import sync_playwright
 
@@ -22,4 +22,4 @@ def picture(page: Path, image: Path) -> None:
 
 
 if __name__ == "__main__":
-    picture(Path(sys.argv[1]), Path(sys.argv[2]))
+    take_picture(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,13 +1,13 @@
-"""Run folders made by hand: a sound one, and hostile ones."""
+"""Write run folders: an ordinary one, and ones with hostile texts."""
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 from litgrpo.callbacks.run_folder import COMMAND, CONFIG, HEADER
+from litgrpo.tools.doctor.finding import Diagnosis, Finding
 
 NUM_PROMPTS = 20
 HOSTILE = {
@@ -31,7 +31,7 @@ def sample(text: str, right: bool, **more) -> dict:
 
 
 def evaluation(right_below: int, texts: list[str], **more) -> list[dict]:
-    """Prompts of which the first are right, with two samples each."""
+    """Prompts with two samples each; the first `right_below` are correct."""
     return [
         {
             "index": n,
@@ -63,7 +63,7 @@ def metrics(iterations: int) -> str:
 def make_run(
     folder: Path, *, iterations: int = 60, texts: list[str] | None = None, right: int = 15, **more
 ) -> Path:
-    """A run that ended; `texts` are what the policy says after training."""
+    """Write a finished run; `texts` are the completions after training."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "evaluation").mkdir()
     config = {
@@ -90,23 +90,22 @@ def make_run(
     return folder
 
 
-@dataclass(frozen=True)
-class Found:
-    """A finding as a doctor makes it."""
+def make_finding(**fields) -> Finding:
+    return Finding(
+        **{
+            "rule": "no_signal",
+            "problem": "Rewards are equal in every group.",
+            "severity": "warning",
+            "first_iteration": 7,
+            "evidence": ("reward/zero_variance_groups_frac is 0.9",),
+            "setting": "model.group_size",
+            "command": "python cli.py fit -c configs/quickstart.yaml --model.group_size 16",
+            **fields,
+        }
+    )
 
-    what: str = "Every group earns the same."
-    severity: str = "warning"
-    since: int = 7
-    evidence: tuple[str, ...] = ("reward/zero_variance_groups_frac is 0.9",)
-    samples: tuple[dict, ...] = ()
-    key: str = "model.group_size"
-    command: str = "python cli.py fit -c configs/quickstart.yaml --model.group_size 16"
 
-
-@dataclass(frozen=True)
-class Diagnosed:
-    """A diagnosis as a doctor makes it."""
-
-    findings: tuple[Found, ...] = (Found(),)
-    fine: dict[str, str] = field(default_factory=lambda: {"ended": "Completions end."})
-    unchecked: dict[str, str] = field(default_factory=lambda: {"mismatch": "needs a number"})
+def make_diagnosis(*findings: Finding) -> Diagnosis:
+    return Diagnosis(
+        findings, {"truncated": "Completions end."}, {"sampler_mismatch": "needs a metric"}
+    )

@@ -5,7 +5,7 @@ from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.tools.report.run_folders import make_run
 
 
-def test_the_page_is_written_to_the_run_folder(tmp_path, capsys):
+def test_the_report_is_written_to_the_run_folder(tmp_path, capsys):
     run = make_run(tmp_path / "mine")
     report([str(run)])
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
@@ -16,31 +16,31 @@ def test_the_page_is_written_to_the_run_folder(tmp_path, capsys):
     assert not list(run.glob(".report*"))
 
 
-def test_folders_are_words_of_the_command_line(tmp_path, cli):  # noqa: F811
+def test_several_folders_are_given_on_the_command_line(tmp_path, cli):  # noqa: F811
     runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
-    code, said, _ = cli("report", *runs, "--output", str(tmp_path / "two.html"))
+    code, out, _ = cli("report", *runs, "--output", str(tmp_path / "two.html"))
     assert code == 0
-    assert "two.html" in said
+    assert "two.html" in out
     assert "b against a" in (tmp_path / "two.html").read_text()
 
 
 @pytest.mark.parametrize(
-    ("runs", "output", "said"),
+    ("runs", "output", "match"),
     [
-        ([], None, "give 1 to 8 run folders; got 0"),
+        ([], None, "got 0"),
         (["a", "./a"], None, "a is given twice"),
-        (["none"], None, "there is no run folder none"),
-        (["."], "nowhere/x.html", "there is no folder nowhere"),
-        (["."], ".", "is a folder"),
-        (["."], "/proc/page.html", "/proc/page.html cannot be written .*--output"),
+        (["none"], None, "none"),
+        (["."], "nowhere/x.html", "nowhere"),
+        (["."], ".", "--output"),
+        (["."], "/proc/page.html", "/proc/page.html .*--output"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(runs, output, said, tmp_path, monkeypatch):
+def test_bad_arguments_are_errors_that_name_them(runs, output, match, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=match):
         report(runs, output)
 
 
-def test_a_report_that_fails_costs_a_line_and_not_the_run(tmp_path, capsys):
+def test_a_failed_report_is_logged_and_does_not_fail_the_run(tmp_path, capsys):
     report_at_end(str(tmp_path / "gone"))
-    assert "no report was written (ValueError: there is no run folder" in capsys.readouterr().out
+    assert "ValueError" in capsys.readouterr().out

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.tools.report.page import page
-from litgrpo.tools.report.run_files import read
-from tests.tools.report.run_folders import HOSTILE, Diagnosed, Found, make_run
+from litgrpo.tools.report.page import render_page
+from litgrpo.tools.report.run_files import read_run_files
+from tests.tools.report.run_folders import HOSTILE, make_diagnosis, make_finding, make_run
 
-VOID = {"meta", "path", "circle"}
+VOID = {"meta", "path", "circle"}  # glossary: ok
 LIMIT, GOAL = 2_000_000, 500_000
 
 
@@ -34,7 +34,7 @@ class Tags(HTMLParser):
         self.open = self.open[:-1]
 
 
-def sound(text: str) -> Tags:
+def check_page(text: str) -> Tags:
     """The tags of a page: closed, none that acts or loads, every id once."""
     found = Tags(text)
     assert not found.wrong
@@ -55,52 +55,56 @@ def run(tmp_path):
     return make_run(tmp_path / "mine")
 
 
-def test_the_committed_example_is_such_a_page():
+def test_the_committed_example_is_a_sound_page():
     text = (Path(__file__).parents[3] / "docs" / "quickstart_report.html").read_text()
-    sound(text)
+    check_page(text)
     assert "Held-out accuracy rose: 0.406 before, 0.969 after" in text
     assert len(text) < GOAL
 
 
 def test_a_page_shows_the_run(run):
-    text = page([read(run)])
-    sound(text)
-    for said in (
+    text = render_page([read_run_files(run)])
+    check_page(text)
+    for part in (
         "Held-out accuracy rose",
-        "The same held-out prompts over time",
+        "Held-out prompts over time",
         "Hardest prompts",
         "The rewards were not audited",
         "model.init_args.group_size",
         "python cli.py fit -c runs/mine/config.yaml --run_dir runs/mine-again",
         "Always 0: log ratio.",
     ):
-        assert said in text
+        assert part in text
     assert "Diagnosis" not in text
     assert len(text) < GOAL
 
 
 def test_the_same_folder_gives_the_same_bytes(run):
-    assert page([read(run)], [Diagnosed()]) == page([read(run)], [Diagnosed()])
+    assert render_page([read_run_files(run)], [make_diagnosis(make_finding())]) == render_page(
+        [read_run_files(run)], [make_diagnosis(make_finding())]
+    )
 
 
 def test_findings_are_cards_with_their_sample_and_marks_in_the_curves(run):
     sample = {"prompt": "1+1?", "completion": HOSTILE["script"], "reward": 0.5}
-    text = page([read(run)], [Diagnosed(findings=(Found(samples=(sample,)),))])
-    sound(text)
-    assert "Every group earns the same." in text
+    text = render_page([read_run_files(run)], [make_diagnosis(make_finding(samples=(sample,)))])
+    check_page(text)
+    assert "Rewards are equal in every group." in text
     assert "Since iteration 7." in text
-    assert "A completion that shows it" in text
+    assert "<h5>Example</h5>" in text
     assert text.count('class="mark"') == text.count('class="chart"')
     assert "Completions end." in text
-    assert "needs a number" in text
-    assert "Nothing was found wrong" in page([read(run)], [Diagnosed(findings=())])
+    assert "needs a metric" in text
+    assert "No problems found" in render_page([read_run_files(run)], [make_diagnosis()])
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_completions_cannot_act(text, tmp_path):
     run = make_run(tmp_path / "hostile", texts=[text])
-    written = page([read(run)], [Diagnosed(findings=(Found(what=text, evidence=(text,)),))])
-    sound(written)
+    written = render_page(
+        [read_run_files(run)], [make_diagnosis(make_finding(problem=text, evidence=(text,)))]
+    )
+    check_page(written)
     assert len(written.encode()) < GOAL
 
 
@@ -109,59 +113,59 @@ def test_names_of_a_recipe_cannot_act_either(run):
     (run / "config.yaml").write_text(config.replace("runs/mine", f"'{HOSTILE['script']}'"))
     name = HOSTILE["svg"].replace(",", "")
     (run / "metrics.csv").write_text(f"step,reward/{name},reward/{name}_std\n1,1,1\n2,0.5,1\n")
-    sound(page([read(run)]))
+    check_page(render_page([read_run_files(run)]))
 
 
 def test_an_episode_is_shown_turn_by_turn(tmp_path):
     told = [
         {"role": "assistant", "content": "call it"},
-        {"role": "tool", "content": "<b>heard</b>"},
+        {"role": "tool", "content": "<b>output</b>"},
         {"role": "assistant", "content": "6"},
     ]
     more = {"messages": told, "turn_rewards": [0.25, None], "calls": {"search": [2, 1]}}
-    text = page([read(make_run(tmp_path / "turns", **more))])
-    sound(text)
-    assert "&lt;b&gt;heard&lt;/b&gt;" in text
+    text = render_page([read_run_files(make_run(tmp_path / "turns", **more))])
+    check_page(text)
+    assert "&lt;b&gt;output&lt;/b&gt;" in text
     assert "reward of the turn 0.25" in text
-    assert "2 calls, 1 failed, of search" in text
+    assert "2 calls of search, 1 failed" in text
 
 
 def test_an_audit_is_shown(run):
     found = {"passed": False, "faults": ["<b>gamed</b>"], "remarks": ["slow"]}
     (run / "audit.json").write_text(json.dumps(found))
-    text = page([read(run)])
+    text = render_page([read_run_files(run)])
     assert "found faults" in text
     assert "fault: &lt;b&gt;gamed&lt;/b&gt;" in text
 
 
 @pytest.mark.parametrize("kept", ["metrics.csv", "config.yaml", "evaluation", ""])
-def test_whatever_is_left_of_a_run_makes_a_page(kept, run):
+def test_a_page_is_made_of_any_remaining_files(kept, run):
     for path in run.iterdir():
         if path.name not in (kept, "evaluation"):
             path.unlink()
     for path in (run / "evaluation").iterdir():
         if kept != "evaluation":
             path.unlink()
-    sound(page([read(run)], [None]))
+    check_page(render_page([read_run_files(run)], [None]))
 
 
 def test_ten_thousand_iterations_stay_small(tmp_path):
-    text = page([read(make_run(tmp_path / "long", iterations=10_000))])
-    sound(text)
+    text = render_page([read_run_files(make_run(tmp_path / "long", iterations=10_000))])
+    check_page(text)
     assert len(text) < GOAL
     assert "99" in re.findall(r"optim/grad_norm.*", text)[-1]  # the spike is in the last table
 
 
 def test_several_runs_are_paired_with_the_first(tmp_path):
-    runs = [read(make_run(tmp_path / name, right=n)) for name, n in (("a", 15), ("b", 4))]
-    text = page(runs)
-    sound(text)
+    runs = [read_run_files(make_run(tmp_path / name, right=n)) for name, n in (("a", 15), ("b", 4))]
+    text = render_page(runs)
+    check_page(text)
     assert "b against a" in text
     assert "0 gained, 11 lost" in text
-    assert "Curves together" in text
+    assert "Charts of all runs" in text
     assert len(text) < LIMIT
 
 
 def test_eight_runs_keep_to_the_limit(tmp_path):
-    runs = [read(make_run(tmp_path / f"r{n}", iterations=2_000)) for n in range(8)]
-    assert len(page(runs).encode()) < LIMIT
+    runs = [read_run_files(make_run(tmp_path / f"r{n}", iterations=2_000)) for n in range(8)]
+    assert len(render_page(runs).encode()) < LIMIT

@@ -1,20 +1,28 @@
+from litgrpo.tools.doctor.run import RunConfig
 from litgrpo.tools.report.run_files import RunFiles
-from litgrpo.tools.report.settings import Setting, environment, repeat, stated
+from litgrpo.tools.report.settings import (
+    UsedSetting,
+    describe_environment,
+    list_settings,
+    repeat_commands,
+)
 
-CONFIG = {
-    "run_dir": "runs/mine",
-    "seed_everything": 3,
-    "trainer": {"accelerator": "auto", "devices": 2},
-    "model": {"init_args": {"group_size": 4, "max_completion_length": 40}},
-    "data": {"init_args": {"batch_size": 16}},
-}
+CONFIG = RunConfig(
+    {
+        "run_dir": "runs/mine",
+        "seed_everything": 3,
+        "trainer": {"accelerator": "auto", "devices": 2},
+        "model": {"init_args": {"group_size": 4, "max_completion_length": 40}},
+        "data": {"init_args": {"batch_size": 16}},
+    }
+)
 
 
-def test_what_differs_from_the_recipe_comes_first(tmp_path):
+def test_settings_that_differ_from_the_recipe_come_first(tmp_path):
     recipe = tmp_path / "my recipe.yaml"
     recipe.write_text("model: {init_args: {group_size: 8, max_completion_length: 40.0}}\n")
     command = f"python cli.py fit -c '{recipe}' --model.group_size=4 --data.batch_size 16"
-    names, settings = stated(RunFiles("a", CONFIG, command=command))
+    names, settings = list_settings(RunFiles("a", CONFIG, command=command))
     assert names == [str(recipe)]
     assert [(each.key, each.recipe, each.used, each.differs) for each in settings] == [
         ("model.init_args.group_size", "8", "4", True),
@@ -23,33 +31,33 @@ def test_what_differs_from_the_recipe_comes_first(tmp_path):
     ]
 
 
-def test_a_class_named_by_its_last_word_is_the_same():
+def test_a_class_path_equals_its_bare_name():
     key, used = "objective.class_path", "litgrpo.algorithms.losses.TokenMean"
-    assert not Setting(key, "TokenMean", used).differs
-    assert Setting(key, "Token", used).differs
-    assert Setting("name", "TokenMean", used).differs
+    assert not UsedSetting(key, "TokenMean", used).differs
+    assert UsedSetting(key, "Token", used).differs
+    assert UsedSetting("name", "TokenMean", used).differs
 
 
-def test_a_recipe_that_is_gone_makes_no_guess():
-    assert stated(RunFiles("a", CONFIG, command="litgrpo fit -c gone.yaml")) == ([], [])
+def test_a_missing_recipe_gives_no_settings():
+    assert list_settings(RunFiles("a", CONFIG, command="litgrpo fit -c gone.yaml")) == ([], [])
 
 
-def test_the_environment_is_what_the_folder_tells():
+def test_the_environment_is_read_from_the_folder():
     summary = {"seconds": 61.5, "versions": {"torch": "2"}, "seed": 3}
     series = {"perf/generated_tokens": [(1, 1000.0)], "reward/mean": [(1, 0.0)]}
-    assert environment(RunFiles("a", CONFIG, series=series, summary=summary)) == [
+    assert describe_environment(RunFiles("a", CONFIG, series=series, summary=summary)) == [
         ("seed", "3"),
         ("devices", "2"),
         ("iterations", "1"),
         ("training", "62 s"),
-        ("tokens sampled for training", "1,000"),
+        ("tokens generated for training", "1,000"),
         ("torch", "2"),
     ]
 
 
-def test_a_run_is_repeated_as_typed_or_from_its_own_configuration():
-    assert repeat(RunFiles("a", CONFIG, command="litgrpo fit -c quickstart")) == [
+def test_a_run_is_repeated_by_its_command_or_its_config():
+    assert repeat_commands(RunFiles("a", CONFIG, command="litgrpo fit -c quickstart")) == [
         "litgrpo fit -c quickstart",
         "litgrpo fit -c runs/mine/config.yaml --run_dir runs/mine-again",
     ]
-    assert repeat(RunFiles("a")) == []
+    assert repeat_commands(RunFiles("a")) == []

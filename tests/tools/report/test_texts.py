@@ -1,11 +1,11 @@
 import pytest
 
-from litgrpo.tools.report.texts import dialogue, marked_difference, visible
+from litgrpo.tools.report.texts import diff_messages, mark_difference, visible
 from tests.tools.report.run_folders import HOSTILE
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_every_text_can_be_written_and_seen(text):
+def test_every_text_can_be_encoded_and_is_visible(text):
     shown = visible(text)
     shown.encode()
     assert len(shown) < 13_000
@@ -15,18 +15,18 @@ def test_every_text_can_be_written_and_seen(text):
 @pytest.mark.parametrize(
     ("now", "earlier"), [("", "a"), ("aa", "a"), ("a", "aa"), ("abc", "xyz"), ("ab", "ab")]
 )
-def test_the_three_parts_are_the_text(now, earlier):
-    assert "".join(marked_difference(now, earlier)) == now
+def test_the_three_parts_add_up_to_the_text(now, earlier):
+    assert "".join(mark_difference(now, earlier)) == now
 
 
 def test_an_episode_is_shown_turn_by_turn():
-    told = [
+    messages = [
         {"role": "assistant", "content": "<call>2*3</call>"},
         {"role": "tool", "name": "calculator", "content": "6"},
         {"role": "assistant", "content": "6"},
     ]
-    row = {"completion": "", "messages": told, "turn_rewards": [0.0, 1.0]}
-    said = dialogue(row, {"completion": "", "messages": told[:2], "turn_rewards": [0.0]})
-    assert [each.who for each in said] == ["policy", "tool calculator", "policy"]
-    assert [each.reward for each in said] == ["0", "", "1"]
-    assert [each.new for each in said] == ["", "", "6"]
+    row = {"completion": "", "messages": messages, "turn_rewards": [0.0, 1.0]}
+    diffs = diff_messages(row, {"completion": "", "messages": messages[:2], "turn_rewards": [0.0]})
+    assert [each.role for each in diffs] == ["policy", "tool calculator", "policy"]
+    assert [each.reward for each in diffs] == ["0", "", "1"]
+    assert [each.new for each in diffs] == ["", "", "6"]

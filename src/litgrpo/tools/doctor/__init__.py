@@ -1,5 +1,5 @@
-"""What is wrong with a run, read from its numbers, samples and configuration.
+"""Diagnose a run from its metrics, sampled completions and config.
 
-A rule is a pure function `(metrics, samples, config) -> Finding`, or None where all is well; the
-same rules look at a run while it trains and at its folder afterwards.
+A rule is a pure function of a `RunLog` that returns a `Finding`, or None if it finds no problem.
+The same rules run during training (`callback`) and on a run folder afterwards (`command`).
 """

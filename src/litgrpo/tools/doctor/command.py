@@ -1,4 +1,4 @@
-"""The verb `doctor`: what is wrong with a run, since when, and what to change."""
+"""The command `doctor`: diagnose a run and suggest changes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Literal
 
 from litgrpo.text.visible import visible
 from litgrpo.tools.doctor.diagnosis import examine
-from litgrpo.tools.doctor.run_files import read
-from litgrpo.tools.doctor.telling import page
+from litgrpo.tools.doctor.render import render_text
+from litgrpo.tools.doctor.run import read_run
 
 
 def doctor(run: str, fail_on: Literal["info", "warning", "critical"] = "critical") -> None:
-    """Look at a run: what is wrong, what is fine, what could not be checked.
+    """Diagnose a run: the problem, its first iteration, the evidence, the setting to change.
 
-    The exit code is 0 if nothing is as severe as `fail_on`, 1 if something is, 2 if the run cannot
-    be read.
+    The exit code is 0 if no finding is as severe as `fail_on`, 1 if one is, 2 if the run cannot be
+    read.
 
     Args:
         run: a run folder; or TRL's trainer_state.json, a console log of verl, a metrics.csv.
-        fail_on: exit with 1 where a finding is at least so severe.
+        fail_on: exit with 1 if a finding has at least this severity.
     """
-    diagnosis = examine(read(run))
-    print(visible(page(diagnosis)))
-    if any(each.at_least(fail_on) for each in diagnosis.every):
+    diagnosis = examine(read_run(run))
+    print(visible(render_text(diagnosis)))
+    if any(finding.at_least(fail_on) for finding in diagnosis.all_findings):
         raise SystemExit(1)

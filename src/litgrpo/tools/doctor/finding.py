@@ -1,4 +1,4 @@
-"""A finding: what is wrong with a run, since when, what shows it, and which key to change."""
+"""Data classes of a diagnosis: a finding of one rule, and all findings of a run."""
 
 from __future__ import annotations
 
@@ -6,71 +6,84 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "critical"]
-LEVELS: tuple[Severity, ...] = ("info", "warning", "critical")
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a run suffers from.
+    """A problem of a run.
 
     Args:
-        rule: name of the rule that found it; the section of docs/doctor.md that explains it.
-        what: one sentence.
-        severity: info: worth knowing; warning: the run teaches less than it could; critical: what
-            it teaches is wrong, or nothing.
-        since: first iteration in which it shows.
-        evidence: the numbers that show it, a sentence each.
-        samples: rows of `samples/iteration-*.jsonl` that show it, at most three.
-        key: key of the recipe to change, such as `model.max_completion_length`; "" where none
-            helps.
-        value: what to set it to.
-        command: starts the changed run.
+        rule: name of the rule, also of the section of docs/doctor.md that explains it.
+        problem: one sentence.
+        severity: info: worth knowing; warning: the run learns less than it could; critical: it
+            learns nothing, or the wrong thing.
+        first_iteration: first iteration that shows the problem.
+        evidence: sentences with the numbers that show it.
+        samples: at most three rows of `samples/iteration-*.jsonl` that show it.
+        setting: dotted config key to change; "" if no setting helps.
+        value: suggested value of that setting; "" if there is no general one.
+        command: shell command that starts the changed run.
         symptoms: findings that this one explains.
+
+    Example:
+        >>> finding = Finding(
+        ...     rule="truncated",
+        ...     problem="The length limit cuts off 31% of the completions.",
+        ...     severity="critical",
+        ...     first_iteration=12,
+        ...     evidence=("completion/truncated_frac: 0.02 at the start, 0.31 recently",),
+        ...     setting="model.max_completion_length",
+        ...     value="128",
+        ... )
+        >>> finding.doc
+        'docs/doctor.md#truncated'
     """
 
     rule: str
-    what: str
+    problem: str
     severity: Severity
-    since: int
+    first_iteration: int
     evidence: tuple[str, ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
-    key: str = ""
+    setting: str = ""
     value: str = ""
     command: str = ""
     symptoms: tuple[Finding, ...] = ()
 
     @property
-    def page(self) -> str:
-        """Where it is explained.
-
-        Example:
-            >>> Finding("no_end_token", "It does not end.", "critical", 1).page
-            'docs/doctor.md#no_end_token'
-        """
+    def doc(self) -> str:
+        """Section of the documentation that explains the rule."""
         return f"docs/doctor.md#{self.rule}"
 
-    def at_least(self, level: Severity) -> bool:
-        """Whether it is as severe as this level, or more."""
-        return LEVELS.index(self.severity) >= LEVELS.index(level)
+    def at_least(self, severity: Severity) -> bool:
+        """Return whether the finding has this severity or a higher one."""
+        return SEVERITIES.index(self.severity) >= SEVERITIES.index(severity)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was looked at.
+    """Results of all rules on one run.
 
     Args:
-        findings: causes, the most severe and earliest first; what they explain is in them.
-        fine: {rule: sentence} of what was checked and is well, or normal.
-        unchecked: {rule: which numbers are missing}.
-        iterations: how many the run has finished.
+        findings: causes, the most severe and earliest first; each holds its symptoms.
+        passed: {rule: sentence} of rules that found no problem.
+        not_checked: {rule: missing metrics}.
+        iterations: finished iterations of the run.
+
+    Example:
+        >>> cause = Finding("truncated", "31% are cut off.", "critical", 12)
+        >>> Diagnosis((cause,), {"loops": "Completions do not loop."}, {"kl_blowup": "policy/kl"})
+        ... # doctest: +ELLIPSIS
+        Diagnosis(findings=(Finding(rule='truncated', ...
     """
 
     findings: tuple[Finding, ...]
-    fine: dict[str, str]
-    unchecked: dict[str, str]
+    passed: dict[str, str]
+    not_checked: dict[str, str]
     iterations: int = 0
 
     @property
-    def every(self) -> tuple[Finding, ...]:
-        """Causes and what they explain, all together."""
+    def all_findings(self) -> tuple[Finding, ...]:
+        """Causes, each followed by its symptoms."""
         return tuple(found for cause in self.findings for found in (cause, *cause.symptoms))

@@ -1,5 +1,5 @@
-"""One page that shows a run: HTML without scripts, complete without a network.
+"""Write a run as a self-contained HTML page, without scripts.
 
-`read` takes what a run left in its folder, as much as there is; `page` makes the text of the file.
-The same folder gives the same bytes: no clock, no path of this machine, no random number.
+`run_files.read_run_files` reads a run folder in any state; `page.render_page` returns the HTML. The
+same folder gives the same bytes: the page has no time, no path of the machine, no random number.
 """

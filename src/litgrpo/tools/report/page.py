@@ -1,258 +1,215 @@
-"""The page of one run, or of several beside each other."""
+"""Assemble the HTML page of one run, or of several side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from litgrpo.callbacks.metric_table import definition
+from litgrpo.tools.doctor.finding import Diagnosis, Finding
 from litgrpo.tools.report import prompts, results, settings
-from litgrpo.tools.report.curves import Drawing, Line, draw, short
-from litgrpo.tools.report.panels import panels, part_names
-from litgrpo.tools.report.run_files import Row, RunFiles
-from litgrpo.tools.report.texts import Said, dialogue, visible
+from litgrpo.tools.report.charts import Curve, Drawing, draw, format_number, group_curves
+from litgrpo.tools.report.run_files import RunFiles
+from litgrpo.tools.report.texts import MessageDiff, diff_messages, visible
+from litgrpo.tools.run_folder import Row, reward_components
 
 TEMPLATES = Path(__file__).parents[2] / "assets" / "report"
-MOST_FINDINGS = 30
-MOST_NAMES = 400  # of numbers in the last table
-
-
-class Finding(Protocol):
-    """What the page asks of a finding; `litgrpo.tools.doctor` makes them."""
-
-    @property
-    def what(self) -> str:
-        """One sentence."""
-
-    @property
-    def severity(self) -> str:
-        """`info`, `warning` or `critical`."""
-
-    @property
-    def since(self) -> int:
-        """First iteration in which it shows."""
-
-    @property
-    def evidence(self) -> Sequence[str]:
-        """Numbers that show it."""
-
-    @property
-    def samples(self) -> Sequence[Mapping[str, Any]]:
-        """Completions that show it."""
-
-    @property
-    def key(self) -> str:
-        """Key of the recipe to change."""
-
-    @property
-    def command(self) -> str:
-        """Starts the changed run."""
-
-
-class Diagnosis(Protocol):
-    """What the page asks of a diagnosis."""
-
-    @property
-    def findings(self) -> Sequence[Finding]:
-        """The causes."""
-
-    @property
-    def fine(self) -> Mapping[str, str]:
-        """What was checked and is well."""
-
-    @property
-    def unchecked(self) -> Mapping[str, str]:
-        """What could not be checked."""
+MAX_FINDINGS = 30
+MAX_METRICS = 400  # in the last table
+MAX_RUN_NAME_CHARS = 80
 
 
 @dataclass(frozen=True)
-class Card:
-    """A finding on the page."""
+class FindingCard:
+    """A finding on the page, with completions that show it.
+
+    Example:
+        >>> finding = Finding("loops", "12% repeat themselves.", "warning", 40)
+        >>> FindingCard(1, finding, [("1+1?", diff_messages({"completion": "2 2 2"}), [])]).number
+        1
+    """
 
     number: int
     finding: Finding
-    samples: list[tuple[str, list[Said], list[str]]]
+    samples: list[tuple[str, list[MessageDiff], list[str]]]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart on the page."""
+    """A chart on the page.
+
+    Example:
+        >>> curve = Curve("optim/lr", [(1, 1e-6), (2, 1e-6)])
+        >>> Chart("Learning rate", "", ["optim/lr"], draw([curve], 2)).names
+        ['optim/lr']
+    """
 
     title: str
-    about: str
+    explanation: str
     names: list[str]
     drawing: Drawing
 
 
-def page(runs: Sequence[RunFiles], diagnoses: Sequence[Diagnosis | None] = ()) -> str:
-    """The file.
+def render_page(runs: Sequence[RunFiles], diagnoses: Sequence[Diagnosis | None] = ()) -> str:
+    """Render the HTML report.
 
     Args:
         runs: one, or several that are compared with the first.
-        diagnoses: of each run; None where nobody looked.
+        diagnoses: of each run; None if it was not diagnosed.
 
     Returns:
         HTML; the same for the same runs.
     """
-    known = [*diagnoses, *[None] * (len(runs) - len(diagnoses))]
-    views = [view(run, found) for run, found in zip(runs, known, strict=True)]
+    padded = [*diagnoses, *[None] * (len(runs) - len(diagnoses))]
     several = len(runs) > 1
+    comparisons = results.compare_with_first_run(runs) if several else []
     return (
-        environment()
+        _environment()
         .get_template("page.html")
         .render(
-            title=" and ".join(visible(run.name, 80) for run in runs),
-            runs=views,
+            title=" and ".join(visible(run.name, MAX_RUN_NAME_CHARS) for run in runs),
+            runs=[view_run(run, found) for run, found in zip(runs, padded, strict=True)],
             several=several,
-            compared=[compared_view(name, found) for name, found in results.against_first(runs)],
-            together=charts_together(runs) if several else [],
+            comparisons=[
+                {"name": visible(name, MAX_RUN_NAME_CHARS), "pairs": pairs}
+                for name, pairs in comparisons
+            ],
+            shared_charts=chart_runs_together(runs) if several else [],
             style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         )
     )
 
 
-def environment() -> Environment:
-    """Templates in which every text is escaped and every name must be known."""
-    made = Environment(
+def _environment() -> Environment:
+    # Texts of a model are escaped, and a misspelled name is an error.
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["visible"] = visible
-    return made
+    environment.filters["visible"] = visible
+    return environment
 
 
-def view(run: RunFiles, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Everything that the template shows of one run."""
-    found = results.of_run(run)
-    findings = [] if diagnosis is None else list(diagnosis.findings)[:MOST_FINDINGS]
-    names, stated = settings.stated(run)
+def view_run(run: RunFiles, diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """Collect everything that the template shows of one run."""
+    pairs = results.compare_first_and_last(run)
+    findings = [] if diagnosis is None else list(diagnosis.findings)[:MAX_FINDINGS]
+    recipes, used_settings = settings.list_settings(run)
+    hardest, easiest = prompts.rank_prompts(run)
     return {
-        "name": visible(run.name, 80),
-        "verdict": results.verdict(run, found),
-        "way": found[0].way if found else "unknown",
-        "pairs": found,
-        "held_out": results.held_out(run),
-        "facts": settings.environment(run),
+        "name": visible(run.name, MAX_RUN_NAME_CHARS),
+        "verdict": results.write_verdict(run, pairs),
+        "direction": pairs[0].direction if pairs else "unknown",
+        "pairs": pairs,
+        "held_out": results.held_out_metrics(run),
+        "facts": settings.describe_environment(run),
         "diagnosis": diagnosis,
-        "cards": [card(n, each) for n, each in enumerate(findings, 1)],
-        "charts": charts(run, findings),
-        "always_zero": [title for title, lines, _ in panels(run.series) if is_zero(lines)],
-        "followed": prompts.followed(run),
-        "ranked": prompts.ranked(run),
-        "parts": parts(run),
-        "audit": audit(run.audit),
-        "audit_command": f"python cli.py audit -c {folder_of(run)}/config.yaml --report "
-        f"{folder_of(run)}/audit.json",
-        "recipes": names,
-        "stated": stated,
+        "cards": [make_card(n, finding) for n, finding in enumerate(findings, 1)],
+        "charts": chart_run(run, findings),
+        "always_zero": [t for t, curves, _ in group_curves(run.series) if _is_zero(curves)],
+        "histories": prompts.follow_prompts(run),
+        "hardest": hardest,
+        "easiest": easiest,
+        "components": tabulate_components(run),
+        "audit": view_audit(run.audit),
+        "audit_command": f"python cli.py audit -c {run.folder}/config.yaml --report "
+        f"{run.folder}/audit.json",
+        "recipes": recipes,
+        "settings": used_settings,
         "config": visible(run.config_text, 60_000),
-        "commands": settings.repeat(run),
-        "numbers": numbers(run),
+        "commands": settings.repeat_commands(run),
+        "metrics": tabulate_metrics(run),
         "notes": run.notes,
         "empty": not (run.series or run.evaluations),
     }
 
 
-def folder_of(run: RunFiles) -> str:
-    """The run folder as its recipe names it."""
-    return str(run.setting("run_dir") or f"runs/{run.name}")
-
-
-def card(number: int, finding: Finding) -> Card:
-    """A finding with the completions that show it."""
+def make_card(number: int, finding: Finding) -> FindingCard:
+    """Add the completions that show a finding."""
     samples = [
-        (visible(row.get("prompt", ""), 400), dialogue(dict(row)), prompts.notes_of(dict(row)))
+        (visible(row.get("prompt", ""), 400), diff_messages(row), prompts.describe_completion(row))
         for row in finding.samples
         if "completion" in row
     ]
-    return Card(number, finding, samples)
+    return FindingCard(number, finding, samples)
 
 
-def charts(run: RunFiles, findings: Sequence[Finding]) -> list[Chart]:
-    """The curves, with a mark where each finding begins."""
-    marks = [(float(each.since), str(n)) for n, each in enumerate(findings, 1)]
+def chart_run(run: RunFiles, findings: Sequence[Finding]) -> list[Chart]:
+    """Draw the charts of a run, with a mark where each finding begins."""
+    marks = [(float(each.first_iteration), str(n)) for n, each in enumerate(findings, 1)]
     return [
-        Chart(title, about, [line.name for line in lines], draw(lines, run.iterations, marks))
-        for title, lines, about in panels(run.series)
-        if not is_zero(lines)
+        Chart(title, text, [curve.name for curve in curves], draw(curves, run.iterations, marks))
+        for title, curves, text in group_curves(run.series)
+        if not _is_zero(curves)
     ]
 
 
-def is_zero(lines: Sequence[Line]) -> bool:
-    """Whether there is nothing to see."""
-    return not any(value for line in lines for _, value in line.points)
+def _is_zero(curves: Sequence[Curve]) -> bool:
+    return not any(value for curve in curves for _, value in curve.points)
 
 
-def charts_together(runs: Sequence[RunFiles]) -> list[Chart]:
-    """The first number of each chart, a line for each run."""
-    found: dict[str, list[Line]] = {}
-    for number, run in enumerate(runs):
-        for _, (line, *_), _ in panels(run.series):
-            named = Line(f"{number + 1}: {run.name}", line.points, line.low, line.high)
-            found.setdefault(line.name, []).append(named)
+def chart_runs_together(runs: Sequence[RunFiles]) -> list[Chart]:
+    """Draw the first metric of each chart, with a curve for each run."""
+    by_metric: dict[str, list[Curve]] = {}
+    for number, run in enumerate(runs, 1):
+        for _, (curve, *_), _ in group_curves(run.series):
+            labelled = Curve(f"{number}: {run.name}", curve.points, curve.low, curve.high)
+            by_metric.setdefault(curve.name, []).append(labelled)
     last = max(run.iterations for run in runs)
     return [
-        Chart(name, definition(name), [line.name for line in lines], draw(lines, last))
-        for name, lines in found.items()
-        if len(lines) > 1 and not is_zero(lines)
+        Chart(name, definition(name), [curve.name for curve in curves], draw(curves, last))
+        for name, curves in by_metric.items()
+        if len(curves) > 1 and not _is_zero(curves)
     ]
 
 
-def parts(run: RunFiles) -> list[list[str]]:
-    """A line for each reward function: weight, first and last mean, spread, share."""
+def tabulate_components(run: RunFiles) -> list[list[str]]:
+    """Return table cells for each reward component: weight, first and last mean, spread, share."""
 
-    def at(name: str, place: int) -> str:
-        points = run.series.get(name)
-        return short(points[place][1]) if points else "unknown"
+    def cell(metric: str, place: int) -> str:
+        points = run.series.get(metric)
+        return format_number(points[place][1]) if points else "unknown"
 
-    weights = run.setting("model.init_args.rewards")
-    weights = weights if isinstance(weights, dict) else {}
-    return [
-        [
-            visible(name, 80),
-            _weight(weights.get(name)),
-            at(f"reward/{name}", 0),
-            at(f"reward/{name}", -1),
-            at(f"reward/{name}_std", -1),
-            at(f"reward/{name}_share", -1),
-        ]
-        for name in part_names(run.series)
-    ]
-
-
-def _weight(reward: Any) -> str:
-    weight = reward.get("weight") if isinstance(reward, dict) else None
-    return short(weight) if isinstance(weight, int | float) else "unknown"
+    rows = []
+    for name in reward_components(run.series):
+        weight = run.config.get(f"model.rewards.{name}.weight")
+        rows.append(
+            [
+                visible(name, 80),
+                format_number(weight) if isinstance(weight, int | float) else "unknown",
+                cell(f"reward/{name}", 0),
+                cell(f"reward/{name}", -1),
+                cell(f"reward/{name}_std", -1),
+                cell(f"reward/{name}_share", -1),
+            ]
+        )
+    return rows
 
 
-def audit(report: Row) -> dict[str, Any]:
-    """What an audit of the rewards came to; nothing without one."""
+def view_audit(report: Row) -> dict[str, Any]:
+    """Return the result of a reward audit; {} if there is none."""
     lists = {
-        name: [visible(each, 400) for each in found if isinstance(each, str)]
+        name: [visible(text, 400) for text in found if isinstance(text, str)]
         for name in ("faults", "remarks")
         if isinstance(found := report.get(name), list)
     }
-    known = isinstance(report.get("passed"), bool) and "faults" in lists
-    return {"passed": report["passed"], "remarks": [], **lists} if known else {}
+    if not isinstance(report.get("passed"), bool) or "faults" not in lists:
+        return {}
+    return {"passed": report["passed"], "remarks": [], **lists}
 
 
-def numbers(run: RunFiles) -> list[list[str]]:
-    """Every logged number: first, last, smallest, largest, how often, what it means."""
-    found = []
-    for name, points in list(run.series.items())[:MOST_NAMES]:
+def tabulate_metrics(run: RunFiles) -> list[list[str]]:
+    """Return table cells for each logged metric: first, last, min, max, count, definition."""
+    rows = []
+    for name, points in list(run.series.items())[:MAX_METRICS]:
         values = [value for _, value in points]
-        ends = (values[0], values[-1], min(values), max(values))
-        found.append([name, *map(short, ends), f"{len(values):,}", definition(name)])
-    return found
-
-
-def compared_view(name: str, found: Sequence[results.Pair]) -> dict[str, Any]:
-    """Another run against the first."""
-    return {"name": visible(name, 80), "pairs": found}
+        numbers = (values[0], values[-1], min(values), max(values))
+        rows.append([name, *map(format_number, numbers), f"{len(values):,}", definition(name)])
+    return rows

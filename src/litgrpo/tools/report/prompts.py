@@ -1,52 +1,68 @@
-"""Held-out prompts over time, and those that are hardest and easiest."""
+"""Held-out prompts with their completions over time, and the hardest and easiest ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.callbacks.number_texts import digits
-from litgrpo.tools.report.results import known_floats
-from litgrpo.tools.report.run_files import Row, RunFiles
-from litgrpo.tools.report.texts import Said, dialogue, visible
+from litgrpo.tools.report.results import prompt_key
+from litgrpo.tools.report.run_files import RunFiles, finite_numbers
+from litgrpo.tools.report.texts import MessageDiff, diff_messages, visible
+from litgrpo.tools.run_folder import Row
 
-MOST = 12  # prompts that are followed
-EXTREMES = 5  # hardest and easiest ones
-LONGEST_PROMPT = 800
-LONGEST_NAME = 160
+MAX_PROMPTS = 12  # shown over time
+NUM_EXTREMES = 5  # hardest and easiest
+MAX_PROMPT_CHARS, MAX_NAME_CHARS = 800, 160
+PromptKey = tuple[str, int]  # set of prompts, index
+Rows = Mapping[PromptKey, Row]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One completion on the page.
+class CompletionView:
+    """A completion as the page shows it.
 
     Args:
-        when: the iteration, in words.
-        said: its messages.
-        notes: right or wrong, reward, parts, tokens; in words.
-        right: whether it counts as right; None where that is not known.
+        when: its iteration in words.
+        messages: its messages, with differences to the one before.
+        notes: correctness, reward, components and length in words.
+        correct: whether it is correct; None if not known.
+
+    Example:
+        >>> CompletionView("after 50 iterations", [], ["correct", "reward 1.000"], True).when
+        'after 50 iterations'
     """
 
     when: str
-    said: list[Said]
+    messages: list[MessageDiff]
     notes: list[str]
-    right: bool | None
+    correct: bool | None
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A held-out prompt and what was answered over time."""
+class PromptHistory:
+    """A held-out prompt and one completion per evaluation.
 
-    why: str
+    Example:
+        >>> PromptHistory("most improved", "What is 3+4?", "17", []).reason
+        'most improved'
+    """
+
+    reason: str
     prompt: str
-    place: str
-    answers: list[Answer]
+    name: str
+    completions: list[CompletionView]
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """A held-out prompt with its share of right samples."""
+class RankedPrompt:
+    """A held-out prompt with its fraction of correct samples.
+
+    Example:
+        >>> RankedPrompt("What is 3+4?", "0.250", "1.000", "1.000").after
+        '1.000'
+    """
 
     prompt: str
     before: str
@@ -54,135 +70,131 @@ class Ranked:
     reward: str
 
 
-def notes_of(row: Row) -> list[str]:
-    """What is known of a completion besides its text."""
-    right = {True: "right", False: "wrong"}
-    parts = [f"{visible(n, 60)} {_shown(x)}" for n, x in (row.get("rewards") or {}).items()]
-    calls = [f"{_called(x)} {visible(n, 60)}" for n, x in (row.get("calls") or {}).items()]
-    of_parts = f" ({', '.join(parts)})" if parts else ""
-    known = {
-        "right": right.get(row.get("right")),  # type: ignore[arg-type]
-        "reward": f"reward {_shown(row['reward'])}{of_parts}" if "reward" in row else None,
-        "length": f"{row['length']} tokens" if "length" in row else None,
-        "cut": "cut off" if row.get("truncated") else None,
-        "calls": ", ".join(calls) or None,
-        "failed": f"failed: {visible(row['failed'], 200)}" if row.get("failed") else None,
-    }
-    return [text for text in known.values() if text]
-
-
-def _called(counts: Any) -> str:
-    """How often a tool was called, and how often that failed."""
-    many, failed = [*known_floats(counts if isinstance(counts, list) else []), 0.0, 0.0][:2]
-    return f"{many:.0f} calls" + (f", {failed:.0f} failed," if failed else "") + " of"
-
-
-def _shown(value: Any) -> str:
-    return digits(value) if known_floats([value]) else "unknown"
-
-
-def followed(run: RunFiles) -> list[Followed]:
-    """The same prompts at each evaluation that is shown, one sample each: always the first.
-
-    Samples of one prompt are drawn with the same random numbers each time.
-
-    Args:
-        run: the run.
-    """
-    columns = {n: {_place(row): row for row in rows} for n, rows in run.evaluations.items()}
-    if not columns:
-        return []
-    first, last = columns[min(columns)], columns[max(columns)]
-    shared = [place for place in first if all(place in each for each in columns.values())]
-    found = []
-    for place, why in chosen(first, last, shared).items():
-        rows = {n: columns[n][place]["samples"][0] for n in sorted(columns)}
-        earlier = [None, *list(rows.values())[:-1]]
-        answers = [
-            Answer(_when(n), dialogue(row, old), notes_of(row), row.get("right"))
-            for (n, row), old in zip(rows.items(), earlier, strict=True)
+def describe_completion(row: Row) -> list[str]:
+    """Describe a completion: correctness, reward, length, tool calls, failure."""
+    notes = []
+    if isinstance(row.get("right"), bool):
+        notes.append("correct" if row["right"] else "incorrect")
+    if "reward" in row:
+        components = [
+            f"{visible(name, 60)} {_format(x)}" for name, x in (row.get("rewards") or {}).items()
         ]
-        name = f"{visible(place[0], 60)} {place[1]}".strip()
-        found.append(Followed(why, visible(last[place]["prompt"], LONGEST_PROMPT), name, answers))
-    return found
+        brackets = f" ({', '.join(components)})" if components else ""
+        notes.append(f"reward {_format(row['reward'])}{brackets}")
+    if "length" in row:
+        notes.append(f"{row['length']} tokens")
+    if row.get("truncated"):
+        notes.append("truncated")
+    calls = [_describe_calls(visible(name, 60), x) for name, x in (row.get("calls") or {}).items()]
+    if calls:
+        notes.append(", ".join(calls))
+    if row.get("failed"):
+        notes.append(f"failed: {visible(row['failed'], 200)}")
+    return notes
 
 
-def _when(iteration: int) -> str:
-    return f"after {iteration:,} iterations" if iteration else "before training"
+def _describe_calls(tool: str, counts: Any) -> str:
+    """Describe [calls, failed calls] of a tool."""
+    known = finite_numbers(counts if isinstance(counts, list) else [])
+    calls, failed = [*known, 0.0, 0.0][:2]
+    return f"{calls:.0f} calls of {tool}" + (f", {failed:.0f} failed" if failed else "")
 
 
-def _place(row: Row) -> tuple[str, int]:
-    return str(row.get("set", "")), int(row["index"])
+def _format(value: Any) -> str:
+    return digits(value) if finite_numbers([value]) else "unknown"
 
 
-Place = tuple[str, int]
-Rows = dict[Place, Row]
+def follow_prompts(run: RunFiles) -> list[PromptHistory]:
+    """Return the same prompts at each evaluation, with the first sample of each.
+
+    Every evaluation draws the samples of a prompt with the same random numbers.
+    """
+    evaluations = {
+        iteration: {prompt_key(row): row for row in rows}
+        for iteration, rows in sorted(run.evaluations.items())
+    }
+    if not evaluations:
+        return []
+    first, *_ = evaluations.values()
+    *_, last = evaluations.values()
+    shared = [key for key in first if all(key in rows for rows in evaluations.values())]
+    histories = []
+    for key, reason in _choose_prompts(first, last, shared).items():
+        completions, earlier = [], None
+        for iteration, rows in evaluations.items():
+            sample = rows[key]["samples"][0]
+            when = f"after {iteration:,} iterations" if iteration else "before training"
+            completions.append(
+                CompletionView(
+                    when,
+                    diff_messages(sample, earlier),
+                    describe_completion(sample),
+                    sample.get("right"),
+                )
+            )
+            earlier = sample
+        name = f"{visible(key[0], 60)} {key[1]}".strip()
+        prompt = visible(last[key]["prompt"], MAX_PROMPT_CHARS)
+        histories.append(PromptHistory(reason, prompt, name, completions))
+    return histories
 
 
-def chosen(first: Rows, last: Rows, shared: Sequence[Place]) -> dict[Place, str]:
-    """{prompt: why it is shown}, at most twelve, the telling ones first.
+def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dict[PromptKey, str]:
+    """Choose at most twelve prompts, the most informative first.
 
     Args:
         first: the first evaluation.
         last: the last one.
-        shared: prompts of all evaluations.
+        shared: prompts that all evaluations have.
+
+    Returns:
+        {prompt: reason}.
     """
+    samples = {key: last[key]["samples"][0] for key in shared}
+    gains, rewards = {}, {}
+    for key in shared:
+        old, new = (finite_numbers([rows[key].get("reward")]) for rows in (first, last))
+        gains[key] = new[0] - old[0] if old and new else 0.0
+        rewards[key] = next(iter(finite_numbers([samples[key].get("reward")])), 0.0)
 
-    def gain(place: Place) -> float:
-        old, new = (known_floats([rows[place].get("reward")]) for rows in (first, last))
-        return new[0] - old[0] if old and new else 0.0
+    chosen: dict[PromptKey, str] = {}
 
-    def sample(place: Place) -> Row:
-        found: Row = last[place]["samples"][0]
-        return found
+    def add(reason: str, most: int, order: Mapping[PromptKey, float]) -> None:
+        remaining = [key for key in order if key not in chosen]
+        best = sorted(remaining, key=lambda key: (order[key], key))[:most]
+        chosen.update(dict.fromkeys(best, reason))
 
-    def reward(place: Place) -> float:
-        return next(iter(known_floats([sample(place).get("reward")])), 0.0)
-
-    wrong = [place for place in shared if sample(place).get("right") is False]
-    kinds: tuple[tuple[str, int, Sequence[Place], Callable[[Place], float]], ...] = (
-        ("most improved", 3, [p for p in shared if gain(p) > 0], lambda p: -gain(p)),
-        ("got worse", 3, [p for p in shared if gain(p) < 0], gain),
-        ("wrong, highest reward", 2, wrong, lambda p: -reward(p)),
-        ("cut off", 2, [p for p in shared if sample(p).get("truncated")], reward),
-    )
-    found: dict[Place, str] = {}
-    for why, most, among, order in kinds:
-        left = [place for place in among if place not in found]
-        found |= dict.fromkeys(sorted(left, key=lambda p, o=order: (o(p), p))[:most], why)  # type: ignore[misc]
-    others = [place for place in shared if place not in found]
-    step = max(1, len(others) // max(1, MOST - len(found)))
-    return found | dict.fromkeys(others[::step][: MOST - len(found)], "one of the others")
+    incorrect = [key for key in shared if samples[key].get("right") is False]
+    add("most improved", 3, {key: -gain for key, gain in gains.items() if gain > 0})
+    add("got worse", 3, {key: gain for key, gain in gains.items() if gain < 0})
+    add("incorrect, highest reward", 2, {key: -rewards[key] for key in incorrect})
+    add("truncated", 2, {key: rewards[key] for key in shared if samples[key].get("truncated")})
+    remaining = [key for key in shared if key not in chosen]
+    num_left = MAX_PROMPTS - len(chosen)
+    step = max(1, len(remaining) // max(1, num_left))
+    return chosen | dict.fromkeys(remaining[::step][:num_left], "one of the others")
 
 
-def ranked(run: RunFiles) -> tuple[list[Ranked], list[Ranked]]:
-    """The hardest and the easiest prompts of the last evaluation, by right samples and reward.
+def rank_prompts(run: RunFiles) -> tuple[list[RankedPrompt], list[RankedPrompt]]:
+    """Return the hardest and the easiest prompts of the last evaluation.
 
-    Args:
-        run: the run.
+    They are ranked by the fraction of correct samples, then by reward.
     """
-    if not run.evaluations:
-        return [], []
-    before = {_place(row): row for row in run.evaluations[min(run.evaluations)]}
-    rows = run.evaluations[max(run.evaluations)]
+    before, after = run.first_and_last_evaluation()
+    old = {prompt_key(row): row for row in before}
 
-    def key(row: Row) -> tuple[float, float, Place]:
-        right, reward = (known_floats([row.get(name)]) for name in ("right", "reward"))
-        return (*right, 0.0)[0], (*reward, 0.0)[0], _place(row)
+    def rank(row: Row) -> tuple[float, float, PromptKey]:
+        correct, reward = (finite_numbers([row.get(name)]) for name in ("right", "reward"))
+        return (*correct, 0.0)[0], (*reward, 0.0)[0], prompt_key(row)
 
-    order = sorted(rows, key=key)
-    count = min(EXTREMES, len(order) // 2)
-    return (
-        [_ranked(row, before) for row in order[:count]],
-        [_ranked(row, before) for row in reversed(order[len(order) - count :])],
-    )
+    def view(row: Row) -> RankedPrompt:
+        return RankedPrompt(
+            visible(row["prompt"], MAX_NAME_CHARS),
+            _format(old.get(prompt_key(row), {}).get("right")),
+            _format(row.get("right")),
+            _format(row.get("reward")),
+        )
 
-
-def _ranked(row: Row, before: Rows) -> Ranked:
-    old = before.get(_place(row), {})
-    return Ranked(
-        visible(row["prompt"], LONGEST_NAME),
-        _shown(old.get("right")),
-        _shown(row.get("right")),
-        _shown(row.get("reward")),
-    )
+    ranking = [view(row) for row in sorted(after, key=rank)]
+    count = min(NUM_EXTREMES, len(ranking) // 2)
+    return ranking[:count], ranking[len(ranking) - count :][::-1]

@@ -1,4 +1,4 @@
-"""What a run changed on held-out prompts, how sure that is, and how two runs differ."""
+"""Compare evaluations of the same held-out prompts, of one run or of two, and write the verdict."""
 
 from __future__ import annotations
 
@@ -7,32 +7,46 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
+from typing import Literal
 
 from litgrpo.callbacks.number_texts import BOUNDS, digits, signed
 from litgrpo.evaluation.intervals import paired_difference
 from litgrpo.evaluation.paired import Comparison, compared
-from litgrpo.tools.report.run_files import Row, RunFiles, known_floats
+from litgrpo.tools.report.run_files import RunFiles, finite_numbers
+from litgrpo.tools.run_folder import Row
 
-LEVEL = 0.05  # the customary one
-NEARLY_NEVER = 1e-4
-DECIDING = r"val/(.+/)?(avg@\d+|loss)"
+SIGNIFICANCE = 0.05
+MIN_P_VALUE = 1e-4  # smaller ones are printed as "below"
 ACCURACY, REWARD, GREEDY = "avg@k", "reward", "greedy"
-IN_WORDS = {ACCURACY: "accuracy", GREEDY: "accuracy of the most likely completions"}
-OfPrompts = dict[str, list[float]]
+LONG_NAMES = {ACCURACY: "accuracy", GREEDY: "greedy accuracy"}
+# Logged metric that is used for the verdict if there are no evaluation files.
+MAIN_METRIC = re.compile(r"val/(.+/)?(avg@\d+|loss)")
+PerPromptValues = dict[str, list[float]]  # {metric: one value per prompt}
+Direction = Literal["up", "down", "none"]
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairedEvaluation:
     """Two evaluations of the same prompts.
 
     Args:
-        set_name: of the prompts; "" where there is only one set.
-        count: prompts that both answered.
-        before: {number: its mean over these}.
-        after: the same of the later one, or of the other run.
-        comparison: differences with their bootstrap intervals; solved prompts.
-        p_values: {number: Student's t of the differences}.
-        decides: the number of the verdict: share of right samples, or the reward if none is right.
+        set_name: name of the set of prompts; "" if there is only one.
+        count: prompts that both evaluations have.
+        before: {metric: mean of the earlier evaluation, or of the first run}.
+        after: {metric: mean of the later evaluation, or of the other run}.
+        comparison: differences with bootstrap intervals, and solved prompts.
+        p_values: {metric: p-value of the paired t-test}.
+        main_metric: metric of the verdict: accuracy, or the reward if no sample is correct.
+
+    Example:
+        >>> rows = [
+        ...     {"index": n, "prompt": f"{n}+1?", "reward": x, "samples": [{"right": x > 0.5}]}
+        ...     for n, x in enumerate([0.0, 0.0, 1.0, 0.0])
+        ... ]
+        >>> solved = [row | {"reward": 1.0, "samples": [{"right": True}]} for row in rows]
+        >>> (pair,) = pair_evaluations(rows, solved)
+        >>> pair.count, pair.before["avg@k"], pair.after["avg@k"], pair.direction
+        (4, 0.25, 1.0, 'up')
     """
 
     set_name: str
@@ -41,203 +55,220 @@ class Pair:
     after: dict[str, float]
     comparison: Comparison
     p_values: dict[str, float]
-    decides: str
+    main_metric: str
 
     @property
-    def way(self) -> str:
-        """Up, down, or none that is shown."""
-        change, p_value = self.comparison.changes[self.decides], self.p_values[self.decides]
-        shown = p_value < LEVEL and (change.low > 0 or change.high < 0)
-        return ("up" if change.mean > 0 else "down") if shown else "none"
+    def direction(self) -> Direction:
+        """Significant change of the main metric."""
+        change = self.comparison.changes[self.main_metric]
+        excludes_zero = change.low > 0 or change.high < 0
+        if not excludes_zero or not self.p_values[self.main_metric] < SIGNIFICANCE:
+            return "none"
+        return "up" if change.mean > 0 else "down"
 
     @property
     def rows(self) -> list[list[str]]:
-        """A line of cells for each number: before, after, difference with interval, p."""
-        changes = self.comparison.changes
+        """Table cells: metric, before, after, difference with interval, p-value."""
         return [
             [
                 name,
                 digits(self.before[name]),
                 digits(self.after[name]),
-                with_interval(change.mean, change.low, change.high),
-                p_text(self.p_values[name]),
+                format_interval(change.mean, change.low, change.high),
+                format_p_value(self.p_values[name]),
             ]
-            for name, change in changes.items()
+            for name, change in self.comparison.changes.items()
         ]
 
 
-def with_interval(mean: float, low: float, high: float) -> str:
-    """A difference with its interval.
+def format_interval(mean: float, low: float, high: float) -> str:
+    """Format a difference with its interval.
 
     Example:
-        >>> with_interval(0.5, 0.25, 0.75), with_interval(0.5, nan, nan)
+        >>> format_interval(0.5, 0.25, 0.75), format_interval(0.5, nan, nan)
         ('+0.500 [+0.250, +0.750]', '+0.500')
     """
-    return signed(mean) + (f" [{signed(low)}, {signed(high)}]" if math.isfinite(low) else "")
+    interval = f" [{signed(low)}, {signed(high)}]" if math.isfinite(low) else ""
+    return signed(mean) + interval
 
 
-def p_text(p_value: float) -> str:
-    """A p-value as it is read.
+def format_p_value(p_value: float) -> str:
+    """Format a p-value.
 
     Example:
-        >>> p_text(0.04), p_text(0.0), p_text(nan)
+        >>> format_p_value(0.04), format_p_value(0.0), format_p_value(nan)
         ('0.04', 'below 0.0001', 'unknown')
     """
     if math.isnan(p_value):
         return "unknown"
-    return f"{p_value:.2g}" if p_value >= NEARLY_NEVER else f"below {NEARLY_NEVER:.4f}"
+    return f"{p_value:.2g}" if p_value >= MIN_P_VALUE else f"below {MIN_P_VALUE:.4f}"
 
 
-def by_prompt(rows: Sequence[Row]) -> OfPrompts:
-    """{number: one value for each prompt} of an evaluation, with `index`; NaN where unknown."""
-    parts = {name for row in rows for name in row["samples"][0].get("rewards", {})}
-    found: OfPrompts = {"index": [float(row["index"]) for row in rows]}
-    found[ACCURACY] = [mean_of([each.get("right") for each in row["samples"]]) for row in rows]
-    found[REWARD] = [mean_of([row.get("reward")]) for row in rows]
-    found |= {
-        f"part {name}": [
-            mean_of([each.get("rewards", {}).get(name) for each in row["samples"]]) for row in rows
-        ]
-        for name in sorted(parts)
-    }
-    if any(row.get("greedy") for row in rows):
-        found[GREEDY] = [mean_of([(row.get("greedy") or {}).get("right")]) for row in rows]
-    return found
+def prompt_key(row: Row) -> tuple[str, int]:
+    """Return the identity of a held-out prompt: its set and its index."""
+    return str(row.get("set", "")), int(row["index"])
 
 
-def mean_of(values: Sequence[object]) -> float:
-    """Mean of the numbers among these; NaN without one."""
-    known = known_floats(values)
-    return sum(known) / len(known) if known else nan
+def pair_evaluations(before: Sequence[Row], after: Sequence[Row]) -> list[PairedEvaluation]:
+    """Pair two evaluations, separately for each set of prompts.
 
-
-def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
-    """What differs between two evaluations, for each set of prompts that they share.
-
-    Prompts count as the same if number and text agree.
+    A prompt is the same if its index and its text agree.
 
     Args:
         before: rows of one evaluation.
-        after: rows of another one.
+        after: rows of the other.
     """
-    texts = {_place(row): row["prompt"] for row in before}
-    shared = {_place(row) for row in after if texts.get(_place(row)) == row["prompt"]}
-    found = []
-    for name in sorted({place[0] for place in shared}):
+    texts = {prompt_key(row): row["prompt"] for row in before}
+    shared = {prompt_key(row) for row in after if texts.get(prompt_key(row)) == row["prompt"]}
+    pairs = []
+    for name in sorted({set_name for set_name, _ in shared}):
         old, new = (
             sorted(
-                (row for row in rows if _place(row) in shared and _place(row)[0] == name),
+                (row for row in rows if prompt_key(row) in shared and prompt_key(row)[0] == name),
                 key=lambda row: int(row["index"]),
             )
             for rows in (before, after)
         )
-        found.append(_pair(name, by_prompt(old), by_prompt(new)))
-    return found
+        pairs.append(_pair_set(name, per_prompt_values(old), per_prompt_values(new)))
+    return pairs
 
 
-def _place(row: Row) -> tuple[str, int]:
-    return str(row.get("set", "")), int(row["index"])
+def per_prompt_values(rows: Sequence[Row]) -> PerPromptValues:
+    """Return one value per prompt for each metric of an evaluation; NaN if it is unknown.
+
+    The prompts themselves are under `index`.
+    """
+    values: PerPromptValues = {"index": [float(row["index"]) for row in rows]}
+    values[ACCURACY] = [_mean([s.get("right") for s in row["samples"]]) for row in rows]
+    values[REWARD] = [_mean([row.get("reward")]) for row in rows]
+    components = {name for row in rows for name in row["samples"][0].get("rewards", {})}
+    for name in sorted(components):
+        values[f"component {name}"] = [
+            _mean([s.get("rewards", {}).get(name) for s in row["samples"]]) for row in rows
+        ]
+    if any(row.get("greedy") for row in rows):
+        values[GREEDY] = [_mean([(row.get("greedy") or {}).get("right")]) for row in rows]
+    return values
 
 
-def _pair(name: str, old: OfPrompts, new: OfPrompts) -> Pair:
+def _mean(values: Sequence[object]) -> float:
+    """Return the mean of the numbers among some values; NaN without one."""
+    known = finite_numbers(values)
+    return sum(known) / len(known) if known else nan
+
+
+def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEvaluation:
     comparison = compared(old, new)
     assert comparison is not None
-    known = [number for number in comparison.changes if number in old]
-    right = [mean_of(each[ACCURACY]) for each in (old, new)]
-    decides = ACCURACY if ACCURACY in known and any(right) else REWARD
-    return Pair(
+    metrics = [metric for metric in comparison.changes if metric in old]
+    if ACCURACY in metrics and (any(old[ACCURACY]) or any(new[ACCURACY])):
+        main_metric = ACCURACY
+    elif REWARD in metrics:
+        main_metric = REWARD
+    else:
+        main_metric = metrics[0]
+    return PairedEvaluation(
         name,
         len(old["index"]),
-        {number: mean_of(old[number]) for number in known},
-        {number: mean_of(new[number]) for number in known},
+        {metric: _mean(old[metric]) for metric in metrics},
+        {metric: _mean(new[metric]) for metric in metrics},
         comparison,
-        {number: _t_test(old[number], new[number]) for number in known},
-        decides if decides in known else known[0],
+        {metric: _test_pairs(old[metric], new[metric]) for metric in metrics},
+        main_metric,
     )
 
 
-def _t_test(old: Sequence[float], new: Sequence[float]) -> float:
-    both = [each for each in zip(old, new, strict=True) if math.isfinite(sum(each))]
-    before, after = [was for was, _ in both], [now for _, now in both]
-    return paired_difference(before, after).p_value if len(both) > 1 else nan
+def _test_pairs(old: Sequence[float], new: Sequence[float]) -> float:
+    both = [pair for pair in zip(old, new, strict=True) if math.isfinite(sum(pair))]
+    if len(both) <= 1:
+        return nan
+    return paired_difference([was for was, _ in both], [now for _, now in both]).p_value
 
 
-def of_run(run: RunFiles) -> list[Pair]:
-    """First against last evaluation; nothing where there are not two."""
-    numbers = sorted(run.evaluations)
-    if len(numbers) <= 1:
+def compare_first_and_last(run: RunFiles) -> list[PairedEvaluation]:
+    """Pair the first with the last evaluation of a run; nothing if it has only one."""
+    if len(run.evaluations) <= 1:
         return []
-    return pairs(run.evaluations[numbers[0]], run.evaluations[numbers[-1]])
+    return pair_evaluations(*run.first_and_last_evaluation())
 
 
-WORDS = {"up": "rose", "down": "fell", "none": "did not change measurably"}
+def compare_with_first_run(
+    runs: Sequence[RunFiles],
+) -> list[tuple[str, list[PairedEvaluation]]]:
+    """Pair the last evaluation of each other run with that of the first run."""
+    first, *others = [(run.name, run.first_and_last_evaluation()[1]) for run in runs]
+    return [(name, pair_evaluations(first[1], rows)) for name, rows in others]
 
 
-def verdict(run: RunFiles, found: Sequence[Pair]) -> str:
-    """One sentence about what the run did.
+# --- the verdict ---
+
+DIRECTIONS = {"up": "rose", "down": "fell", "none": "did not change significantly"}
+
+
+def write_verdict(run: RunFiles, pairs: Sequence[PairedEvaluation]) -> str:
+    """Write one sentence with the result of a run.
 
     Args:
         run: the run.
-        found: its first evaluation against its last one.
+        pairs: its first evaluation paired with its last one.
     """
-    ended = "" if run.summary else f" It goes on or was stopped: {progress(run)}, no summary."
-    if not found:
-        return _without_pairs(run) + ended
-    first = found[0]
-    number = first.decides
-    change, name = first.comparison.changes[number], IN_WORDS.get(number, number)
-    of_set = f" on {first.set_name}" if first.set_name else ""
-    interval = f"95 % interval {signed(change.low)} to {signed(change.high)}, "
+    unfinished = ""
+    if not run.summary:
+        unfinished = f" The run has not finished: {_progress(run)}, no summary."
+    if not pairs:
+        return _verdict_from_metrics(run) + unfinished
+    pair = pairs[0]
+    metric = pair.main_metric
+    change = pair.comparison.changes[metric]
+    name = LONG_NAMES.get(metric, metric)
+    on_set = f" on {pair.set_name}" if pair.set_name else ""
+    interval = ""
+    if math.isfinite(change.low):
+        interval = f"95 % interval {signed(change.low)} to {signed(change.high)}, "
     return (
-        f"Held-out {name}{of_set} {WORDS[first.way]}: {digits(first.before[number])} before, "
-        f"{digits(first.after[number])} after ({signed(change.mean)}, "
-        f"{interval if math.isfinite(change.low) else ''}paired p "
-        f"{p_text(first.p_values[number])}, {first.count:,} prompts).{ended}"
+        f"Held-out {name}{on_set} {DIRECTIONS[pair.direction]}: {digits(pair.before[metric])} "
+        f"before, {digits(pair.after[metric])} after ({signed(change.mean)}, {interval}paired p "
+        f"{format_p_value(pair.p_values[metric])}, {pair.count:,} prompts).{unfinished}"
     )
 
 
-def _without_pairs(run: RunFiles) -> str:
-    for name in filter(re.compile(DECIDING).fullmatch, run.series):
-        old, new = _logged(run, name, 0), _logged(run, name, -1)
-        if len(run.series[name]) > 1:
-            return f"{name}: {old} before, {new} after; single prompts were not kept to pair them."
-    told = {
-        0: "Nothing is known about held-out prompts: the folder holds no evaluation.",
-        1: "What changed is not known: the folder holds one evaluation of held-out prompts.",
-    }
-    return told.get(len(run.evaluations), told[0])
+def _verdict_from_metrics(run: RunFiles) -> str:
+    for name, points in run.series.items():
+        if MAIN_METRIC.fullmatch(name) and len(points) > 1:
+            before, after = _format_logged(run, name, 0), _format_logged(run, name, -1)
+            return (
+                f"{name}: {before} before, {after} after; not paired, as there are no "
+                "evaluation files."
+            )
+    if len(run.evaluations) == 1:
+        return "The change is unknown: the folder has one evaluation of held-out prompts."
+    return "The result is unknown: the folder has no evaluation of held-out prompts."
 
 
-def progress(run: RunFiles) -> str:
-    """How far it got."""
-    asked = run.setting("model.init_args.max_iterations")
-    of_all = f" of {asked:,}" if isinstance(asked, int) else ""
-    return f"{run.iterations:,}{of_all} iterations"
+def _progress(run: RunFiles) -> str:
+    planned = run.config.get("model.max_iterations")
+    if isinstance(planned, int):
+        return f"{run.iterations:,} of {planned:,} iterations"
+    return f"{run.iterations:,} iterations"
 
 
-def held_out(run: RunFiles) -> list[list[str]]:
-    """Every held-out number, first and last, with its interval as it was logged."""
+def held_out_metrics(run: RunFiles) -> list[list[str]]:
+    """Return table cells for each held-out metric: name, first, last, number of evaluations."""
     names = [n for n in run.series if n.startswith("val/") and not n.endswith(BOUNDS)]
     return [
-        [name, *(_logged(run, name, place) for place in (0, -1)), f"{len(run.series[name])}"]
+        [
+            name,
+            _format_logged(run, name, 0),
+            _format_logged(run, name, -1),
+            f"{len(run.series[name])}",
+        ]
         for name in names
     ]
 
 
-def _logged(run: RunFiles, name: str, place: int) -> str:
+def _format_logged(run: RunFiles, name: str, place: int) -> str:
+    """Format a logged value with its interval."""
     step, value = run.series[name][place]
     bounds = [dict(run.series.get(name + end, ())).get(step) for end in BOUNDS]
-    ends = ", ".join(digits(each) for each in bounds if each is not None)
+    ends = ", ".join(digits(bound) for bound in bounds if bound is not None)
     return digits(value) + (f" [{ends}]" if ends else "")
-
-
-def against_first(runs: Sequence[RunFiles]) -> list[tuple[str, list[Pair]]]:
-    """Last evaluations of the other runs, each paired with that of the first.
-
-    Args:
-        runs: two or more.
-    """
-    first, *others = (
-        run.evaluations[max(run.evaluations, default=-1)] if run.evaluations else [] for run in runs
-    )
-    return [(run.name, pairs(first, rows)) for run, rows in zip(runs[1:], others, strict=True)]

@@ -1,51 +1,66 @@
-"""What a run left in its folder, as far as it got."""
+"""Read everything that the HTML report shows of a run folder."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from litgrpo.arguments import require
 from litgrpo.callbacks.evaluation_files import FOLDER
 from litgrpo.callbacks.run_folder import COMMAND, CONFIG
+from litgrpo.tools.doctor.run import RunConfig
+from litgrpo.tools.run_folder import (
+    AUDIT,
+    METRICS,
+    SUMMARY,
+    Row,
+    read_json_lines,
+    read_metrics,
+    read_text,
+    read_yaml,
+)
 
-Row = dict[str, Any]
-Series = dict[str, list[tuple[int, float]]]  # {name of a number: (iteration, value), finite ones}
-COLUMNS = 5  # evaluations that are shown beside each other
-AUDIT, METRICS, SUMMARY = "audit.json", "metrics.csv", "summary.json"
-WHAT_AN_EVALUATION_HAS = {"index", "prompt", "samples"}
-WHAT_A_SAMPLE_HAS = {"prompt", "completion"}
+Points = list[tuple[int, float]]  # (iteration, value)
+MAX_EVALUATIONS = 5  # shown side by side
+EVALUATION_FIELDS = {"index", "prompt", "samples"}
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run, as its folder tells it; what is not there is empty.
+    """Files of a run folder; fields are empty where a file is missing.
 
     Args:
-        name: of the folder.
-        config: the recipe with all defaults.
-        config_text: the same as it was written.
-        command: what was typed to start it; "" where that is not known.
-        series: every logged number.
-        summary: what is written when a run ends.
-        evaluations: {iteration: rows of held-out prompts}, at most five, the first and last too.
+        name: name of the folder.
+        config: the config with all defaults.
+        config_text: text of `config.yaml`.
+        command: shell command that started the run; "" if not known.
+        series: {metric: finite values}.
+        summary: content of `summary.json`, written when a run ends.
+        evaluations: {iteration: rows of held-out prompts}, at most five, with the first and last.
         evaluated: iterations of all evaluations.
-        audit: what `audit --report RUN/audit.json` wrote.
-        notes: what could not be read, a sentence each.
+        audit: content of `RUN/audit.json`, written by `audit --report`.
+        notes: sentences about files that could not be read.
+
+    Example:
+        >>> run = RunFiles(
+        ...     name="quickstart",
+        ...     command="python cli.py fit -c configs/quickstart.yaml",
+        ...     series={"reward/mean": [(1, 0.4), (2, 0.5)], "val/avg@4": [(0, 0.42)]},
+        ...     evaluations={0: [{"index": 0, "prompt": "1+1?", "samples": [{"completion": "2"}]}]},
+        ... )
+        >>> run.iterations
+        2
     """
 
     name: str
-    config: Row = field(default_factory=dict)
+    config: RunConfig = field(default_factory=RunConfig)
     config_text: str = ""
     command: str = ""
-    series: Series = field(default_factory=dict)
+    series: dict[str, Points] = field(default_factory=dict)
     summary: Row = field(default_factory=dict)
     evaluations: dict[int, list[Row]] = field(default_factory=dict)
     evaluated: tuple[int, ...] = ()
@@ -54,30 +69,27 @@ class RunFiles:
 
     @property
     def iterations(self) -> int:
-        """How many were finished."""
+        """Finished iterations."""
         trained = [x for name, x in self.series.items() if not name.startswith("val/")]
         return max((points[-1][0] for points in trained if points), default=0)
 
-    def setting(self, key: str) -> Any:
-        """The value of a dotted key of the recipe; None where there is none.
+    @property
+    def folder(self) -> str:
+        """The run folder as the config names it."""
+        return str(self.config.get("run_dir") or f"runs/{self.name}")
 
-        Example:
-            >>> RunFiles("a", {"model": {"init_args": {"group_size": 8}}}).setting(
-            ...     "model.init_args.group_size"
-            ... )
-            8
-        """
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+    def first_and_last_evaluation(self) -> tuple[list[Row], list[Row]]:
+        """Return the rows of the first and of the last evaluation; empty lists without one."""
+        if not self.evaluations:
+            return [], []
+        return self.evaluations[min(self.evaluations)], self.evaluations[max(self.evaluations)]
 
 
-def read(folder: str | Path) -> RunFiles:
-    """Read a run folder, whatever state it is in.
+def read_run_files(folder: str | Path) -> RunFiles:
+    """Read a run folder.
 
     Args:
-        folder: of a run that ended, goes on, or was killed.
+        folder: of a run that ended, is running, or was killed.
 
     Raises:
         ValueError: there is no such folder.
@@ -85,27 +97,88 @@ def read(folder: str | Path) -> RunFiles:
     given = Path(folder)
     require(given.is_dir(), f"there is no run folder {given}; a run writes to runs/<recipe>")
     notes: list[str] = []
-    config_text = _text(given / CONFIG)
-    first = config_text.splitlines()[1:2]
-    numbers = _evaluations(given / FOLDER)
-    shown = spread(sorted(numbers), COLUMNS)
-    rows = {n: whole_rows(numbers[n], WHAT_AN_EVALUATION_HAS, notes) for n in shown}
+    config_text = read_text(given / CONFIG)
+    series, num_lost = _finite_series(given / METRICS)
+    if num_lost:
+        notes.append(f"{num_lost} logged values are not finite; curves leave them out.")
+    files = _evaluation_files(given / FOLDER)
+    evaluations = {}
+    for iteration in spread(sorted(files), MAX_EVALUATIONS):
+        rows, num_broken = _evaluation_rows(files[iteration])
+        if num_broken:
+            name = files[iteration].name
+            notes.append(f"{name}: {num_broken} lines could not be read.")
+        if rows:
+            evaluations[iteration] = rows
+    try:
+        values = read_yaml(given / CONFIG)
+    except ValueError:
+        values = {}
+        notes.append(f"{CONFIG} is not valid YAML and was ignored.")
     return RunFiles(
         given.resolve().name,
-        _parsed(given / CONFIG, yaml.safe_load, notes),
+        RunConfig(values, str(given / CONFIG)),
         config_text,
-        next((line.removeprefix(COMMAND).strip() for line in first if COMMAND in line), ""),
-        series_of(given / METRICS, notes),
-        _parsed(given / SUMMARY, json.loads, notes),
-        {n: [row for row in each if _has_samples(row)] for n, each in rows.items() if each},
-        tuple(sorted(numbers)),
-        _parsed(given / AUDIT, json.loads, notes),
+        _start_command(config_text),
+        series,
+        _read_json(given / SUMMARY, notes),
+        evaluations,
+        tuple(sorted(files)),
+        _read_json(given / AUDIT, notes),
         tuple(notes),
     )
 
 
+def _finite_series(path: Path) -> tuple[dict[str, Points], int]:
+    """Return the finite values of a `metrics.csv`, and how many others there were."""
+    series, num_lost = {}, 0
+    for name, values in sorted(read_metrics(path).items()):
+        points = [(step, x) for step, x in sorted(values.items()) if math.isfinite(x)]
+        num_lost += len(values) - len(points)
+        if points:
+            series[name] = points
+    return series, num_lost
+
+
+def _evaluation_files(folder: Path) -> dict[int, Path]:
+    names = {path.stem.removeprefix("iteration-"): path for path in folder.glob("*.jsonl")}
+    return {int(name): path for name, path in names.items() if name.isdecimal()}
+
+
+def _evaluation_rows(path: Path) -> tuple[list[Row], int]:
+    """Return the complete rows of an evaluation, and how many lines are not one."""
+    rows, num_broken = read_json_lines(path)
+    complete = [row for row in rows if row.keys() >= EVALUATION_FIELDS]
+    num_broken += len(rows) - len(complete)
+    return [row for row in complete if _has_completions(row)], num_broken
+
+
+def _has_completions(row: Row) -> bool:
+    samples = row["samples"]
+    if not isinstance(samples, list) or not samples or not isinstance(row["index"], int):
+        return False
+    return all(isinstance(sample, dict) and "completion" in sample for sample in samples)
+
+
+def _start_command(config_text: str) -> str:
+    """Return the shell command that `config.yaml` has in its second line."""
+    for line in config_text.splitlines()[1:2]:
+        if COMMAND in line:
+            return line.removeprefix(COMMAND).strip()
+    return ""
+
+
+def _read_json(path: Path, notes: list[str]) -> Row:
+    try:
+        content = json.loads(read_text(path) or "{}")
+    except (ValueError, RecursionError):
+        notes.append(f"{path.name} is not valid JSON and was ignored.")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def spread(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of the values, evenly spread, the first and the last among them.
+    """Pick at most `most` values, evenly spread, with the first and the last.
 
     Example:
         >>> spread([0, 10, 20, 30, 40, 50, 60], 3), spread([1, 2], 5)
@@ -116,91 +189,11 @@ def spread(values: Sequence[int], most: int) -> list[int]:
     return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
 
 
-def series_of(path: Path, notes: list[str]) -> Series:
-    """Every number of a `metrics.csv` that is finite.
-
-    A last line without its line break was cut by a kill and is left out; of an iteration that was
-    logged twice, after a resume, the later line counts.
-
-    Args:
-        path: of the file; none gives no numbers.
-        notes: gets a sentence where numbers are not finite.
-    """
-    lines = _text(path).replace("\0", "").split("\n")[:-1]
-    head, *rows = list(csv.reader(lines)) or [[]]
-    found: dict[str, dict[int, float]] = {}
-    lost = 0
-    for row in rows:
-        numbers = {name: _number(x) for name, x in zip(head, row, strict=False) if x}
-        step = numbers.pop("step", None)
-        known = {} if step is None or not math.isfinite(step) else numbers
-        for name, value in known.items():
-            lost += value is None or not math.isfinite(value)
-            if value is not None and math.isfinite(value):
-                found.setdefault(name, {})[int(step or 0)] = value
-    notes += [f"{lost} logged numbers are not finite; curves leave them out."] * bool(lost)
-    return {name: sorted(points.items()) for name, points in sorted(found.items())}
-
-
-def whole_rows(path: Path, needed: set[str], notes: list[str]) -> list[Row]:
-    """The objects of a file of JSON lines that have these keys; others are counted in a note.
-
-    Args:
-        path: of the file.
-        needed: keys.
-        notes: gets a sentence where lines are left out.
-    """
-    lines = [line for line in _text(path).split("\n") if line.strip()]
-    rows = [row for row in map(_json_line, lines) if needed <= row.keys()]
-    left = len(lines) - len(rows)
-    notes += [f"{path.name}: {left} of {len(lines)} lines could not be read."] * bool(left)
-    return rows
-
-
-def _evaluations(folder: Path) -> dict[int, Path]:
-    named = [(path.stem.removeprefix("iteration-"), path) for path in folder.glob("*.jsonl")]
-    return {int(number): path for number, path in named if number.isdecimal()}
-
-
-def _has_samples(row: Row) -> bool:
-    samples = row["samples"]
-    known = isinstance(samples, list) and isinstance(row["index"], int) and bool(samples)
-    return known and all(isinstance(each, dict) and "completion" in each for each in samples)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _json_line(line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _parsed(path: Path, parse: Callable[[str], Any], notes: list[str]) -> Row:
-    try:
-        content = parse(_text(path) or "{}")
-    except (ValueError, yaml.YAMLError, RecursionError):
-        notes.append(f"{path.name} is damaged and was left out.")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def known_floats(values: Iterable[Any]) -> list[float]:
-    """The finite numbers among some values.
+def finite_numbers(values: Iterable[Any]) -> list[float]:
+    """Pick the finite numbers of some values.
 
     Example:
-        >>> known_floats([1, None, "a", 0.5, float("nan")])
+        >>> finite_numbers([1, None, "a", 0.5, float("nan")])
         [1.0, 0.5]
     """
     numbers = [float(x) for x in values if isinstance(x, int | float)]

@@ -1,4 +1,4 @@
-"""How a run was set up: what its recipe says, what differed, what it ran with."""
+"""Setup of a run: its recipe, the settings that differ from it, its environment."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from litgrpo.cli.recipes import recipe_file
 from litgrpo.tools.report.run_files import RunFiles
 from litgrpo.tools.report.texts import visible
 
-FLAGS = ("-c", "--config")
-LONGEST = 300
-OF_ONE_FOLDER = {"run_dir", "trainer.default_root_dir"}
+CONFIG_FLAGS = ("-c", "--config")
+MAX_VALUE_CHARS = 300
+PER_FOLDER = {"run_dir", "trainer.default_root_dir"}  # differ between any two runs
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A key of the recipe.
+class UsedSetting:
+    """A setting of the recipe or the command line, and the value that the run used.
 
     Args:
         key: dotted.
-        recipe: what the recipe says; "" where it says nothing.
-        used: what the run used.
+        recipe: value in the recipe; "" if it has none.
+        used: value in the config of the run.
+
+    Example:
+        >>> UsedSetting("model.init_args.group_size", "8", "4").differs
+        True
     """
 
     key: str
@@ -35,107 +39,98 @@ class Setting:
 
     @property
     def differs(self) -> bool:
-        """Whether the run used something else; a class may be named by its last word."""
-        short = self.key.endswith("class_path") and self.used.endswith(f".{self.recipe}")
-        return self.recipe != self.used and not short
+        """True if the run used another value; a class may be given by its bare name."""
+        if self.key.endswith("class_path") and self.used.endswith(f".{self.recipe}"):
+            return False
+        return self.recipe != self.used
 
 
-def recipes_of(command: str) -> list[str]:
-    """The recipes on a command line.
+def recipes_in_command(command: str) -> list[str]:
+    """Return the recipes on a command line.
 
     Example:
-        >>> recipes_of("python cli.py fit -c a.yaml --config=b.yaml --data.batch_size 4")
+        >>> recipes_in_command("cli.py fit -c a.yaml --config=b.yaml --data.batch_size 4")
         ['a.yaml', 'b.yaml']
     """
-    words = [part for word in shlex.split(command) for part in _halves(word)]
-    return [word for flag, word in pairwise(words) if flag in FLAGS]
+    words = []
+    for word in shlex.split(command):
+        words += word.split("=", 1) if word.startswith("--") else [word]
+    return [word for flag, word in pairwise(words) if flag in CONFIG_FLAGS]
 
 
-def _halves(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") else [word]
-
-
-def stated(run: RunFiles) -> tuple[list[str], list[Setting]]:
-    """Recipes of a run that are still there, and what they and the command line say.
+def list_settings(run: RunFiles) -> tuple[list[str], list[UsedSetting]]:
+    """Return the recipes of a run, and the settings in them and on its command line.
 
     Args:
         run: with the command that started it.
 
     Returns:
-        The recipes by name; their keys, those first that the run used otherwise. None of either
-        where a recipe is not found.
+        Names of the recipes; their settings, those with another value first. Empty lists if a
+        recipe is not found.
     """
-    names = recipes_of(run.command)
+    names = recipes_in_command(run.command)
+    recipe: dict[str, Any] = {}
     try:
-        texts = [recipe_file(name).read_text(encoding="utf-8") for name in names]
-        found = [yaml.safe_load(text) for text in texts]
+        for name in names:
+            recipe |= dict(flat(yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))))
     except (ValueError, OSError, yaml.YAMLError):
         return [], []
-    recipe: dict[str, Any] = {}
-    for each in found:
-        recipe |= dict(flat(each))
-    used = dict(flat(run.config))
-    typed = {key for key in typed_keys(run.command, used) if key not in OF_ONE_FOLDER}
+    used = dict(flat(run.config.values))
+    on_command_line = sorted(keys_in_command(run.command, used) - PER_FOLDER)
     settings = [
-        Setting(key, _shown(recipe, key), _shown(used, key))
-        for key in {**recipe, **dict.fromkeys(sorted(typed))}
+        UsedSetting(key, _format_value(recipe.get(key, "")), _format_value(used[key]))
+        for key in dict.fromkeys([*recipe, *on_command_line])
         if key in used
     ]
-    return names, sorted(settings, key=lambda each: not each.differs)
+    return names, sorted(settings, key=lambda setting: not setting.differs)
 
 
-def typed_keys(command: str, used: dict[str, Any]) -> set[str]:
-    """Keys of the whole configuration that a command line set, by their short names or whole ones.
+def keys_in_command(command: str, used: dict[str, Any]) -> set[str]:
+    """Return the config keys that a command line sets, with or without `init_args`.
 
     Example:
-        >>> typed_keys("litgrpo fit --model.group_size 4", {"model.init_args.group_size": 4})
+        >>> keys_in_command("litgrpo fit --model.group_size 4", {"model.init_args.group_size": 4})
         {'model.init_args.group_size'}
     """
     flags = {word.lstrip("-") for word in shlex.split(command) if word.startswith("--")}
-    given = {flag.partition("=")[0] for flag in flags}
-    return {key for key in used if {key, key.replace(".init_args.", ".")} & given}
+    names = {flag.partition("=")[0] for flag in flags}
+    return {key for key in used if {key, key.replace(".init_args.", ".")} & names}
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
-    value = values.get(key, "")
-    number = str(float(value)) if isinstance(value, int | float) else ""
-    plain = str(value) if isinstance(value, bool) or not number else number.removesuffix(".0")
-    return visible(plain, LONGEST)
+def _format_value(value: Any) -> str:
+    """Format a value; equal numbers give equal texts, such as 40 and 40.0."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(float(value)).removesuffix(".0")
+    return visible(value, MAX_VALUE_CHARS)
 
 
-def environment(run: RunFiles) -> list[tuple[str, str]]:
-    """What the run ran with and how long, as far as the folder tells."""
-    peak, tokens = (
-        run.series.get(name, [(0, 0.0)])[-1][1]
-        for name in ("perf/peak_memory_gib", "perf/generated_tokens")
-    )
-    seconds = run.summary.get("seconds")
-    versions = run.summary.get("versions")
-    known = {
-        "seed": run.summary.get("seed", run.setting("seed_everything")),
-        "accelerator": given(run, "trainer.accelerator"),
-        "devices": given(run, "trainer.devices"),
+def describe_environment(run: RunFiles) -> list[tuple[str, str]]:
+    """Return seed, hardware, time, memory and versions of a run, if they are known."""
+    facts: dict[str, Any] = {
+        "seed": run.summary.get("seed", run.config.get("seed_everything")),
+        "accelerator": run.config.get("trainer.accelerator"),
+        "devices": run.config.get("trainer.devices"),
         "iterations": f"{run.iterations:,}",
-        "training": f"{seconds:,.0f} s" if isinstance(seconds, int | float) else None,
-        "tokens sampled for training": f"{tokens:,.0f}" if tokens else None,
-        "peak memory": f"{peak:.2f} GiB" if peak else None,
-        **(versions if isinstance(versions, dict) else {}),
     }
-    return [(name, visible(text, LONGEST)) for name, text in known.items() if text is not None]
+    facts = {name: value for name, value in facts.items() if value not in (None, "auto")}
+    seconds = run.summary.get("seconds")
+    if isinstance(seconds, int | float):
+        facts["training"] = f"{seconds:,.0f} s"
+    if points := run.series.get("perf/generated_tokens"):
+        facts["tokens generated for training"] = f"{points[-1][1]:,.0f}"
+    if points := run.series.get("perf/peak_memory_gib"):
+        facts["peak memory"] = f"{points[-1][1]:.2f} GiB"
+    versions = run.summary.get("versions")
+    if isinstance(versions, dict):
+        facts |= versions
+    return [(name, visible(value, MAX_VALUE_CHARS)) for name, value in facts.items()]
 
 
-def given(run: RunFiles, key: str) -> Any:
-    """A setting, where it is more than `auto`."""
-    value = run.setting(key)
-    return None if value == "auto" else value
-
-
-def repeat(run: RunFiles) -> list[str]:
-    """Commands that train the same again: as typed, and from the folder's own configuration."""
-    if not run.config:
+def repeat_commands(run: RunFiles) -> list[str]:
+    """Return commands that repeat the run: the original one, and one from its own config."""
+    if not run.config.values:
         return []
     program = "litgrpo" if run.command.startswith("litgrpo") else "python cli.py"
-    folder = str(run.setting("run_dir") or f"runs/{run.name}")
-    again = f"{folder}-again"
-    whole = ["fit", "-c", f"{folder}/config.yaml", "--run_dir", again]
-    return [*filter(None, [run.command]), f"{program} {shlex.join(whole)}"]
+    words = ["fit", "-c", f"{run.folder}/config.yaml", "--run_dir", f"{run.folder}-again"]
+    from_config = f"{program} {shlex.join(words)}"
+    return [run.command, from_config] if run.command else [from_config]

@@ -1,4 +1,4 @@
-"""Texts of a model on a page: nothing in them acts, hides or reorders what stands around it."""
+"""Show texts of a model safely: nothing in them acts, hides or reorders the page."""
 
 from __future__ import annotations
 
@@ -7,86 +7,93 @@ from itertools import takewhile
 from typing import Any
 
 from litgrpo.callbacks.episodes import lines
-from litgrpo.text.visible import visible as every_character_seen
+from litgrpo.text.visible import visible as show_every_character
 
-LONGEST = 1200  # characters that are shown of a text
+MAX_CHARS = 1200  # shown of a text
 
 
 @dataclass(frozen=True)
-class Said:
-    """A message on the page.
+class MessageDiff:
+    """A message, with the part that differs from an earlier one.
 
     Args:
-        who: policy, prompt, or who was heard.
-        same: how it begins like the text that it is compared with.
-        new: where it differs.
-        rest: how it ends like that text.
-        reward: of the turn; "" where there is none.
+        role: policy, prompt, or the source of an observation.
+        same: its beginning, as in the earlier text.
+        new: the part that differs.
+        rest: its end, as in the earlier text.
+        reward: reward of the turn; "" if it has none.
+
+    Example:
+        >>> MessageDiff("policy", "1+1 is ", "2", ".").new
+        '2'
     """
 
-    who: str
+    role: str
     same: str
     new: str
     rest: str
     reward: str = ""
 
 
-def visible(text: object, longest: int = LONGEST) -> str:
-    r"""A text of which every character can be seen, cut where it is long.
+def visible(text: object, max_chars: int = MAX_CHARS) -> str:
+    r"""Make every character of a text visible, and shorten it.
 
     Args:
-        text: anything; what is no text is shown as one.
-        longest: characters.
+        text: anything; other objects are converted to text.
+        max_chars: characters to keep.
 
     Example:
         >>> visible("a\u202eb\x00"), visible("abcdef", 3)
         ('a[U+202E]b[U+0000]', 'abc ... [3 more characters]')
     """
     whole = str(text)
-    more = len(whole) - longest
-    return every_character_seen(whole[:longest]) + (
-        f" ... [{more:,} more characters]" if more > 0 else ""
-    )
+    shown = show_every_character(whole[:max_chars])
+    more = len(whole) - max_chars
+    return f"{shown} ... [{more:,} more characters]" if more > 0 else shown
 
 
-def marked_difference(text: str, earlier: str | None) -> tuple[str, str, str]:
-    """The text in three parts: as before, different, as before.
+def mark_difference(text: str, earlier: str | None) -> tuple[str, str, str]:
+    """Split a text into three parts: unchanged, changed, unchanged.
 
     Args:
-        text: now.
-        earlier: before; without one nothing is different.
+        text: the text.
+        earlier: the text to compare with; None marks nothing.
 
     Example:
-        >>> marked_difference("1+1 is 2.", "1+1 is 3.")
+        >>> mark_difference("1+1 is 2.", "1+1 is 3.")
         ('1+1 is ', '2', '.')
     """
     if earlier is None or text == earlier:
         return text, "", ""
-    start = sum(1 for _ in takewhile(_equal, zip(text, earlier, strict=False)))
-    behind = zip(reversed(text[start:]), reversed(earlier[start:]), strict=False)
-    end = len(text) - sum(1 for _ in takewhile(_equal, behind))
+    start = _common_prefix_length(text, earlier)
+    end = len(text) - _common_prefix_length(text[start:][::-1], earlier[start:][::-1])
     return text[:start], text[start:end], text[end:]
 
 
-def _equal(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
+def _common_prefix_length(left: str, right: str) -> int:
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def dialogue(row: dict[str, Any], earlier: dict[str, Any] | None = None) -> list[Said]:
-    """What was said in answer to a prompt: one message, or those of an episode.
+def diff_messages(row: dict[str, Any], earlier: dict[str, Any] | None = None) -> list[MessageDiff]:
+    """Return the messages of a completion: one, or those of an episode.
 
     Args:
         row: a completion, with `messages` if it is an episode.
-        earlier: another one to the same prompt, whose differences are marked.
+        earlier: another one of the same prompt; differences to it are marked.
     """
-    before = [] if earlier is None else [text for _, text, _ in _lines(earlier)]
-    said = []
-    for place, (who, text, reward) in enumerate(_lines(row)):
-        old = before[place] if place < len(before) else None if earlier is None else ""
-        said.append(Said(who, *marked_difference(text, old), reward))
-    return said
+    earlier_texts = [text for _, text, _ in _messages(earlier)] if earlier is not None else []
+    found = []
+    for place, (role, text, reward) in enumerate(_messages(row)):
+        if earlier is None:
+            old = None
+        else:
+            old = earlier_texts[place] if place < len(earlier_texts) else ""
+        found.append(MessageDiff(role, *mark_difference(text, old), reward))
+    return found
 
 
-def _lines(row: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = [*lines({**row, "prompt": ""})][1:]
-    return [(visible(who), visible(text), reward) for who, text, reward in found]
+def _messages(row: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return role, text and reward of each message after the prompt."""
+    _, *messages = lines({**row, "prompt": ""})
+    return [(visible(role), visible(text), reward) for role, text, reward in messages]

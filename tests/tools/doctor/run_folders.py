@@ -1,4 +1,4 @@
-"""Run folders with made-up numbers."""
+"""Write run folders with made-up metrics."""
 
 import csv
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 
-def written(folder: Path, config=None, samples=(), **columns) -> Path:
-    """A run folder whose numbers are these lists, `/` written as `__`."""
+def write_run(folder: Path, config=None, samples=(), **columns) -> Path:
+    """Write a run folder; `columns` are metrics by name, with `/` written as `__`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [name.replace("__", "/") for name in columns]
     with (folder / "metrics.csv").open("w", newline="") as file:

@@ -1,8 +1,8 @@
-"""What rldoctor and rlwatch say of labelled runs; runs in an environment that has them.
+"""Run rldoctor and rlwatch on the labelled runs, in an environment that has both.
 
-python tests/tools/doctor/peers.py labelled/held_out.jsonl.gz > verdicts.json
+cd tests/tools/doctor; python other_tools.py labelled/held_out.jsonl.gz > verdicts.json
 
-They are given what they know by the names that they know, with their own thresholds.
+Metrics are passed by the names that they know; thresholds are their defaults.
 """
 
 import gzip
@@ -32,7 +32,7 @@ NAMES = {
 
 
 def records(run):
-    """A row per iteration, by TRL's names; reward parts as TRL has them."""
+    """Return a row per iteration, with TRL's names."""
     table = run["table"]
     names = dict(NAMES)
     for part in run["config"]["model"]["init_args"]["rewards"]:
@@ -47,7 +47,7 @@ def records(run):
 
 
 def rldoctor(run):
-    """Findings of warning or worse; their first step is not said."""
+    """Return findings of at least warning; rldoctor reports no first step."""
     from rl_doctor import Severity, diagnose, run_from_records
 
     settings = run["config"]["model"]["init_args"]
@@ -62,7 +62,7 @@ def rldoctor(run):
 
 
 def rlwatch(run):
-    """Alerts of warning or critical, with their steps."""
+    """Return alerts of at least warning, with their steps."""
     from rlwatch.config import RLWatchConfig
     from rlwatch.detectors import DetectorSuite
 

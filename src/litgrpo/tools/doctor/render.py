@@ -1,0 +1,62 @@
+"""Render a diagnosis: a line for the log, text for the terminal, Markdown for loggers."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from litgrpo.tools.doctor.finding import Diagnosis, Finding
+
+MAX_SAMPLE_CHARS = 160
+NO_PROBLEMS = "No problems found."
+
+
+def render_line(finding: Finding) -> str:
+    """Render a finding as one line for the log.
+
+    Example:
+        >>> print(render_line(Finding("loops", "12% repeat themselves.", "warning", 40)))
+        doctor: warning since iteration 40: 12% repeat themselves. (docs/doctor.md#loops)
+    """
+    start = f"doctor: {finding.severity} since iteration {finding.first_iteration}"
+    line = f"{start}: {finding.problem}"
+    if finding.setting and finding.value:
+        line += f" Set {finding.setting} to {finding.value}."
+    return f"{line} ({finding.doc})"
+
+
+def render_text(diagnosis: Diagnosis) -> str:
+    """Render a diagnosis for the terminal."""
+    blocks = [f"{diagnosis.iterations} iterations"]
+    blocks += [_render_finding(finding) for finding in diagnosis.findings] or [NO_PROBLEMS]
+    for title, rules in (("passed", diagnosis.passed), ("not checked", diagnosis.not_checked)):
+        if rules:
+            lines = [f"  {name}: {sentence}" for name, sentence in rules.items()]
+            blocks.append("\n".join([f"{title}:", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _render_finding(finding: Finding) -> str:
+    lines = [
+        f"{finding.severity.upper()} since iteration {finding.first_iteration}: {finding.problem}"
+    ]
+    lines += [f"  {sentence}" for sentence in finding.evidence]
+    lines += [f"  sample: {_render_sample(row)}" for row in finding.samples[:1]]
+    if finding.setting:
+        change = f"set {finding.setting} to {finding.value}" if finding.value else finding.setting
+        lines.append(f"  change: {change}")
+    if finding.command:
+        lines.append(f"  {finding.command}")
+    lines += [f"  explains: {symptom.problem}" for symptom in finding.symptoms]
+    lines.append(f"  see {finding.doc}")
+    return "\n".join(lines)
+
+
+def _render_sample(row: dict[str, Any]) -> str:
+    text = f"{row.get('prompt', '')!r} -> {row.get('completion', '')!r}"
+    return f"{textwrap.shorten(text, MAX_SAMPLE_CHARS)} reward {row.get('reward')}"
+
+
+def render_markdown(diagnosis: Diagnosis) -> str:
+    """Render the findings as a Markdown list."""
+    return "\n".join(f"- {render_line(each)}" for each in diagnosis.findings) or NO_PROBLEMS

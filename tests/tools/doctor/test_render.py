@@ -1,0 +1,32 @@
+from litgrpo.tools.doctor.finding import Diagnosis, Finding
+from litgrpo.tools.doctor.render import NO_PROBLEMS, render_markdown, render_text
+
+FINDING = Finding(
+    rule="truncated",
+    problem="The limit cuts off completions.",
+    severity="critical",
+    first_iteration=7,
+    evidence=("completion/truncated_frac: 0.5",),
+    samples=({"prompt": "a\nb", "completion": "c" * 500, "reward": 0.0},),
+    setting="model.max_completion_length",
+    value="64",
+    command="python cli.py fit -c runs/a/config.yaml --model.max_completion_length 64",
+    symptoms=(Finding("too_hard", "No completion is correct.", "warning", 9),),
+)
+
+
+def test_the_text_has_evidence_setting_command_and_symptoms():
+    text = render_text(Diagnosis((FINDING,), {"loops": "No loops."}, {"kl_blowup": "needs kl"}, 30))
+    for part in (
+        *("iteration 7", *FINDING.evidence, FINDING.setting, FINDING.value, FINDING.command),
+        *(FINDING.symptoms[0].problem, FINDING.doc),
+    ):
+        assert part in text
+    assert "passed:\n  loops: No loops." in text
+    assert "not checked:\n  kl_blowup: needs kl" in text
+    assert max(map(len, text.splitlines())) < 250
+
+
+def test_a_run_without_findings_is_reported():
+    assert NO_PROBLEMS in render_text(Diagnosis((), {}, {}))
+    assert render_markdown(Diagnosis((), {}, {})) == NO_PROBLEMS
