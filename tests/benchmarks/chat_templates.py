@@ -29,16 +29,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from litgrpo.data.rendering import Chat
 from litgrpo.rollout.turn_format import (
-    Case,
+    CaseResult,
     ChatFormat,
     Kind,
-    Template,
-    Verdict,
+    ProbeConversation,
+    TemplateFormat,
+    check_cases,
     kinds,
     own_tail,
     results,
     user,
-    verdicts,
 )
 
 # Where turns end, by the beginning of a template's name: the end tokens of its model.
@@ -115,7 +115,7 @@ def tokenizers(folders: list[str], texts: dict[str, str]) -> dict[str, PreTraine
     return made
 
 
-def random_case(random: Random, kind: Kind) -> Case:
+def random_case(random: Random, kind: Kind) -> ProbeConversation:
     """A conversation whose last answer is of a kind; earlier ones are users'."""
 
     def text() -> str:
@@ -125,31 +125,35 @@ def random_case(random: Random, kind: Kind) -> Case:
     for role in kind:
         heard += results(text()) if role == "tool" else user(text())
     earlier = [(text(), user(text())) for _ in range(random.randrange(3))]
-    return Case(user(text()), (*earlier, (text(), heard)))
+    return ProbeConversation(user(text()), (*earlier, (text(), heard)))
 
 
-def held_out(bridge: Template) -> Counter[str]:
+def held_out(turn_format: TemplateFormat) -> Counter[str]:
     """Random conversations, and how many go on with other tokens than the template's own."""
     random, counts = Random(16), Counter[str]()
-    cases = [random_case(random, kind) for kind in sorted(bridge.exact) for _ in range(HELD_OUT)]
+    cases = [
+        random_case(random, kind) for kind in sorted(turn_format.exact) for _ in range(HELD_OUT)
+    ]
     for case in cases:
         try:
-            own = own_tail(bridge.format, case)
+            own = own_tail(turn_format.format, case)
         except ValueError:  # the template itself does not write this conversation
             continue
         counts["random"] += 1
-        counts["silently wrong"] += bridge.ids(case.heard, ended=False) != own
+        counts["silently wrong"] += turn_format.encode(case.heard, ended=False) != own
     return counts
 
 
 def asked(format_: ChatFormat) -> Cell:
     """Outcomes of all cases, and why some are refused."""
-    found: dict[str, Verdict] = verdicts(Template(format_, frozenset(kinds(format_))), format_)
+    found: dict[str, CaseResult] = check_cases(
+        TemplateFormat(format_, frozenset(kinds(format_))), format_
+    )
     refused = {each.kind for each in found.values() if each.outcome in ("refused", "wrong")}
-    bridge = Template(format_, frozenset({*kinds(format_)} - refused))
+    turn_format = TemplateFormat(format_, frozenset({*kinds(format_)} - refused))
     # A case that the proof finds to be wrong refuses its kind, as a template's own words do.
     outcomes = Counter(each.outcome.replace("wrong", "refused") for each in found.values())
-    outcomes += held_out(bridge)
+    outcomes += held_out(turn_format)
     unequal = "other tokens in a longer conversation"
     said = {unequal if each.outcome == "wrong" else each.refused for each in found.values()}
     ways = {each.differs for each in found.values()}

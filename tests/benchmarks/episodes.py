@@ -8,7 +8,7 @@ Prints Markdown: medians over repetitions of 32 episodes of 3 turns.
 import statistics
 import time
 
-from litgrpo.environments.base import Start, StepResult
+from litgrpo.environments.base import EpisodeStart, StepResult
 from litgrpo.environments.workers import episode_pool
 
 EPISODES, TURNS, REPETITIONS, WAIT_S = 32, 3, 9, 0.05
@@ -32,14 +32,14 @@ def turn_s(environment: Waiting, workers: int) -> float:
     """Seconds of one turn of all episodes."""
     pool, found = episode_pool(environment, workers=workers), []
     for _ in range(REPETITIONS):
-        pool.begin([Start({}, n, (0, 0, n, 0)) for n in range(EPISODES)])
+        pool.reset([EpisodeStart({}, n, (0, 0, n, 0)) for n in range(EPISODES)])
         started = time.perf_counter()
         for _ in range(TURNS):
             for n in range(EPISODES):
-                pool.say(n, "a few words of text")
+                pool.send(n, "a few words of text")
             left = EPISODES
             while left:
-                left -= len(pool.heard(wait=True))
+                left -= len(pool.receive(wait=True))
         found.append((time.perf_counter() - started) / TURNS)
     pool.close()
     return statistics.median(found)

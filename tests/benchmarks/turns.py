@@ -90,7 +90,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
             row["spoken"] = float(rollout.loss_mask.sum())
             # A prompt is read once for its group, and no token twice.
             row["read"] = float(rollout.completion_mask.sum() + rollout.prompts.prompt_mask.sum())
-            row["turns"] = statistics.mean(len(each.spoken) for each in rollout.episodes)
+            row["turns"] = statistics.mean(len(each.assistant_texts) for each in rollout.episodes)
             rows.append(row)
 
     grpo = GRPO(

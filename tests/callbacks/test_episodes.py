@@ -9,7 +9,11 @@ def test_a_row_of_samples_has_what_was_spoken_and_what_was_heard():
     assert one["messages"] == SAID
     assert one["turn_rewards"] == [0.0, 1.0]
     assert one["calls"] == {"multiply": [1, 0]}
-    assert (other["turn_rewards"], other["failed"], other["heard_cut"]) == ([None], "timed out", 7)
+    assert (other["turn_rewards"], other["failed"], other["observation_tokens_cut"]) == (
+        [None],
+        "timed out",
+        7,
+    )
 
 
 def test_a_row_of_single_turns_has_no_more_than_before():

@@ -21,7 +21,7 @@ from litgrpo.checks.invariants import (
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.episodes import EpisodeListener
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.turn_format import CASES, Template, proved
+from litgrpo.rollout.turn_format import CASES, TemplateFormat, verify_template
 from litgrpo.training.learner import Learner
 from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
@@ -87,20 +87,20 @@ def test_published_algorithms_learn_episodes_as_turns(name):
     assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
 
 
-class LosesTheLineBreak(Template):
+class LosesTheLineBreak(TemplateFormat):
     """B10: the line break behind the end token is lost."""
 
-    def ids(self, said, ended):
-        end, _, *rest = super().ids(said, ended=False)
+    def encode(self, said, ended):
+        end, _, *rest = super().encode(said, ended=False)
         return rest if ended else [end, *rest]
 
 
 def test_tokens_between_turns_that_are_not_the_template_s_own_are_found():
-    right = proved(chat_format(QWEN), tools=True)
+    right = verify_template(chat_format(QWEN), tools=True)
     wrong = LosesTheLineBreak(right.format, right.exact)
     policy = tiny_policy("llama")
-    for bridge, number in ((right, 0), (wrong, len(CASES))):
-        episodes = replace(episodes_of(Echo()), bridge=bridge)
+    for turn_format, number in ((right, 0), (wrong, len(CASES))):
+        episodes = replace(episodes_of(Echo()), turn_format=turn_format)
         errors = bridge_errors(rollouter_of(policy, episodes=episodes))
         assert errors == {BRIDGE: number}
     assert bridge_errors(rollouter_of(policy)) == {}
@@ -109,12 +109,14 @@ def test_tokens_between_turns_that_are_not_the_template_s_own_are_found():
 
 def test_a_run_whose_bridge_is_wrong_is_not_trained():
     policy = tiny_policy("llama")
-    right = proved(chat_format(QWEN), tools=True)
-    episodes = replace(episodes_of(Echo()), bridge=LosesTheLineBreak(right.format, right.exact))
+    right = verify_template(chat_format(QWEN), tools=True)
+    episodes = replace(
+        episodes_of(Echo()), turn_format=LosesTheLineBreak(right.format, right.exact)
+    )
     rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=40)
     learner = replace(learner_of(policy), max_completion_length=40)
     found = measured(rollouter, learner, PROMPTS, Conditions())
-    with pytest.raises(ValueError, match=r"9 the bridge is the template's own.* line break"):
+    with pytest.raises(ValueError, match=r"9 the turn_format is the template's own.* line break"):
         refuse(found)
 
 
@@ -184,13 +186,13 @@ def test_an_episode_that_is_not_learned_as_its_turns_is_found(bug, monkeypatch):
 
 def test_a_reward_that_reads_what_was_heard_is_found(monkeypatch):
     """B6: texts are decoded from whole rows."""
-    right = EpisodeListener.recorded
+    right = EpisodeListener.complete_rollout
 
     def wrong(self, rollout):
         texts = self.tokenizer.batch_decode(rollout.token_lists(), skip_special_tokens=True)
         return replace(right(self, rollout), completions=texts)
 
-    monkeypatch.setattr(EpisodeListener, "recorded", wrong)
+    monkeypatch.setattr(EpisodeListener, "complete_rollout", wrong)
     found = findings_of(objective=Objective())
     assert not found[SEEN].holds
     assert found[SEEN].error > 0

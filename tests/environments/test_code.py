@@ -3,7 +3,8 @@ import pickle
 import pytest
 from transformers.utils import get_json_schema
 
-from litgrpo.arguments import import_by_path
+from litgrpo.environments.code import run_python
+from litgrpo.environments.tools import Tools
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox import bubblewrap
 
@@ -13,7 +14,7 @@ in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sand
 
 @in_sandbox
 def test_a_tool_runs_code_and_says_what_it_printed_or_why_it_ended():
-    tool = import_by_path(PATH)
+    tool = run_python
     assert tool("print(3 * 4)") == "12"
     assert tool("1 / 0") == "ZeroDivisionError: division by zero"
     assert tool("raise SystemExit(3)") == "[exit code 3]"
@@ -25,22 +26,18 @@ def test_a_tool_runs_code_and_says_what_it_printed_or_why_it_ended():
 
 @in_sandbox
 def test_its_signature_and_docstring_are_a_tools_and_it_can_be_sent_to_a_worker():
-    tool = import_by_path(PATH)
+    tool = run_python
     schema = get_json_schema(tool)["function"]
     assert schema["name"] == "run_python"
     assert list(schema["parameters"]["properties"]) == ["code"]
     assert pickle.loads(pickle.dumps(tool)) is tool
 
 
-def test_without_a_sandbox_it_is_refused_when_it_is_asked_for(monkeypatch):
+def test_without_a_sandbox_the_tool_is_rejected_at_construction(monkeypatch):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     bubblewrap.why_not.cache_clear()
     try:
-        with pytest.raises(
-            ValueError, match=r"run_python runs code in a sandbox only.*apt install"
-        ):
-            import_by_path(PATH)
+        with pytest.raises(ValueError, match=r"run_python .*apt install"):
+            Tools(functions=[PATH])
     finally:
         bubblewrap.why_not.cache_clear()
-    with pytest.raises(ValueError, match="has no 'run_pyton'"):
-        import_by_path("litgrpo.environments.code.run_pyton")

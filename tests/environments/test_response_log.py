@@ -5,90 +5,93 @@ from types import SimpleNamespace
 
 import pytest
 
-from litgrpo.environments.base import Failed, Start, StepResult
-from litgrpo.environments.episode import EpisodesHere
-from litgrpo.environments.response_log import Journal, deviations
+from litgrpo.environments.base import EpisodeStart, FailedEpisode, StepResult
+from litgrpo.environments.episode import InProcessEpisodes
+from litgrpo.environments.response_log import ResponseLog, find_deviations
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.support.faulty import Clock, Counting, Dice, Echo, Telling
 from tests.support.workers import starts
 
-START = Start({"prompt": "p"}, 7, (12, 0, 3, 1))
+START = EpisodeStart({"prompt": "p"}, 7, (12, 0, 3, 1))
 ANSWERS = [
     "opening",
     [{"role": "tool", "content": "x"}],
     StepResult("a", 0.1 + 0.2, True, ("s", (1, 2)), {"n": 1.0}, {"search": (2, 1)}),
     StepResult([{"role": "tool", "content": "x"}], None),
-    Failed("timed out"),
+    FailedEpisode("timed out"),
 ]
 
 
 @pytest.fixture
-def journal(tmp_path):
-    journal = Journal(tmp_path / "journal", tmp_path)
-    yield journal
-    journal.close()
+def response_log(tmp_path):
+    response_log = ResponseLog(tmp_path / "response_log", tmp_path)
+    yield response_log
+    response_log.close()
 
 
 def again(tmp_path):
-    return Journal(tmp_path / "journal", tmp_path)
+    return ResponseLog(tmp_path / "response_log", tmp_path)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_is_heard_again_as_it_was(journal, tmp_path, answer) -> None:
-    assert journal.heard(START, ("q",)) is None
-    assert journal.keep(START, ("q",), answer) == answer
+def test_an_answer_is_heard_again_as_it_was(response_log, tmp_path, answer) -> None:
+    assert response_log.find(START, ("q",)) is None
+    assert response_log.keep(START, ("q",), answer) == answer
     other = again(tmp_path)
-    assert journal.heard(START, ("q",)) == other.heard(START, ("q",)) == answer
+    assert response_log.find(START, ("q",)) == other.find(START, ("q",)) == answer
     other.close()
 
 
-def test_another_turn_text_row_seed_or_episode_hears_nothing_of_it(journal) -> None:
-    journal.keep(START, ("q",), "a")
+def test_another_turn_text_row_seed_or_episode_hears_nothing_of_it(response_log) -> None:
+    response_log.keep(START, ("q",), "a")
     row, seed, key = START.row, START.seed, START.key
     others = [
-        Start({"prompt": "r"}, seed, key), Start(row, 8, key), Start(row, seed, (12, 1, 3, 1)),
-        Start(row, seed, (13, 0, 3, 1)),
+        EpisodeStart({"prompt": "r"}, seed, key), EpisodeStart(row, 8, key), EpisodeStart(row,
+        seed, (12, 1, 3, 1)),
+        EpisodeStart(row, seed, (13, 0, 3, 1)),
     ]  # fmt: skip
-    assert [journal.heard(other, ("q",)) for other in others] == [None] * 4
-    assert journal.heard(START, ("r",)) is journal.heard(START, ("q", "q")) is None
-    assert journal.heard(START, ("q",)) == "a"
+    assert [response_log.find(other, ("q",)) for other in others] == [None] * 4
+    assert response_log.find(START, ("r",)) is response_log.find(START, ("q", "q")) is None
+    assert response_log.find(START, ("q",)) == "a"
 
 
-def test_a_line_that_a_kill_has_cut_is_skipped(journal, tmp_path) -> None:
-    journal.keep(START, (), "first")
-    journal.keep(START, ("a",), StepResult("second"))
-    journal.close()
-    (file,) = (tmp_path / "journal").iterdir()
+def test_a_line_that_a_kill_has_cut_is_skipped(response_log, tmp_path) -> None:
+    response_log.keep(START, (), "first")
+    response_log.keep(START, ("a",), StepResult("second"))
+    response_log.close()
+    (file,) = (tmp_path / "response_log").iterdir()
     whole = file.read_bytes()
     for cut in range(whole.index(b"\n") + 2, len(whole) - 1):
         file.write_bytes(whole[:cut])
         other = again(tmp_path)
-        assert other.heard(START, ()) == "first"
-        assert other.heard(START, ("a",)) is None
+        assert other.find(START, ()) == "first"
+        assert other.find(START, ("a",)) is None
         other.keep(START, ("a",), StepResult("new"))
         other.close()
         other = again(tmp_path)
-        assert other.heard(START, ("a",)) == StepResult("new")
+        assert other.find(START, ("a",)) == StepResult("new")
         other.close()
 
 
-def test_a_state_that_json_cannot_hold_is_its_text_from_the_first(journal, tmp_path) -> None:
+def test_a_state_that_json_cannot_hold_is_its_text_from_the_first(response_log, tmp_path) -> None:
     strange = StepResult("a", state=frozenset([1]))  # type: ignore[arg-type]
-    kept = journal.keep(START, ("q",), strange)
+    kept = response_log.keep(START, ("q",), strange)
     assert kept.state == "frozenset({1})"
     other = again(tmp_path)
-    assert other.heard(START, ("q",)) == kept
+    assert other.find(START, ("q",)) == kept
     other.close()
 
 
-def test_iterations_before_the_second_newest_checkpoint_are_forgotten(journal, tmp_path) -> None:
+def test_iterations_before_the_second_newest_checkpoint_are_forgotten(
+    response_log, tmp_path
+) -> None:
     for iteration in range(6):
         for name in {2: ["000002"], 4: ["000004"]}.get(iteration, []):
             (tmp_path / f"iteration={name}.ckpt").touch()
-        journal.keep(Start({}, 0, (iteration, 0, 0, 0)), (), "x")
-    left = sorted(file.name for file in (tmp_path / "journal").iterdir())
+        response_log.keep(EpisodeStart({}, 0, (iteration, 0, 0, 0)), (), "x")
+    left = sorted(file.name for file in (tmp_path / "response_log").iterdir())
     assert left == [f"iteration={n:06d}.jsonl" for n in range(2, 6)]
-    line = (tmp_path / "journal" / left[0]).read_text()
+    line = (tmp_path / "response_log" / left[0]).read_text()
     assert json.loads(line)["opening"] == "x"
     assert SimpleNamespace(**json.loads(line)).key[0] == 2
 
@@ -96,18 +99,18 @@ def test_iterations_before_the_second_newest_checkpoint_are_forgotten(journal, t
 SAID = ("1", "two", "three words now")
 
 
-@pytest.mark.parametrize("pool_class", [EpisodesHere, EpisodeWorkers])
+@pytest.mark.parametrize("pool_class", [InProcessEpisodes, EpisodeWorkers])
 @pytest.mark.parametrize("environment", [Echo(), Dice()])
 def test_a_function_also_one_that_draws_from_the_global_generators(environment, pool_class) -> None:
     pool = pool_class(environment)
-    assert deviations(pool, starts(3), SAID) == []
+    assert find_deviations(pool, starts(3), SAID) == []
     pool.close()
 
 
 @pytest.mark.parametrize("environment", [Counting(), Telling(), Clock()])
 def test_a_class_that_counts_a_module_that_keeps_and_a_clock_are_found(environment) -> None:
     pool = EpisodeWorkers(environment, workers=1)
-    found = deviations(pool, starts(2), SAID)
+    found = find_deviations(pool, starts(2), SAID)
     pool.close()
     assert found
     assert found[0].startswith("turn 1, played once more: StepResult(observation='")
@@ -121,17 +124,17 @@ def test_state_that_only_another_episode_leaves_is_found_beside_it() -> None:
             seeds.add(self.heard[0])
             return super().step(f"{action} {len(seeds)}")
 
-    found = deviations(EpisodesHere(Shared()), starts(4)[1:], SAID)
+    found = find_deviations(InProcessEpisodes(Shared()), starts(4)[1:], SAID)
     assert [line[: line.index(":")] for line in found] == [
         f"turn {n}, played beside others" for n in (2, 3)
     ]
 
 
 def test_generators_that_are_not_kept_apart_are_found(monkeypatch) -> None:
-    for name in ("episode.seed_generators", "episode.put_generators"):
+    for name in ("episode.seed_rngs", "episode.set_rng_states"):
         monkeypatch.setattr(f"litgrpo.environments.{name}", lambda *states: None)
-    pool = EpisodesHere(Dice())
-    found = deviations(pool, starts(2), SAID)
+    pool = InProcessEpisodes(Dice())
+    found = find_deviations(pool, starts(2), SAID)
     assert found
     assert found[0].startswith("reset, played once more")
 
@@ -144,5 +147,5 @@ def test_an_episode_that_ends_earlier_is_a_difference() -> None:
             Tired.left -= 1
             return super().step("raise" if Tired.left < 0 else action)
 
-    found = deviations(EpisodesHere(Tired(), max_failed_frac=1.0), starts(1), SAID)
+    found = find_deviations(InProcessEpisodes(Tired(), max_failed_frac=1.0), starts(1), SAID)
     assert "KeyError" in found[0]

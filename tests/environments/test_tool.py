@@ -9,15 +9,15 @@ from typing import Any, Literal
 import pytest
 
 from litgrpo.environments.tool import (
-    answer,
-    echoed,
-    error_words,
-    imported,
-    made,
-    outcomes,
+    describe_error,
+    explain_mismatch,
+    import_object,
+    make_tool,
+    quote_name,
+    resolve,
+    run_calls,
     schema_of,
-    settled,
-    unfit,
+    to_result,
 )
 
 
@@ -82,12 +82,14 @@ PARAMETERS = schema_of(many)["function"]["parameters"]["properties"]
     ],
 )
 def test_a_value_fits_its_type_exactly_or_is_refused(name, good, bad, says):
-    assert [unfit(name, value, PARAMETERS[name]) for value in good] == [""] * len(good)
-    assert {unfit(name, value, PARAMETERS[name]) for value in bad} == {f"'{name}' must be {says}"}
+    assert [explain_mismatch(name, value, PARAMETERS[name]) for value in good] == [""] * len(good)
+    assert {explain_mismatch(name, value, PARAMETERS[name]) for value in bad} == {
+        f"'{name}' must be {says}"
+    }
 
 
 def test_a_parameter_of_any_type_takes_anything():
-    assert unfit("anything", [1, {"a": None}], PARAMETERS["anything"]) == ""
+    assert explain_mismatch("anything", [1, {"a": None}], PARAMETERS["anything"]) == ""
 
 
 def untyped(a):
@@ -178,7 +180,7 @@ def multiply(a: int, b: int = 2) -> int:
     return a * b
 
 
-TOOL = made(multiply)
+TOOL = make_tool(multiply)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +224,11 @@ def test_arguments_that_do_not_fit_are_told_in_fixed_words(named, positional, sa
     ],
 )
 def test_a_result_is_a_text_as_it_is_or_json(result, text):
-    assert answer(TOOL, (result, None)).text == text
+    assert to_result(TOOL, (result, None)).text == text
 
 
 def test_a_result_that_is_neither_text_nor_json_is_a_failure_without_its_address():
-    said = answer(TOOL, (object(), None))
+    said = to_result(TOOL, (object(), None))
     assert said.failed
     assert said.text == "error: multiply returned object, which is neither a text nor JSON"
 
@@ -250,7 +252,7 @@ class GameOver(Exception):
     ],
 )
 def test_an_error_is_heard_in_its_authors_words_or_by_its_type(error, words):
-    assert error_words("multiply", error) == words
+    assert describe_error("multiply", error) == words
 
 
 def test_where_a_tool_raised_is_logged_once(caplog):
@@ -259,7 +261,7 @@ def test_where_a_tool_raised_is_logged_once(caplog):
 
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            said = answer(TOOL, outcomes([(wrong, {"x": 0})])[0])
+            said = to_result(TOOL, run_calls([(wrong, {"x": 0})])[0])
     assert said.text == "error: multiply failed (ZeroDivisionError)"
     (record,) = caplog.records
     assert "test_tool.py, line" in record.getMessage()
@@ -278,7 +280,7 @@ def test_coroutines_wait_together_and_results_keep_the_order_of_the_calls():
         raise GameOver
 
     calls = [(slow, {"name": "a"}), (lambda: 1, {}), (raises, {}), (slow, {"name": "b"})]
-    found = outcomes(calls)
+    found = run_calls(calls)
     assert [value for value, _ in found] == ["a", 1, None, "b"]
     assert isinstance(found[2][1], GameOver)
     assert met == ["a begins", "b begins", "b ends", "a ends"]
@@ -289,34 +291,34 @@ def test_coroutines_run_also_where_an_event_loop_runs_already():
         return 3
 
     async def notebook() -> int:
-        return settled(three())
+        return resolve(three())
 
     assert asyncio.run(notebook()) == 3
-    assert settled(4) == 4
+    assert resolve(4) == 4
 
 
 def test_a_tool_that_leaves_the_program_only_fails():
-    ((value, error),) = outcomes([(exit, {"code": 3})])
+    ((value, error),) = run_calls([(exit, {"code": 3})])
     assert value is None
     assert isinstance(error, SystemExit)
 
 
 def test_a_tool_that_is_not_there_is_named_with_what_is_near():
-    assert imported("tool", "math.sqrt") is math.sqrt
+    assert import_object("tool", "math.sqrt") is math.sqrt
     near = r"tool 'math.sqr': module 'math' has no 'sqr' \(did you mean 'sqrt'\?\)"
     with pytest.raises(ValueError, match=near):
-        imported("tool", "math.sqr")
+        import_object("tool", "math.sqr")
     with pytest.raises(ValueError, match=r"tool 'multiply'.*is not an import path"):
-        made("multiply")
+        make_tool("multiply")
     with pytest.raises(ValueError, match="a class whose methods are tools is given as factory"):
-        made(GameOver)
+        make_tool(GameOver)
     with pytest.raises(ValueError, match="is no function"):
-        made("math.pi")
+        make_tool("math.pi")
 
 
 def test_only_a_harmless_name_is_echoed():
-    assert echoed("f.g-1") == "'f.g-1'"
-    assert {echoed(name) for name in ("", "<|im_end|>", "x" * 41, "a b", "\u00fc")} == {
+    assert quote_name("f.g-1") == "'f.g-1'"
+    assert {quote_name(name) for name in ("", "<|im_end|>", "x" * 41, "a b", "\u00fc")} == {
         "of that name"
     }
 

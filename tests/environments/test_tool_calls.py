@@ -5,13 +5,13 @@ import json
 import pytest
 
 from litgrpo.environments.examples import calculate
-from litgrpo.environments.tool import Answer, made
+from litgrpo.environments.tool import ToolResult, make_tool
 from litgrpo.environments.tool_calls import (
     MOST_CHARS,
-    Call,
     HermesFormat,
     PythonFormat,
     TagFormat,
+    ToolCall,
     after_thoughts,
     format_of,
 )
@@ -27,7 +27,7 @@ def multiply(a: int, b: int = 2) -> int:
     return a * b
 
 
-CALCULATE, MULTIPLY = made(calculate), made(multiply)
+CALCULATE, MULTIPLY = make_tool(calculate), make_tool(multiply)
 ONE, TWO = {"calculate": CALCULATE}, {"calculate": CALCULATE, "multiply": MULTIPLY}
 FORMATS = [HermesFormat(), TagFormat(), PythonFormat()]
 BAD_JSON = [
@@ -48,47 +48,52 @@ def test_hermes_reads_every_call_of_a_turn_in_order():
         '{"name": "multiply", "arguments": {"a": 3, "b": [1, {"\\u00fc": null}]}}\n</tool_call>\n'
         'then <tool_call>{"name": "today"}</tool_call> bye'
     )
-    first, second = HermesFormat().calls(said, TWO)
-    assert first == Call("multiply", {"a": 3, "b": [1, {"\u00fc": None}]})
-    assert second == Call("today", {})
-    assert HermesFormat().calls("no call, only text", TWO) == []
-    assert HermesFormat(tag="call").calls('<call>{"name": "f"}</call>', TWO) == [Call("f")]
+    first, second = HermesFormat().parse(said, TWO)
+    assert first == ToolCall("multiply", {"a": 3, "b": [1, {"\u00fc": None}]})
+    assert second == ToolCall("today", {})
+    assert HermesFormat().parse("no call, only text", TWO) == []
+    assert HermesFormat(tag="call").parse('<call>{"name": "f"}</call>', TWO) == [ToolCall("f")]
 
 
 def test_a_call_whose_end_tag_ended_the_turn_is_read():
-    assert HermesFormat().calls('<tool_call>{"name": "f"}', TWO) == [Call("f")]
-    assert TagFormat().calls("so <call>347*82", ONE) == [Call("calculate", positional=("347*82",))]
+    assert HermesFormat().parse('<tool_call>{"name": "f"}', TWO) == [ToolCall("f")]
+    assert TagFormat().parse("so <call>347*82", ONE) == [
+        ToolCall("calculate", positional=("347*82",))
+    ]
 
 
 @pytest.mark.parametrize("text", BAD_JSON)
 def test_what_is_not_json_is_a_call_that_is_wrong(text):
-    (call,) = HermesFormat().calls(f"<tool_call>{text}</tool_call>", TWO)
+    (call,) = HermesFormat().parse(f"<tool_call>{text}</tool_call>", TWO)
     assert call.wrong == "the call is not JSON"
 
 
 @pytest.mark.parametrize("text", NO_CALL)
 def test_json_that_is_no_call_is_told_how_one_looks(text):
-    (call,) = HermesFormat().calls(f"<tool_call>{text}</tool_call>", TWO)
+    (call,) = HermesFormat().parse(f"<tool_call>{text}</tool_call>", TWO)
     assert call.wrong == 'a call is {"name": ..., "arguments": {...}}'
 
 
 def test_tags_hold_a_text_for_the_only_tool_or_a_call_by_name():
-    assert TagFormat().calls("<call>347*82</call>", ONE)[0].positional == ("347*82",)
-    assert TagFormat().calls("<call>calculate('1+1')</call>", ONE) == [
-        Call("calculate", positional=("1+1",))
+    assert TagFormat().parse("<call>347*82</call>", ONE)[0].positional == ("347*82",)
+    assert TagFormat().parse("<call>calculate('1+1')</call>", ONE) == [
+        ToolCall("calculate", positional=("1+1",))
     ]
-    two = TagFormat().calls("<call>multiply(347, b=82)</call><call>347*82</call>", TWO)
-    assert two[0] == Call("multiply", {"b": 82}, (347,))
+    two = TagFormat().parse("<call>multiply(347, b=82)</call><call>347*82</call>", TWO)
+    assert two[0] == ToolCall("multiply", {"b": 82}, (347,))
     assert two[1].wrong.endswith("write <call>name(arguments)</call>")
-    assert TagFormat(shorthand=False).calls("<call>347*82</call>", ONE)[0].wrong
+    assert TagFormat(shorthand=False).parse("<call>347*82</call>", ONE)[0].wrong
     # The only tool takes a number first, so a bare text is no call of it.
-    assert TagFormat().calls("<call>3</call>", {"multiply": MULTIPLY})[0].wrong
+    assert TagFormat().parse("<call>3</call>", {"multiply": MULTIPLY})[0].wrong
 
 
 def test_the_names_of_the_tags_can_be_chosen():
     calc = TagFormat(call_tag="calc", result_tag="out")
-    assert calc.calls("<calc>1+1</calc><call>2</call>", ONE)[0].positional == ("1+1",)
-    assert calc.heard([Answer("f", "2"), Answer("f", "3")]) == "<out>2</out><out>3</out>"
+    assert calc.parse("<calc>1+1</calc><call>2</call>", ONE)[0].positional == ("1+1",)
+    assert (
+        calc.format_results([ToolResult("f", "2"), ToolResult("f", "3")])
+        == "<out>2</out><out>3</out>"
+    )
     assert calc.example(CALCULATE) == "<calc>expression</calc>"
     with pytest.raises(ValueError, match="call_tag is '<call>'; it must be a word"):
         TagFormat(call_tag="<call>")
@@ -96,20 +101,20 @@ def test_the_names_of_the_tags_can_be_chosen():
 
 def test_python_reads_a_list_of_calls_with_literals():
     said = '[multiply(a=3, b=-4), pkg.find("x", [1, (2, {"k": None})]), now()]'
-    assert PythonFormat().calls(said, TWO) == [
-        Call("multiply", {"a": 3, "b": -4}),
-        Call("pkg.find", {}, ("x", [1, [2, {"k": None}]])),
-        Call("now"),
+    assert PythonFormat().parse(said, TWO) == [
+        ToolCall("multiply", {"a": 3, "b": -4}),
+        ToolCall("pkg.find", {}, ("x", [1, [2, {"k": None}]])),
+        ToolCall("now"),
     ]
-    assert PythonFormat().calls(f"Let me see:\n```python\n{said}\n```\n", TWO)[2] == Call("now")
-    assert PythonFormat().calls("```tool_code\nmultiply(3)\n```", TWO) == [
-        Call("multiply", {}, (3,))
+    assert PythonFormat().parse(f"Let me see:\n```python\n{said}\n```\n", TWO)[2] == ToolCall("now")
+    assert PythonFormat().parse("```tool_code\nmultiply(3)\n```", TWO) == [
+        ToolCall("multiply", {}, (3,))
     ]
 
 
 @pytest.mark.parametrize("said", ["[1, 2]", "[]", "multiply(3)", "```python\nprint(3)\n```", ""])
 def test_an_answer_that_looks_a_little_like_python_is_no_call(said):
-    assert PythonFormat().calls(said, TWO) == []
+    assert PythonFormat().parse(said, TWO) == []
 
 
 @pytest.mark.parametrize(
@@ -136,12 +141,12 @@ def test_an_answer_that_looks_a_little_like_python_is_no_call(said):
     ],
 )
 def test_what_is_no_literal_is_not_evaluated_and_is_wrong(said):
-    (call,) = PythonFormat().calls(said, TWO)
+    (call,) = PythonFormat().parse(said, TWO)
     assert call.wrong.startswith("the call is not plain Python")
 
 
 def test_a_warning_of_python_about_what_was_said_is_not_shown(recwarn):
-    assert PythonFormat().calls(r"[f('\d'), f(1is 1)]", TWO)[0].wrong
+    assert PythonFormat().parse(r"[f('\d'), f(1is 1)]", TWO)[0].wrong
     assert not recwarn.list
 
 
@@ -173,12 +178,12 @@ def test_a_warning_of_python_about_what_was_said_is_not_shown(recwarn):
 def test_no_text_raises(form, text):
     # A million characters: quadratic time would not end within the time limit of the suite.
     for said in (text, f"<tool_call>{text}", f"<call>{text}</call>", f"```\n{text}\n```"):
-        for call in form.calls(after_thoughts(said), TWO):
+        for call in form.parse(after_thoughts(said), TWO):
             assert call.wrong or call.name or call.positional
 
 
 def test_a_call_that_is_too_long_is_wrong():
-    (call,) = HermesFormat().calls(f"<tool_call>{json.dumps('x' * MOST_CHARS)}</tool_call>", TWO)
+    (call,) = HermesFormat().parse(f"<tool_call>{json.dumps('x' * MOST_CHARS)}</tool_call>", TWO)
     assert call.wrong == "a call has at most 20000 characters"
 
 
@@ -189,20 +194,20 @@ def test_what_is_only_thought_is_no_call():
 
 
 def test_answers_are_messages_or_a_text_in_tags():
-    answers = [Answer("multiply", "6"), Answer("unknown", "error: no", failed=True)]
-    assert HermesFormat().heard(answers) == [
+    answers = [ToolResult("multiply", "6"), ToolResult("unknown", "error: no", failed=True)]
+    assert HermesFormat().format_results(answers) == [
         {"role": "tool", "name": "multiply", "content": "6"},
         {"role": "tool", "name": "unknown", "content": "error: no"},
     ]
-    assert PythonFormat().heard(answers) == HermesFormat().heard(answers)
-    assert TagFormat().heard(answers) == "<res>6</res><res>error: no</res>"
+    assert PythonFormat().format_results(answers) == HermesFormat().format_results(answers)
+    assert TagFormat().format_results(answers) == "<res>6</res><res>error: no</res>"
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
 @pytest.mark.parametrize("tool", [CALCULATE, MULTIPLY], ids=lambda tool: tool.name)
 def test_the_example_that_a_model_is_shown_is_a_call(form, tool):
     shown = form.example(tool).replace("...", "1").replace("(a, b)", "(1, 2)")
-    (call,) = form.calls(shown, {tool.name: tool})
+    (call,) = form.parse(shown, {tool.name: tool})
     assert (call.name, call.wrong) == (tool.name, "")
     assert len(call.arguments) + len(call.positional) == len(tool.parameters)
 

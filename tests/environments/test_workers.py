@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.environments.base import EnvironmentFailure, Failed, Start, StepResult
-from litgrpo.environments.episode import EpisodesHere
-from litgrpo.environments.response_log import Journal
+from litgrpo.environments.base import EnvironmentFailure, EpisodeStart, FailedEpisode, StepResult
+from litgrpo.environments.episode import InProcessEpisodes
+from litgrpo.environments.response_log import ResponseLog
 from litgrpo.environments.workers import LATE, EpisodeWorkers, episode_pool
 from tests.support.faulty import Dice, Echo, Meeting
 from tests.support.process_runner import processes_under, wait_until_gone
@@ -37,7 +37,7 @@ def pool_of():
 def test_episodes_of_a_group_begin_alike_and_go_their_own_ways(pool_of, workers) -> None:
     pool = pool_of(Echo(), workers=workers)
     for _ in range(2):
-        assert pool.begin(starts()) == ["seed 0", "seed 0", "seed 1", "seed 1"]
+        assert pool.reset(starts()) == ["seed 0", "seed 0", "seed 1", "seed 1"]
         first = answers(pool, {n: f"turn {n}" for n in range(4)})
         assert texts(first) == {n: f"1 turn {n}" for n in range(4)}
         assert texts(answers(pool, {2: "again"})) == {2: "2 again"}
@@ -59,25 +59,27 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_its_episode_and_the_others_are_rebuilt(pool_of, fault, caplog) -> None:
     pool = pool_of(Echo(), timeout_s=1.0, workers=1)
-    pool.begin(starts())
+    pool.reset(starts())
     answers(pool, {n: f"turn {n}" for n in range(4)})
     with caplog.at_level(logging.WARNING):
         heard = answers(pool, {0: "a", 1: fault, 2: "b", 3: "c"})
     failed = heard.pop(1)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, FailedEpisode)
     assert failed.reason.startswith(FAULTS[fault])
     assert texts(heard) == {0: "2 a", 2: "2 b", 3: "2 c"}
     assert heard[3].state == (1, "turn 3", "c")
     assert "completion 1 of prompt 0 failed" in caplog.text
     assert pool.failures.reasons == {failed.reason: 1}
-    assert pool.begin(starts())[3] == "seed 1"
+    assert pool.reset(starts())[3] == "seed 1"
 
 
 def test_a_reset_that_hangs_or_dies_fails_its_row(pool_of) -> None:
     pool = pool_of(Echo(), timeout_s=1.0, workers=2)
-    rows = [Start({"bad": bad}, 0, (0, 0, 0, n)) for n, bad in enumerate(("hang", "", "die"))]
-    assert pool.begin(rows) == [
-        Failed("timed out after 1 s"), "seed 0", Failed("exited with 3, twice"),
+    rows = [
+        EpisodeStart({"bad": bad}, 0, (0, 0, 0, n)) for n, bad in enumerate(("hang", "", "die"))
+    ]
+    assert pool.reset(rows) == [
+        FailedEpisode("timed out after 1 s"), "seed 0", FailedEpisode("exited with 3, twice"),
     ]  # fmt: skip
     assert texts(answers(pool, {1: "a"})) == {1: "1 a"}
 
@@ -86,7 +88,7 @@ def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before
     pool_of, tmp_path
 ) -> None:
     pool = pool_of(Echo(str(tmp_path)), workers=1)
-    pool.begin(starts(1))
+    pool.reset(starts(1))
     answers(pool, {0: "a"})
     (heard,) = answers(pool, {0: "die once"}).values()
     assert heard == StepResult("2 die once", 1.0, state=(0, "a", "die once"))
@@ -97,14 +99,14 @@ def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before
 
 def test_where_a_step_hangs_is_shown(pool_of, caplog) -> None:
     pool = pool_of(Echo(), timeout_s=0.5)
-    pool.begin(starts(2))
+    pool.reset(starts(2))
     answers(pool, {0: "hang"})
     assert "in hangs" in caplog.text
 
 
 def test_a_step_that_takes_too_long_may_be_answered_by_a_fixed_sentence(pool_of) -> None:
     pool = pool_of(Echo(), timeout_s=1.0, on_timeout="reply", workers=1)
-    pool.begin(starts(2))
+    pool.reset(starts(2))
     answers(pool, {0: "a", 1: "b"})
     heard = answers(pool, {0: "hang", 1: "c"})
     assert texts(heard) == {0: LATE, 1: "2 c"}
@@ -115,15 +117,15 @@ def test_a_step_that_takes_too_long_may_be_answered_by_a_fixed_sentence(pool_of)
 def test_steps_that_wait_do_so_side_by_side(pool_of, tmp_path) -> None:
     """Each answers only when all are in the middle of their step."""
     pool = pool_of(Meeting(str(tmp_path), 32), timeout_s=120.0)
-    pool.begin([Start({"name": n}, 0, (0, 0, n, 0)) for n in range(32)])
+    pool.reset([EpisodeStart({"name": n}, 0, (0, 0, n, 0)) for n in range(32)])
     assert set(texts(answers(pool, dict.fromkeys(range(32), "x"))).values()) == {"all here"}
 
 
 def test_an_episode_does_not_depend_on_those_beside_it(pool_of) -> None:
     alone, together = pool_of(Dice(), workers=1), pool_of(Dice(), workers=1)
-    (opening,) = alone.begin(starts(1))
+    (opening,) = alone.reset(starts(1))
     expected = [opening, *(answers(alone, {0: "x"})[0].observation for _ in range(2))]
-    got = [together.begin(starts())[0]]
+    got = [together.reset(starts())[0]]
     got.append(answers(together, dict.fromkeys(range(4), "x"))[0].observation)
     answers(together, dict.fromkeys((1, 2, 3), "x"))
     got.append(answers(together, {0: "x"})[0].observation)
@@ -132,7 +134,7 @@ def test_an_episode_does_not_depend_on_those_beside_it(pool_of) -> None:
 
 def test_too_many_failures_stop_the_run_with_the_first_cause(pool_of) -> None:
     pool = pool_of(Echo(), max_failed_frac=0.5)
-    pool.begin(starts())
+    pool.reset(starts())
     answers(pool, {0: "raise", 1: "raise"})
     message = r"3 of 4 episodes failed; the first is .*completion 0 of prompt 0: KeyError: 'bad'"
     with pytest.raises(EnvironmentFailure, match=message):
@@ -141,7 +143,7 @@ def test_too_many_failures_stop_the_run_with_the_first_cause(pool_of) -> None:
 
 def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
     pool = pool_of(Echo(), max_observation_chars=10)
-    pool.begin(starts(1))
+    pool.reset(starts(1))
     assert (
         answers(pool, {0: "long"})[0].observation == "ababa ... (90 characters left out) ... babab"
     )
@@ -149,12 +151,12 @@ def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
 
 def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -> None:
     pool = pool_of(Echo(), workers=2)
-    pool.begin(starts())
+    pool.reset(starts())
     (launcher,) = pool.pool.launchers
     ours = list(pool.pool.workers)
-    alone = pool.alone()
+    alone = pool.single_process_pool()
     for _ in range(2):
-        assert alone.begin(starts(2)) == ["seed 0", "seed 0"]
+        assert alone.reset(starts(2)) == ["seed 0", "seed 0"]
         assert texts(answers(alone, {0: "a", 1: "b"})) == {0: "1 a", 1: "1 b"}
     assert len(pool.pool.workers) == 3
     alone.close()
@@ -165,7 +167,7 @@ def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -
 
 def test_what_cannot_be_sent_is_refused(pool_of) -> None:
     with pytest.raises(ValueError, match=r"cannot be sent .*TypeError.*episode.workers: 0"):
-        pool_of(Echo(folder=threading.Lock())).begin(starts())
+        pool_of(Echo(folder=threading.Lock())).reset(starts())
 
 
 @pytest.mark.parametrize(
@@ -182,15 +184,15 @@ def test_impossible_settings_are_refused(settings, message) -> None:
 
 
 def test_no_workers_play_in_this_process_and_keep_no_journal(tmp_path) -> None:
-    assert isinstance(episode_pool(Echo(), workers=0), EpisodesHere)
+    assert isinstance(episode_pool(Echo(), workers=0), InProcessEpisodes)
     assert isinstance(episode_pool(Echo(), workers=2), EpisodeWorkers)
     with pytest.raises(ValueError, match=r"episode.record_responses needs worker processes"):
-        episode_pool(Echo(), workers=0, journal=Journal(tmp_path, tmp_path))
+        episode_pool(Echo(), workers=0, response_log=ResponseLog(tmp_path, tmp_path))
 
 
 def test_a_worker_killed_from_outside_is_replaced(pool_of) -> None:
     pool = pool_of(Echo())
-    pool.begin(starts())
+    pool.reset(starts())
     answers(pool, {0: "a"})
     for worker in list(pool.pool.workers):
         os.kill(worker.pid, signal.SIGKILL)
@@ -203,13 +205,13 @@ def test_a_worker_killed_from_outside_is_replaced(pool_of) -> None:
 
 def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
     first, second = (
-        pool_of(Echo(str(tmp_path)), journal=Journal(tmp_path / "journal", tmp_path))
+        pool_of(Echo(str(tmp_path)), response_log=ResponseLog(tmp_path / "response_log", tmp_path))
         for _ in range(2)
     )
-    first.begin(starts(2))
+    first.reset(starts(2))
     before = answers(first, {0: "a", 1: "b"})
     (tmp_path / "steps").unlink()
-    assert second.begin(starts(2)) == ["seed 0", "seed 0"]
+    assert second.reset(starts(2)) == ["seed 0", "seed 0"]
     assert answers(second, {0: "a", 1: "b"}) == before
     assert not (tmp_path / "steps").exists()
     # What was not said before reaches an environment that has heard the rest.
@@ -223,9 +225,9 @@ from tests.support.faulty import Echo
 from tests.support.workers import starts
 from litgrpo.environments.workers import EpisodeWorkers
 pool = EpisodeWorkers(Echo(sys.argv[1]), timeout_s=600)
-pool.begin(starts(2))
-pool.say(0, "start")
-pool.heard(wait=True)
+pool.reset(starts(2))
+pool.send(0, "start")
+pool.receive(wait=True)
 """
 
 
@@ -245,6 +247,6 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path) -> None:
 
 def test_what_a_step_started_ends_with_it(pool_of, tmp_path) -> None:
     pool = pool_of(Echo(str(tmp_path)), timeout_s=1.0)
-    pool.begin(starts(2))
+    pool.reset(starts(2))
     answers(pool, {0: "start"})
     wait_until_gone([int(Path(tmp_path, "pid").read_text())])

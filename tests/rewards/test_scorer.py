@@ -488,7 +488,7 @@ def test_failed_episodes_have_no_reward_and_are_no_valid_rows():
     assert table.parts["environment"][1].isnan().all()
     assert table.parts["other"][1].isnan().all()
     assert (table.total[1] == 0).all()
-    turns = len(rollout.episodes[0].spoken)
+    turns = len(rollout.episodes[0].assistant_texts)
     assert turns == 3
     assert table.parts["environment"][0, 0] == 1 + 3
     assert torch.equal(rollout.turn_rewards[0].isnan(), torch.tensor([False, True, False]))
@@ -504,15 +504,15 @@ def test_functions_read_the_last_turn_and_may_ask_for_the_rest():
     scored(rollout, look=Reward(look))
     decode = tiny_policy("qwen2").tokenizer.decode
     for row, played_ in enumerate(rollout.episodes):
-        assert seen["turns"][row] == played_.spoken
-        assert len(seen["messages"][row]) == 2 * len(played_.spoken) - 1
+        assert seen["turns"][row] == played_.assistant_texts
+        assert len(seen["messages"][row]) == 2 * len(played_.assistant_texts) - 1
         assert seen["completions"][row] == decode(
             seen["completion_ids"][row], skip_special_tokens=True
         )
         last = rollout.turns[row] == rollout.turns[row].max()
         assert seen["completion_ids"][row] == rollout.completion_ids[row][last].tolist()
         assert "xxx" not in seen["completions"][row]
-        assert len(seen["turn_rewards"][row]) == len(played_.spoken)
+        assert len(seen["turn_rewards"][row]) == len(played_.assistant_texts)
 
 
 def test_chat_functions_are_given_who_said_what():

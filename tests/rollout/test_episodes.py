@@ -8,7 +8,7 @@ import torch
 
 from litgrpo.environments.base import EnvironmentFailure, StepResult
 from litgrpo.rollout.dynamic_sampling import with_groups
-from litgrpo.rollout.episodes import EpisodeSettings, Named, Record, episode_seed
+from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey, episode_seed
 from litgrpo.rollout.sampling import Purpose
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
@@ -33,19 +33,19 @@ def test_what_is_not_allowed_is_said(given, said):
 
 
 def test_a_record_becomes_an_episode_with_spans_calls_and_logs():
-    record = Record()
+    record = EpisodeRecord()
     record.add([{"role": "assistant", "content": "a"}], 3)
-    record.answered(
+    record.add_result(
         StepResult("", reward=None, calls={"add": (2, 1)}, log={"moves": 1.0}, state="s")
     )
     record.add([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}], 6)
     record.add([{"role": "assistant", "content": "b"}], 1)
-    record.answered(StepResult("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
+    record.add_result(StepResult("", reward=2, calls={"add": (1, 0)}, log={"moves": 2.0}))
     assert math.isnan(record.rewards[0])
     assert record.rewards[1:] == [2.0]
     assert record.states == ["s", None]
     episode = record.episode
-    assert episode.spoken == ["a", "b"]
+    assert episode.assistant_texts == ["a", "b"]
     assert episode.spans == [(0, 3), (3, 9), (3, 9), (9, 10)]
     assert episode.calls == {"add": (3, 1)}
     assert episode.log == {"moves": (3.0, 2)}
@@ -83,16 +83,16 @@ def test_a_group_begins_in_the_same_state_and_each_iteration_in_another():
     assert calls[0] != calls[1]
     assert calls[2] == calls[3]
     assert calls[2] != calls[0]
-    assert episode_seed(Named(0, "train", 0, 0), 0) == calls[0][0][1] < 2**31
-    assert episode_seed(Named(0, "train", 0, 1), 0) != calls[0][0][1]
+    assert episode_seed(RolloutKey(0, "train", 0, 0), 0) == calls[0][0][1] < 2**31
+    assert episode_seed(RolloutKey(0, "train", 0, 1), 0) != calls[0][0][1]
 
 
 def test_episodes_of_an_evaluation_are_named_by_its_iteration(monkeypatch):
     """Their journal is of that iteration, so that a run that goes on before it hears the same."""
     starts = []
     _, rollouter, _ = played(purpose="val", iteration=3)
-    begin = rollouter.episodes.pool.begin
-    monkeypatch.setattr(rollouter.episodes.pool, "begin", lambda s: starts.append(s) or begin(s))
+    begin = rollouter.episodes.pool.reset
+    monkeypatch.setattr(rollouter.episodes.pool, "reset", lambda s: starts.append(s) or begin(s))
     for iteration in (3, 6):
         rollouter.generate(PROMPTS, "val", iteration)
     three, six = starts

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.turn_format import ChatFormat, Template, kinds
+from litgrpo.rollout.turn_format import ChatFormat, TemplateFormat, kinds
 
 ASKS = "{% if add_generation_prompt %}"
 # Tools in a system message, results in user messages, thoughts gone once a user speaks again.
@@ -94,7 +94,7 @@ def chat_format(template: str, *ends: str, **settings) -> ChatFormat:
     return ChatFormat(tokenizer, chat, tuple(end_ids), **settings)
 
 
-def bridge(template: str, *ends: str, **settings) -> Template:
-    """Its bridge, which is not measured."""
+def turn_format(template: str, *ends: str, **settings) -> TemplateFormat:
+    """Its turn_format, which is not measured."""
     made = chat_format(template, *ends, **settings)
-    return Template(made, frozenset(kinds(made)))
+    return TemplateFormat(made, frozenset(kinds(made)))

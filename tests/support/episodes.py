@@ -20,7 +20,7 @@ def rollout_of_episodes():
     rollout = rollout_of(prompts("2*3=?"))
     told = [
         Episode(SAID, calls={"multiply": (1, 0)}),
-        Episode(SAID[:1], failed="timed out", heard_cut=7),
+        Episode(SAID[:1], failed="timed out", observation_tokens_cut=7),
     ]
     rewards = torch.tensor([[0.0, 1.0], [torch.nan, torch.nan]], dtype=torch.float64)
     turns = torch.zeros_like(rollout.completion_ids, dtype=torch.int16)

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import random
 
-from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
-from litgrpo.rollout.turn_format import Inline
+from litgrpo.rollout.turn_format import InlineFormat
 from tests.support.echo import Echo
 from tests.support.models import byte_tokenizer
 
 __all__ = ["Echo"]
 
 
-class SlowPool(EpisodesHere):
+class SlowPool(InProcessEpisodes):
     """Answers come some looks later, in another order every time."""
 
     def __init__(self, environment, seed=0, share=0.3):
         super().__init__(environment)
         self.random, self.share = random.Random(seed), share
 
-    def begin(self, starts):
+    def reset(self, starts):
         share, self.share = self.share, 2.0
-        opened = super().begin(starts)
+        opened = super().reset(starts)
         self.share = share
         return opened
 
-    def heard(self, *, wait):
+    def receive(self, *, wait):
         ready = {n: each for n, each in self.ready.items() if self.random.random() < self.share}
         if wait and not ready and self.ready:
             last = max(self.ready)
@@ -43,7 +43,7 @@ def plain_opener(prompts, row, added):
 
 def episodes_of(pool, **settings):
     """Episodes of a pool, or of an environment in this process; turns of four tokens."""
-    pool = pool if isinstance(pool, EpisodesHere) else EpisodesHere(pool)
+    pool = pool if isinstance(pool, InProcessEpisodes) else InProcessEpisodes(pool)
     given = {
         "max_turns": 3,
         "max_turn_tokens": 4,
@@ -51,4 +51,4 @@ def episodes_of(pool, **settings):
         "close_truncated_turns": True,
     }
     limits = EpisodeSettings(**(given | settings))
-    return Episodes(pool, Inline(byte_tokenizer()), limits, plain_opener, ["echo"])
+    return Episodes(pool, InlineFormat(byte_tokenizer()), limits, plain_opener, ["echo"])

@@ -3,7 +3,7 @@
 import torch
 
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.episodes import Named
+from litgrpo.rollout.episodes import RolloutKey
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from tests.support.models import prompt_batch
 from tests.support.playing import Echo, episodes_of
@@ -11,7 +11,7 @@ from tests.support.playing import Echo, episodes_of
 TEXTS, GROUP, LENGTH = ("a", "hello there", "what is it?"), 3, 96
 
 
-NAMED = Named(0, "train", 0, 0)
+KEY = RolloutKey(0, "train", 0, 0)
 
 
 def ending(policy):
@@ -27,7 +27,7 @@ def requests_of(policy, sampling=None, length=LENGTH, **settings):
 
 
 def played(engine, requests, pool=None, **settings):
-    return episodes_of(pool or Echo(), **settings).play(engine, requests, NAMED)
+    return episodes_of(pool or Echo(), **settings).play(engine, requests, KEY)
 
 
 def assert_same(found, expected):

@@ -4,13 +4,13 @@ from lightning import Trainer
 
 from litgrpo.callbacks.metric_table import definition
 from litgrpo.environments.base import StepResult
-from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine
 from litgrpo.rollout.episodes import EpisodeSettings
-from litgrpo.rollout.turn_format import Inline
+from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.episode_setup import checked, episodes_of, pool_of
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.models import prompt_batch, tiny_policy
@@ -75,7 +75,9 @@ def test_what_reset_adds_counts_where_the_model_s_positions_end():
 
 
 def test_environments_run_in_processes_unless_they_are_to_run_here():
-    assert isinstance(pool_of(module(environment=Once(), episode=INLINE), INLINE), EpisodesHere)
+    assert isinstance(
+        pool_of(module(environment=Once(), episode=INLINE), INLINE), InProcessEpisodes
+    )
     apart = pool_of(module(environment=Once()), EpisodeSettings(timeout_s=3, workers=2))
     assert isinstance(apart, EpisodeWorkers)
     assert (apart.timeout_s, apart.most_workers) == (3, 2)
@@ -98,7 +100,7 @@ def test_a_module_learns_from_episodes_validates_and_answers_with_them(tmp_path)
     )  # fmt: skip
     batch = prompt_batch("a", "bc")
     trainer.fit(grpo, loader(batch), loader(batch, 1))
-    assert isinstance(grpo.rollouter.episodes.bridge, Inline)
+    assert isinstance(grpo.rollouter.episodes.turn_format, InlineFormat)
     metrics = trainer.callback_metrics
     names = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
     assert names | {"completion/observation_frac"} <= metrics.keys()

@@ -15,13 +15,13 @@ from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import FolderSender, ServerEngine, ServerFailure
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
-from litgrpo.rollout.turn_format import Inline
+from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
 from tests.support.gloo import run_by
 from tests.support.playing import Echo, episodes_of
 from tests.support.training import loader, train
-from tests.support.turns_support import NAMED
+from tests.support.turns_support import KEY
 from tests.support.turns_support import assert_same as assert_same_turns
 from tests.vllm import divided
 from tests.vllm.serving import CPU, PROCESSED, PYTHON, ROOT, UNIFORMS, served
@@ -153,8 +153,8 @@ def test_an_episode_is_that_of_the_local_engine(uniforms):
 
     def played(engine):
         given = episodes_of(Echo(lengths=(3, 1, 5)), max_turn_tokens=12)
-        given.bridge = Inline(policy.tokenizer)
-        return given.play(engine, requests_for(policy), NAMED)
+        given.turn_format = InlineFormat(policy.tokenizer)
+        return given.play(engine, requests_for(policy), KEY)
 
     found = played(engine)
     assert_same_turns(found, played(LocalEngine()))

@@ -137,4 +137,4 @@ def _void(episode: Any, turns: int) -> bool:
 def _answer(episode: Any, turns: int) -> str | None:
     """The last turn, where it called no tool."""
     called = _called(episode, turns)
-    return None if all(called[-1:]) else episode.spoken[-1]
+    return None if all(called[-1:]) else episode.assistant_texts[-1]

@@ -26,13 +26,13 @@ def of_row(rollout: Rollout, row: int) -> dict[str, Any]:
     if not rollout.episodes:
         return {}
     episode = rollout.episodes[row]
-    spoken, rewards = len(episode.spoken), rollout.turn_rewards
+    spoken, rewards = len(episode.assistant_texts), rollout.turn_rewards
     return {
         "messages": list(episode.messages),
         "turn_rewards": [] if rewards is None else finite(rewards[row])[:spoken],
         "calls": {name: list(counts) for name, counts in episode.calls.items()},
         "failed": episode.failed,
-        "heard_cut": episode.heard_cut,
+        "observation_tokens_cut": episode.observation_tokens_cut,
     }
 
 
@@ -101,7 +101,9 @@ def _notes(row: Mapping[str, Any]) -> list[str]:
         "advantage": _number(row["advantage"]) if "advantage" in row else "",
         "calls": calls,
         "failed": row.get("failed", ""),
-        "left out": f"{row['heard_cut']} heard tokens" if row.get("heard_cut") else "",
+        "left out": f"{row['observation_tokens_cut']} heard tokens"
+        if row.get("observation_tokens_cut")
+        else "",
     }
     return [f"{name + ':':<10}   {text}" for name, text in known.items() if text]
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.losses import TokenMean
 from litgrpo.data.prompts import pad_left
-from litgrpo.environments.base import Start, StepResult
-from litgrpo.environments.episode import EpisodesHere
-from litgrpo.environments.response_log import deviations
+from litgrpo.environments.base import EpisodeStart, StepResult
+from litgrpo.environments.episode import InProcessEpisodes
+from litgrpo.environments.response_log import find_deviations
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.stop_sequences import StopStrings
-from litgrpo.rollout.turn_format import Inline
+from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.learner import Coefficients, Learner
 from litgrpo.types import PromptBatch, RewardTable, Rollout, RolloutLogprobs, TrainingBatch
 
@@ -56,7 +56,7 @@ def small_episodes(policy: Policy) -> Episodes:
     def opener(prompts: PromptBatch, row: int, added: object) -> list[int]:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
 
-    return Episodes(EpisodesHere(Nods()), Inline(policy.tokenizer), settings, opener)
+    return Episodes(InProcessEpisodes(Nods()), InlineFormat(policy.tokenizer), settings, opener)
 
 
 def unrepeated(episodes: Episodes | None, prompts: PromptBatch) -> float:
@@ -66,16 +66,16 @@ def unrepeated(episodes: Episodes | None, prompts: PromptBatch) -> float:
         episodes: of the run.
         prompts: a few; the first is played twice, and once beside the others.
     """
-    pool = episodes and episodes.pool.alone()
+    pool = episodes and episodes.pool.single_process_pool()
     if not pool:
         return 0.0
     rows = [
         {name: values[n] for name, values in prompts.columns.items()} | {"prompt": text}
         for n, text in enumerate(prompts.prompts)
     ]
-    starts = [Start(row, n, (0, 0, n, 0)) for n, row in enumerate(rows)]
+    starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(rows)]
     try:
-        found = deviations(pool, starts, [prompts.prompts[0], "1", "<answer>2</answer>"])
+        found = find_deviations(pool, starts, [prompts.prompts[0], "1", "<answer>2</answer>"])
     finally:
         pool.close()
     for line in found[:1]:

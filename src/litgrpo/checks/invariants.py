@@ -32,7 +32,7 @@ from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_e
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.comm import Comm
 from litgrpo.rollout.rollouter import Rollouter
-from litgrpo.rollout.turn_format import Template, wrong_conversations
+from litgrpo.rollout.turn_format import TemplateFormat, count_mismatches
 from litgrpo.tensors import widened
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import Limits
@@ -42,7 +42,7 @@ ROUNDING = 4  # times its tolerance an error in lower precision may still be rou
 WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
 
 LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
-BRIDGE = "9 the bridge is the template's own"
+BRIDGE = "9 the turn_format is the template's own"
 REPEATED = "10 the environment's answers can be repeated"
 
 # What is true, and what is likely wrong where it is not. In the order in which one failure explains
@@ -284,8 +284,10 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
 
 def bridge_errors(rollouter: Rollouter) -> dict[str, float]:
     """Conversations with other tokens between turns than the chat template's: {name: number}."""
-    bridge = None if rollouter.episodes is None else rollouter.episodes.bridge
-    return {BRIDGE: wrong_conversations(bridge)} if isinstance(bridge, Template) else {}
+    turn_format = None if rollouter.episodes is None else rollouter.episodes.turn_format
+    return (
+        {BRIDGE: count_mismatches(turn_format)} if isinstance(turn_format, TemplateFormat) else {}
+    )
 
 
 def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:

@@ -79,12 +79,18 @@ def schemas_of(environment: object) -> list[dict[str, Any]]:
     """
     if not isinstance(environment, ShowsTools):
         return []
-    from transformers.utils import chat_template_utils as made  # slow
+    from transformers.utils import chat_template_utils  # slow
 
     tools = environment.tools
     try:
-        return [tool if isinstance(tool, dict) else made.get_json_schema(tool) for tool in tools]
-    except (made.DocstringParsingException, made.TypeHintParsingException) as error:
+        return [
+            tool if isinstance(tool, dict) else chat_template_utils.get_json_schema(tool)
+            for tool in tools
+        ]
+    except (
+        chat_template_utils.DocstringParsingException,
+        chat_template_utils.TypeHintParsingException,
+    ) as error:
         raise ValueError(f"a tool cannot be shown to the model: {error}") from error
 
 
@@ -102,7 +108,7 @@ def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Start:
+class EpisodeStart:
     """How an episode begins.
 
     Args:
@@ -117,7 +123,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedEpisode:
     """An episode that the environment could not go on with; its row teaches nothing.
 
     Args:
@@ -131,7 +137,7 @@ class EpisodePool(ABC):
     """Plays episodes of one environment side by side; knows texts and no tokens."""
 
     @abstractmethod
-    def begin(self, starts: Sequence[Start]) -> list[str | list[Message] | Failed]:
+    def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
         """Reset one episode for each start; those before are over.
 
         Returns:
@@ -139,7 +145,7 @@ class EpisodePool(ABC):
         """
 
     @abstractmethod
-    def say(self, episode: int, said: str) -> None:
+    def send(self, episode: int, said: str) -> None:
         """Hand over a turn; the answer comes by `heard`.
 
         Args:
@@ -148,7 +154,7 @@ class EpisodePool(ABC):
         """
 
     @abstractmethod
-    def heard(self, *, wait: bool) -> dict[int, StepResult | Failed]:
+    def receive(self, *, wait: bool) -> dict[int, StepResult | FailedEpisode]:
         """The answers that came since the last call.
 
         Args:
@@ -162,7 +168,7 @@ class EpisodePool(ABC):
     def close(self) -> None:
         """End every episode, and processes where there are some."""
 
-    def alone(self) -> EpisodePool | None:
+    def single_process_pool(self) -> EpisodePool | None:
         """A pool of the same environment in one process, to see whether it is a function.
 
         Returns:
@@ -180,7 +186,7 @@ class EnvironmentFailure(RuntimeError):
     exit_code = 2
 
 
-class Failures:
+class FailureCounter:
     """Counts the episodes that failed, shows the first, stops the run where too many do.
 
     Args:
@@ -192,11 +198,11 @@ class Failures:
         at_most("episode.max_failed_frac", max_failed_frac, 1)
         self.max_failed_frac = max_failed_frac
         self.reasons: Counter[str] = Counter()  # of the whole run
-        self.starts: Sequence[Start] = ()
+        self.starts: Sequence[EpisodeStart] = ()
         self.failed: dict[int, str] = {}
         self.stories: dict[int, str] = {}
 
-    def begin(self, starts: Sequence[Start]) -> None:
+    def reset(self, starts: Sequence[EpisodeStart]) -> None:
         """A new batch."""
         self.starts, self.failed, self.stories = starts, {}, {}
 
@@ -204,7 +210,7 @@ class Failures:
         """Keep what a worker showed before it ended, such as where a step hung."""
         self.stories[episode] = str(error)
 
-    def count(self, failed: Mapping[int, Failed]) -> None:
+    def count(self, failed: Mapping[int, FailedEpisode]) -> None:
         """Add the failures of some episodes of the batch.
 
         Raises:

@@ -1,16 +1,14 @@
-"""A tool that runs Python; asked for by name, it is refused where there is no sandbox."""
+"""A tool that runs Python programs in a sandbox."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from litgrpo.arguments import require
 from litgrpo.workers import sandbox
 
-SECONDS, MEMORY_MIB, CHARS = 5.0, 256, 2_000
+TIMEOUT_S, MEMORY_MIB, MAX_CHARS = 5.0, 256, 2_000
 
 
-def _run_python(code: str) -> str:
+def run_python(code: str) -> str:
     """Run a Python program and read what it prints.
 
     It has the standard library, but neither network nor files.
@@ -21,25 +19,22 @@ def _run_python(code: str) -> str:
     Returns:
         What it printed.
     """
-    ran = sandbox.run(code, sandbox.Limits(SECONDS, MEMORY_MIB, output_chars=CHARS))
-    last = ran.output.strip().splitlines()[-1:]
+    limits = sandbox.Limits(TIMEOUT_S, MEMORY_MIB, output_chars=MAX_CHARS)
+    ran = sandbox.run(code, limits)
     if ran.ended:
         return f"{ran.output}\n[ended: more than the limit of {ran.ended}]".strip()
-    # The last line names the error; lines before it differ between machines.
-    return ran.output.strip() if ran.code == 0 else "".join(last) or f"[exit code {ran.code}]"
+    if ran.code == 0:
+        return ran.output.strip()
+    # The last line names the error; the lines before it differ between machines.
+    lines = ran.output.strip().splitlines()
+    return lines[-1] if lines else f"[exit code {ran.code}]"
 
 
-_run_python.__name__ = _run_python.__qualname__ = "run_python"
-
-
-def __getattr__(name: str) -> Any:
-    """`run_python`, where code can be run.
+def require_sandbox() -> None:
+    """Check that programs can be sandboxed on this machine.
 
     Raises:
-        ValueError: there is no sandbox here; a recipe that names the tool stops at its start.
+        ValueError: there is no sandbox, with the reason and how to install one.
     """
-    if name != "run_python":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     reason = sandbox.why_not()
     require(not reason, f"the tool run_python runs code in a sandbox only, and {reason}")
-    return _run_python

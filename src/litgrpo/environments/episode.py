@@ -15,19 +15,19 @@ import numpy as np  # its generator must not first exist in the middle of an epi
 from litgrpo.environments.base import (
     Environment,
     EpisodePool,
-    Failed,
-    Failures,
+    EpisodeStart,
+    FailedEpisode,
+    FailureCounter,
     Message,
-    Start,
     StepResult,
 )
 from litgrpo.workers.failures import cause_of
 
-Said = str | list[Message]
+Observation = str | list[Message]
 Generators = dict[str, Any]
 
 
-class Turns(NamedTuple):
+class PlayRequest(NamedTuple):
     """What is asked of an episode: to begin, to go on, or both.
 
     Args:
@@ -39,11 +39,11 @@ class Turns(NamedTuple):
 
     batch: int
     episode: int
-    start: Start | None
+    start: EpisodeStart | None
     said: tuple[str, ...]
 
 
-class Stage:
+class EpisodePlayer:
     """The episodes that are played in one process, one call at a time.
 
     The global generators of `random`, numpy and torch are each episode's own: seeded when it
@@ -68,7 +68,7 @@ class Stage:
         self.generators: dict[int, Generators] = {}
         self.current: int | None = None  # whose generators are in place
 
-    def play(self, asked: Turns) -> Said | StepResult | Failed:
+    def play(self, asked: PlayRequest) -> Observation | StepResult | FailedEpisode:
         """The answer to the last of some turns."""
         if asked.batch != self.batch:
             self.close()
@@ -76,21 +76,23 @@ class Stage:
         try:
             return self._play(asked.episode, asked.start, asked.said)
         except self.caught as error:
-            return Failed(cause_of(error))
+            return FailedEpisode(cause_of(error))
 
-    def _play(self, episode: int, start: Start | None, said: tuple[str, ...]) -> Said | StepResult:
-        answer: Said | StepResult = ""
+    def _play(
+        self, episode: int, start: EpisodeStart | None, said: tuple[str, ...]
+    ) -> Observation | StepResult:
+        answer: Observation | StepResult = ""
         self.switch_to(episode if start is None else None)
         if start is not None:
             self._end(episode)
             self.seeds[episode], self.current = start.seed, episode
-            seed_generators(start.seed)
+            seed_rngs(start.seed)
             self.copies[episode] = copy.deepcopy(self.environment)
             opening = self.copies[episode].reset(copy.deepcopy(start.row), start.seed)
-            answer = shortened(checked_opening(opening), self.max_chars)
+            answer = shorten(check_observation(opening), self.max_chars)
         for text in said:
-            heard = checked(self.copies[episode].step(text))
-            answer = replace(heard, observation=shortened(heard.observation, self.max_chars))
+            heard = check_result(self.copies[episode].step(text))
+            answer = replace(heard, observation=shorten(heard.observation, self.max_chars))
         return answer
 
     def switch_to(self, episode: int | None) -> None:
@@ -98,9 +100,9 @@ class Stage:
         if self.current == episode:
             return
         if self.current is not None:
-            self.generators[self.current] = generators()
+            self.generators[self.current] = get_rng_states()
         if episode is not None:
-            put_generators(self.generators[episode], self.seeds[episode])
+            set_rng_states(self.generators[episode], self.seeds[episode])
         self.current = episode
 
     def _end(self, episode: int) -> None:
@@ -116,15 +118,17 @@ class Stage:
             self._end(episode)
 
 
-def answered(loaded: dict[str, Any], asked: Turns, send: Any) -> Said | StepResult | Failed:
+def handle_request(
+    loaded: dict[str, Any], asked: PlayRequest, send: Any
+) -> Observation | StepResult | FailedEpisode:
     """Answer in a worker; see `processes.worker.Handler`."""
     if "stage" not in loaded:
-        loaded["stage"] = Stage(*loaded["environment"])
-    stage: Stage = loaded["stage"]
+        loaded["stage"] = EpisodePlayer(*loaded["environment"])
+    stage: EpisodePlayer = loaded["stage"]
     return stage.play(asked)
 
 
-def generators() -> Generators:
+def get_rng_states() -> Generators:
     """The states of the global generators of `random`, numpy and, where it is loaded, torch."""
     states: Generators = {"random": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if "torch" in sys.modules:
@@ -132,7 +136,7 @@ def generators() -> Generators:
     return states
 
 
-def put_generators(states: Generators, seed: int) -> None:
+def set_rng_states(states: Generators, seed: int) -> None:
     """Put states in place; torch, where it was loaded since, is seeded."""
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
@@ -142,7 +146,7 @@ def put_generators(states: Generators, seed: int) -> None:
         sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
 
 
-def seed_generators(seed: int) -> None:
+def seed_rngs(seed: int) -> None:
     """Seed the global generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -150,7 +154,7 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
 
 
-def checked(heard: object) -> StepResult:
+def check_result(heard: object) -> StepResult:
     """What `step` returned.
 
     Raises:
@@ -158,13 +162,13 @@ def checked(heard: object) -> StepResult:
     """
     if not isinstance(heard, StepResult):
         raise TypeError(f"step returned {type(heard).__name__} instead of StepResult")
-    checked_opening(heard.observation)
+    check_observation(heard.observation)
     if heard.reward is not None and not isfinite(heard.reward):
         raise ValueError(f"the reward of a turn is {heard.reward}")
     return heard
 
 
-def checked_opening(said: object) -> Said:
+def check_observation(said: object) -> Observation:
     """What `reset` returned, or what was heard.
 
     Raises:
@@ -176,11 +180,11 @@ def checked_opening(said: object) -> Said:
     raise TypeError(f"the environment said {type(said).__name__} instead of a text or messages")
 
 
-def shortened(said: Said, max_chars: int | None) -> Said:
+def shorten(said: Observation, max_chars: int | None) -> Observation:
     """A text, or the texts of messages, cut in the middle, and saying so, where they are longer.
 
     Example:
-        >>> shortened("abcdefghij", 4)
+        >>> shorten("abcdefghij", 4)
         'ab ... (6 characters left out) ... ij'
     """
     if max_chars is None:
@@ -204,7 +208,7 @@ def _cut(text: Any, max_chars: int) -> Any:
     return f"{text[:first]} ... ({left_out} characters left out) ... {text[len(text) - last :]}"
 
 
-class EpisodesHere(EpisodePool):
+class InProcessEpisodes(EpisodePool):
     """Plays episodes in this process: the quickest for tools that take no time.
 
     What raises fails its episode; what hangs or crashes cannot be survived. The global random
@@ -223,42 +227,44 @@ class EpisodesHere(EpisodePool):
         max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
     ) -> None:
-        self.stage = Stage(environment, max_observation_chars, (Exception, SystemExit))
-        self.failures = Failures(max_failed_frac)
+        self.stage = EpisodePlayer(environment, max_observation_chars, (Exception, SystemExit))
+        self.failures = FailureCounter(max_failed_frac)
         self.batch = 0
         self.ready: dict[int, Any] = {}
 
-    def begin(self, starts: Sequence[Start]) -> list[str | list[Message] | Failed]:
+    def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
         """Reset one episode for each start; those before are over.
 
         Raises:
             EnvironmentFailure: too many episodes failed.
         """
         self.batch, self.ready = self.batch + 1, {}
-        self.failures.begin(starts)
+        self.failures.reset(starts)
         for episode, start in enumerate(starts):
-            self._play(Turns(self.batch, episode, start, ()))
-        openings = self.heard(wait=True)
+            self._play(PlayRequest(self.batch, episode, start, ()))
+        openings = self.receive(wait=True)
         return [openings[episode] for episode in range(len(starts))]
 
-    def say(self, episode: int, said: str) -> None:
+    def send(self, episode: int, said: str) -> None:
         """Answer a turn at once."""
-        self._play(Turns(self.batch, episode, None, (said,)))
+        self._play(PlayRequest(self.batch, episode, None, (said,)))
 
-    def heard(self, *, wait: bool) -> dict[int, Any]:
+    def receive(self, *, wait: bool) -> dict[int, Any]:
         """The answers that came since the last call.
 
         Raises:
             EnvironmentFailure: too many episodes failed.
         """
         ready, self.ready = self.ready, {}
-        self.failures.count({n: each for n, each in ready.items() if isinstance(each, Failed)})
+        self.failures.count(
+            {n: each for n, each in ready.items() if isinstance(each, FailedEpisode)}
+        )
         return ready
 
-    def alone(self) -> EpisodePool:
+    def single_process_pool(self) -> EpisodePool:
         """The same again."""
         stage = self.stage
-        return EpisodesHere(
+        return InProcessEpisodes(
             stage.environment, max_observation_chars=stage.max_chars, max_failed_frac=1.0
         )
 
@@ -266,10 +272,10 @@ class EpisodesHere(EpisodePool):
         """End every episode."""
         self.stage.close()
 
-    def _play(self, asked: Turns) -> None:
-        outer = generators()
+    def _play(self, asked: PlayRequest) -> None:
+        outer = get_rng_states()
         try:
             self.ready[asked.episode] = self.stage.play(asked)
             self.stage.switch_to(None)
         finally:
-            put_generators(outer, 0)
+            set_rng_states(outer, 0)

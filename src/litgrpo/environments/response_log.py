@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
+from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 
-Answer = str | list[dict[str, Any]] | StepResult | Failed
+Answer = str | list[dict[str, Any]] | StepResult | FailedEpisode
 Key = tuple[int | str, ...]
-KINDS = {"heard": StepResult, "failed": Failed}
+KINDS = {"heard": StepResult, "failed": FailedEpisode}
 
 
-class Journal:
+class ResponseLog:
     """Answers by (iteration, attempt, prompt, completion, turn) and a digest of all that was said.
 
     Each iteration has a file, `iteration=000012.jsonl`; every answer is a line, written at once. A
@@ -35,12 +35,12 @@ class Journal:
         self.known: dict[Key, Answer] = {}
         self.file = -1
 
-    def heard(self, start: Start, said: tuple[str, ...]) -> Answer | None:
+    def find(self, start: EpisodeStart, said: tuple[str, ...]) -> Answer | None:
         """What an episode heard when it said this before, or None."""
         self._open(start.key[0])
         return self.known.get(key(start, said))
 
-    def keep(self, start: Start, said: tuple[str, ...], answer: Answer) -> Answer:
+    def keep(self, start: EpisodeStart, said: tuple[str, ...], answer: Answer) -> Answer:
         """Write an answer down.
 
         Returns:
@@ -84,7 +84,7 @@ class Journal:
         self.file, self.iteration, self.known = -1, -1, {}
 
 
-def key(start: Start, said: tuple[str, ...]) -> Key:
+def key(start: EpisodeStart, said: tuple[str, ...]) -> Key:
     """Names an answer: which episode, how many turns, and a digest of row, seed and turns."""
     given = json.dumps([start.row, start.seed, said], default=repr, sort_keys=True)
     digest = hashlib.blake2b(given.encode(), digest_size=12).hexdigest()
@@ -100,7 +100,7 @@ def encoded(answer: Answer) -> dict[str, Any]:
 def decoded(entry: dict[str, Any]) -> Answer:
     """The answer of a line."""
     if "failed" in entry:
-        return Failed(**entry["failed"])
+        return FailedEpisode(**entry["failed"])
     if "heard" not in entry:
         return entry["opening"]
     fields = entry["heard"]
@@ -126,10 +126,14 @@ def _number(path: Path) -> int:
     return int(path.stem.partition("=")[2].partition("-")[0])
 
 
-Played = list[str | list[Message] | StepResult | Failed]  # what an episode heard, its opening first
+Played = list[
+    str | list[Message] | StepResult | FailedEpisode
+]  # what an episode heard, its opening first
 
 
-def deviations(pool: EpisodePool, starts: Sequence[Start], said: Sequence[str]) -> list[str]:
+def find_deviations(
+    pool: EpisodePool, starts: Sequence[EpisodeStart], said: Sequence[str]
+) -> list[str]:
     """Play one episode alone, once more, and beside others; what it heard differently.
 
     All are played by one pool, which should play them in one process: state that outlives an
@@ -145,21 +149,23 @@ def deviations(pool: EpisodePool, starts: Sequence[Start], said: Sequence[str]) 
     Returns:
         A line for each answer that differs.
     """
-    alone, again = (played(pool, starts[:1], said)[0] for _ in range(2))
-    beside = played(pool, starts, said)[0]
+    alone, again = (play_episodes(pool, starts[:1], said)[0] for _ in range(2))
+    beside = play_episodes(pool, starts, said)[0]
     found = _differences(alone, again, "played once more")
     return found + _differences(alone, beside, "played beside others")
 
 
-def played(pool: EpisodePool, starts: Sequence[Start], said: Sequence[str]) -> list[Played]:
+def play_episodes(
+    pool: EpisodePool, starts: Sequence[EpisodeStart], said: Sequence[str]
+) -> list[Played]:
     """What each of some episodes heard, from its opening to its end."""
-    told: list[Played] = [[opening] for opening in pool.begin(starts)]
+    told: list[Played] = [[opening] for opening in pool.reset(starts)]
     for turn in said:
         going = {n for n, episode in enumerate(told) if not _is_over(episode[-1])}
         for n in sorted(going):
-            pool.say(n, turn)
+            pool.send(n, turn)
         while going:
-            heard = pool.heard(wait=True)
+            heard = pool.receive(wait=True)
             for n, answer in heard.items():
                 told[n].append(answer)
             going -= heard.keys()
@@ -167,12 +173,12 @@ def played(pool: EpisodePool, starts: Sequence[Start], said: Sequence[str]) -> l
 
 
 def _is_over(answer: object) -> bool:
-    return isinstance(answer, Failed) or (isinstance(answer, StepResult) and answer.done)
+    return isinstance(answer, FailedEpisode) or (isinstance(answer, StepResult) and answer.done)
 
 
 def _differences(first: Played, second: Played, how: str) -> list[str]:
     """Numbers of calls and texts of differing answers; one that is missing differs, too."""
-    missing = Failed("nothing")
+    missing = FailedEpisode("nothing")
     longer = max(len(first), len(second))
     padded = [[*each, *[missing] * (longer - len(each))] for each in (first, second)]
     return [

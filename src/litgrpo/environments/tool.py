@@ -16,6 +16,7 @@ from math import isfinite
 from typing import Any
 
 from litgrpo.arguments import did_you_mean, import_by_path, require
+from litgrpo.environments.code import require_sandbox, run_python
 
 HOW = (
     "a tool is `def f(x: int) -> str` with a docstring that says what it does and, under `Args:`,"
@@ -64,7 +65,7 @@ def name_of(given: Any) -> str:
     return str(given.__name__ if routine else type(given).__name__)
 
 
-def unfit(name: str, value: Any, schema: Schema) -> str:
+def explain_mismatch(name: str, value: Any, schema: Schema) -> str:
     """Why a value does not fit its schema, for the policy; "" where it does.
 
     Types are exact: "3" and 3.0 are no integers, true is no number; an integer is a number.
@@ -134,13 +135,13 @@ Outcome = tuple[Any, BaseException | None]  # what a function returned, or raise
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolResult:
     """What a call is answered with.
 
     Args:
         tool: its name; `unknown` where there is no such tool.
         text: that the policy hears.
-        failed: whether the call could not be made, or the tool raised.
+        failed: whether the call could not be make_tool, or the tool raised.
     """
 
     tool: str
@@ -193,31 +194,37 @@ class Tool:
         twice = [name for name in given if name in named]
         require(not twice, f"{self.name}: '{''.join(twice[:1])}' is given twice")
         given |= named
-        unknown = [echoed(name) for name in given if name not in takes]
+        unknown = [quote_name(name) for name in given if name not in takes]
         require(not unknown, f"{self.name} has no argument {''.join(unknown[:1])}; {takes_what}")
         missing = [name for name in self.required if name not in given]
         require(not missing, f"{self.name} needs {', '.join(missing)}")
-        wrong = [why for name in given if (why := unfit(name, given[name], self.parameters[name]))]
+        wrong = [
+            why
+            for name in given
+            if (why := explain_mismatch(name, given[name], self.parameters[name]))
+        ]
         require(not wrong, f"{self.name}: {''.join(wrong[:1])}")
         return given
 
 
-def made(given: str | Callable[..., Any]) -> Tool:
-    """A tool from a function or its import path.
+def make_tool(given: str | Callable[..., Any]) -> Tool:
+    """Build a tool from a function or its import path.
 
     Raises:
-        ValueError: there is no such function, or it cannot be described; what to write.
+        ValueError: the function does not exist, has no types or docstring, or cannot run here.
     """
-    function = imported("tool", given)
+    function = import_object("tool", given)
     require(
         callable(function) and not inspect.isclass(function),
         f"tool {given!r} is no function; a class whose methods are tools is given as factory.",
     )
+    if function is run_python:
+        require_sandbox()  # at start-up instead of at the first call
     schema = schema_of(function)
     return Tool(schema["function"]["name"], function, schema)
 
 
-def imported(what: str, given: str | Callable[..., Any]) -> Any:
+def import_object(what: str, given: str | Callable[..., Any]) -> Any:
     """What an import path names, or what was given itself.
 
     Raises:
@@ -233,7 +240,7 @@ def imported(what: str, given: str | Callable[..., Any]) -> Any:
         raise ValueError(f"{what} {given!r}: {error}{did_you_mean(name, near)}") from error
 
 
-def outcomes(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> list[Outcome]:
+def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> list[Outcome]:
     """What functions return or raise, in order; those that wait, wait together.
 
     Plain functions run first, one after the other; then the coroutines, in one event loop. It has
@@ -252,30 +259,30 @@ def outcomes(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> list
     return [next(later) if inspect.isawaitable(value) else (value, why) for value, why in first]
 
 
-def settled(value: Any) -> Any:
+def resolve(value: Any) -> Any:
     """A value, awaited where it is a coroutine; what it raises is raised."""
-    ((result, error),) = outcomes([(lambda: value, {})])
+    ((result, error),) = run_calls([(lambda: value, {})])
     if error is not None:
         raise error
     return result
 
 
-def answer(tool: Tool, outcome: Outcome) -> Answer:
+def to_result(tool: Tool, outcome: Outcome) -> ToolResult:
     """What a tool returned as the text that is heard: a text as it is, anything else as JSON."""
     result, error = outcome
     if error is not None:
         _tell(tool, error)
-        return Answer(tool.name, f"error: {error_words(tool.name, error)}", failed=True)
+        return ToolResult(tool.name, f"error: {describe_error(tool.name, error)}", failed=True)
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         kind = type(result).__name__
         text = f"error: {tool.name} returned {kind}, which is neither a text nor JSON"
-        return Answer(tool.name, text, failed=True)
-    return Answer(tool.name, text)
+        return ToolResult(tool.name, text, failed=True)
+    return ToolResult(tool.name, text)
 
 
-def error_words(name: str, error: BaseException) -> str:
+def describe_error(name: str, error: BaseException) -> str:
     """What the policy hears of an exception: its author's words, or its type.
 
     ValueError, RuntimeError and exceptions of a user's own say what their author wrote; what Python
@@ -286,7 +293,7 @@ def error_words(name: str, error: BaseException) -> str:
     return words if own and words else f"{name} failed ({type(error).__name__})"
 
 
-def echoed(name: str) -> str:
+def quote_name(name: str) -> str:
     """A name that the policy wrote, in quotes, if it is short and harmless; else nothing."""
     return repr(name) if re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII) else "of that name"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from litgrpo.arguments import one_of, require
 from litgrpo.environments.base import Message
-from litgrpo.environments.tool import Answer, Tool
+from litgrpo.environments.tool import Tool, ToolResult
 
 MOST_CHARS = 20_000  # of one call; what a parser takes for it stays small
 NAME = r"[A-Za-z_][\w.]*"
@@ -22,7 +22,7 @@ NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call as it was written.
 
     Args:
@@ -42,11 +42,11 @@ class CallFormat(ABC):
     """How calls are written, and how their answers are heard."""
 
     @abstractmethod
-    def calls(self, said: str, tools: Mapping[str, Tool]) -> list[Call]:
+    def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
         """The calls of a turn, in order; none where it does not try to call.
 
         Args:
-            said: the turn's text.
+            text: of the turn.
             tools: that there are, by name.
         """
 
@@ -54,9 +54,9 @@ class CallFormat(ABC):
     def example(self, tool: Tool) -> str:
         """A call of the tool, with its parameters in place of values."""
 
-    def heard(self, answers: Sequence[Answer]) -> str | list[Message]:
+    def format_results(self, results: Sequence[ToolResult]) -> str | list[Message]:
         """What the policy hears: a message of the role `tool` for each answer."""
-        return [{"role": "tool", "name": each.tool, "content": each.text} for each in answers]
+        return [{"role": "tool", "name": each.tool, "content": each.text} for each in results]
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class HermesFormat(CallFormat):
         """Check the tag."""
         _check_tag("tag", self.tag)
 
-    def calls(self, said: str, tools: Mapping[str, Tool]) -> list[Call]:
-        """See `CallFormat.calls`."""
-        return [_from_json(each) for each in _tagged(said, self.tag)]
+    def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
+        """See `CallFormat.parse`."""
+        return [_from_json(each) for each in _tagged(text, self.tag)]
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
@@ -106,15 +106,15 @@ class TagFormat(CallFormat):
         _check_tag("call_tag", self.call_tag)
         _check_tag("result_tag", self.result_tag)
 
-    def calls(self, said: str, tools: Mapping[str, Tool]) -> list[Call]:
-        """See `CallFormat.calls`."""
+    def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
+        """See `CallFormat.parse`."""
         only = self._short(tools)
         known = re.compile(rf"\s*({'|'.join(map(re.escape, tools))})\s*\(")
         return [
-            Call(only, positional=(each,))
+            ToolCall(only, positional=(each,))
             if only and not known.match(each)
             else _one_expression(each, f"write <{self.call_tag}>name(arguments)</{self.call_tag}>")
-            for each in _tagged(said, self.call_tag)
+            for each in _tagged(text, self.call_tag)
         ]
 
     def example(self, tool: Tool) -> str:
@@ -123,9 +123,9 @@ class TagFormat(CallFormat):
         call = arguments if self._short({tool.name: tool}) else f"{tool.name}({arguments})"
         return f"<{self.call_tag}>{call}</{self.call_tag}>"
 
-    def heard(self, answers: Sequence[Answer]) -> str:
+    def format_results(self, results: Sequence[ToolResult]) -> str:
         """What the policy hears: the answers in tags, in one text."""
-        return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in answers)
+        return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in results)
 
     def _short(self, tools: Mapping[str, Tool]) -> str:
         """The name of the only tool, if a bare text can call it; else nothing."""
@@ -145,9 +145,9 @@ class PythonFormat(CallFormat):
     It is parsed and never evaluated. A block marked `tool_code` may also hold one bare call.
     """
 
-    def calls(self, said: str, tools: Mapping[str, Tool]) -> list[Call]:
-        """See `CallFormat.calls`."""
-        return [call for text in self._texts(said) for call in _expressions(text)]
+    def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
+        """See `CallFormat.parse`."""
+        return [call for each in self._texts(text) for call in _expressions(each)]
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
@@ -197,24 +197,26 @@ def _tagged(said: str, tag: str) -> list[str]:
     return re.findall(rf"<{re.escape(tag)}>(.*?)(?:</{re.escape(tag)}>|\Z)", said, re.DOTALL)
 
 
-def _too_long(text: str) -> list[Call]:
-    return [Call(wrong=f"a call has at most {MOST_CHARS} characters")] * (len(text) > MOST_CHARS)
+def _too_long(text: str) -> list[ToolCall]:
+    return [ToolCall(wrong=f"a call has at most {MOST_CHARS} characters")] * (
+        len(text) > MOST_CHARS
+    )
 
 
-def _from_json(text: str) -> Call:
+def _from_json(text: str) -> ToolCall:
     """A call from a JSON object with `name` and `arguments`."""
-    how = Call(wrong='a call is {"name": ..., "arguments": {...}}')
+    how = ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
     try:
         found = _too_long(text) or json.loads(text, object_pairs_hook=_once, parse_constant=_none)
     except (ValueError, RecursionError):
-        return Call(wrong="the call is not JSON")
+        return ToolCall(wrong="the call is not JSON")
     match found:
-        case [Call() as long]:
+        case [ToolCall() as long]:
             return long
         case {"name": str(name), "arguments": dict(arguments)}:
-            return Call(name, arguments)
+            return ToolCall(name, arguments)
         case {"name": str(name)} if "arguments" not in found:
-            return Call(name)
+            return ToolCall(name)
     return how
 
 
@@ -229,13 +231,13 @@ def _none(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _one_expression(text: str, how: str) -> Call:
+def _one_expression(text: str, how: str) -> ToolCall:
     """The one call that a text is; `how` to write it, where it is none."""
     found = _expressions(f"[{text.strip()}]", how)
-    return found[0] if len(found) == 1 else Call(wrong=how)
+    return found[0] if len(found) == 1 else ToolCall(wrong=how)
 
 
-def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> list[Call]:
+def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> list[ToolCall]:
     """The calls of a Python list."""
     wrong = _too_long(text)
     if wrong:
@@ -246,10 +248,10 @@ def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> l
             body = ast.parse(text.strip(), mode="eval").body
         return list(_calls_of(body))
     except NOT_PYTHON:
-        return [Call(wrong=f"the call is not plain Python; {how}")]
+        return [ToolCall(wrong=f"the call is not plain Python; {how}")]
 
 
-def _calls_of(body: ast.expr) -> Iterator[Call]:
+def _calls_of(body: ast.expr) -> Iterator[ToolCall]:
     """Calls with literal arguments.
 
     Raises:
@@ -263,7 +265,7 @@ def _calls_of(body: ast.expr) -> Iterator[Call]:
         name = ast.unparse(each.func)
         require(re.fullmatch(NAME, name) is not None, "no name")
         named = [(keyword.arg or "**", _plain(keyword.value)) for keyword in each.keywords]
-        yield Call(name, _once(named), tuple(map(_plain, each.args)))
+        yield ToolCall(name, _once(named), tuple(map(_plain, each.args)))
 
 
 def _plain(node: ast.expr) -> Any:

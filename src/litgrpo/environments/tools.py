@@ -12,30 +12,30 @@ from typing import Any, Literal
 
 from litgrpo.arguments import at_least, did_you_mean, one_of, require
 from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.episode import shortened
+from litgrpo.environments.episode import shorten
 from litgrpo.environments.tool import (
     UNKNOWN,
-    Answer,
     Tool,
-    answer,
-    echoed,
-    imported,
-    made,
+    ToolResult,
+    import_object,
+    make_tool,
     name_of,
-    outcomes,
+    quote_name,
+    resolve,
+    run_calls,
     schema_of,
-    settled,
+    to_result,
 )
-from litgrpo.environments.tool_calls import Call, CallFormat, after_thoughts, format_of
+from litgrpo.environments.tool_calls import CallFormat, ToolCall, after_thoughts, format_of
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 COLUMN = "environment"  # names a row's class, where there are several
 Function = str | Callable
-Kinds = dict[str, "Kind"]
+ToolsByName = dict[str, "EpisodeTools"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class EpisodeTools:
     """What the rows of one class are played with.
 
     Args:
@@ -145,7 +145,7 @@ class Tools:
         self._instance = self._kind.factory() if self._kind.factory else None
         self._tools |= self._kind.bound(self._instance)
         columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
-        said = settled(self._began(columns, seed))
+        said = resolve(self._began(columns, seed))
         reward, there = self._kind.reward_attribute, dir(self._instance)
         has = not reward or reward in there
         require(has, f"reward: the class of tools has no {reward!r}{did_you_mean(reward, there)}.")
@@ -155,7 +155,7 @@ class Tools:
 
     def step(self, action: str) -> StepResult:
         """Make the calls of a turn; see `Environment.step`."""
-        calls = self._format.calls(after_thoughts(action), self._tools)
+        calls = self._format.parse(after_thoughts(action), self._tools)
         allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
         answers = self._answered(calls[:allowed]) + self._refused(calls[allowed:], allowed)
         answers = [replace(each, text=self._heard_text(each)) for each in answers]
@@ -163,7 +163,7 @@ class Tools:
         called = Counter(each.tool for each in answers)
         failed = Counter(each.tool for each in answers if each.failed)
         return StepResult(
-            observation=self._format.heard(answers) if answers else "",
+            observation=self._format.format_results(answers) if answers else "",
             reward=self._reward(len(calls)),
             done=not calls,
             calls={name: (called[name], failed[name]) for name in called},
@@ -174,7 +174,7 @@ class Tools:
         instance = self._instance
         self._forget()
         if "close" in dir(instance):
-            settled(instance.close())
+            resolve(instance.close())
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the instance, which may hold what cannot be copied."""
@@ -190,17 +190,17 @@ class Tools:
         self._tools: dict[str, Tool] = {}
         self._num_calls, self._paid = 0, 0.0
 
-    def _described(self) -> Kinds:
+    def _described(self) -> ToolsByName:
         """The tools of each kind of rows, as schemas."""
-        functions = _by_name(made(each) for each in self.functions)
+        functions = _by_name(make_tool(each) for each in self.functions)
         if self.factory is None:
-            return {"": Kind(None, functions)}
+            return {"": EpisodeTools(None, functions)}
         makes = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
         return {str(name): self._of_class(given, functions) for name, given in makes.items()}
 
-    def _of_class(self, given: Function, functions: dict[str, Tool]) -> Kind:
+    def _of_class(self, given: Function, functions: dict[str, Tool]) -> EpisodeTools:
         """What one class brings; an instance is made and closed to see it."""
-        factory = imported("factory", given)
+        factory = import_object("factory", given)
         require(callable(factory), f"factory is {given!r}; it must be a class, or make instances.")
         named = name_of(factory)
 
@@ -219,9 +219,11 @@ class Tools:
         ]
         reward = {"get_reward"} & {*members}
         if "close" in members:
-            settled(instance.close())
+            resolve(instance.close())
         tools = _by_name([*functions.values(), *own])
-        return Kind(make, tools, frozenset(public), self.reward_attribute or "".join(reward))
+        return EpisodeTools(
+            make, tools, frozenset(public), self.reward_attribute or "".join(reward)
+        )
 
     def _began(self, columns: dict[str, Any], seed: int) -> Any:
         """What `reset` of the instance returns."""
@@ -247,39 +249,40 @@ class Tools:
         wanted = named | ({*columns} if takes_all else set())
         return self._instance.reset(**{name: given[name] for name in given if name in wanted})
 
-    def _answered(self, calls: Sequence[Call]) -> list[Answer]:
+    def _answered(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The answers, in the order of the calls."""
         checked = [self._checked(call) for call in calls]
-        good = [each for each in checked if not isinstance(each, Answer)]
-        results = iter(outcomes([(tool.function, arguments) for tool, arguments in good]))
+        good = [each for each in checked if not isinstance(each, ToolResult)]
+        results = iter(run_calls([(tool.function, arguments) for tool, arguments in good]))
         return [
-            each if isinstance(each, Answer) else answer(each[0], next(results)) for each in checked
+            each if isinstance(each, ToolResult) else to_result(each[0], next(results))
+            for each in checked
         ]
 
-    def _checked(self, call: Call) -> tuple[Tool, dict[str, Any]] | Answer:
+    def _checked(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | ToolResult:
         """The tool and its arguments, or what is wrong with the call."""
         tool = self._tools.get(call.name)
         if tool is None:
-            known = f"unknown tool {echoed(call.name)}; tools: {', '.join(self._tools)}"
-            return Answer(UNKNOWN, f"error: {call.wrong or known}", failed=True)
+            known = f"unknown tool {quote_name(call.name)}; tools: {', '.join(self._tools)}"
+            return ToolResult(UNKNOWN, f"error: {call.wrong or known}", failed=True)
         try:
             return tool, tool.arguments(call.arguments, call.positional)
         except ValueError as error:
-            return Answer(tool.name, f"error: {error}", failed=True)
+            return ToolResult(tool.name, f"error: {error}", failed=True)
 
-    def _refused(self, calls: Sequence[Call], allowed: int) -> list[Answer]:
+    def _refused(self, calls: Sequence[ToolCall], allowed: int) -> list[ToolResult]:
         """One error for the calls above the limits."""
         many = f"error: at most {allowed} calls; {len(calls)} were left out"
         none = "error: no calls are left"
         names = [call.name if call.name in self._tools else UNKNOWN for call in calls]
-        return [Answer(name, many if allowed else none, failed=True) for name in names[:1]]
+        return [ToolResult(name, many if allowed else none, failed=True) for name in names[:1]]
 
-    def _heard_text(self, said: Answer) -> str:
+    def _heard_text(self, said: ToolResult) -> str:
         """An answer's text within its limit, and encodable."""
         fixed = self.error_text if said.failed else None
         text = said.text if fixed is None else fixed
         said_text = text.encode("utf-8", "replace").decode()
-        return str(shortened(said_text, self.max_result_chars))
+        return str(shorten(said_text, self.max_result_chars))
 
     def _reward(self, num_calls: int) -> float | None:
         """What the turn is paid; None where the class abstains and calls cost nothing."""
@@ -287,7 +290,7 @@ class Tools:
         if not self._kind.reward_attribute or (self.reward_timing == "episode" and num_calls):
             return 0.0 - cost
         holds = getattr(self._instance, self._kind.reward_attribute)
-        value = settled(holds() if callable(holds) else holds)
+        value = resolve(holds() if callable(holds) else holds)
         if value is None or isnan(value):
             return -cost if cost else None
         change, self._paid = float(value) - self._paid, float(value)

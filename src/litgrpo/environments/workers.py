@@ -11,14 +11,14 @@ from litgrpo.arguments import above, at_least, one_of, require
 from litgrpo.environments.base import (
     Environment,
     EpisodePool,
-    Failed,
-    Failures,
+    EpisodeStart,
+    FailedEpisode,
+    FailureCounter,
     Message,
-    Start,
     StepResult,
 )
-from litgrpo.environments.episode import EpisodesHere, Turns
-from litgrpo.environments.response_log import Journal
+from litgrpo.environments.episode import InProcessEpisodes, PlayRequest
+from litgrpo.environments.response_log import ResponseLog
 from litgrpo.workers.failures import TIMEOUT, WorkerError
 from litgrpo.workers.pool import Worker, WorkerPool
 
@@ -26,11 +26,11 @@ MOST_WORKERS = 64
 MOST_STARTED_ANEW = 4  # where a process has threads and cannot be forked
 OnTimeout = Literal["fail", "reply"]
 LATE = "The answer took too long and was given up."
-HANDLER = "litgrpo.environments.episode:answered"
+HANDLER = "litgrpo.environments.episode:handle_request"
 
 
 @dataclass(eq=False)
-class Playing:
+class RunningEpisode:
     """An episode as the run knows it.
 
     Args:
@@ -40,21 +40,21 @@ class Playing:
     """
 
     number: int
-    start: Start
-    process: Process
-    said: list[str] = field(default_factory=list)  # everything, for the journal
+    start: EpisodeStart
+    process: WorkerSlot
+    said: list[str] = field(default_factory=list)  # everything, for the response_log
     stepped: list[str] = field(default_factory=list)  # without turns that were given up
     held_by: Worker | None = None  # the worker that has it in memory
     lost: int = 0  # workers that this turn has cost
 
 
 @dataclass(eq=False)
-class Process:
+class WorkerSlot:
     """A place for a worker, and the episodes that wait for it."""
 
     worker: Worker | None = None
-    waiting: deque[Playing] = field(default_factory=deque)
-    playing: Playing | None = None
+    waiting: deque[RunningEpisode] = field(default_factory=deque)
+    playing: RunningEpisode | None = None
 
 
 def episode_pool(
@@ -64,22 +64,22 @@ def episode_pool(
     timeout_s: float = 10.0,
     on_timeout: OnTimeout = "fail",
     max_observation_chars: int | None = None,
-    journal: Journal | None = None,
+    response_log: ResponseLog | None = None,
 ) -> EpisodePool:
     """Episodes in worker processes, or with `workers=0` in this one; see `EpisodeWorkers`."""
     if workers == 0:
         require(
-            journal is None,
+            response_log is None,
             "episode.record_responses needs worker processes; episode.workers is 0. Leave it out.",
         )
-        return EpisodesHere(environment, max_observation_chars=max_observation_chars)
+        return InProcessEpisodes(environment, max_observation_chars=max_observation_chars)
     return EpisodeWorkers(
         environment,
         workers=workers,
         timeout_s=timeout_s,
         on_timeout=on_timeout,
         max_observation_chars=max_observation_chars,
-        journal=journal,
+        response_log=response_log,
     )
 
 
@@ -98,7 +98,7 @@ class EpisodeWorkers(EpisodePool):
         max_observation_chars: of a text that is heard; longer ones are cut in the middle.
         max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
         late: what is heard by `on_timeout: reply`.
-        journal: of tools that are no functions of what was said.
+        response_log: of tools that are no functions of what was said.
         pool: another's, whose launcher has loaded the environment; it is left open.
     """
 
@@ -112,7 +112,7 @@ class EpisodeWorkers(EpisodePool):
         max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
         late: str | list[Message] = LATE,
-        journal: Journal | None = None,
+        response_log: ResponseLog | None = None,
         pool: WorkerPool | None = None,
     ) -> None:
         above("episode.timeout_s", timeout_s, 0)
@@ -123,16 +123,16 @@ class EpisodeWorkers(EpisodePool):
         self.timeout_s = timeout_s
         self.reply = StepResult(late) if on_timeout == "reply" else None
         self.most_workers = workers or MOST_WORKERS
-        self.journal = journal
-        self.failures = Failures(max_failed_frac)
+        self.response_log = response_log
+        self.failures = FailureCounter(max_failed_frac)
         self.is_guest = pool is not None
         self.pool = pool or WorkerPool(self.most_workers, HANDLER)
         self.batch = 0
-        self.processes: list[Process] = []
-        self.playing: list[Playing] = []
+        self.processes: list[WorkerSlot] = []
+        self.playing: list[RunningEpisode] = []
         self.ready: dict[int, Any] = {}
 
-    def begin(self, starts: Sequence[Start]) -> list[str | list[Message] | Failed]:
+    def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
         """Reset one episode for each start; those before are over.
 
         Returns:
@@ -144,21 +144,23 @@ class EpisodeWorkers(EpisodePool):
         """
         self.pool.end_busy()
         self.batch, self.ready = self.batch + 1, {}
-        self.failures.begin(starts)
+        self.failures.reset(starts)
         self._register()
         wanted = min(len(starts), self.most_workers)
         for process in self.processes:
             process.waiting, process.playing = deque(), None
-        self.processes += [Process() for _ in range(wanted - len(self.processes))]
-        self.playing = [Playing(n, s, self.processes[n % wanted]) for n, s in enumerate(starts)]
+        self.processes += [WorkerSlot() for _ in range(wanted - len(self.processes))]
+        self.playing = [
+            RunningEpisode(n, s, self.processes[n % wanted]) for n, s in enumerate(starts)
+        ]
         for episode in self.playing:
             self._answer_or_ask(episode)
         openings: dict[int, Any] = {}
         while len(openings) < len(starts):
-            openings |= self.heard(wait=True)
+            openings |= self.receive(wait=True)
         return [openings[n] for n in range(len(starts))]
 
-    def say(self, episode: int, said: str) -> None:
+    def send(self, episode: int, said: str) -> None:
         """Hand over a turn; the answer comes by `heard`."""
         playing = self.playing[episode]
         playing.said.append(said)
@@ -166,7 +168,7 @@ class EpisodeWorkers(EpisodePool):
         playing.lost = 0
         self._answer_or_ask(playing)
 
-    def heard(self, *, wait: bool) -> dict[int, Any]:
+    def receive(self, *, wait: bool) -> dict[int, Any]:
         """The answers that came since the last call.
 
         Raises:
@@ -179,15 +181,17 @@ class EpisodeWorkers(EpisodePool):
             if self.ready or not patient or not any(each.playing for each in self.processes):
                 break
         ready, self.ready = self.ready, {}
-        self.failures.count({n: each for n, each in ready.items() if isinstance(each, Failed)})
+        self.failures.count(
+            {n: each for n, each in ready.items() if isinstance(each, FailedEpisode)}
+        )
         return ready
 
-    def alone(self) -> EpisodePool | None:
-        """The same with one process, where no journal says that the environment is no function.
+    def single_process_pool(self) -> EpisodePool | None:
+        """Return a pool with one process, unless a response log marks the tools non-deterministic.
 
-        What the environment imports is loaded once for both.
+        The two pools share the launcher, which has imported the environment.
         """
-        if self.journal is not None:
+        if self.response_log is not None:
             return None
         environment, most = self.objects
         return EpisodeWorkers(
@@ -208,8 +212,8 @@ class EpisodeWorkers(EpisodePool):
         else:
             self.pool.close()
         self.processes, self.playing, self.ready = [], [], {}
-        if self.journal is not None:
-            self.journal.close()
+        if self.response_log is not None:
+            self.response_log.close()
 
     def _register(self) -> None:
         """Have the environment loaded, and find out how many workers there may be."""
@@ -222,15 +226,15 @@ class EpisodeWorkers(EpisodePool):
             )
         if not self.processes:
             first = self.pool.launch()
-            self.processes = [Process(first)]
+            self.processes = [WorkerSlot(first)]
             if first is not None and first.launcher.used_up:
                 self.most_workers = min(self.most_workers, MOST_STARTED_ANEW)
         for error in self.pool.failed.values():
             raise ValueError(f"the environment's module {error}")
 
-    def _answer_or_ask(self, episode: Playing) -> None:
-        """Answer from the journal, or let the episode wait for its process."""
-        known = self.journal and self.journal.heard(episode.start, tuple(episode.said))
+    def _answer_or_ask(self, episode: RunningEpisode) -> None:
+        """Answer from the response_log, or let the episode wait for its process."""
+        known = self.response_log and self.response_log.find(episode.start, tuple(episode.said))
         if known is None:
             episode.process.waiting.append(episode)
             self._ask_next(episode.process)
@@ -240,7 +244,7 @@ class EpisodeWorkers(EpisodePool):
             episode.stepped.pop()
         self.ready[episode.number] = known
 
-    def _ask_next(self, process: Process) -> None:
+    def _ask_next(self, process: WorkerSlot) -> None:
         """Hand the turn of the next episode to a process that waits; start one if there is none."""
         if process.playing is not None or not process.waiting:
             return
@@ -256,7 +260,7 @@ class EpisodeWorkers(EpisodePool):
         turns = tuple(episode.stepped if again else episode.stepped[-1:])
         limit_s = self.timeout_s * (again + len(turns))
         episode.held_by = worker
-        self.pool.ask(worker, Turns(self.batch, episode.number, start, turns), limit_s)
+        self.pool.ask(worker, PlayRequest(self.batch, episode.number, start, turns), limit_s)
 
     def _received(self, worker: Worker, answer: Any) -> None:
         """Enter an answer, or ask again where the worker was lost."""
@@ -268,12 +272,14 @@ class EpisodeWorkers(EpisodePool):
         if answer is None:
             process.waiting.appendleft(episode)
         else:
-            if self.journal is not None:
-                answer = self.journal.keep(episode.start, tuple(episode.said), answer)
+            if self.response_log is not None:
+                answer = self.response_log.keep(episode.start, tuple(episode.said), answer)
             self.ready[episode.number] = answer
         self._ask_next(process)
 
-    def _failure(self, episode: Playing, error: WorkerError) -> StepResult | Failed | None:
+    def _failure(
+        self, episode: RunningEpisode, error: WorkerError
+    ) -> StepResult | FailedEpisode | None:
         """What follows from the loss of a worker; None: the turn is asked again."""
         episode.lost += 1
         self.failures.lost(episode.number, error)
@@ -281,5 +287,5 @@ class EpisodeWorkers(EpisodePool):
             episode.stepped.pop()
             return self.reply
         if error.cause == TIMEOUT:
-            return Failed(f"timed out after {self.timeout_s:g} s")
-        return Failed(f"{error.cause}, twice") if episode.lost > 1 else None
+            return FailedEpisode(f"timed out after {self.timeout_s:g} s")
+        return FailedEpisode(f"{error.cause}, twice") if episode.lost > 1 else None

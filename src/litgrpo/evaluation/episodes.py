@@ -32,7 +32,9 @@ class Played(PerPrompt):
         # Processes agree on what is counted, so single turns are counted, too, as unknown.
         seen = torch.full((len(NAMES), len(rollout.completion_ids)), torch.nan)
         for row, episode in enumerate(rollout.episodes):
-            seen[:, row] = torch.tensor([float(len(episode.spoken)), float(bool(episode.calls))])
+            seen[:, row] = torch.tensor(
+                [float(len(episode.assistant_texts)), float(bool(episode.calls))]
+            )
         means = seen.view(len(NAMES), -1, rollout.group_size).mean(2)
         self.collect(index, means.T.contiguous().to(index.device))
 

@@ -290,7 +290,7 @@ def _episode(rollout: Rollout, row: int) -> dict[str, Any]:
         return {}
     assert rollout.turn_rewards is not None
     played = rollout.episodes[row]
-    rewards = rollout.turn_rewards[row, : len(played.spoken)].tolist()
+    rewards = rollout.turn_rewards[row, : len(played.assistant_texts)].tolist()
     return {
         "messages": played.messages,
         "turn_rewards": [None if isnan(reward) else reward for reward in rewards],

@@ -131,7 +131,7 @@ def episode_columns(rollout: Rollout) -> dict[str, list[Any]]:
     return {
         "completion_ids": [row[mine].tolist() for row, mine in ids],
         "messages": [each.messages for each in rollout.episodes],
-        "turns": [each.spoken for each in rollout.episodes],
+        "turns": [each.assistant_texts for each in rollout.episodes],
         "turn_rewards": rewards,
     }
 

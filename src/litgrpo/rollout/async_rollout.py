@@ -16,7 +16,7 @@ import torch
 from litgrpo.arguments import require
 from litgrpo.distributed.together import from_all
 from litgrpo.rollout.engines.base import RolloutRequest
-from litgrpo.rollout.episodes import Named
+from litgrpo.rollout.episodes import RolloutKey
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose
 from litgrpo.types import PromptBatch, Rollout
@@ -73,7 +73,7 @@ class AsyncRollouter(Rollouter):
             self._begin(iteration)
         return replace(rollout, policy_version=self._version)
 
-    def _within_memory(self, requests: RolloutRequest, named: Named) -> Rollout:
+    def _within_memory(self, requests: RolloutRequest, named: RolloutKey) -> Rollout:
         """The rollout that is pending where it is this one, else one that is sampled now."""
         if self._pending is None or self.source is None or named.purpose != "train":
             return super()._within_memory(requests, named)
@@ -97,7 +97,7 @@ class AsyncRollouter(Rollouter):
         """Sample for the iteration after this one, with the weights before this one."""
         assert self.source is not None
         prompts, following = self.source(), iteration + 1
-        named = Named(self.seed, "train", following, 0)
+        named = RolloutKey(self.seed, "train", following, 0)
         requests = self.requests(prompts, named, None, None)
         future: Future[Rollout] = Future()
         if self.engine.samples_elsewhere:

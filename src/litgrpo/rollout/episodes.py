@@ -15,10 +15,10 @@ import torch
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.prompts import pad_left
 from litgrpo.data.rendering import LeftOut
-from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
+from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
-from litgrpo.rollout.turn_format import Bridge
+from litgrpo.rollout.turn_format import TurnFormat
 from litgrpo.types import PromptBatch, Rollout, Stats
 
 TurnFormatName = Literal["template", "inline"]
@@ -94,7 +94,7 @@ class Episode:
         log: {name: (sum, turns)} of what the environment logged.
         seconds: that its turns waited for answers.
         failed: why its environment could not go on; "": it could.
-        heard_cut: tokens that were left out of what it heard, by the limit.
+        observation_tokens_cut: tokens that were left out of what it heard, by the limit.
         done: the environment said that it is over.
         turn_calls: calls of tools in each turn that was answered.
     """
@@ -105,23 +105,23 @@ class Episode:
     log: dict[str, tuple[float, int]] = field(default_factory=dict)
     seconds: float = 0.0
     failed: str = ""
-    heard_cut: int = 0
+    observation_tokens_cut: int = 0
     done: bool = False
     turn_calls: list[int] = field(default_factory=list)
 
     @property
-    def spoken(self) -> list[str]:
+    def assistant_texts(self) -> list[str]:
         """The texts of the policy's turns."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"]
 
 
 @dataclass
-class Record:
+class EpisodeRecord:
     """What has happened in a row so far.
 
     Args:
         failed: why its environment could not begin; "": it could.
-        messages, spans, calls, log, heard_cut, turn_calls: as of `Episode`.
+        messages, spans, calls, log, observation_tokens_cut, turn_calls: as of `Episode`.
         rewards: of each turn, NaN where it abstained.
         states: after each turn.
         used: tokens in the row.
@@ -135,7 +135,7 @@ class Record:
     spans: list[tuple[int, int]] = field(default_factory=list)
     calls: dict[str, tuple[int, int]] = field(default_factory=dict)
     log: dict[str, tuple[float, int]] = field(default_factory=dict)
-    heard_cut: int = 0
+    observation_tokens_cut: int = 0
     turn_calls: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     states: list[Hashable] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Record:
         self.spans += [(self.used, self.used + length)] * len(messages)
         self.used += length
 
-    def answered(self, heard: StepResult) -> None:
+    def add_result(self, heard: StepResult) -> None:
         """Count a turn."""
         self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
         self.states.append(heard.state)
@@ -176,7 +176,7 @@ class Record:
 Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]
 
 
-class Named(NamedTuple):
+class RolloutKey(NamedTuple):
     """What a rollout is for, which names its random numbers and its episodes.
 
     Args:
@@ -195,7 +195,7 @@ class Named(NamedTuple):
 CUT = " ... "  # where tokens that a row would have heard were left out
 
 
-def episode_seed(named: Named, prompt: int) -> int:
+def episode_seed(named: RolloutKey, prompt: int) -> int:
     """The seed of a prompt's episodes: a number below 2**31 from a counter-based stream (Philox).
 
     Args:
@@ -217,20 +217,20 @@ class Episodes:
 
     Args:
         pool: plays the environments.
-        bridge: what stands between two turns.
+        turn_format: what stands between two turns.
         settings: limits.
         opener: renders a prompt with what an environment adds to it.
         tools: names of the tools that the policy has, for statistics.
     """
 
     pool: EpisodePool
-    bridge: Bridge
+    turn_format: TurnFormat
     settings: EpisodeSettings
     opener: Opener
     tools: Sequence[str] = ()
     waited: float = field(default=0.0, init=False)
 
-    def play(self, engine: RolloutEngine, requests: RolloutRequest, named: Named) -> Rollout:
+    def play(self, engine: RolloutEngine, requests: RolloutRequest, named: RolloutKey) -> Rollout:
         """Sample episodes.
 
         Args:
@@ -247,16 +247,20 @@ class Episodes:
             EnvironmentFailure: too many episodes failed.
         """
         with self._waiting():
-            opened = self.pool.begin(self._starts(requests, named))
+            opened = self.pool.reset(self._starts(requests, named))
         failures = [""] * len(opened)
-        for row, failed in [(n, each) for n, each in enumerate(opened) if isinstance(each, Failed)]:
+        for row, failed in [
+            (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
+        ]:
             failures[row] = failed.reason
         prompts = self._opened(requests, opened, failures)
-        listener = EpisodeListener(self, requests, [Record(failed=each) for each in failures])
+        listener = EpisodeListener(
+            self, requests, [EpisodeRecord(failed=each) for each in failures]
+        )
         rollout = engine.generate(replace(requests, prompts=prompts, listener=listener))
-        return listener.recorded(replace(rollout, prompts=prompts))
+        return listener.complete_rollout(replace(rollout, prompts=prompts))
 
-    def _starts(self, requests: RolloutRequest, named: Named) -> list[Start]:
+    def _starts(self, requests: RolloutRequest, named: RolloutKey) -> list[EpisodeStart]:
         """How each of the N episodes begins: in the same way in a group."""
         prompts, starts = requests.prompts, []
         for number, index in enumerate(prompts.index.tolist()):
@@ -264,13 +268,13 @@ class Episodes:
             row["prompt"] = prompts.prompts[number]
             begins = (row, episode_seed(named, index))
             keys = [(named.iteration, named.attempt, index, g) for g in range(requests.group_size)]
-            starts += [Start(*begins, key) for key in keys]
+            starts += [EpisodeStart(*begins, key) for key in keys]
         return starts
 
     def _opened(
         self,
         requests: RolloutRequest,
-        opened: Sequence[str | list[Message] | Failed],
+        opened: Sequence[str | list[Message] | FailedEpisode],
         failures: list[str],
     ) -> PromptBatch:
         """The prompts with what the environment adds; notes in `failures` which are too long."""
@@ -334,9 +338,9 @@ def _whole(text: str, include: bool) -> str:
     return text
 
 
-def _agreed(opened: Sequence[str | list[Message] | Failed]) -> str | list[Message]:
+def _agreed(opened: Sequence[str | list[Message] | FailedEpisode]) -> str | list[Message]:
     """What the environment adds to the prompt of a group."""
-    said = [each for each in opened if not isinstance(each, Failed)] or [""]
+    said = [each for each in opened if not isinstance(each, FailedEpisode)] or [""]
     require(
         all(each == said[0] for each in said),
         "the environment begins two episodes of one row and seed in different ways: "
@@ -349,12 +353,14 @@ class EpisodeListener:
     """Hands turns to a pool of episodes, and turns its answers into tokens.
 
     Args:
-        episodes: pool, bridge and limits.
+        episodes: pool, turn_format and limits.
         requests: of the rollout.
         rows: N records.
     """
 
-    def __init__(self, episodes: Episodes, requests: RolloutRequest, rows: list[Record]) -> None:
+    def __init__(
+        self, episodes: Episodes, requests: RolloutRequest, rows: list[EpisodeRecord]
+    ) -> None:
         self.episodes, self.rows = episodes, rows
         self.tokenizer, stops = requests.policy.tokenizer, requests.stops
         self.cut = _whole if stops is None else stops.cut
@@ -378,31 +384,31 @@ class EpisodeListener:
         self.asked.add(row)
         record.asked = time.perf_counter()
         with self.episodes._waiting():
-            self.episodes.pool.say(row, said)
+            self.episodes.pool.send(row, said)
 
     def take_observations(self, *, wait: bool) -> dict[int, list[int] | None]:
         """See `TurnListener.take_observations`."""
         found, self.over = self.over, {}
         with self.episodes._waiting():
-            answers = self.episodes.pool.heard(wait=wait and not found and bool(self.asked))
+            answers = self.episodes.pool.receive(wait=wait and not found and bool(self.asked))
         self.asked -= answers.keys()
         return found | {row: self._ids(row, answer) for row, answer in answers.items()}
 
-    def _ids(self, row: int, answer: StepResult | Failed) -> list[int] | None:
+    def _ids(self, row: int, answer: StepResult | FailedEpisode) -> list[int] | None:
         """What a row hears; None: it is over."""
         record, settings = self.rows[row], self.episodes.settings
         record.seconds += time.perf_counter() - record.asked
-        if isinstance(answer, Failed):
+        if isinstance(answer, FailedEpisode):
             record.failed = answer.reason
             return None
-        record.answered(answer)
+        record.add_result(answer)
         record.done = answer.done
         cut = record.cut and not settings.close_truncated_turns
         if answer.done or cut or len(record.rewards) == settings.max_turns:
             return None
         # A chat template writes the end of a turn that was cut itself.
         closing = [self.eos_ids[0]] * (record.cut and settings.turn_format == "inline")
-        said = self.episodes.bridge.ids(answer.observation, record.closed)
+        said = self.episodes.turn_format.encode(answer.observation, record.closed)
         ids = closing + self._shortened(record, said)
         record.full = record.used + len(ids) >= self.length
         if record.full:
@@ -414,20 +420,20 @@ class EpisodeListener:
         record.add(messages, len(ids))  # type: ignore[arg-type]
         return ids
 
-    def _shortened(self, record: Record, ids: list[int]) -> list[int]:
+    def _shortened(self, record: EpisodeRecord, ids: list[int]) -> list[int]:
         """At most as many tokens as are heard between two turns, cut in the middle."""
         most = self.episodes.settings.max_observation_tokens
         if len(ids) <= most:
             return ids
         mark = list(self.tokenizer(CUT, add_special_tokens=False).input_ids)[: most // 2]
-        record.heard_cut += len(ids) - most + len(mark)
+        record.observation_tokens_cut += len(ids) - most + len(mark)
         first = (most - len(mark) + 1) // 2
         last = most - len(mark) - first
         return ids[:first] + mark + ids[len(ids) - last :]
 
-    def recorded(self, rollout: Rollout) -> Rollout:
+    def complete_rollout(self, rollout: Rollout) -> Rollout:
         """A rollout with everything that was heard in it."""
-        turns = max(len(record.spoken) for record in (each.episode for each in self.rows))
+        turns = max(len(record.assistant_texts) for record in (each.episode for each in self.rows))
         rewards = torch.full((len(self.rows), max(1, turns)), torch.nan, dtype=torch.float64)
         for row, record in enumerate(self.rows):
             rewards[row, : len(record.rewards)] = torch.tensor(record.rewards, dtype=torch.float64)

@@ -10,7 +10,7 @@ from litgrpo.distributed.device import Clock, timed, with_halving
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.episodes import Episodes, Named
+from litgrpo.rollout.episodes import Episodes, RolloutKey
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
@@ -98,7 +98,7 @@ class Rollouter:
                 "prompts alone. Use litgrpo.PromptData."
             )
         policy, stops = self.policy, self.stop_strings
-        named = Named(self.seed, purpose, iteration, attempt)
+        named = RolloutKey(self.seed, purpose, iteration, attempt)
         requests = self.requests(prompts, named, group_size, sampling)
         policy.eval()
         if iteration != self._synced:
@@ -115,7 +115,11 @@ class Rollouter:
         return replace(rollout, completions=texts, policy_version=iteration)
 
     def requests(
-        self, prompts: PromptBatch, named: Named, group_size: int | None, sampling: Sampling | None
+        self,
+        prompts: PromptBatch,
+        named: RolloutKey,
+        group_size: int | None,
+        sampling: Sampling | None,
     ) -> RolloutRequest:
         """What the engine is asked for the rollout of a name; see `generate`."""
         group_size = self.group_size if group_size is None else group_size
@@ -144,7 +148,7 @@ class Rollouter:
         tokens, self._sampled_tokens = self._sampled_tokens, 0
         return tokens
 
-    def _within_memory(self, requests: RolloutRequest, named: Named) -> Rollout:
+    def _within_memory(self, requests: RolloutRequest, named: RolloutKey) -> Rollout:
         """The rollout, repeated with half the rows at once while memory is short.
 
         The completions stay the same: no row depends on those beside it. Episodes begin anew.

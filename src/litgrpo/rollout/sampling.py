@@ -13,7 +13,7 @@ from torch import Tensor
 from litgrpo.tensors import widened
 
 
-def candidates(
+def filter_candidates(
     scores: Tensor, top_k: int, top_p: float, min_p: float, static_shapes: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The tokens that filters leave.
@@ -186,7 +186,7 @@ def sample(
         else:
             tokens = _first_beyond(probs, uniforms, static_shapes)
         return Drawn(tokens.squeeze(1), probs.gather(1, tokens).log_().squeeze(1))
-    scores, ids = candidates(scores, *sampling.filters, static_shapes)
+    scores, ids = filter_candidates(scores, *sampling.filters, static_shapes)
     probs = scores.softmax(-1)
     if sampling.greedy:
         places = scores.argmax(-1, keepdim=True)

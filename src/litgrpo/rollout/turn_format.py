@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # slow to import; only used in annotations
     from transformers import PreTrainedTokenizerBase
 
 
-class Bridge(ABC):
+class TurnFormat(ABC):
     """Turns what an environment says into the tokens between two turns of the policy."""
 
     @abstractmethod
-    def ids(self, said: str | list[Message], ended: bool) -> list[int]:
+    def encode(self, said: str | list[Message], ended: bool) -> list[int]:
         """The tokens that a row hears, up to where the policy speaks again.
 
         Args:
@@ -52,7 +52,7 @@ class Bridge(ABC):
 
 
 @dataclass(frozen=True)
-class Inline(Bridge):
+class InlineFormat(TurnFormat):
     """A text stands as it is: nothing is put around it.
 
     Args:
@@ -68,8 +68,8 @@ class Inline(Bridge):
     def _split(self) -> list[str]:
         return special_texts(self.tokenizer) if self.split_special_tokens else []
 
-    def ids(self, said: str | list[Message], ended: bool) -> list[int]:
-        """See `Bridge.ids`."""
+    def encode(self, said: str | list[Message], ended: bool) -> list[int]:
+        """See `TurnFormat.encode`."""
         require(
             isinstance(said, str),
             f"the environment answered with messages ({said!r:.60}), but episode.turn_format is "
@@ -164,12 +164,13 @@ class ChatFormat:
 
 
 @dataclass(frozen=True)
-class Template(Bridge):
+class TemplateFormat(TurnFormat):
     """Takes the tokens between turns from the chat template.
 
     A conversation with a mark in place of what the policy said is rendered. What follows the mark
     begins with an end token, which the tokenizer reads as one token wherever it stands; so the
-    tokens after it are those of the whole conversation, whatever was said before. `proved` (in
+    tokens after it are those of the whole conversation, whatever was said before.
+    `verify_template` (in
     `bridge_proof`) measures that.
 
     Args:
@@ -186,7 +187,7 @@ class Template(Bridge):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def ids(self, said: str | Messages, ended: bool) -> list[int]:
+    def encode(self, said: str | Messages, ended: bool) -> list[int]:
         """The tokens between two turns; a text is a user message."""
         heard = self.format.messages(said)
         key = repr(heard)  # a group often hears the same, and a template takes its time
@@ -198,7 +199,7 @@ class Template(Bridge):
 
     def _ids(self, heard: Messages) -> list[int]:
         """The tokens between two turns, from the end token on."""
-        kind = kind_of(heard)
+        kind = roles_of(heard)
         why = "" if kind in self.exact else self.refused.get(kind, UNKNOWN)
         require(not why, f"messages of role {', '.join(kind) or 'none'} between turns: {why}")
         # What looks like a special token, or like a mark of ours, is not for the template to see.
@@ -263,7 +264,7 @@ def _is_text(message: Any) -> bool:
     }
 
 
-def kind_of(messages: Messages) -> Kind:
+def roles_of(messages: Messages) -> Kind:
     """The roles of messages; where one comes more than twice in a row, twice."""
     roles = [each["role"] for each in messages]
     again = [n for n, role in enumerate(roles) if n > 1 and roles[n - 2 : n] == [role] * 2]
@@ -326,7 +327,7 @@ def results(*texts: str) -> Messages:
 
 
 @dataclass(frozen=True)
-class Case:
+class ProbeConversation:
     """A conversation: a prompt, and turns of the policy, each answered.
 
     Args:
@@ -345,31 +346,39 @@ class Case:
 
 # Seams with spaces, line breaks and nothing; thoughts; calls; several results; later turns.
 CASES = {
-    "user": Case(user("Guess"), (("I say 17", user("Too low, 17 > 3.\n")),)),
-    "user, third turn": Case(
+    "user": ProbeConversation(user("Guess"), (("I say 17", user("Too low, 17 > 3.\n")),)),
+    "user, third turn": ProbeConversation(
         user("Guess"), (("a 1", user("lower")), ("b\n2 ", user("hi!")), (" 3\n\n", user(" no")))
     ),
-    "user, thought": Case(user("Guess"), ((f"{THOUGHT}I say 17", user("Too low")),)),
-    "user, nothing said": Case(user("Guess"), (("", user("Say something.")),)),
-    "tool": Case(user("6*7?"), ((CALL, results("42")),)),
-    "tool, thought": Case(user("6*7?"), ((f"{THOUGHT}{CALL}", results("42")),)),
-    "tool, several": Case(user("6*7?"), ((f"{CALL}\n{CALL}", results("42", " 43\n", "44")),)),
-    "tool, second turn": Case(user("6*7?"), ((CALL, results("42")), (f"So. {CALL}", results("7")))),
-    "tool, empty": Case(user(" 6*7?\n"), ((f" {CALL} \n", results("")),)),
-    "tool, then user": Case(user("6*7?"), ((CALL, [*results("42"), *user("Go on.")]),)),
-    "user, twice": Case(user("Guess"), (("17", [*user("No."), *user("Lower.")]),)),
-    "user after a tool": Case(user("6*7?"), ((CALL, results("42")), ("It is 42.", user("Sure?")))),
+    "user, thought": ProbeConversation(user("Guess"), ((f"{THOUGHT}I say 17", user("Too low")),)),
+    "user, nothing said": ProbeConversation(user("Guess"), (("", user("Say something.")),)),
+    "tool": ProbeConversation(user("6*7?"), ((CALL, results("42")),)),
+    "tool, thought": ProbeConversation(user("6*7?"), ((f"{THOUGHT}{CALL}", results("42")),)),
+    "tool, several": ProbeConversation(
+        user("6*7?"), ((f"{CALL}\n{CALL}", results("42", " 43\n", "44")),)
+    ),
+    "tool, second turn": ProbeConversation(
+        user("6*7?"), ((CALL, results("42")), (f"So. {CALL}", results("7")))
+    ),
+    "tool, empty": ProbeConversation(user(" 6*7?\n"), ((f" {CALL} \n", results("")),)),
+    "tool, then user": ProbeConversation(
+        user("6*7?"), ((CALL, [*results("42"), *user("Go on.")]),)
+    ),
+    "user, twice": ProbeConversation(user("Guess"), (("17", [*user("No."), *user("Lower.")]),)),
+    "user after a tool": ProbeConversation(
+        user("6*7?"), ((CALL, results("42")), ("It is 42.", user("Sure?")))
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseResult:
     """What a case showed.
 
     Args:
         kind: roles of what is heard.
-        refused: why the bridge does not write it; "" if it does.
-        wrong: the bridge's tokens are others than the template's.
+        refused: why the turn_format does not write it; "" if it does.
+        wrong: the turn_format's tokens are others than the template's.
         differs: how the template would write what was said before, where otherwise; "" where the
             conversation is the same in every token.
     """
@@ -386,44 +395,47 @@ class Verdict:
         return next((name for name, holds in named.items() if holds), "exact")
 
 
-def verdicts(bridge: Bridge, format_: ChatFormat) -> dict[str, Verdict]:
+def check_cases(turn_format: TurnFormat, format_: ChatFormat) -> dict[str, CaseResult]:
     """What each conversation shows: {name of the case: verdict}.
 
-    The tokens that the bridge gives are compared with those of the template's own rendering of the
+    The tokens that the turn_format gives are compared with those of the template's own rendering
+    of the
     whole conversation, from the end token of the last turn on. Where that is does not come from the
-    bridge: it is where two conversations agree up to their end that differ in the last turn.
+    turn_format: it is where two conversations agree up to their end that differ in the last turn.
 
     Args:
-        bridge: to be measured.
+        turn_format: to be measured.
         format_: the chat format.
     """
-    return {name: verdict(bridge, format_, case) for name, case in CASES.items()}
+    return {name: check_case(turn_format, format_, case) for name, case in CASES.items()}
 
 
-def verdict(bridge: Bridge, format_: ChatFormat, case: Case) -> Verdict:
+def check_case(turn_format: TurnFormat, format_: ChatFormat, case: ProbeConversation) -> CaseResult:
     """What one conversation shows."""
     kind: Kind = ()
     heard: list[list[int]] = []
     try:
         for _, said in case.turns:
-            kind = kind_of(format_.messages(said))
-            heard.append(bridge.ids(said, ended=False))
+            kind = roles_of(format_.messages(said))
+            heard.append(turn_format.encode(said, ended=False))
         own = own_tail(format_, case)
     except TEMPLATE_ERRORS as error:
-        return Verdict(kind, refused=reason(error))
-    if heard[-1] != own or bridge.ids(case.heard, ended=True) != own[1:]:
-        return Verdict(kind, wrong=True)
-    return Verdict(kind, differs=difference(format_, case, heard))
+        return CaseResult(kind, refused=reason(error))
+    if heard[-1] != own or turn_format.encode(case.heard, ended=True) != own[1:]:
+        return CaseResult(kind, wrong=True)
+    return CaseResult(kind, differs=difference(format_, case, heard))
 
 
 def kinds(format_: ChatFormat) -> list[Kind]:
     """What the cases hear: the roles of the messages, as the template is given them."""
     heard = [said for case in CASES.values() for _, said in case.turns]
-    return [kind_of(format_.messages(said)) for said in heard]
+    return [roles_of(format_.messages(said)) for said in heard]
 
 
-def proved(format_: ChatFormat, *, tools: bool) -> Template:
-    """The bridge of a chat template, measured; says once where the template writes history anew.
+def verify_template(format_: ChatFormat, *, tools: bool) -> TemplateFormat:
+    """Build the turn format of a chat template and verify it on probe conversations.
+
+    Logs once if the template renders earlier turns differently later on.
 
     Args:
         format_: the chat format.
@@ -433,14 +445,14 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
     Raises:
         ValueError: what will be heard cannot be written exactly.
     """
-    found = verdicts(Template(format_, frozenset(kinds(format_))), format_)
+    found = check_cases(TemplateFormat(format_, frozenset(kinds(format_))), format_)
     hint = {True: "; for a template without a tool role set `model.episode.tool_role: user`"}
     refused = {
         each.kind: (each.refused or WRONG.format(name=name)) + hint.get("tool" in each.kind, "")
         for name, each in reversed(found.items())
         if each.outcome in STOPS
     }
-    kind = kind_of(format_.messages(results("") if tools else user("")))
+    kind = roles_of(format_.messages(results("") if tools else user("")))
     require(
         kind not in refused,
         f"What is heard between turns cannot be written in the chat format: {refused.get(kind)}. "
@@ -455,19 +467,19 @@ def proved(format_: ChatFormat, *, tools: bool) -> Template:
             "the tokens that were sampled; serve the model with a template that keeps them, too, "
             "or give the template what it needs in `chat: {kwargs: ...}`."
         )
-    return Template(format_, frozenset({*kinds(format_)} - {*refused}), refused)
+    return TemplateFormat(format_, frozenset({*kinds(format_)} - {*refused}), refused)
 
 
-def wrong_conversations(bridge: Template) -> int:
+def count_mismatches(turn_format: TemplateFormat) -> int:
     """How many of the measured conversations go on with other tokens than the template's own.
 
-    Those whose answers the bridge refuses are not counted.
+    Those whose answers the turn_format refuses are not counted.
     """
-    found = verdicts(bridge, bridge.format)
+    found = check_cases(turn_format, turn_format.format)
     return sum(each.outcome == "wrong" for each in found.values())
 
 
-def template_bridge(
+def chat_turn_format(
     style: PromptStyle,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
@@ -475,8 +487,8 @@ def template_bridge(
     tool_role: str = "tool",
     tools: bool = False,
     split_special_tokens: bool = True,
-) -> Template:
-    """The bridge of a run whose prompts are in the chat format, measured.
+) -> TemplateFormat:
+    """The turn_format of a run whose prompts are in the chat format, measured.
 
     Args:
         style: of the prompts, with the tools that the chat format shows.
@@ -487,7 +499,7 @@ def template_bridge(
         split_special_tokens: special tokens in what is heard are read as plain text.
 
     Raises:
-        ValueError: prompts are plain texts, or see `proved`.
+        ValueError: prompts are plain texts, or see `verify_template`.
     """
     if not isinstance(style, ChatStyle):
         raise ValueError(
@@ -497,13 +509,15 @@ def template_bridge(
         )
     chat = style.chat
     format_ = ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split_special_tokens)
-    return proved(format_, tools=tools or bool(chat.tools))
+    return verify_template(format_, tools=tools or bool(chat.tools))
 
 
 # --- the template's own ---
 
 
-def conversation(format_: ChatFormat, case: Case, calls: bool = False, other: str = "") -> Messages:
+def conversation(
+    format_: ChatFormat, case: ProbeConversation, calls: bool = False, other: str = ""
+) -> Messages:
     """All messages of a case as the template is given them.
 
     Args:
@@ -523,13 +537,13 @@ def conversation(format_: ChatFormat, case: Case, calls: bool = False, other: st
     return messages
 
 
-def own_tail(format_: ChatFormat, case: Case) -> list[int]:
+def own_tail(format_: ChatFormat, case: ProbeConversation) -> list[int]:
     """The tokens of the template's own rendering from the end of the last turn on.
 
     Raises:
         ValueError: the template leaves out what is heard, or writes no end token.
     """
-    tools = "tool" in kind_of(format_.messages(case.heard))
+    tools = "tool" in roles_of(format_.messages(case.heard))
     problems = []
     for calls in (True, False) if tools else (False, True):
         try:
@@ -539,7 +553,7 @@ def own_tail(format_: ChatFormat, case: Case) -> list[int]:
     raise ValueError("; ".join(dict.fromkeys(problems)))
 
 
-def _tail(format_: ChatFormat, case: Case, calls: bool) -> list[int]:
+def _tail(format_: ChatFormat, case: ProbeConversation, calls: bool) -> list[int]:
     texts = [format_.text(conversation(format_, case, calls, other)) for other in ("one", "two,")]
     require(texts[0] != texts[1], "the chat template leaves out what the policy says")
     backwards = zip(*(text[::-1] for text in texts), strict=False)
@@ -558,7 +572,7 @@ def _tail(format_: ChatFormat, case: Case, calls: bool) -> list[int]:
     return ids[places[-behind] :]
 
 
-def difference(format_: ChatFormat, case: Case, heard: list[list[int]]) -> str:
+def difference(format_: ChatFormat, case: ProbeConversation, heard: list[list[int]]) -> str:
     """How the template writes the whole conversation otherwise than it was played; "": the same.
 
     Args:

@@ -10,14 +10,14 @@ from litgrpo.arguments import require
 from litgrpo.data.rendering import prompt_style
 from litgrpo.data.source_data import SourceData
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
-from litgrpo.environments.response_log import Journal
+from litgrpo.environments.response_log import ResponseLog
 from litgrpo.environments.workers import episode_pool
 from litgrpo.instantiate import given_environment
 from litgrpo.models.limits import check_length
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
-from litgrpo.rollout.turn_format import Bridge, Inline, template_bridge
+from litgrpo.rollout.turn_format import InlineFormat, TurnFormat, chat_turn_format
 from litgrpo.training.trainer_adapters import is_attached
 from litgrpo.types import PromptBatch
 
@@ -97,8 +97,8 @@ def episodes_of(
         style, split = prompt_style(None, False), settings.split_special_tokens
         return style.opened(prompts.prompts[row], {}, added, policy.tokenizer, split)
 
-    bridge = bridge_of(module, settings, policy, bool(tools))
-    return Episodes(pool_of(module, settings), bridge, settings, opener, tools)
+    turn_format = bridge_of(module, settings, policy, bool(tools))
+    return Episodes(pool_of(module, settings), turn_format, settings, opener, tools)
 
 
 def check_own_reward(rewards: Mapping[str, Any]) -> None:
@@ -117,21 +117,21 @@ def check_own_reward(rewards: Mapping[str, Any]) -> None:
 
 def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:
     """What plays many episodes side by side."""
-    journal = None
+    response_log = None
     if settings.record_responses and is_attached(module):
         folder = Path(module.trainer.default_root_dir)
-        journal = Journal(folder / "tool_responses", folder / "checkpoints")
+        response_log = ResponseLog(folder / "tool_responses", folder / "checkpoints")
     return episode_pool(
         module.settings.environment,
         workers=settings.workers,
         timeout_s=settings.timeout_s,
         on_timeout=settings.on_timeout,
         max_observation_chars=settings.max_observation_chars,
-        journal=journal,
+        response_log=response_log,
     )
 
 
-def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: bool) -> Bridge:
+def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: bool) -> TurnFormat:
     """What stands between two turns.
 
     Args:
@@ -144,7 +144,7 @@ def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: boo
         ValueError: the chat template cannot say it, or there is none.
     """
     if settings.turn_format == "inline":
-        return Inline(policy.tokenizer, settings.split_special_tokens)
+        return InlineFormat(policy.tokenizer, settings.split_special_tokens)
     data: Any = module.trainer.datamodule if is_attached(module) else None
     require(
         isinstance(data, SourceData) and data.shown is not None,
@@ -154,7 +154,7 @@ def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: boo
     style, tokenizer = data.shown
     ends = (*policy.eos_ids, *module.settings.sampling.stop_token_ids)
     role, split = settings.tool_role, settings.split_special_tokens
-    return template_bridge(
+    return chat_turn_format(
         style, tokenizer, ends, tool_role=role, tools=tools, split_special_tokens=split
     )
 

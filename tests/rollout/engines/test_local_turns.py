@@ -54,12 +54,12 @@ def test_a_stop_string_ends_a_turn_and_is_not_looked_for_in_what_is_heard():
     policy = tiny_policy("qwen2")
     policy.eos_ids = (2,)
     first = played(LocalEngine(), requests_of(policy), max_turn_tokens=30)
-    stop = first.episodes[0].spoken[0][5:7]
+    stop = first.episodes[0].assistant_texts[0][5:7]
     stops = StopStrings((stop, "x"), policy.tokenizer, policy.vocab_size)
     requests = requests_of(policy, stops=stops)
     found = played(LocalEngine(), requests, SlowPool(Echo()), max_turn_tokens=30)
     assert_same(found, played(ReferenceEngine(), requests, max_turn_tokens=30))
-    turns = found.episodes[0].spoken
+    turns = found.episodes[0].assistant_texts
     assert turns[0].endswith(stop)
     assert len(turns) > 1
 
@@ -125,7 +125,7 @@ def test_caps_end_episodes_and_heard_tokens_are_cut_in_the_middle():
     assert heard[1] - heard[0] in (20, 21)  # an end token in front where the turn was cut
     ids = cut.completion_ids[0, heard[1] - 20 : heard[1]].tolist()
     assert policy.tokenizer.decode(ids) == "x" * 8 + " ... " + "x" * 7
-    assert cut.episodes[0].heard_cut == (len(cut.episodes[0].spoken) - 1) * 35
+    assert cut.episodes[0].observation_tokens_cut == (len(cut.episodes[0].assistant_texts) - 1) * 35
     short = played(LocalEngine(), requests_of(policy, length=10), Echo(lengths=(50,)))
     assert short.truncated.all()
     assert (short.turns <= 0).all()

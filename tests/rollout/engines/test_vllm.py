@@ -14,14 +14,14 @@ from litgrpo.models.loading import LoRA, build_policy, load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.vllm import (
-    Away,
     ColocatedEngine,
     FolderTransfer,
     NcclTransfer,
     Server,
     ServerEngine,
     ServerFailure,
-    ServersAway,
+    ServersUnavailable,
+    ServerUnavailable,
 )
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
@@ -168,7 +168,7 @@ def test_where_no_server_answers_the_run_stops_after_a_while_with_their_addresse
     with StandIn(folder) as server:
         engine = synced(engine_of(server, wait_s=0.3), policy)
     for ask in (lambda: engine.generate(requests_for(policy)), lambda: synced(engine, policy, 1)):
-        with pytest.raises(ServersAway, match=server.url):
+        with pytest.raises(ServersUnavailable, match=server.url):
             ask()
 
 
@@ -241,7 +241,7 @@ def test_a_public_address_needs_its_flag_and_a_name_is_looked_up(monkeypatch):
     with pytest.raises(ValueError, match="a public address"):
         Server("http://somewhere.example:80").post("/pause")
     monkeypatch.undo()
-    with pytest.raises(Away, match="nowhere"):
+    with pytest.raises(ServerUnavailable, match="nowhere"):
         Server("http://nowhere.invalid:80").post("/pause")
 
 

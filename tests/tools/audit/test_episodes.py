@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from litgrpo.environments.base import Start, StepResult
-from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.base import EpisodeStart, StepResult
+from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.examples import NumberGame
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.runner import InProcessRunner
@@ -33,8 +33,8 @@ class Paying:
 
 def found(environment, rewards=None, spoken=SPOKEN):
     scorer = Scorer(rewards or {"environment": Reward()}, runner=InProcessRunner(max_failed_frac=1))
-    starts = [Start(row, n, (0, 0, n, 0)) for n, row in enumerate(ROWS)]
-    pool = EpisodesHere(environment, max_failed_frac=1.0)
+    starts = [EpisodeStart(row, n, (0, 0, n, 0)) for n, row in enumerate(ROWS)]
+    pool = InProcessEpisodes(environment, max_failed_frac=1.0)
     return audit_episodes(pool, environment, scorer, starts, SAMPLES, spoken, max_turns=3)
 
 

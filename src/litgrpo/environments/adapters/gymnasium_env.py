@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played, refused
+from litgrpo.environments.adapters.external import (
+    ExternalEnvironment,
+    construct,
+    format_opening,
+    game_result,
+    import_package,
+    reject_action,
+)
 from litgrpo.environments.base import StepResult
-from litgrpo.environments.tool import imported
+from litgrpo.environments.tool import import_object
 from litgrpo.environments.tool_calls import after_thoughts
 
 # Class of a game: its actions by number.
@@ -72,7 +79,7 @@ SEEDS = 2**31  # numpy's global generator takes no larger ones than 2**32 - 1
 
 
 @dataclass(eq=False)
-class TextEnv(Foreign):
+class TextEnv(ExternalEnvironment):
     """A game with gymnasium's signature, played by what the policy says.
 
     `reset(seed=)` returns (observation, info), `step(action)` (observation, reward, terminated,
@@ -124,34 +131,34 @@ class TextEnv(Foreign):
         self.close()
         self._game = self._made()
         observation, info = self._game.reset(seed=seed % SEEDS)
-        return opening(row, f"{self._told(observation, info)}\n{self._actions}")
+        return format_opening(row, f"{self._told(observation, info)}\n{self._actions}")
 
     def step(self, action: str) -> StepResult:
         """Play one action; see `Environment.step`."""
         fixed = self.invalid_message.replace("{actions}", self._actions).strip()
         found = self._action(action)
         if found is None:
-            return refused(fixed)
+            return reject_action(fixed)
         try:
             observation, reward, terminated, truncated, info = self._game.step(found)
         except ValueError:
-            return refused(fixed)
+            return reject_action(fixed)
         text = self._told(observation, info)
-        return played(text, reward, done=bool(terminated or truncated), state=text)
+        return game_result(text, reward, done=bool(terminated or truncated), state=text)
 
     def _made(self) -> Any:
         if self.factory is None:
-            gymnasium = package("gymnasium", '"gymnasium[toy-text]"')
-            return opened(
+            gymnasium = import_package("gymnasium", '"gymnasium[toy-text]"')
+            return construct(
                 f"env_id: {self.env_id}", lambda: gymnasium.make(self.env_id, **self.kwargs)
             )
-        make = imported("factory", self.factory)
+        make = import_object("factory", self.factory)
         require(callable(make), f"factory is {self.factory!r}; it must be a class or a function.")
-        return opened(f"factory: {self.factory}", lambda: make(**self.kwargs))
+        return construct(f"factory: {self.factory}", lambda: make(**self.kwargs))
 
     def _describer(self, kind: str, space: Any) -> Callable[[Any, Any], str]:
         if self.format_observation is not None:
-            describe: Callable[[Any, Any], str] = imported(
+            describe: Callable[[Any, Any], str] = import_object(
                 "format_observation", self.format_observation
             )
             return describe

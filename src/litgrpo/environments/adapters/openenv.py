@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played, refused
+from litgrpo.environments.adapters.external import (
+    ExternalEnvironment,
+    construct,
+    format_opening,
+    game_result,
+    import_package,
+    reject_action,
+)
 from litgrpo.environments.base import StepResult
-from litgrpo.environments.tool import imported
+from litgrpo.environments.tool import import_object
 from litgrpo.environments.tool_calls import after_thoughts
 
 SEEDS = 2**31
@@ -19,7 +26,7 @@ NOT_SEEN = ("done", "reward", "metadata")
 
 
 @dataclass(eq=False)
-class OpenEnv(Foreign):
+class OpenEnv(ExternalEnvironment):
     """An environment of OpenEnv: `reset(seed=)`, `step(action)`, with actions of one text.
 
     A turn becomes the action's `action_field`; with `action_field: ""` it is the action as a JSON
@@ -58,29 +65,29 @@ class OpenEnv(Foreign):
             pair,
             "action_class, the class of the actions, goes with factory; a server knows its own.",
         )
-        opened(f"OpenEnv {self.url or self.factory}", lambda: self.reset({}, 0))
+        construct(f"OpenEnv {self.url or self.factory}", lambda: self.reset({}, 0))
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Begin an episode; see `Environment.reset`."""
         self.close()
         self._game = self._made()
-        return opening(row, self._told(_fields(self._game.reset(seed=seed % SEEDS))))
+        return format_opening(row, self._told(_fields(self._game.reset(seed=seed % SEEDS))))
 
     def step(self, action: str) -> StepResult:
         """Take one action; see `Environment.step`."""
         try:
             action = self._action(after_thoughts(action))
         except (ValueError, TypeError):  # also pydantic's ValidationError
-            return refused(self.invalid_message)
+            return reject_action(self.invalid_message)
         seen = _fields(self._game.step(action))
         text = self._told(seen)
-        return played(text, seen["reward"] or 0.0, done=bool(seen["done"]), state=text)
+        return game_result(text, seen["reward"] or 0.0, done=bool(seen["done"]), state=text)
 
     def _made(self) -> Any:
         if self.url is None:
-            return imported("factory", self.factory)(**self.kwargs)  # type: ignore[arg-type]
-        client = package("openenv.core.generic_client", "openenv").GenericEnvClient
+            return import_object("factory", self.factory)(**self.kwargs)  # type: ignore[arg-type]
+        client = import_package("openenv.core.generic_client", "openenv").GenericEnvClient
         address = self.url.rstrip("/")
         game = client(base_url=address, message_timeout_s=self.timeout_s).sync()
         game.connect()
@@ -99,7 +106,7 @@ class OpenEnv(Foreign):
         return (
             values
             if self.action_class is None
-            else imported("action_class", self.action_class)(**values)
+            else import_object("action_class", self.action_class)(**values)
         )
 
     def _told(self, seen: dict[str, Any]) -> str:

@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played
+from litgrpo.environments.adapters.external import (
+    ExternalEnvironment,
+    construct,
+    format_opening,
+    game_result,
+    import_package,
+)
 from litgrpo.environments.base import Message, StepResult
-from litgrpo.environments.tool import imported
+from litgrpo.environments.tool import import_object
 
 
 @dataclass(eq=False)
-class SkyRL(Foreign):
+class SkyRL(ExternalEnvironment):
     """An environment with `BaseTextEnv`'s signature: `init(prompt)`, `step(text)`.
 
     It is made anew for each episode, with the row as `extras`. It gets no seed. What `init` adds to
@@ -39,10 +45,10 @@ class SkyRL(Foreign):
         alone = (self.env_id is None) != (self.factory is None)
         require(alone, "SkyRL needs either env_id: gsm8k_multi_turn, or factory: an.import.path.")
         if self.env_id is not None:
-            gym = package("skyrl_gym", "skyrl-gym")
-            opened(f"env_id: {self.env_id}", lambda: gym.spec(self.env_id))
+            gym = import_package("skyrl_gym", "skyrl-gym")
+            construct(f"env_id: {self.env_id}", lambda: gym.spec(self.env_id))
         if self.factory is not None:
-            is_callable = callable(imported("factory", self.factory))
+            is_callable = callable(import_object("factory", self.factory))
             require(is_callable, f"factory is {self.factory!r}; it must be a class or a function.")
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
@@ -61,7 +67,7 @@ class SkyRL(Foreign):
             )
             _put(extras, entry.split("."), row[column])
         kwargs = {**self.kwargs, "extras": extras}
-        self._game = opened(
+        self._game = construct(
             f"SkyRL environment {self.env_id or self.factory}", lambda: self._made(kwargs)
         )
         prompt = [{"role": "user", "content": str(row.get("prompt", ""))}]
@@ -70,7 +76,7 @@ class SkyRL(Foreign):
         kept = list(messages[:1]) == prompt
         require(kept, "init changed the prompt; it may only add messages. Put it into the data.")
         new = _text_or_messages(messages[1:])
-        return opening(row, new) if new and isinstance(new, str) else new
+        return format_opening(row, new) if new and isinstance(new, str) else new
 
     def step(self, action: str) -> StepResult:
         """Answer one turn; see `Environment.step`."""
@@ -78,14 +84,14 @@ class SkyRL(Foreign):
         new = [dict(each) for each in given["observations"]]
         self._heard += [{"role": "assistant", "content": action}, *new]
         state = repr(self._heard)
-        return played(
+        return game_result(
             _text_or_messages(new), given["reward"], done=bool(given["done"]), state=state
         )
 
     def _made(self, kwargs: dict[str, Any]) -> Any:
         if self.factory is not None:
-            return imported("factory", self.factory)(**kwargs)
-        return package("skyrl_gym", "skyrl-gym").make(self.env_id, **kwargs)
+            return import_object("factory", self.factory)(**kwargs)
+        return import_package("skyrl_gym", "skyrl-gym").make(self.env_id, **kwargs)
 
 
 def _text_or_messages(messages: Sequence[Message]) -> str | list[Message]:

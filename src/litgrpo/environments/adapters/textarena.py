@@ -6,14 +6,20 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from litgrpo.environments.adapters.foreign import Foreign, opened, opening, package, played
+from litgrpo.environments.adapters.external import (
+    ExternalEnvironment,
+    construct,
+    format_opening,
+    game_result,
+    import_package,
+)
 from litgrpo.environments.base import StepResult
 
 SEEDS = 2**31
 
 
 @dataclass(eq=False)
-class TextArena(Foreign):
+class TextArena(ExternalEnvironment):
     """A game of TextArena for one player, such as GuessTheNumber-v0.
 
     Observations of TextArena hold all that was said before: only what is new is heard, without the
@@ -32,18 +38,18 @@ class TextArena(Foreign):
 
     def __post_init__(self) -> None:
         """Begin a game once, to see that it is for one player."""
-        arena = package("textarena", "textarena")
-        opened(f"env_id: {self.env_id}", lambda: arena.make(self.env_id, **self.kwargs))
-        opened(f"env_id: {self.env_id} for one player", lambda: self.reset({}, 0))
+        arena = import_package("textarena", "textarena")
+        construct(f"env_id: {self.env_id}", lambda: arena.make(self.env_id, **self.kwargs))
+        construct(f"env_id: {self.env_id} for one player", lambda: self.reset({}, 0))
         self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Begin a game; see `Environment.reset`."""
         self.close()
-        self._game = package("textarena", "textarena").make(self.env_id, **self.kwargs)
+        self._game = import_package("textarena", "textarena").make(self.env_id, **self.kwargs)
         self._game.reset(num_players=1, seed=seed % SEEDS)
         self._seen = self._observation()
-        return opening(row, self._seen)
+        return format_opening(row, self._seen)
 
     def step(self, action: str) -> StepResult:
         """Make a move; see `Environment.step`."""
@@ -53,10 +59,12 @@ class TextArena(Foreign):
         if done:
             rewards, _ = self._game.close()
             self._game = None
-            return played("", rewards[0], done=True, state=f"{self._seen}{action}", failed=failed)
+            return game_result(
+                "", rewards[0], done=True, state=f"{self._seen}{action}", failed=failed
+            )
         before, self._seen = self._seen, self._observation()
         new = without_echo(self._seen.removeprefix(before), action).strip()
-        return played(new, 0.0, done=False, state=self._seen, failed=failed)
+        return game_result(new, 0.0, done=False, state=self._seen, failed=failed)
 
     def close(self) -> None:
         """Leave the game; TextArena's own `close` only tells its rewards."""

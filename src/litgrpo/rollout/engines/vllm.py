@@ -48,7 +48,7 @@ LOOK_S = 0.02  # between looks for answers while an environment is waited for, t
 
 
 @dataclass(frozen=True)
-class Ask:
+class SampleRequest:
     """What a row asks for.
 
     Args:
@@ -65,7 +65,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleResult:
     """What was sampled for a row: token ids and their log-probabilities, one or more."""
 
     ids: list[int]
@@ -76,11 +76,11 @@ class Channel(ABC):
     """Asks go in, answers come out in any order."""
 
     @abstractmethod
-    def put(self, asks: Sequence[Ask]) -> None:
-        """Ask for these rows."""
+    def put(self, asks: Sequence[SampleRequest]) -> None:
+        """SampleRequest for these rows."""
 
     @abstractmethod
-    def take(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+    def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
         """Answers that are there, each with its row; waits for the first, None: however long."""
 
 
@@ -111,8 +111,8 @@ class ServedEngine(RolloutEngine):
         Raises:
             ValueError: the sampling, or the kind of model, is not one that others can compute.
         """
-        check(requests, self.takes_uniforms)
-        rows = SpokenRows(requests, self.takes_uniforms)
+        check_request(requests, self.takes_uniforms)
+        rows = ServedRows(requests, self.takes_uniforms)
         with self.channel(requests) as channel:
             channel.put([rows.ask(row) for row in range(requests.num_rows)])
             asked = set(range(requests.num_rows))
@@ -126,7 +126,7 @@ class ServedEngine(RolloutEngine):
         return rows.rollout()
 
 
-def check(requests: RolloutRequest, takes_uniforms: bool) -> None:
+def check_request(requests: RolloutRequest, takes_uniforms: bool) -> None:
     """Refuse what an engine of others cannot sample so that it can be learned from.
 
     Raises:
@@ -152,7 +152,7 @@ def check(requests: RolloutRequest, takes_uniforms: bool) -> None:
 
 
 @dataclass
-class SpokenRow:
+class ServedRow:
     """A row so far.
 
     Args:
@@ -190,7 +190,7 @@ class NoStops:
         return False
 
 
-class SpokenRows:
+class ServedRows:
     """The rows of a rollout while they are sampled.
 
     Args:
@@ -203,7 +203,7 @@ class SpokenRows:
         prompts, group = requests.prompts, requests.group_size
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         read = [ids[mask].tolist() for ids, mask in pairs]
-        self.rows = [SpokenRow(ids) for ids in read for _ in range(group)]
+        self.rows = [ServedRow(ids) for ids in read for _ in range(group)]
         self.uniforms: list[list[float]] = requests.uniforms.tolist()
         self.waiting: set[int] = set()  # for what they hear
 
@@ -213,7 +213,7 @@ class SpokenRows:
         listener = self.requests.listener
         return len(self.uniforms[0]) if listener is None else listener.max_turn_tokens
 
-    def ask(self, row: int) -> Ask:
+    def ask(self, row: int) -> SampleRequest:
         """What a row asks for next; its seed is a function of its random numbers."""
         here, requests, numbers = self.rows[row], self.requests, self.uniforms[row]
         done = len(here.ids)
@@ -232,9 +232,9 @@ class SpokenRows:
         if requests.stops is not None:
             more = {"stop": list(requests.stops.stops), "include_stop_str_in_output": True}
             params |= {**more, "skip_special_tokens": False}
-        return Ask(row, row // requests.group_size, here.prompt + here.ids, params)
+        return SampleRequest(row, row // requests.group_size, here.prompt + here.ids, params)
 
-    def spoke(self, row: int, answer: Answer) -> None:
+    def spoke(self, row: int, answer: SampleResult) -> None:
         """A turn of a row has come; who listens hears it."""
         here, stops = self.rows[row], self.requests.stops or NoStops()
         said = stops.length(answer.ids)
@@ -297,17 +297,17 @@ class ServerFailure(RuntimeError):
     exit_code = 2
 
 
-class ServersAway(ServerFailure):
+class ServersUnavailable(ServerFailure):
     """No server answers; the same command may go on when one is there again."""
 
     exit_code = 75  # EX_TEMPFAIL: start again later, nothing is lost
 
 
-class Away(ConnectionError):
+class ServerUnavailable(ConnectionError):
     """A server cannot be reached, or is not itself at the moment; it may come back."""
 
 
-class Stale(Exception):
+class StaleWeights(Exception):
     """A server answered with other weights than those that it was given.
 
     Args:
@@ -319,7 +319,7 @@ class Stale(Exception):
         self.found = found
 
 
-def checked_url(url: str, allow_public: bool) -> str:
+def normalize_url(url: str, allow_public: bool) -> str:
     """The address without a slash at its end; names are looked up where they are used first.
 
     Raises:
@@ -334,11 +334,11 @@ def checked_url(url: str, allow_public: bool) -> str:
         public = not allow_public and ipaddress.ip_address(str(parts.hostname)).is_global
     except ValueError:  # a name
         public = False
-    refuse_public(url, public)
+    reject_public_url(url, public)
     return url.rstrip("/")
 
 
-def refuse_public(url: str, public: bool) -> None:
+def reject_public_url(url: str, public: bool) -> None:
     """Refuse a server that anybody can reach.
 
     Raises:
@@ -366,7 +366,7 @@ class Server:
 
     @cached_property
     def client(self) -> httpx.Client:
-        """Connections that stay open; no proxy stands between."""
+        """ServerChannel that stay open; no proxy stands between."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
         client = httpx.Client(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
@@ -378,27 +378,29 @@ class Server:
         """Whether its name stands for no public address.
 
         Raises:
-            Away: nobody knows the name.
+            ServerUnavailable: nobody knows the name.
         """
         parts = urlsplit(self.url)
         try:
             found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise Away(f"{self.url} ({error})") from error
+            raise ServerUnavailable(f"{self.url} ({error})") from error
         return not any(ipaddress.ip_address(each[4][0]).is_global for each in found)
 
     def call(self, method: str, path: str, body: Any = None, **params: str) -> Any:
         """What a route answers.
 
         Raises:
-            Away: it cannot be reached, breaks off, or says that the fault is its own.
+            ServerUnavailable: it cannot be reached, breaks off, or says that the fault is its own.
             ServerFailure: it refuses.
         """
-        refuse_public(self.url, not (self.allow_public or self.is_private))
+        reject_public_url(self.url, not (self.allow_public or self.is_private))
         try:
             response = self.client.request(method, path, json=body, params=params)
             if response.is_server_error:
-                raise Away(f"{self.url}{path} (status {response.status_code}: {_said(response)})")
+                raise ServerUnavailable(
+                    f"{self.url}{path} (status {response.status_code}: {_said(response)})"
+                )
             if response.is_client_error:
                 hint = f" {START}" * (response.status_code in (404, 405))
                 raise ServerFailure(
@@ -407,7 +409,7 @@ class Server:
                 )
             return response.json() if response.content else {}
         except httpx.TransportError as error:  # time-outs among them
-            raise Away(f"{self.url} ({type(error).__name__}: {error})") from error
+            raise ServerUnavailable(f"{self.url} ({type(error).__name__}: {error})") from error
         except ValueError as error:
             raise ServerFailure(f"{self.url}{path} answers with no JSON: {error}") from error
 
@@ -445,7 +447,7 @@ class Server:
         finally:
             self.post("/resume")
 
-    def complete(self, ask: Ask, version: str) -> Answer:
+    def complete(self, ask: SampleRequest, version: str) -> SampleResult:
         """What it samples for a row.
 
         Args:
@@ -453,8 +455,8 @@ class Server:
             version: of the weights that have to sample.
 
         Raises:
-            Stale: other weights sampled.
-            Away: it broke off.
+            StaleWeights: other weights sampled.
+            ServerUnavailable: it broke off.
             ServerFailure: the answer is not one to this row.
         """
         body = {"token_ids": ask.ids, "sampling_params": ask.params}
@@ -462,10 +464,10 @@ class Server:
         choice = found["choices"][0]
         ids, spans = choice["token_ids"] or [], choice["weight_versions"] or []
         if choice["finish_reason"] not in ("stop", "length"):
-            raise Away(f"{self.url} (it ended a row by {choice['finish_reason']!r})")
+            raise ServerUnavailable(f"{self.url} (it ended a row by {choice['finish_reason']!r})")
         versions = {span["version"] for span in spans} or {None}
         if versions != {version}:
-            raise Stale(" and ".join(map(str, sorted(versions, key=str))))
+            raise StaleWeights(" and ".join(map(str, sorted(versions, key=str))))
         entries = choice["logprobs"]["content"]
         same = found["usage"]["prompt_tokens"] == len(ask.ids)
         if not (same and ids and [each["token_id"] for each in entries] == ids):
@@ -475,7 +477,7 @@ class Server:
                 f"{self.url} ends a row after {len(ask.ids) + len(ids)} tokens: start it with "
                 f"--max-model-len {len(ask.ids) + ask.params['max_tokens']} or more."
             )
-        return Answer(ids, [each["logprob"] for each in entries])
+        return SampleResult(ids, [each["logprob"] for each in entries])
 
 
 def _said(response: httpx.Response) -> str:
@@ -503,7 +505,7 @@ class WeightSender(ABC):
         """Let a server that does not sample take them.
 
         Raises:
-            Away: it cannot now.
+            ServerUnavailable: it cannot now.
         """
 
 
@@ -563,7 +565,7 @@ class FolderSender(WeightSender):
         Raises:
             ValueError: a process that should write its part does not see the folder.
         """
-        if shared_out(policy):
+        if is_sharded(policy):
             folder = self._seen_by_all(version)
             export(policy, folder, self.settings.dtype)
         elif rank() != 0:
@@ -595,7 +597,7 @@ class FolderSender(WeightSender):
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
 
-def shared_out(policy: Policy) -> bool:
+def is_sharded(policy: Policy) -> bool:
     """Whether processes have parts of the policy, or of the one that it is a copy of.
 
     Its units tell, and not its weights: these may be gathered at the moment.
@@ -603,12 +605,12 @@ def shared_out(policy: Policy) -> bool:
     return any(isinstance(part, FSDPModule) for part in policy.modules())
 
 
-def gathered(policy: Policy) -> dict[str, Tensor] | None:
+def gather_weights(policy: Policy) -> dict[str, Tensor] | None:
     """{name: whole tensor} where processes hold shards, on the host of the first; else None.
 
     The others have one whole tensor at a time. Adapters are merged.
     """
-    if not shared_out(policy):
+    if not is_sharded(policy):
         return None
     first = rank() == 0
     return {n: each.detach().cpu() for n, each in gather_weights(policy.model) if first}
@@ -652,16 +654,16 @@ class NcclSender(WeightSender):
 
     def prepare(self, policy: Policy, version: str) -> None:
         """See `WeightSender.prepare`."""
-        state = gathered(policy)
+        state = gather_weights(policy)
         if state is None and rank() == 0:
             model = merge_adapter(policy.model) if policy.has_adapter else policy.model
             state = {name: each.detach().cpu() for name, each in model.state_dict().items()}
-        self.state = once(state or {}, policy)
+        self.state = drop_tied_head(state or {}, policy)
 
     def send(self, server: Server) -> None:
         """See `WeightSender.send`."""
         if rank() != 0:
-            raise Away(f"{server.url} (it waits for the weights of the first process)")
+            raise ServerUnavailable(f"{server.url} (it waits for the weights of the first process)")
         # One that began anew is without its group.
         if server.url not in self.trainers or server.version == "default":
             self.trainers[server.url] = self._joined(server)
@@ -684,11 +686,11 @@ class NcclSender(WeightSender):
         info = NCCLTrainerInitInfo(address, port, workers + 1, rank=0)
         client = HTTPVLLMWeightSyncClient(server.url, server.timeout_s)
         return NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=client, source=source_of(self.state)
+            info, client=client, source=make_weight_source(self.state)
         )
 
 
-def source_of(state: dict[str, Tensor]) -> Any:
+def make_weight_source(state: dict[str, Tensor]) -> Any:
     """For vLLM a view of {name: tensor on the host}: described first, then sent one by one."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -709,7 +711,7 @@ def source_of(state: dict[str, Tensor]) -> Any:
     return OnHost()
 
 
-def once(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
+def drop_tied_head(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
     """Without the head where it is the embedding, which a server ties itself."""
     tied = policy.bare_model.config.tie_word_embeddings
     return {name: each for name, each in state.items() if not (tied and name == "lm_head.weight")}
@@ -758,7 +760,7 @@ class ServerEngine(ServedEngine):
         """Check addresses and ranges."""
         require(bool(self.urls), "engine.urls is empty; give the address of a vLLM server.")
         for url in self.urls:
-            checked_url(url, self.allow_public)
+            normalize_url(url, self.allow_public)
         above("engine.timeout_s", self.timeout_s, 0)
         at_least("engine.wait_s", self.wait_s, 0)
         at_least("engine.retries", self.retries, 0)
@@ -775,12 +777,12 @@ class ServerEngine(ServedEngine):
         return self.send_uniforms
 
     @cached_property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> ServerPool:
         """The servers."""
-        urls = [checked_url(url, self.allow_public) for url in self.urls]
+        urls = [normalize_url(url, self.allow_public) for url in self.urls]
         servers = [Server(url, self.timeout_s, self.allow_public) for url in urls]
         mode = MODES[self.send_uniforms]
-        return Fleet(servers, self.weight_transfer.sender(), mode, self.wait_s, self.retries)
+        return ServerPool(servers, self.weight_transfer.sender(), mode, self.wait_s, self.retries)
 
     def sync_weights(self, policy: Policy, version: int) -> None:
         """Publish the weights; see `RolloutEngine.sync_weights`.
@@ -793,13 +795,13 @@ class ServerEngine(ServedEngine):
     @contextmanager
     def channel(self, requests: RolloutRequest) -> Iterator[Channel]:
         """Open one connection per row, at most `max_concurrent_requests`."""
-        with Connections(
+        with ServerChannel(
             self.fleet, min(self.max_concurrent_requests, requests.num_rows)
         ) as connections:
             yield connections
 
 
-class Connections(Channel):
+class ServerChannel(Channel):
     """Asks a fleet from threads.
 
     Args:
@@ -807,12 +809,12 @@ class Connections(Channel):
         number: threads at most.
     """
 
-    def __init__(self, fleet: Fleet, number: int) -> None:
+    def __init__(self, fleet: ServerPool, number: int) -> None:
         self.fleet, self.stop = fleet, threading.Event()
         self.threads = ThreadPoolExecutor(number, thread_name_prefix="litgrpo-asks")
-        self.done: queue.SimpleQueue[tuple[int, Future[Answer]]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[int, Future[SampleResult]]] = queue.SimpleQueue()
 
-    def __enter__(self) -> Connections:
+    def __enter__(self) -> ServerChannel:
         """Open."""
         return self
 
@@ -821,13 +823,13 @@ class Connections(Channel):
         self.stop.set()
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def put(self, asks: Sequence[Ask]) -> None:
+    def put(self, asks: Sequence[SampleRequest]) -> None:
         """See `Channel.put`."""
         for ask in asks:
             future = self.threads.submit(self.fleet.answer, ask, self.stop)
             future.add_done_callback(lambda done, row=ask.row: self.done.put((row, done)))  # type: ignore[misc]
 
-    def take(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+    def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
         """See `Channel.take`."""
         found = []
         try:
@@ -838,7 +840,7 @@ class Connections(Channel):
             return [(row, future.result()) for row, future in found]
 
 
-class Fleet:
+class ServerPool:
     """Servers of equal weights.
 
     Args:
@@ -886,7 +888,7 @@ class Fleet:
             raise failure
 
     def _send_to_all(self) -> None:
-        waits = Waits(self.wait_s, threading.Event())
+        waits = RetryTimer(self.wait_s, threading.Event())
         with ThreadPoolExecutor(len(self.servers)) as threads:
             while not any(threads.map(self._reached, self.servers)):
                 waits.again(self._told_away())
@@ -895,7 +897,7 @@ class Fleet:
         """Whether a server has the weights; says why they are given, where they are."""
         try:
             self.give(server, said)
-        except Away as error:
+        except ServerUnavailable as error:
             self._note_away(server, error)
             return False
         return True
@@ -908,7 +910,7 @@ class Fleet:
             said: to the user, if it does.
 
         Raises:
-            Away: it cannot now.
+            ServerUnavailable: it cannot now.
         """
         with self.locks[server.url]:
             for url in self.unchecked & {server.url}:
@@ -920,7 +922,7 @@ class Fleet:
                 log.log(logging.WARNING if said else logging.DEBUG, "%s%s", server.url, said)
             self.away.pop(server.url, None)
 
-    def answer(self, ask: Ask, stop: threading.Event) -> Answer:
+    def answer(self, ask: SampleRequest, stop: threading.Event) -> SampleResult:
         """The answer to a row, from whichever server can give it.
 
         Args:
@@ -930,21 +932,21 @@ class Fleet:
         Raises:
             ServerFailure: no server could for `wait_s`, or one keeps other weights.
         """
-        waits, healed = Waits(self.wait_s, stop), 0
+        waits, healed = RetryTimer(self.wait_s, stop), 0
         while True:
             server = self._choice(ask.prompt)
             try:
                 return server.complete(ask, self.version)
-            except Stale as stale:
+            except StaleWeights as stale:
                 healed += 1
                 self._check_heals(server, stale, healed)
                 self._reached(server, f" had weights of version {stale.found}; published again")
-            except Away as error:
+            except ServerUnavailable as error:
                 self._note_away(server, error)
                 if all(map(self._is_away, self.servers)):
                     waits.again(self._told_away())
 
-    def _check_heals(self, server: Server, stale: Stale, healed: int) -> None:
+    def _check_heals(self, server: Server, stale: StaleWeights, healed: int) -> None:
         if healed > self.retries:
             raise ServerFailure(
                 f"{server.url} answers with weights of version {stale.found}, but {self.version} "
@@ -960,7 +962,7 @@ class Fleet:
     def _is_away(self, server: Server) -> bool:
         return self.away.get(server.url, 0.0) > time.monotonic()
 
-    def _note_away(self, server: Server, error: Away) -> None:
+    def _note_away(self, server: Server, error: ServerUnavailable) -> None:
         if server.url not in self.away:
             log.warning("vLLM server is away: %s", error)
         self.away[server.url] = time.monotonic() + AWAY_S
@@ -969,7 +971,7 @@ class Fleet:
         return ", ".join(self.away)
 
 
-class Waits:
+class RetryTimer:
     """How long servers were waited for.
 
     Args:
@@ -985,12 +987,12 @@ class Waits:
         """Wait a little.
 
         Raises:
-            ServersAway: it was too long.
+            ServersUnavailable: it was too long.
         """
         now = time.monotonic()
         self.began = min(now, self.began)
         if now - self.began >= self.limit_s or self.stop.wait(PAUSE_S):
-            raise ServersAway(
+            raise ServersUnavailable(
                 f"No vLLM server answers: {who} away for {now - self.began:.0f} s "
                 f"(engine.wait_s {self.limit_s:g}). Start it again, then go on with --auto_resume "
                 "true: nothing was learned from this rollout."
@@ -1083,10 +1085,10 @@ class ColocatedEngine(ServedEngine):
     def channel(self, requests: RolloutRequest) -> Iterator[Channel]:
         """See `ServedEngine.channel`."""
         with self.awake() as llm:
-            yield Batches(llm)
+            yield ColocatedChannel(llm)
 
 
-class Batches(Channel):
+class ColocatedChannel(Channel):
     """Samples what was asked since the last look, all at once.
 
     Args:
@@ -1095,13 +1097,13 @@ class Batches(Channel):
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self.asked: list[Ask] = []
+        self.asked: list[SampleRequest] = []
 
-    def put(self, asks: Sequence[Ask]) -> None:
+    def put(self, asks: Sequence[SampleRequest]) -> None:
         """See `Channel.put`."""
         self.asked += asks
 
-    def take(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+    def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
         """See `Channel.take`."""
         from vllm import SamplingParams
 
@@ -1109,13 +1111,15 @@ class Batches(Channel):
         prompts = [{"prompt_token_ids": ask.ids} for ask in asked]
         params = [SamplingParams(**ask.params) for ask in asked]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return [(ask.row, answered(output)) for ask, output in zip(asked, outputs, strict=True)]
+        return [
+            (ask.row, to_sample_result(output)) for ask, output in zip(asked, outputs, strict=True)
+        ]
 
 
-def answered(output: Any) -> Answer:
+def to_sample_result(output: Any) -> SampleResult:
     """What vLLM sampled for a row."""
     (choice,) = output.outputs
     ids = list(choice.token_ids)
-    return Answer(
+    return SampleResult(
         ids, [found[token].logprob for token, found in zip(ids, choice.logprobs, strict=True)]
     )

@@ -17,11 +17,11 @@ from litgrpo.arguments import require
 from litgrpo.cli.console import keep_quiet
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sources import read
-from litgrpo.environments.base import Start
+from litgrpo.environments.base import EpisodeStart
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.rewards import ProcessRunner, Scorer
-from litgrpo.rollout.episodes import Named, episode_seed
+from litgrpo.rollout.episodes import RolloutKey, episode_seed
 from litgrpo.text.tables import markdown_table
 from litgrpo.tools.audit.episodes import EpisodeReport, audit_episodes
 from litgrpo.tools.audit.run import PATIENCE_S
@@ -79,7 +79,7 @@ def audit_environment(
         max_failed_frac=1.0,
     )
     size = rollout.group_size
-    spoken = [each.spoken for each in rollout.episodes]
+    spoken = [each.assistant_texts for each in rollout.episodes]
     groups = [spoken[first : first + size] for first in range(0, len(spoken), size)]
     with (
         closing(ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)) as runner,
@@ -136,13 +136,13 @@ def samples_of(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tens
     return seen["rollout"], table.total.masked_fill(~table.valid, torch.nan)
 
 
-def starts_of(rollout: Rollout, data: PromptData, seed: int) -> list[Start]:
+def starts_of(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStart]:
     """How the episodes of a rollout began: the same games, from the prompts before `reset`."""
     prompts, texts = rollout.prompts, data.sets["val"].texts
-    named = Named(seed, "val", 0, 0)
+    named = RolloutKey(seed, "val", 0, 0)
     numbers = {index: place for place, index in enumerate(data.sets["val"].index)}
     return [
-        Start(
+        EpisodeStart(
             {name: values[row] for name, values in prompts.columns.items()}
             | {"prompt": texts[numbers[index]]},
             seed=episode_seed(named, index),

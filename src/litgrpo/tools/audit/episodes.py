@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.arguments import require
-from litgrpo.environments.base import EpisodePool, Failed, Message, Start, StepResult
+from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.tools.audit.policies import (
     HOSTILE,
@@ -41,7 +41,7 @@ class Played:
         failed: why it is left out, or "".
     """
 
-    start: Start
+    start: EpisodeStart
     game: Game
     said: list[str] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
@@ -153,7 +153,7 @@ def audit_episodes(
     pool: EpisodePool,
     environment: object,
     scorer: Scorer,
-    starts: Sequence[Start],
+    starts: Sequence[EpisodeStart],
     samples: Tensor,
     spoken: Sequence[Sequence[Sequence[str]]],
     *,
@@ -201,15 +201,15 @@ def _answer(row: dict[str, Any]) -> str:
 def play(
     pool: EpisodePool,
     policy: Policy,
-    starts: Sequence[Start],
+    starts: Sequence[EpisodeStart],
     games: Sequence[Game],
     max_turns: int,
 ) -> list[Played]:
     """One episode for each start, until it is done, fails or has `max_turns` turns."""
     played = [Played(start, game) for start, game in zip(starts, games, strict=True)]
     going = set()
-    for number, opening in enumerate(pool.begin(starts)):
-        if isinstance(opening, Failed):
+    for number, opening in enumerate(pool.reset(starts)):
+        if isinstance(opening, FailedEpisode):
             played[number].failed = opening.reason
             continue
         played[number].game.prompt = f"{starts[number].row['prompt']}{text_of(opening)}"
@@ -217,7 +217,7 @@ def play(
     for number in sorted(going):
         _speak(pool, policy, number, played[number])
     while going:
-        for number, heard in pool.heard(wait=True).items():
+        for number, heard in pool.receive(wait=True).items():
             episode = played[number]
             if _goes_on(episode, heard) and len(episode.said) < max_turns:
                 _speak(pool, policy, number, episode)
@@ -230,12 +230,12 @@ def _speak(pool: EpisodePool, policy: Policy, number: int, episode: Played) -> N
     said = policy.says(episode.game)
     episode.said.append(said)
     episode.messages.append({"role": "assistant", "content": said})
-    pool.say(number, said)
+    pool.send(number, said)
 
 
-def _goes_on(episode: Played, heard: StepResult | Failed) -> bool:
+def _goes_on(episode: Played, heard: StepResult | FailedEpisode) -> bool:
     """Note an answer; whether another turn may follow."""
-    if isinstance(heard, Failed):
+    if isinstance(heard, FailedEpisode):
         episode.failed = heard.reason
         return False
     episode.rewards.append(heard.reward)

@@ -3,8 +3,8 @@
 import pytest
 
 from litgrpo.environments.adapters.gymnasium_env import TextEnv
-from litgrpo.environments.base import Start
-from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.base import EpisodeStart
+from litgrpo.environments.episode import InProcessEpisodes
 
 pytest.importorskip("gem")
 
@@ -38,18 +38,18 @@ def test_a_wrong_format_ends_it_as_gem_does():
 
 def test_global_seeds_are_apart_in_a_pool():
     def starts(*seeds):
-        return [Start({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)]
+        return [EpisodeStart({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)]
 
-    alone = EpisodesHere(game("game:Minesweeper-v0-easy"))
-    first = alone.begin(starts(3))[0]
-    alone.say(0, "\\boxed{reveal 0 0}")
-    expected = alone.heard(wait=True)[0]
-    beside = EpisodesHere(game("game:Minesweeper-v0-easy"))
-    assert beside.begin(starts(3, 4))[0] == first
-    beside.say(1, "\\boxed{reveal 1 1}")
-    beside.heard(wait=True)
-    beside.say(0, "\\boxed{reveal 0 0}")
-    assert beside.heard(wait=True)[0] == expected
+    alone = InProcessEpisodes(game("game:Minesweeper-v0-easy"))
+    first = alone.reset(starts(3))[0]
+    alone.send(0, "\\boxed{reveal 0 0}")
+    expected = alone.receive(wait=True)[0]
+    beside = InProcessEpisodes(game("game:Minesweeper-v0-easy"))
+    assert beside.reset(starts(3, 4))[0] == first
+    beside.send(1, "\\boxed{reveal 1 1}")
+    beside.receive(wait=True)
+    beside.send(0, "\\boxed{reveal 0 0}")
+    assert beside.receive(wait=True)[0] == expected
 
 
 def test_an_unknown_id_is_refused():

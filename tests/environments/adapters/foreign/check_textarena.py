@@ -3,8 +3,8 @@
 import pytest
 
 from litgrpo.environments.adapters.textarena import TextArena
-from litgrpo.environments.base import Start
-from litgrpo.environments.episode import EpisodesHere
+from litgrpo.environments.base import EpisodeStart
+from litgrpo.environments.episode import InProcessEpisodes
 
 pytest.importorskip("textarena")
 MOVES = ["[up]", "[left]", "down", "[left]", "[up]"]
@@ -38,17 +38,17 @@ def test_invalid_moves_are_answered_and_end_the_game_after_some():
 
 
 def boards(pool, seeds):
-    said = [pool.begin([Start({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)])[0]]
+    said = [pool.reset([EpisodeStart({}, seed, (0, 0, n, 0)) for n, seed in enumerate(seeds)])[0]]
     for move in MOVES:
         for episode in range(len(seeds)):
-            pool.say(episode, move)
-        said.append(pool.heard(wait=True)[0].observation)
+            pool.send(episode, move)
+        said.append(pool.receive(wait=True)[0].observation)
     return said
 
 
 def test_global_seeds_are_apart_in_a_pool():
-    alone = boards(EpisodesHere(TextArena("2048-v0")), [7])
-    assert boards(EpisodesHere(TextArena("2048-v0")), [7, 8, 9]) == alone
+    alone = boards(InProcessEpisodes(TextArena("2048-v0")), [7])
+    assert boards(InProcessEpisodes(TextArena("2048-v0")), [7, 8, 9]) == alone
     assert all("[Player]" not in each for each in alone)
 
 

@@ -13,7 +13,7 @@ from litgrpo.environments.base import Message, StepResult
 ACTION = "action"  # what the calls of a game are counted as
 
 
-class Foreign(ABC):
+class ExternalEnvironment(ABC):
     """An environment that plays one game of another library at a time."""
 
     _game: Any = None
@@ -37,7 +37,7 @@ class Foreign(ABC):
         return {name: value for name, value in vars(self).items() if name != "_game"}
 
 
-def package(module: str, install: str) -> Any:
+def import_package(module: str, install: str) -> Any:
     """A module of a package that is not among our requirements.
 
     Raises:
@@ -49,11 +49,11 @@ def package(module: str, install: str) -> Any:
         raise ValueError(f"{error}; `pip install {install}` installs it.") from error
 
 
-def opened(what: str, make: Callable[[], Any]) -> Any:
+def construct(what: str, make: Callable[[], Any]) -> Any:
     """What `make` makes.
 
     Raises:
-        ValueError: it raised; `what` was made, and why it could not be, in one line.
+        ValueError: it raised; `what` was make_tool, and why it could not be, in one line.
     """
     try:
         return make()
@@ -62,17 +62,17 @@ def opened(what: str, make: Callable[[], Any]) -> Any:
         raise ValueError(f"{what} cannot be played: {type(error).__name__}: {why}") from error
 
 
-def opening(row: dict[str, Any], text: str) -> str:
+def format_opening(row: dict[str, Any], text: str) -> str:
     """The first observation, on lines of its own where the prompt has a text."""
     return f"\n\n{text.strip()}" if row.get("prompt") else text.strip()
 
 
-def refused(text: str) -> StepResult:
+def reject_action(text: str) -> StepResult:
     """A turn without an action that can be played: a fixed text, and a call that failed."""
     return StepResult(text, calls={ACTION: (1, 1)})
 
 
-def played(
+def game_result(
     said: str | list[Message], reward: float, *, done: bool, state: str, failed: bool = False
 ) -> StepResult:
     """A turn that the game answered; its state is a hash, equal in every process."""
