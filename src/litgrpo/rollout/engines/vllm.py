@@ -605,7 +605,7 @@ def is_sharded(policy: Policy) -> bool:
     return any(isinstance(part, FSDPModule) for part in policy.modules())
 
 
-def gather_weights(policy: Policy) -> dict[str, Tensor] | None:
+def gather_to_host(policy: Policy) -> dict[str, Tensor] | None:
     """{name: whole tensor} where processes hold shards, on the host of the first; else None.
 
     The others have one whole tensor at a time. Adapters are merged.
@@ -654,7 +654,7 @@ class NcclSender(WeightSender):
 
     def prepare(self, policy: Policy, version: str) -> None:
         """See `WeightSender.prepare`."""
-        state = gather_weights(policy)
+        state = gather_to_host(policy)
         if state is None and rank() == 0:
             model = merge_adapter(policy.model) if policy.has_adapter else policy.model
             state = {name: each.detach().cpu() for name, each in model.state_dict().items()}
