@@ -142,7 +142,7 @@ def pads_attended_in_learning(patch):
         output = self.bare_model.base_model(input_ids=ids, position_ids=causal.positions(mask))
         return output.last_hidden_state
 
-    patch(causal.CausalPolicy, "_row_hidden", hidden)
+    patch(causal.CausalPolicy, "_compute_rows", hidden)
     return row_by_row(module())
 
 

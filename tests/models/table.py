@@ -138,7 +138,7 @@ class TooSlow(BaseException):
 
 @dataclass
 class Row:
-    """What became of a model type."""
+    """Result for one model type."""
 
     model_type: str
     verdict: str
@@ -196,34 +196,35 @@ def try_type(model_type: str) -> Row:
             try:
                 small_model(model_type).save_pretrained(folder)
             except Exception as error:
-                ours = "docs/models.md" in str(error)
+                unsupported = "docs/models.md" in str(error)
                 return Row(
-                    model_type, f"{'refused' if ours else 'not built small'}: {short(error)}"
+                    model_type,
+                    f"{'not supported' if unsupported else 'not built small'}: {short(error)}",
                 )
             byte_tokenizer().save_pretrained(folder)
-            return loaded(model_type, folder)
+            return try_folder(model_type, folder)
     except TooSlow:
         return Row(model_type, f"not tried: more than {TIME_LIMIT} s in small")
 
 
-def loaded(model_type: str, folder: str) -> Row:
+def try_folder(model_type: str, folder: str) -> Row:
     """Load, check and train the model of a folder."""
     try:
         policy = load_policy(folder)
         reference = load_reference(policy, None, folder, Precision())
     except ValueError as error:
-        return Row(model_type, f"refused: {short(error)}")
+        return Row(model_type, f"not supported: {short(error)}")
     path = path_of(policy)
     try:
-        findings = trained(policy, reference)
+        findings = check_and_train(policy, reference)
     except Exception as error:
         return Row(model_type, f"FAILS: {short(error)}", path)
     wrong = [NAMES[finding.name] for finding in findings if not finding.holds]
     return Row(model_type, f"FAILS {', '.join(wrong)}" if wrong else "trains", path, findings)
 
 
-def trained(policy: Policy, reference: Any) -> list[Finding]:
-    """The invariants of a run, and one iteration of it."""
+def check_and_train(policy: Policy, reference: Any) -> list[Finding]:
+    """Check the invariants and train one iteration."""
     learner = learner_of(policy, Objective(kl_coef=0.1), reference=reference)
     batch = prompt_batch("a", "hello there", "what is 3+4?")
     findings = measured(rollouter_of(policy), learner, batch, Conditions(fresh_reference=True))
@@ -236,14 +237,14 @@ def trained(policy: Policy, reference: Any) -> list[Finding]:
 
 
 def unequal(prompts: list[str], completions: list[str]) -> list[float]:
-    """Rewards that differ within every group, whatever a random model says."""
+    """Return rewards that differ within every group."""
     return [row % 3 / 2 for row in range(len(completions))]
 
 
 def path_of(policy: Policy) -> str:
-    """How a policy computes."""
+    """Name the code path of a policy."""
     if isinstance(policy, GenericPolicy):
-        names = {True: "library, its cache", False: "library, no cache"}
+        names = {True: "transformers, with cache", False: "transformers, no cache"}
         return names[policy.cached] + ("" if policy.batched else ", row by row")
     known = policy.bare_model.config.model_type in ARCHITECTURES
     return "shared prompts" if known else "shared prompts in decoding"
@@ -305,28 +306,27 @@ def page(rows: list[Row]) -> str:
 
 HEAD = """# Models
 
-Which model types train, and how they compute. Made by `python -m tests.models.table`: every causal
-language model and every T5-like one of transformers {version}, built small with random weights,
-saved, loaded as a recipe would load it, checked by the invariants and trained for one iteration.
-{trains} of {all} train. The errors are those of [the invariants](design.md#invariants): nats, or
+Model types that can be trained, and their code paths. Made by `python -m tests.models.table`: every
+causal language model and every T5-like one of transformers {version} is built in a small size with
+random weights, saved, loaded, checked by the start-up checks and trained for one iteration.
+{trains} of {all} train. The columns 1 to 7 are errors of [the checks](design.md#invariants): nats, or
 the norm of a difference over the norm; 5 and 6 count rows.
 
-| path | what it means |
+| path | meaning |
 |---|---|
-| shared prompts | a prompt is read once for its group, in decoding and in the update |
-| shared prompts in decoding | decoding shares prompts; the update reads whole rows |
-| library, its cache | transformers' own forward pass and cache, one prompt per completion: slower |
-| library, no cache | the same, and the whole row is read again for every token |
-| row by row | rows of unequal length go through the model one at a time |
+| shared prompts | each prompt is computed once for its group, in decoding and in the update |
+| shared prompts in decoding | decoding shares prompts; the update computes whole rows |
+| transformers, with cache | transformers' own forward pass and KV cache, one prompt per completion: slower |
+| transformers, no cache | the same without a cache: the whole row is computed again for every token |
+| row by row | rows of unequal length are computed one at a time |
 
-The path is chosen when the model is loaded. A type of `models/architectures.py` takes the first;
-any other is tried on a few tokens against plain forward passes, and the first path that agrees is
-taken and said in a line; where none agrees, the model is refused. So every path is exact. A model
-that also reads images or sound (Gemma 3 from 4B on, Llama 4, Qwen 3.5) is loaded as its text part,
-and `final_model` is that part.
+The path is selected when the model is loaded. Types in `models/architectures.py` use the first. All
+others are probed: a few tokens are decoded and compared with plain forward passes, and the first path
+that agrees is used and logged. If none agrees, loading raises an error. So every path is exact. Of a
+multimodal model (Gemma 3 from 4B, Llama 4, Qwen 3.5) only the text part is loaded and exported.
 
-"Refused" is one sentence at the start of a run. "Not built small" and "not tried" say nothing of a
-real model of that type: its config could not be shrunk here, or is slow even in small.
+"Not supported" is an error at the start of a run. "Not built small" and "not tried" do not concern
+pretrained models of that type: its config could not be shrunk here, or is slow even in a small size.
 
 """
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from litgrpo.models.export import export, export_adapter
 from litgrpo.models.loading import LoRA, Precision, build_policy, load_policy, load_reference
 from litgrpo.models.reference import InitialAdapterReference
-from tests.support.adapters import moved
+from tests.support.adapters import perturb
 from tests.support.causal import tokens
 from tests.support.invariants import KL, fit, module
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
@@ -41,7 +41,7 @@ def logits(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_adapter_and_the_merged_model_give_equal_logits_elsewhere(base, tmp_path, kind):
-    policy = moved(load_policy(base, lora=KINDS[kind]))
+    policy = perturb(load_policy(base, lora=KINDS[kind]))
     export_adapter(policy, tmp_path / "adapter")
     export(policy, tmp_path / "merged")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -54,7 +54,7 @@ def test_a_saved_adapter_and_the_merged_model_give_equal_logits_elsewhere(base, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_and_the_invariants_hold(base, kind):
-    policy = moved(load_policy(base, lora=KINDS[kind]), 0.05)
+    policy = perturb(load_policy(base, lora=KINDS[kind]), 0.05)
     grpo = module(policy=policy, objective=KL, lora=KINDS[kind])
     grpo.pretrained = base
     grpo.reference = load_reference(policy, None, base, Precision(), KINDS[kind])
@@ -67,7 +67,7 @@ def test_every_kind_trains_and_the_invariants_hold(base, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
-    first = moved(load_policy(base, lora=KINDS[kind]))
+    first = perturb(load_policy(base, lora=KINDS[kind]))
     export_adapter(first, tmp_path / "adapter")
     lora = LoRA(adapter_path=str(tmp_path / "adapter"))
     policy = load_policy(base, lora=lora)
@@ -76,7 +76,7 @@ def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
     assert isinstance(reference, InitialAdapterReference)
     rows = tokens(policy)
     start = policy.logprobs(rows).logprobs.detach()
-    moved(policy)
+    perturb(policy)
     assert not torch.allclose(policy.logprobs(rows).logprobs, start, atol=1e-2)
     torch.testing.assert_close(reference.logprobs(rows).logprobs, start)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
@@ -91,7 +91,7 @@ def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
 
 
 def test_a_run_that_goes_on_from_an_adapter_is_sound(base, tmp_path):
-    export_adapter(moved(load_policy(base, lora=LoRA(rank=4)), 0.05), tmp_path / "adapter")
+    export_adapter(perturb(load_policy(base, lora=LoRA(rank=4)), 0.05), tmp_path / "adapter")
     lora = LoRA(adapter_path=str(tmp_path / "adapter"))
     grpo = module(objective=KL, lora=lora)
     grpo.pretrained, grpo.policy, grpo.reference = base, None, None
@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_from_an_adapter_is_sound(base, tmp_path):
 
 def test_adapters_of_an_encoder_decoder_model_load_in_plain_peft(tmp_path):
     tiny_model("t5").save_pretrained(tmp_path / "base")
-    policy = moved(build_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=2)))
+    policy = perturb(build_policy(tiny_model("t5"), byte_tokenizer(), lora=LoRA(rank=2)))
     export_adapter(policy, tmp_path / "adapter")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     plain = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()

@@ -11,7 +11,7 @@ from litgrpo.models.export import export, export_adapter
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.loading import LoRA, Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
-from tests.support.adapters import moved
+from tests.support.adapters import perturb
 from tests.support.invariants import KL, fit, module
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model
 from tests.support.raises import raises_for
@@ -59,7 +59,7 @@ def test_a_run_on_four_bits_is_sound_and_moves_only_the_adapter(base, kind):
 
 
 def test_the_export_is_the_dequantized_base_plus_the_adapter(base, tmp_path):
-    policy = moved(load_policy(base, precision=FOUR_BIT, lora=LoRA(rank=4)), 0.03)
+    policy = perturb(load_policy(base, precision=FOUR_BIT, lora=LoRA(rank=4)), 0.03)
     running = logits(policy.model)  # in eval mode, which must not repack the weights
     export(policy, tmp_path / "merged")
     config = policy.bare_model.config

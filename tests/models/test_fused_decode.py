@@ -21,7 +21,7 @@ def with_odd_norms(model):
     return model
 
 
-def decoded(policy, sampling=None, *, fused, length=12):
+def generate(policy, sampling=None, *, fused, length=12):
     prompts = prompt_batch(*TEXTS)
     uniforms = draw_uniforms(3, "train", 0, prompts.index, 2, length)
     engine = LocalEngine(fused_decode=fused)
@@ -35,10 +35,10 @@ def assert_same(one, other, atol=1e-5):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fused_decoding_equals_the_librarys(variant):
+def test_fused_decoding_equals_transformers(variant):
     policy = build_policy(with_odd_norms(model_of(variant)), byte_tokenizer())
     assert policy.can_fuse
-    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))
+    assert_same(generate(policy, fused=True), generate(policy, fused=False))
 
 
 @pytest.mark.parametrize("kernels", ["plain", "onednn"])
@@ -49,7 +49,7 @@ def test_every_kernel_gives_the_same(architecture, kernels):
         byte_tokenizer(),
         precision=Precision(linear_kernels=kernels),
     )
-    assert_same(decoded(policy, fused=True), decoded(tiny_like(policy), fused=False))
+    assert_same(generate(policy, fused=True), generate(tiny_like(policy), fused=False))
 
 
 def tiny_like(policy):
@@ -60,26 +60,26 @@ def tiny_like(policy):
     return plain
 
 
-def test_it_is_used_where_it_is_asked_for(monkeypatch):
+def test_the_fused_decoder_runs_only_if_enabled(monkeypatch):
     policy, steps = tiny_policy("llama"), []
     assert policy.can_fuse
     own = FusedDecoder.step
     monkeypatch.setattr(FusedDecoder, "step", lambda *a: steps.append(1) or own(*a))
-    decoded(policy, fused=False)
+    generate(policy, fused=False)
     assert not steps
-    decoded(policy, fused=True)
+    generate(policy, fused=True)
     assert len(steps) == 11
 
 
 def test_every_rollout_uses_the_current_weights():
     policy = tiny_policy("qwen2")
-    before = decoded(policy, fused=True)
+    before = generate(policy, fused=True)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.3)
-    after = decoded(policy, fused=True)
+    after = generate(policy, fused=True)
     assert not torch.equal(before.completion_ids, after.completion_ids)
-    assert_same(after, decoded(policy, fused=False))
+    assert_same(after, generate(policy, fused=False))
 
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
@@ -88,31 +88,31 @@ def test_adapters_are_added_to_the_weights(targets):
     lora = LoRA(rank=4, target_modules=targets)
     torch.manual_seed(0)  # of the adapters' first half
     policy = build_policy(tiny_model("llama"), byte_tokenizer(), lora=lora)
-    plain = decoded(policy, fused=True)
+    plain = generate(policy, fused=True)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
     assert policy.can_fuse
-    adapted = decoded(policy, fused=True)
+    adapted = generate(policy, fused=True)
     assert not torch.equal(plain.completion_ids, adapted.completion_ids)
     # Adapters as large as the weights, and these are rounded once more when both are added.
-    assert_same(adapted, decoded(policy, fused=False), atol=1e-4)
+    assert_same(adapted, generate(policy, fused=False), atol=1e-4)
 
 
-def test_low_precision_weights_give_the_librarys_logprobs_to_their_precision():
+def test_low_precision_weights_give_transformers_logprobs_to_their_precision():
     model = tiny_model("llama").to(torch.bfloat16)
     policy = build_policy(model, byte_tokenizer())
     assert policy.can_fuse
     sure = Sampling(temperature=0.05)
-    fused, plain = (decoded(policy, sure, fused=each, length=2) for each in (True, False))
+    fused, plain = (generate(policy, sure, fused=each, length=2) for each in (True, False))
     assert torch.equal(fused.completion_ids[:, 0], plain.completion_ids[:, 0])
 
 
 def test_float64_is_exact():
     policy = build_policy(tiny_model("qwen2").double(), byte_tokenizer())
     assert policy.can_fuse
-    assert_same(decoded(policy, fused=True), decoded(policy, fused=False), atol=1e-6)
+    assert_same(generate(policy, fused=True), generate(policy, fused=False), atol=1e-6)
 
 
 def test_unsupported_layouts_are_decoded_by_transformers():
@@ -143,4 +143,4 @@ def test_a_model_with_other_logits_is_decoded_by_transformers(caplog):
     assert is_supported(policy.model)
     assert not policy.can_fuse
     assert "decoding without it" in caplog.text
-    assert_same(decoded(policy, fused=True), decoded(policy, fused=False))
+    assert_same(generate(policy, fused=True), generate(policy, fused=False))

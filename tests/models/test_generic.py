@@ -1,4 +1,4 @@
-"""Models of any kind compute as their own plain forward pass does, or are refused."""
+"""Models of any type compute what their plain forward pass computes, or raise at load."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ from tests.training.parts import rollouter_of
 
 PATHS = {
     "opt": "shared prompts in decoding",
-    "gpt_oss": "library, its cache",  # attention sinks
-    "bloom": "library, its cache",  # no positions
-    "llama4": "library, its cache",  # chunked attention
-    "qwen3_next": "library, its cache",  # linear attention layers
-    "mamba": "library, its cache",  # a recurrent state
-    "rwkv": "library, no cache",
+    "gpt_oss": "transformers, with cache",  # attention sinks
+    "bloom": "transformers, with cache",  # no positions
+    "llama4": "transformers, with cache",  # chunked attention
+    "qwen3_next": "transformers, with cache",  # linear attention layers
+    "mamba": "transformers, with cache",  # a recurrent state
+    "rwkv": "transformers, no cache",
 }
 
 

@@ -32,7 +32,7 @@ def oracle_model(dtype):
 
 
 def tokens():
-    """Completions, each of a prompt of its own."""
+    """Return completions of separate prompts."""
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     prompt_ids, prompt_mask, ids, mask = (ARRAYS[CASE[name]] for name in names)
     return TokenRows(prompt_ids, prompt_mask.bool(), torch.arange(len(ids)), ids, mask.bool())

@@ -1,4 +1,4 @@
-"""On a processor, several threads add a gradient into repeated places in an order of their own."""
+"""No gradient is summed into repeated indices, where CPU threads add in a random order."""
 
 from math import prod
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.architectures import DECODER_ONLY
 from litgrpo.models.kernels import packed_attention as flash
-from litgrpo.models.kernels.packed_attention import packed_attention
+from litgrpo.models.kernels.packed_attention import attend_packed
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.packing import (
     Packing,
@@ -159,7 +159,7 @@ def test_attention_equals_its_definition_in_float64(window, softcap, fused):
 
     inputs = query, keys, values = random(4), random(2), random(2)
     settings = dict(scaling=0.3, sliding_window=window, softcap=softcap)
-    got, _ = packed_attention(None, *inputs, None, packing=packing, **settings)
+    got, _ = attend_packed(None, *inputs, None, packing=packing, **settings)
 
     keys, values = (x.repeat_interleave(2, 1) for x in (keys, values))
     scores = query @ keys.transpose(2, 3) * 0.3

@@ -5,7 +5,7 @@ from litgrpo.models.shared_prefix import PromptGrid, RowOffloader, SharedPrefixC
 from tests.support.models import prompt_batch, tiny_policy
 
 
-def test_rows_of_a_prompt_stand_side_by_side_whatever_their_order():
+def test_rows_of_a_prompt_are_adjacent_in_any_order():
     grid = PromptGrid(torch.tensor([2, 0, 2, 2, 0]), num_prompts=3)
     assert grid.width == 3
     cells = grid.row_of_cell.view(3, 3)
@@ -17,43 +17,43 @@ def test_rows_of_a_prompt_stand_side_by_side_whatever_their_order():
 PROMPTS, GROUP = prompt_batch("ab", "hello"), 2
 
 
-def fed(policy, state, logits, said, ids):
-    """Feed a token to each of the live rows, which are numbered in `said`."""
+def feed(policy, state, logits, fed, ids):
+    """Feed a token to each of the live rows, which are numbered in `fed`."""
     for row, token in ids.items():
-        said[row].append(token)
+        fed[row].append(token)
     return policy.step(torch.tensor(list(ids.values())), state)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_a_row_that_comes_back_goes_on_where_it_was(name, fused):
-    policy, said = tiny_policy(name), {row: [] for row in range(4)}
+def test_a_restored_row_continues_where_it_was(name, fused):
+    policy, fed = tiny_policy(name), {row: [] for row in range(4)}
     with policy.decoding(4, fused=fused):
         logits, state = policy.prefill(PROMPTS.prompt_ids, PROMPTS.prompt_mask, GROUP, 12)
         assert isinstance(state, SharedPrefixCache)
         offloader = policy.make_row_offloader(state)
-        fed(policy, state, logits, said, {0: 5, 1: 6, 2: 7, 3: 8})
+        feed(policy, state, logits, fed, {0: 5, 1: 6, 2: 7, 3: 8})
         offloader.offload(1)
         offloader.offload(0)  # no row of the first prompt is left
         state.select(torch.tensor([3, 2]))
         for token in range(9, 13):
-            fed(policy, state, logits, said, {3: token, 2: token + 1})
+            feed(policy, state, logits, fed, {3: token, 2: token + 1})
         offloader.offload(1)
         state.select(torch.tensor([0]))
         back = offloader.restore([1, 2], [[20, 21, 22], [23]])  # rows 0 and 2
-        said[0] += [20, 21, 22]
-        said[2] += [23]
-        logits = torch.cat([fed(policy, state, logits, said, {3: 30, 0: 31, 2: 32}), back])
+        fed[0] += [20, 21, 22]
+        fed[2] += [23]
+        logits = torch.cat([feed(policy, state, logits, fed, {3: 30, 0: 31, 2: 32}), back])
         offloader.offload(0)
         offloader.offload(1)
         offloader.offload(2)
-        state.select(torch.tensor([], dtype=torch.long))  # all are offloader
+        state.select(torch.tensor([], dtype=torch.long))  # all are offloaded
         offloader.discard([0])
         last = offloader.restore([2], [[40] * 3])
-        said[2] += [40] * 3
-        final = fed(policy, state, last, said, {2: 41})
-    expected = {row: plain(policy, row, said[row]) for row in (0, 2, 3)}
+        fed[2] += [40] * 3
+        final = feed(policy, state, last, fed, {2: 41})
+    expected = {row: plain(policy, row, fed[row]) for row in (0, 2, 3)}
     for place, row in enumerate((3, 0, 2)):
         length = {3: 6, 0: 5, 2: 7}[row]
         assert (logits[place] - expected[row][length]).abs().max() < 1e-4
@@ -63,14 +63,14 @@ def test_a_row_that_comes_back_goes_on_where_it_was(name, fused):
     assert (final[0] - expected[2][11]).abs().max() < 1e-4
 
 
-def plain(policy, row, said):
-    """[C + 1, V] logits of a row by itself."""
+def plain(policy, row, fed):
+    """Compute the logits [C + 1, V] of one row alone."""
     prompt = row // GROUP
     ids = PROMPTS.prompt_ids[prompt][PROMPTS.prompt_mask[prompt]][None]
-    return policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([said]))[0]
+    return policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([fed]))[0]
 
 
-def test_rows_leave_where_the_cache_is_ours():
+def test_rows_can_be_offloaded_from_the_shared_prefix_cache_only():
     prompts = prompt_batch("a")
     for name, can in (("llama", True), ("gemma2", True), ("t5", False)):
         policy = tiny_policy(name)

@@ -1,4 +1,4 @@
-"""What is special about encoder-decoder models; what all policies share is in the other files."""
+"""Tests of encoder-decoder models; tests of all policies are in the other files."""
 
 from dataclasses import replace
 

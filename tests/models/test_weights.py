@@ -27,8 +27,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def changed(folder, change):
-    """The folder after a change of its {name: tensor}."""
+def change_weights(folder, change):
+    """Change the {name: tensor} of a folder; return its name."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     change(weights)
@@ -42,7 +42,7 @@ def test_missing_unexpected_and_reshaped_weights_are_all_named(folder):
         weights["model.layers.0.router.weight"] = torch.ones(2)
         weights["model.norm.weight"] = torch.ones(5)
 
-    name = changed(folder, change)
+    name = change_weights(folder, change)
     with raises_for(
         *("missing", "model.embed_tokens.weight"),
         *("unexpected", "model.layers.0.router.weight"),
@@ -52,7 +52,7 @@ def test_missing_unexpected_and_reshaped_weights_are_all_named(folder):
 
 
 def test_a_reference_with_missing_weights_raises(folder):
-    name = changed(folder, lambda weights: weights.pop("lm_head.weight"))
+    name = change_weights(folder, lambda weights: weights.pop("lm_head.weight"))
     with raises_for("missing", "lm_head.weight"):
         load_reference(tiny_policy("llama"), name, "", precision=None)
 

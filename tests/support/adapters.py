@@ -3,8 +3,8 @@
 import torch
 
 
-def moved(policy, std=0.1):
-    """The policy after a change of everything that is trained."""
+def perturb(policy, std=0.1):
+    """Add noise to all trained parameters."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from litgrpo.types import TokenRows
 from tests.support.models import SIZES, prompt_batch
 
-TEXTS = ("a", "what is 3+4?", "hello", "nobody asks this")
+TEXTS = ("a", "what is 3+4?", "hello", "an unused prompt")
 
 
 SPECIAL = dict(vocab_size=259, pad_token_id=0, bos_token_id=1, eos_token_id=2)

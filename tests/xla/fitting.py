@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass
 class Seen:
-    """What a run did.
+    """Observations of a run.
 
     Args:
         rollouts: of each iteration.
@@ -123,15 +123,15 @@ def fit(
     command = ["fit", "-c", base, "-c", OVERLAYS[where], "-c", str(recipe), "--run_dir", str(run)]
     sys.argv = ["cli.py", *command, "--debug", *words]
     assert main() == 0
-    Watcher.seen.rows = rows_of(run)
+    Watcher.seen.rows = read_rows(run)
     shutil.rmtree(recipe.parent)
     if folder is None:
         shutil.rmtree(run.parent)
     return Watcher.seen
 
 
-def rows_of(run: Path) -> list[dict[str, float]]:
-    """The lines of metrics.csv that tell of iterations."""
+def read_rows(run: Path) -> list[dict[str, float]]:
+    """Read the rows of metrics.csv that belong to iterations."""
     with (run / "metrics.csv").open() as file:
         lines = list(csv.DictReader(file))
     kind = "optim/lr"

@@ -1,4 +1,4 @@
-"""What XLA's compiler says a backward pass needs on each device, and what `plan` counts for it.
+"""Compare the memory of a backward pass reported by XLA's compiler with that of `plan`.
 
 python -m tests.xla.memory, where torch_xla is installed: prints the table of docs/tpu.md.
 """
@@ -34,7 +34,7 @@ def config(vocabulary: int) -> Gemma2Config:
     )
 
 
-def counted(vocabulary: int, completion: int, chips: int) -> float:
+def estimate(vocabulary: int, completion: int, chips: int) -> float:
     """GiB of activations, head and gathered weights."""
     blueprint = Blueprint(config(vocabulary))
     work = Work((), LENGTH - completion, completion, ROWS, LENGTH)
@@ -44,7 +44,7 @@ def counted(vocabulary: int, completion: int, chips: int) -> float:
 
 
 def backward(vocabulary: int, completion: int, chips: int) -> None:
-    """One backward pass whose gradients lie as their weights, as one program."""
+    """Run one backward pass as one program, with gradients sharded like weights."""
     import numpy as np
     import torch_xla
     import torch_xla.distributed.spmd as xs
@@ -83,7 +83,7 @@ def backward(vocabulary: int, completion: int, chips: int) -> None:
     torch_xla.sync(wait=True)
 
 
-def reported(*case: int) -> float:
+def measure(*case: int) -> float:
     """GiB of the largest program of a new process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.xla.memory", *map(str, case)],
@@ -100,7 +100,7 @@ def main() -> None:
     print("| vocabulary | completion | devices | compiler | counted |")
     print("|---|---|---|---|---|")
     for case in CASES:
-        numbers = f"{reported(*case):.3f} | {counted(*case):.3f}"
+        numbers = f"{measure(*case):.3f} | {estimate(*case):.3f}"
         print(f"| {' | '.join(map(str, case))} | {numbers} |", flush=True)
 
 

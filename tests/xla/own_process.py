@@ -1,7 +1,7 @@
-"""Tests on torch_xla's processor back-end, each in a process of its own.
+"""Tests on torch_xla's CPU backend, each in a separate process.
 
-Devices, their number and SPMD belong to a process, so that no test may meet another one's. Where
-torch_xla is not installed the tests are skipped.
+Devices, their number and SPMD are properties of a process, so tests cannot share one. Without
+torch_xla the tests are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ installed = importlib.util.find_spec("torch_xla") is not None
 
 
 def own_process(**environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test in a new process with this environment besides the usual one.
+    """Run a test in a new process with these environment variables.
 
     Paths among the test's arguments become text; its output is shown when it fails.
     """

@@ -1,4 +1,4 @@
-"""Each lack of a machine is one sentence, told before a trainer is built; no network is asked."""
+"""Every missing requirement raises before a trainer is built, without network access."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import torch
 from jsonargparse import Namespace
 
 from litgrpo.xla import preflight
+from tests.support.raises import raises_for
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ["-c", "configs/quickstart.yaml", "-c", "configs/hardware/tpu.yaml"]
@@ -18,7 +19,7 @@ INSTALLED = preflight.find_spec("torch_xla") is not None
 
 
 def fake_torch_xla(folder: Path, version: str | None, *, libtpu: bool = False) -> Path:
-    """A package that cannot be imported, as that of a wrong pair."""
+    """Write a torch_xla that cannot be imported, like one of another torch version."""
     for name in ("torch_xla", *(["libtpu"] if libtpu else [])):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise ImportError('undefined symbol')\n")
@@ -29,8 +30,8 @@ def fake_torch_xla(folder: Path, version: str | None, *, libtpu: bool = False) -
     return folder
 
 
-def started(folder: Path):
-    """`cli.py fit` for a TPU in a process with another package folder in front."""
+def run_fit(folder: Path):
+    """Run `cli.py fit` for a TPU in a process that finds this package folder first."""
     paths = [str(ROOT / "src"), str(folder)]
     kept = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
     return subprocess.run(
@@ -44,8 +45,8 @@ def started(folder: Path):
     )
 
 
-def test_a_wrong_pair_is_told_by_the_program_in_one_line(tmp_path):
-    done = started(fake_torch_xla(tmp_path, "2.6.0"))
+def test_versions_that_do_not_fit_end_the_program_with_one_line(tmp_path):
+    done = run_fit(fake_torch_xla(tmp_path, "2.6.0"))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: torch {torch.__version__} and torch_xla 2.6.0 do not")
     assert done.stderr.count("\n") == 1
@@ -61,7 +62,7 @@ def spmd() -> Namespace:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Gives a machine a torch_xla, a library and chips."""
+    """Simulate a machine with torch_xla, libtpu and chips."""
 
     def make(version: str | None, *, chips: int = 0, libtpu: bool = True, **environment: str):
         packages, pci = tmp_path / "packages", tmp_path / "pci"
@@ -81,54 +82,54 @@ def machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(INSTALLED, reason="torch_xla is installed")
-def test_a_tpu_without_torch_xla_is_refused():
-    with pytest.raises(ValueError, match=r"torch_xla is not installed\. Install it in an env"):
+def test_a_tpu_without_torch_xla_raises():
+    with raises_for("torch_xla", "requirements-xla.txt"):
         preflight.check(tpu(), None)
 
 
-def test_a_torch_xla_without_version_is_refused(machine, monkeypatch):
+def test_a_torch_xla_without_version_raises(machine, monkeypatch):
     def unknown(name):
         raise preflight.PackageNotFoundError(name)
 
     monkeypatch.setattr(preflight, "version", unknown)
-    with pytest.raises(ValueError, match="has no version"):
+    with raises_for("torch_xla", "version"):
         preflight.check(tpu(), None, machine(None))
 
 
-def test_an_unset_pjrt_device_is_refused(machine):
-    with pytest.raises(ValueError, match="PJRT_DEVICE is not set: export PJRT_DEVICE=TPU"):
+def test_an_unset_pjrt_device_raises(machine):
+    with raises_for("PJRT_DEVICE is not set"):
         preflight.check(tpu(), None, machine(BELONGING))
 
 
-def test_the_cpu_is_no_tpu(machine):
+def test_the_cpu_client_raises_for_a_tpu(machine):
     pci = machine(BELONGING, PJRT_DEVICE="CPU")
-    with pytest.raises(ValueError, match="but PJRT_DEVICE is CPU"):
+    with raises_for("PJRT_DEVICE is CPU"):
         preflight.check(tpu(), None, pci)
 
 
-def test_a_machine_without_chip_is_refused(machine):
+def test_a_machine_without_chip_raises(machine):
     pci = machine(BELONGING, PJRT_DEVICE="TPU")
-    with pytest.raises(ValueError, match="this machine has no TPU chip"):
+    with raises_for("trainer.accelerator", "TPU chip"):
         preflight.check(tpu(), None, pci)
 
 
-def test_a_missing_library_is_named(machine):
+def test_a_missing_libtpu_raises(machine):
     pci = machine(BELONGING, chips=4, libtpu=False, PJRT_DEVICE="TPU")
-    with pytest.raises(ValueError, match="the TPU's library is missing"):
+    with raises_for("libtpu"):
         preflight.check(tpu(), None, pci)
 
 
-def test_rows_that_chips_cannot_share_are_refused(machine):
+def test_a_number_of_rows_that_chips_cannot_share_raises(machine):
     pci = machine(BELONGING, chips=8, PJRT_DEVICE="TPU")
-    with pytest.raises(ValueError, match=r"12 rows of a rollout .* evenly among 8 chips"):
+    with raises_for("data.batch_size x model.group_size", "12", "8"):
         preflight.check(spmd(), 12, pci)
 
 
-def test_a_machine_that_has_everything_passes(machine):
+def test_a_complete_machine_passes(machine):
     pci = machine(BELONGING, chips=8, PJRT_DEVICE="TPU")
     preflight.check(spmd(), 32, pci)
     preflight.check(tpu(), 12, pci)  # one chip needs no share
-    assert preflight.chips(pci) == 8
+    assert preflight.count_chips(pci) == 8
 
 
 def test_the_cpu_as_xla_device_needs_no_chip_and_shares_among_virtual_ones(machine):
@@ -136,11 +137,11 @@ def test_the_cpu_as_xla_device_needs_no_chip_and_shares_among_virtual_ones(machi
     accelerator = Namespace(class_path="litgrpo.xla.strategy.XLACPUAccelerator")
     trainer = Namespace(accelerator=accelerator, strategy=spmd().strategy)
     preflight.check(trainer, 8, pci)
-    with pytest.raises(ValueError, match=r"6 rows of a rollout .* among 4 chips"):
+    with raises_for("data.batch_size x model.group_size", "6", "4"):
         preflight.check(trainer, 6, pci)
 
 
-def test_elsewhere_nothing_is_asked_and_torch_xla_asks_no_network(machine, monkeypatch):
+def test_other_accelerators_pass_and_torch_xla_uses_no_network(machine, monkeypatch):
     pci = machine(BELONGING)
     preflight.check(tpu(accelerator="cpu"), 7, pci)
     assert "TPU_SKIP_MDS_QUERY" not in os.environ

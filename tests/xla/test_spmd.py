@@ -1,4 +1,4 @@
-"""One process on four virtual chips: everything large is divided, and the gradient is the same."""
+"""One process on four virtual chips shards everything large and computes equal gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ KINDS: dict[str, list[str]] = {"cache": [], "batch": [], "gradients": []}
 
 
 def spec_of(tensor) -> str:
-    """How a tensor lies on the chips; empty where nothing is said."""
+    """Return the sharding annotation of a tensor; empty if it has none."""
     import torch_xla
 
     return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))
 
 
 def piece_of(tensor) -> str:
-    """What one chip holds of a tensor that was computed."""
+    """Return the shape of one chip's shard of a computed tensor."""
     import torch_xla
 
     pieces = torch_xla._XLAC._get_local_shards([tensor])[0]
@@ -36,7 +36,7 @@ def note_caches_and_batches(monkey) -> None:
 
     compile_steps, rows_to = SpmdBackend.compile, SpmdBackend.rows_to
 
-    def watched(self, function, *, replay=False):
+    def compile_and_record(self, function, *, replay=False):
         compiled = compile_steps(self, function, replay=replay)
 
         def call(*arguments: Any):
@@ -46,13 +46,13 @@ def note_caches_and_batches(monkey) -> None:
 
         return call
 
-    def moved(self, tensor):
+    def move_and_record(self, tensor):
         found = rows_to(self, tensor)
         KINDS["batch"].append(spec_of(found))
         return found
 
-    monkey.setattr(SpmdBackend, "compile", watched)
-    monkey.setattr(SpmdBackend, "rows_to", moved)
+    monkey.setattr(SpmdBackend, "compile", compile_and_record)
+    monkey.setattr(SpmdBackend, "rows_to", move_and_record)
 
 
 def note_gradients(monkey) -> None:
@@ -84,11 +84,11 @@ def note_gradients(monkey) -> None:
 
 
 def shards(trainer, module) -> dict[str, list[str]]:
-    """How large parameters and what the optimizer keeps of them lie on the chips."""
+    """Return the shardings of large parameters and of their optimizer state."""
     (optimizer,) = trainer.optimizers
     large = [p for p in module.policy.parameters() if p.numel() >= 1024]
     kept = [optimizer.state[p][name] for p in large for name in ("exp_avg", "exp_avg_sq")]
-    return {"weights": list(map(spec_of, large)), "moments": list(map(spec_of, kept))}
+    return {"weights": list(map(spec_of, large)), "optimizer state": list(map(spec_of, kept))}
 
 
 @own_process(CPU_NUM_DEVICES="4")
@@ -110,7 +110,9 @@ def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
     (run / "checkpoints/iteration=000007.ckpt").unlink()
     before = str(run / "checkpoints/iteration=000006.ckpt")
     resumed = fit("xla", 7, SMALL, FOUR, folder=run, words=("--ckpt_path", before))
-    assert all(map(is_cut, resumed.at_end["moments"])), resumed.at_end["moments"][:4]
+    assert all(map(is_cut, resumed.at_end["optimizer state"])), resumed.at_end["optimizer state"][
+        :4
+    ]
     assert distance(whole, resumed.weights) == 0
 
     # Last, because torch-xla does not expect tensors of before in a process of several chips.

@@ -54,7 +54,7 @@ def assert_agree(plain, static):
 
 
 def count(metric: str) -> int:
-    """How often something happened so far."""
+    """Return the number of events of a torch-xla metric so far."""
     from torch_xla.debug import metrics
 
     found = metrics.metric_data(metric)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from litgrpo.distributed.device import threads
 from litgrpo.models.fused_decode import FusedDecoder, is_supported
 from litgrpo.models.kernels import linear as linears
-from litgrpo.models.kernels.packed_attention import PACKED, packed_attention
+from litgrpo.models.kernels.packed_attention import PACKED, attend_packed
 from litgrpo.models.kernels.selective_recompute import (
     RecomputedModules,
     find_recomputed_modules,
@@ -31,9 +31,9 @@ from litgrpo.models.shared_prefix import (
     SHARED_PREFIX,
     RowOffloader,
     SharedPrefixCache,
-    shared_prefix_attention,
+    attend_shared_prefix,
 )
-from litgrpo.models.static import STATIC, CausalStaticDecoder, static_attention
+from litgrpo.models.static import STATIC, CausalStaticDecoder, attend_static
 from litgrpo.models.transformers_compat import no_mask, use_attention
 from litgrpo.tensors import padding_mask, positions, predicting, softcapped, widened
 from litgrpo.types import TokenRows
@@ -49,9 +49,9 @@ class CausalPolicy(Policy):
 
     static_decoder_class = CausalStaticDecoder
     attention_functions = {  # noqa: RUF012
-        SHARED_PREFIX: (shared_prefix_attention, no_mask),
-        PACKED: (packed_attention, no_mask),
-        STATIC: (static_attention, None),
+        SHARED_PREFIX: (attend_shared_prefix, no_mask),
+        PACKED: (attend_packed, no_mask),
+        STATIC: (attend_static, None),
     }
     _decoder: FusedDecoder | None = None  # set within `decoding` if it supports the model
 
@@ -152,14 +152,14 @@ class CausalPolicy(Policy):
     def hidden(self, rows: TokenRows) -> Tensor:
         """Compute each prompt once if that saves tokens, else padded rows; see `Policy.hidden`."""
         if self.shares_prompts and sharing_pays(rows):
-            return self._packed_hidden(Packing.of_groups(rows))
+            return self._compute_packed(Packing.of_groups(rows))
         prompt_mask = rows.prompt_mask[rows.prompt_of]
         ids = torch.cat([rows.prompt_ids[rows.prompt_of], rows.completion_ids], 1)
         mask = torch.cat([prompt_mask, rows.completion_mask], 1)
         targets = torch.cat([torch.zeros_like(prompt_mask), rows.completion_mask], 1)
-        return predicting(self._row_hidden(ids, mask), targets)
+        return predicting(self._compute_rows(ids, mask), targets)
 
-    def _row_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _compute_rows(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Compute the last hidden states [M, T, E] of rows [M, T] padded on either side."""
         with self._recompute_context():
             output = self.bare_model.base_model(
@@ -240,7 +240,7 @@ class CausalPolicy(Policy):
         )
         return output.logits[:, prompt_ids.shape[1] - 1 :]
 
-    def _packed_hidden(self, packing: Packing) -> Tensor:
+    def _compute_packed(self, packing: Packing) -> Tensor:
         """Compute the hidden states [K, E] that predict the packed completion tokens."""
         model = self.bare_model
         with use_attention(model, PACKED), self._recompute_context():
@@ -255,5 +255,5 @@ class CausalPolicy(Policy):
     def target_hidden_states(self, ids: Tensor, mask: Tensor, target_mask: Tensor) -> Tensor:
         """Compute packed rows if that saves tokens; see `Policy.target_hidden_states`."""
         if self.shares_prompts and mask.numel() >= MIN_SAVING * int(mask.sum()):
-            return self._packed_hidden(Packing.of_rows(ids, mask, target_mask))
-        return predicting(self._row_hidden(ids, mask), target_mask)
+            return self._compute_packed(Packing.of_rows(ids, mask, target_mask))
+        return predicting(self._compute_rows(ids, mask), target_mask)

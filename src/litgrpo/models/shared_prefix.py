@@ -329,7 +329,7 @@ def _allocate(prompts: Tensor, rows: int, columns: int) -> Tensor:
     return prompts.new_empty(layers, rows, heads, columns, size)
 
 
-def shared_prefix_attention(
+def attend_shared_prefix(
     module: Any,
     query: Tensor,
     keys: Tensor,

@@ -292,7 +292,7 @@ class StaticSeq2SeqRows(EncoderDecoderCache):
         return output if module.is_causal else output.transpose(1, 2).flatten(0, 1)[:, :, None]
 
 
-def static_attention(
+def attend_static(
     module: Any,
     query: Tensor,
     keys: Tensor,

@@ -28,7 +28,7 @@ from litgrpo.models.static import (
     StaticPrompts,
     StaticSeq2SeqRows,
     StaticState,
-    static_attention,
+    attend_static,
 )
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import padding_mask
@@ -157,7 +157,7 @@ def _allocate(start: Tensor, prompt_of: Tensor, capacity: int) -> Tensor:
     return room
 
 
-def shared_encoder_attention(
+def attend_shared_encoder(
     module: Any,
     query: Tensor,
     keys: Tensor,
@@ -273,8 +273,8 @@ class Seq2SeqPolicy(Policy):
 
     static_decoder_class = Seq2SeqStaticDecoder
     attention_functions = {  # noqa: RUF012
-        SHARED_ENCODER: (shared_encoder_attention, sdpa_mask),
-        STATIC: (static_attention, None),
+        SHARED_ENCODER: (attend_shared_encoder, sdpa_mask),
+        STATIC: (attend_static, None),
     }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

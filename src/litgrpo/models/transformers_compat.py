@@ -99,8 +99,8 @@ def keep_attention_in_recompute(
 def supports_sdpa(model_class: type[PreTrainedModel]) -> bool:
     """Check if a model class can compute attention by torch's scaled_dot_product_attention.
 
-    `tools/plan` needs to know this before a model exists, and transformers tells it only by the
-    attention that a finished model uses.
+    `tools/plan` needs to know this before a model exists; the public way is to build the model and
+    read the attention that it selected.
     """
     return bool(require_private(model_class, "_supports_sdpa"))
 
@@ -111,7 +111,7 @@ def supports_sdpa(model_class: type[PreTrainedModel]) -> bool:
 def find_unsplit_modules(model: PreTrainedModel) -> list[str]:
     """Return the class names of a model's layers, e.g. `["LlamaDecoderLayer"]`.
 
-    FSDP wrappers (accelerate, TRL, torchtitan) read the same attribute; no public one exists.
+    FSDP wrappers (accelerate, TRL, torchtitan) read the same attribute; there is no public one.
     """
     return sorted(require_private(model, "_no_split_modules") or ())
 

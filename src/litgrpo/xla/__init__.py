@@ -1,1 +1,1 @@
-"""Everything of XLA: strategies, what a machine lacks, compilations."""
+"""XLA devices (TPU): Lightning strategies, requirement checks and the torch-xla backend."""

@@ -1,4 +1,4 @@
-"""XLA devices under torch-xla. Imported when the first such device is used."""
+"""Device backends of torch-xla; imported when the first XLA device is used."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch_xla.debug import metrics
 from litgrpo.distributed.device import Backend, Function
 from litgrpo.distributed.precision import matmul_precision
 
-# Shapes and settings that one function is compiled for at most: buckets, group sizes, samplings.
+# Maximum number of programs of one function: bucket widths, group sizes, sampling settings.
 MAX_GRAPHS = 64
-# Torch's words for the precision of float32 products, and torch-xla's.
+# {torch's name for the precision of float32 products: torch-xla's}
 MATMUL_PRECISION = {"highest": "highest", "high": "high", "medium": "default"}
-# Reads of single values, which torch-xla counts like an operator that the device does not have.
+# Reads of single values; torch-xla counts them like operators that fall back to the CPU.
 READ = "aten::_local_scalar_dense"
 
 
@@ -40,10 +40,10 @@ class XlaBackend(Backend):
     def prepare(self) -> None:
         """See `Backend.prepare`."""
         if "torch.xla" not in sys.modules:
-            # torch.utils.checkpoint asks for a module of this name before it does anything.
+            # torch.utils.checkpoint looks up a module of this name first.
             torch._register_device_module("xla", ModuleType("torch.xla"))
-        # Torch-xla would compute float32 products in bfloat16 on some chips; and it advises against
-        # setting the precision more than once.
+        # By default torch-xla computes float32 products in bfloat16 on some chips. Its docs advise
+        # against setting the precision more than once.
         wanted = MATMUL_PRECISION[matmul_precision()]
         if backends.get_mat_mul_precision() != wanted:
             backends.set_mat_mul_precision(wanted)
@@ -70,8 +70,8 @@ class XlaBackend(Backend):
         torch_xla.sync(wait=False)
 
     def compile(self, function: Function, *, replay: bool = False) -> Function:
-        """See `Backend.compile`; one graph for each set of shapes, the weights among its inputs."""
-        return _compiled(function)
+        """See `Backend.compile`; one graph per set of shapes, with the weights as inputs."""
+        return _compile(function)
 
     def optimization_barrier(self, hidden: Tensor) -> Tensor:
         """See `Backend.optimization_barrier`."""
@@ -86,8 +86,8 @@ class XlaBackend(Backend):
     def number_to(self, number: Tensor) -> Tensor:
         """See `Backend.number_to`.
 
-        Torch-xla keeps numbers by their value: one that happens to equal another would share its
-        place, and the program would be a new one. So it goes there as a vector of one element.
+        Torch-xla caches scalars by value: equal scalars share a buffer, which changes the program
+        and recompiles it. A vector of one element is not cached.
         """
         return number.view(1).to(self.device).view(())
 
@@ -95,7 +95,7 @@ class XlaBackend(Backend):
         """See `Backend.note_shapes`."""
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         known = self.shapes.setdefault(program, set())
-        # Where nobody reads them, the list must not grow for ever.
+        # Bounded, in case `new_shapes` is never called.
         if shapes not in known and len(self.unread_shapes) <= MAX_GRAPHS:
             known.add(shapes)
             self.unread_shapes.append(f"{program}: {shapes}")
@@ -109,19 +109,19 @@ class XlaBackend(Backend):
         """See `Backend.counters`."""
         missing = {name for name in metrics.counter_names() if name.startswith("aten::")} - {READ}
         return {
-            "compilations": _calls("CompileTime"),
-            "host_reads": _calls("TransferFromDeviceTime"),
+            "compilations": _count("CompileTime"),
+            "host_reads": _count("TransferFromDeviceTime"),
             "cpu_fallbacks": sum(int(metrics.counter_value(name) or 0) for name in missing),
         }
 
 
 class SpmdBackend(XlaBackend):
-    """Several chips that one process drives as one device; they share tensors by rows.
+    """Several chips driven by one process as one device; tensors of rows are sharded by rows.
 
     Args:
         device: the one device.
-        num_chips: behind it.
-        divide: marks a tensor of rows on the device as divided among them.
+        num_chips: number of chips of the device.
+        divide: marks a tensor of rows on the device as sharded.
     """
 
     def __init__(
@@ -137,16 +137,17 @@ class SpmdBackend(XlaBackend):
         return there
 
     def compile(self, function: Function, *, replay: bool = False) -> Function:
-        """A call becomes one program, whose results are divided by rows.
+        """Run every call as one program, whose results are sharded by rows.
 
-        Traced anew in every call: torch-xla 2.9 crashes where it compiles ahead for several chips.
+        The function is traced in every call: torch-xla 2.9 crashes if it is compiled ahead of time
+        for several chips.
         """
 
         def call(*arguments: Any) -> Any:
-            self.flush()  # so that nothing else becomes a part of this program
+            self.flush()  # ends the program before, so that this one contains only the call
             results = function(*arguments)
-            # The compiler divides what it computes as its inputs are, but zeros have no inputs.
-            # What was passed through is left alone: marking it again would fetch it to the host.
+            # The compiler shards results like their inputs, but zeros have no inputs. Returned
+            # arguments are skipped: marking them again would copy them to the host.
             given = set(map(id, tree_leaves(arguments)))
             for result in tree_leaves(results):
                 if isinstance(result, Tensor) and id(result) not in given:
@@ -159,18 +160,18 @@ class SpmdBackend(XlaBackend):
     def to_host(self, tensors: list[Tensor]) -> list[Tensor]:
         """See `Backend.to_host`.
 
-        Shard by shard: torch-xla would compile a program for each tensor to put it together.
+        Copies shard by shard: torch-xla would compile a gather program for each tensor.
         """
         tensors = [tensor.detach() for tensor in tensors]
         self.synchronize()
         shards = torch_xla._XLAC._get_local_shards(tensors)
         places = torch_xla._XLAC._get_local_shard_replica_and_indices(tensors)
-        return list(map(_put_together, tensors, shards, places))
+        return list(map(_assemble_shards, tensors, shards, places))
 
 
-def _put_together(tensor: Tensor, shards: list, places: list) -> Tensor:
-    """A tensor that is divided among chips, on the host."""
-    if shards[0][0].shape == tensor.shape:  # each chip holds all of it
+def _assemble_shards(tensor: Tensor, shards: list, places: list) -> Tensor:
+    """Return a sharded tensor on the host."""
+    if shards[0][0].shape == tensor.shape:  # replicated
         return shards[0][0]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (_, place) in zip(shards, places, strict=True):
@@ -179,14 +180,14 @@ def _put_together(tensor: Tensor, shards: list, places: list) -> Tensor:
 
 
 @cache
-def _compiled(function: Function) -> Function:
-    # Beyond its limit, 8, torch's compiler would refuse.
+def _compile(function: Function) -> Function:
+    # Torch's compiler raises beyond its limit, which is 8 by default.
     limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     torch._dynamo.config.recompile_limit = limit
     return torch.compile(function, backend="openxla", dynamic=False, fullgraph=True)
 
 
-def _calls(metric: str) -> int:
-    """How often something happened so far."""
+def _count(metric: str) -> int:
+    """Return the number of events of a torch-xla metric so far."""
     data = metrics.metric_data(metric)
     return 0 if data is None else int(data[0])

@@ -1,6 +1,6 @@
-"""XLA under Lightning: the CPU as an XLA device, and one process that drives many chips.
+"""XLA under Lightning: the CPU as an XLA device, SPMD sharding, and data parallelism.
 
-Nothing here imports torch_xla before one of the classes is used.
+torch_xla is imported only when one of the classes is used.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ AXIS = "fsdp"
 
 
 class XLACPUAccelerator(XLAAccelerator):
-    """The CPU through XLA: what a TPU compiles and runs, on a machine without one.
+    """The CPU through XLA: compiles and runs the same programs as a TPU.
 
     With CPU_NUM_DEVICES=4 in the environment the process has four virtual chips, for
-    `XLASPMDStrategy`; PJRT_DEVICE=CPU is set if nothing is.
+    `XLASPMDStrategy`. PJRT_DEVICE defaults to CPU.
     """
 
     def __init__(self) -> None:
-        """Choose torch-xla's CPU client before torch-xla chooses.
+        """Select torch-xla's CPU client before it is initialized.
 
         Raises:
-            ValueError: the environment asks for another one.
+            ValueError: PJRT_DEVICE selects another one.
         """
         chosen = os.environ.setdefault("PJRT_DEVICE", "CPU")
         if chosen.upper() != "CPU":
             raise ValueError(
                 f"XLACPUAccelerator computes on the CPU, but PJRT_DEVICE is {chosen!r}. Unset it "
-                "or set PJRT_DEVICE=CPU; for a TPU take configs/hardware/tpu.yaml."
+                "or set PJRT_DEVICE=CPU; for a TPU use configs/hardware/tpu.yaml."
             )
         for name, value in NO_TPU.items():
             os.environ.setdefault(name, value)
@@ -47,60 +47,59 @@ class XLACPUAccelerator(XLAAccelerator):
 
     @staticmethod
     def auto_device_count() -> int:  # type: ignore[override]
-        """Virtual chips of this process."""
+        """Return the number of virtual chips of this process."""
         return int(os.environ.get("CPU_NUM_DEVICES", "1"))
 
     @staticmethod
     def is_available() -> bool:  # type: ignore[override]
-        """Whether torch-xla has its CPU client; `__init__` sees to it."""
+        """Check that torch-xla uses its CPU client, which `__init__` selects."""
         return os.environ.get("PJRT_DEVICE", "").upper() == "CPU"
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
-        """One; several virtual chips belong to one process.
+        """Return 1; several virtual chips belong to one process.
 
         Raises:
-            ValueError: another number: XLA's CPU client has no collectives between processes.
+            ValueError: another number; XLA's CPU client has no collectives between processes.
         """
         if devices not in (1, "1", "auto", -1):
             raise ValueError(
                 f"trainer.devices is {devices!r}; on the CPU it must be 1. For several virtual "
-                "chips set CPU_NUM_DEVICES and take litgrpo.xla.strategy.XLASPMDStrategy."
+                "chips set CPU_NUM_DEVICES and use litgrpo.xla.strategy.XLASPMDStrategy."
             )
         return 1
 
     @staticmethod
     def get_parallel_devices(devices: int | list[int]) -> list[torch.device]:
-        """The one XLA device that Lightning sees."""
+        """Return the one XLA device that Lightning sees."""
         return [torch.device("xla", 0)]
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """The client reports no memory."""
+        """Return nothing; the CPU client reports no memory."""
         return {}
 
     @staticmethod
     def name() -> str:
-        """Another one than the TPU's."""
+        """Return a name that differs from the TPU's."""
         return "xla_cpu"
 
 
 class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
-    """One process drives all chips: weights, moments, batches and caches are divided among them.
+    """SPMD: one process drives all chips and shards weights, optimizer state, batches and caches.
 
-    Every large enough parameter is cut along one dimension into as many pieces as there are chips
-    (as fully sharded data parallelism does), what the optimizer keeps of it likewise, and tensors
-    of rows are cut by rows. To Lightning it is a single device: `trainer.devices` is 1, and so is
-    the number of processes. The compiler adds the communication, so results are those of one chip
-    up to the order of sums, and gradients are whole when they are clipped.
+    Every large parameter and its optimizer state are sharded along one dimension (as in fully
+    sharded data parallelism), tensors of rows by rows. Lightning sees a single device:
+    `trainer.devices` and the number of processes are 1. The compiler adds the communication, so
+    results equal those of one chip up to the order of sums.
 
     Args:
-        min_shard_size: parameters of fewer numbers are kept whole on every chip.
+        min_shard_size: parameters of fewer elements are replicated on every chip.
     """
 
     strategy_name = "xla_spmd"
 
     def __init__(self, min_shard_size: int = MIN_SHARD_SIZE, **kwargs: Any) -> None:
-        """Tell torch-xla before it makes its first tensor.
+        """Enable SPMD, which must happen before torch-xla's first tensor.
 
         Raises:
             ModuleNotFoundError: torch-xla is not installed.
@@ -125,29 +124,29 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
         install(SpmdBackend(self.root_device, self.num_chips, self.divide_rows))
 
     def divide(self, tensor: Tensor, cut: int | None) -> None:
-        """Mark a tensor on the device: cut along this dimension, or whole on every chip."""
+        """Mark a tensor as sharded along dimension `cut`, or as replicated if it is None."""
         import torch_xla.distributed.spmd as xs
 
         axes = (AXIS if dim == cut else None for dim in range(tensor.ndim))
         xs.mark_sharding(tensor, self.mesh, tuple(axes))
 
     def divide_weight(self, tensor: Tensor) -> None:
-        """Cut a parameter, or what belongs to one and has its shape, by `shard_dim`."""
+        """Shard a parameter, or its gradient or optimizer state, along `shard_dim`."""
         self.divide(tensor, shard_dim(tensor.shape, self.num_chips, self.min_shard_size))
 
     def divide_rows(self, tensor: Tensor) -> None:
-        """Cut a tensor of rows by rows, if that can be done evenly."""
+        """Shard a tensor of rows by rows, if its number is a multiple of the number of chips."""
         self.divide(tensor, shard_dim(tensor.shape[:1], self.num_chips, min_size=0))
 
     def model_to_device(self) -> None:
-        """Move the module and cut its parameters."""
+        """Move the module and shard its parameters."""
         super().model_to_device()
         assert self.model is not None
         for parameter in self.model.parameters():
             self.divide_weight(parameter)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Cut gradients as their parameters, before a program ends: else each chip holds all."""
+        """Shard gradients like parameters before the program ends, or each chip holds them all."""
         super().post_backward(closure_loss)
         assert self.model is not None
         for parameter in self.model.parameters():
@@ -155,7 +154,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
                 self.divide_weight(parameter.grad)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Cut what the optimizers keep of each parameter as the parameter is."""
+        """Shard the optimizer state like the parameters."""
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -164,7 +163,7 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
                         self.divide_weight(value)
 
     def teardown(self) -> None:
-        """Bring everything to the host by one wait; one by one, each tensor would be compiled."""
+        """Copy all tensors to the host in one step; separate copies would each be compiled."""
         assert self.model is not None
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         of_optimizers = [value for state in states for value in _tensors(state.values())]
@@ -173,32 +172,33 @@ class XLASPMDStrategy(SingleDeviceXLAStrategy, DividesWeights):
         near = dict(zip(far, to_host(list(far.values())), strict=True))
         for state in states:
             state.update({name: near.get(id(value), value) for name, value in state.items()})
+        # `Module.to` would copy tensor by tensor; `_apply` replaces them by the copies above.
         self.model._apply(lambda tensor: near.get(id(tensor), tensor))
         super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Not by name: recipes give the class path."""
+        """Register nothing; configs give the class path."""
 
 
 class XLADataParallelStrategy(XLAStrategy):
-    """Lightning's `strategy: xla`, one process per chip, without its wrapper around data loaders.
+    """Lightning's `strategy: xla` (one process per chip) without its wrapper around data loaders.
 
-    That wrapper would hide the loader's position in the data from checkpoints, and the number of
-    the epoch from the loader. Batches are moved like on any other device.
+    The wrapper hides the loader's state from checkpoints and the epoch number from the loader.
+    Batches are moved to the device as on any other.
     """
 
     def setup_distributed(self) -> None:
-        """Note the rank where messages look for it: torch-xla's launcher does not."""
+        """Set RANK, which litgrpo's messages read and torch-xla's launcher does not set."""
         super().setup_distributed()
         os.environ["RANK"] = str(self.global_rank)
 
     def process_dataloader(self, dataloader: object) -> Any:
-        """The loader itself."""
+        """Return the loader unchanged."""
         return dataloader
 
     def reduce(self, output: Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Also the largest of all processes."""
+        """Reduce as the base class, or by the maximum over processes."""
         if reduce_op != "max":
             return super().reduce(output, group, reduce_op)
         import torch_xla.core.xla_model as xm

@@ -75,7 +75,7 @@ def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, 
 @needs_onednn
 @pytest.mark.parametrize("fused", [True, False])
 def test_weights_that_a_processor_cannot_pack_stay_plain(monkeypatch, fused):
-    def refused(weight, rows, real=torch.ops.mkldnn._reorder_linear_weight):
+    def pack(weight, rows, real=torch.ops.mkldnn._reorder_linear_weight):
         if weight.dtype == torch.bfloat16:
             raise RuntimeError("bf16 path needs the cpu support")
         return real(weight, rows)
@@ -87,7 +87,7 @@ def test_weights_that_a_processor_cannot_pack_stay_plain(monkeypatch, fused):
             return policy.step(torch.arange(3, 5), state)
 
     policy, ids = tiny_policy("qwen2"), torch.arange(3, 9)[None]
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refused)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", pack)
     linears.can_pack_dtype.cache_clear()
     assert linears.can_pack_dtype(torch.float32)
     assert not linears.can_pack_dtype(torch.bfloat16)
@@ -102,11 +102,11 @@ def test_learning_takes_whole_tiles_of_rows_and_fewer_are_plain(monkeypatch):
     linears.set_kernels(model, BOTH)
     seen, real = set(), linears.onednn_linear
 
-    def watched(x, weight, *bias):
+    def record(x, weight, *bias):
         seen.add((x.shape[-2], x.shape[-1]))
         return real(x, weight, *bias)
 
-    monkeypatch.setattr(linears, "onednn_linear", watched)
+    monkeypatch.setattr(linears, "onednn_linear", record)
     for rows in (1, 127, 128, 129, 171):
         model(x.flatten(0, 1)[:rows].requires_grad_()).sum().backward()
     assert {number for shape in seen for number in shape} == {96, 128, 160, 256}

@@ -38,7 +38,7 @@ PACKED = "litgrpo_packed_shared_prefix"
 # --- entry point and public operators ---
 
 
-def packed_attention(
+def attend_packed(
     module: Any,
     query: Tensor,
     keys: Tensor,
@@ -75,11 +75,11 @@ def packed_attention(
     if sliding_window is not None and packing.longest <= sliding_window:
         sliding_window = None
     if softcap is None and sliding_window is None and has_flash_kernel_for(query):
-        return flash_attention_packed(q, k, v, packing, scaling)[None], None
-    return _grid_attention(q, k, v, packing, scaling, sliding_window, softcap)[None], None
+        return attend_packed_flash(q, k, v, packing, scaling)[None], None
+    return _attend_grid(q, k, v, packing, scaling, sliding_window, softcap)[None], None
 
 
-def _grid_attention(
+def _attend_grid(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -97,7 +97,7 @@ def _grid_attention(
     prompt_len = torch.bincount(packing.prefixes.places // length, minlength=number)
     column = torch.arange(length, device=query.device)
     visible = within(column[:, None] - column, window)[None, None]
-    attended = _masked_attention(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
+    attended = _attend_masked(prompts, prompt_keys, prompt_values, visible, scaling, softcap)
     output = output.index_copy(
         0, packing.prefixes.tokens, packing.prefixes.from_grid(attended.transpose(1, 2))
     )
@@ -110,7 +110,7 @@ def _grid_attention(
         # Prompts are padded on the right in this grid, so columns beyond the prompt are hidden.
         of_prompt = (column < prompt) & within(prompt + step - column, window)
         of_row = within(step - step.T, window).expand(len(prompt), -1, -1)
-        attended = _masked_attention(
+        attended = _attend_masked(
             own,
             torch.cat([prompt_keys.index_select(0, bucket.prompts), own_keys], 2),
             torch.cat([prompt_values.index_select(0, bucket.prompts), own_values], 2),
@@ -122,7 +122,7 @@ def _grid_attention(
     return output
 
 
-def _masked_attention(
+def _attend_masked(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -155,7 +155,7 @@ def has_flash_kernel_for(query: Tensor) -> bool:
     return query.device.type == "cpu" and _kernel_works()
 
 
-def flash_attention_packed(
+def attend_packed_flash(
     query: Tensor, keys: Tensor, values: Tensor, packing: Packing, scaling: float
 ) -> Tensor:
     """Compute attention of every token to its prompt and its row's earlier tokens.
@@ -175,7 +175,7 @@ def flash_attention_packed(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Forward and backward pass of `flash_attention_packed`."""
+    """Forward and backward pass of `attend_packed_flash`."""
 
     @staticmethod
     def forward(

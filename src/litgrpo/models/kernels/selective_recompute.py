@@ -192,12 +192,12 @@ def _norm(norm: Any, gemma: bool, saved: _SavedTensors | None, x: Tensor) -> Ten
     y, scale = _Norm.apply(x, norm.weight, eps, gemma, dtype)
     if saved is not None:
         kept = x.detach(), norm.weight.detach(), scale
-        saved.register(y, lambda: _scaled(*kept, gemma, dtype))
+        saved.register(y, lambda: _apply_scale(*kept, gemma, dtype))
     out: Tensor = y
     return out
 
 
-def _scaled(
+def _apply_scale(
     x: Tensor, weight: Tensor, scale: Tensor, gemma: bool, dtype: torch.dtype | None
 ) -> Tensor:
     """Multiply by scale and weight, rounded as in transformers, then to `dtype` if given."""
@@ -217,7 +217,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, scale)
         ctx.gemma = gemma
         ctx.mark_non_differentiable(scale)
-        return _scaled(x, weight, scale, gemma, dtype), scale
+        return _apply_scale(x, weight, scale, gemma, dtype), scale
 
     @staticmethod
     @once_differentiable
@@ -243,12 +243,12 @@ def _mlp(mlp: Any, saved: _SavedTensors, x: Tensor) -> Tensor:
     gate, up, act = mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn
     product = _Gated.apply(gate, up, act)
     kept = gate.detach(), up.detach()
-    saved.register(product, lambda: _gated(*kept, act))
+    saved.register(product, lambda: _multiply_gate(*kept, act))
     out: Tensor = mlp.down_proj(product)
     return out
 
 
-def _gated(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+def _multiply_gate(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
     return act(gate).mul_(up)
 
 
@@ -259,7 +259,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.act = act
-        return _gated(gate, up, act)
+        return _multiply_gate(gate, up, act)
 
     @staticmethod
     @once_differentiable
