@@ -309,8 +309,8 @@ HEAD = """# Models
 Model types that can be trained, and their code paths. Made by `python -m tests.models.table`: every
 causal language model and every T5-like one of transformers {version} is built in a small size with
 random weights, saved, loaded, checked by the start-up checks and trained for one iteration.
-{trains} of {all} train. Columns 1 to 7 are errors of [the checks](design.md#invariants): nats, or the
-relative norm of a difference; 5 and 6 count rows.
+{trains} of {all} train. Columns 1 to 7 are errors of [the checks](design.md#invariants): nats, or
+the relative norm of a difference; 5 and 6 count rows.
 
 | path | meaning |
 |---|---|
@@ -322,8 +322,8 @@ relative norm of a difference; 5 and 6 count rows.
 
 The path is selected when the model is loaded. Types in `models/architectures.py` use the first. All
 others are probed: a few tokens are decoded and compared with plain forward passes, and the first
-path that agrees is used and logged. If none agrees, loading raises an error. So every path is exact.
-Of a multimodal model (Gemma 3 from 4B, Llama 4, Qwen 3.5) only the text part is loaded and exported.
+path that agrees is used and logged. If none agrees, loading raises. So every path is exact. Of a
+multimodal model (Gemma 3 from 4B, Llama 4, Qwen 3.5) only the text part is loaded and exported.
 
 "Not supported" is an error at the start of a run. "Not built small" and "not tried" do not concern
 pretrained models of that type: its config could not be shrunk here, or is slow even if small.
