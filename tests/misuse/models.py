@@ -122,9 +122,7 @@ PROBES = [
         ("2 tokens beyond the model's embedding", "resize_token_embeddings"),
         before=lambda folder: saved(folder, tokens=("<think>", "</think>")) and None,
     ),
-    Probe(
-        "a model that sees later tokens", MINE, ("cannot be trained here",), before=bidirectional
-    ),
+    Probe("a model that sees later tokens", MINE, ("later tokens",), before=bidirectional),
     Probe(
         "beyond learned positions",
         f"{MINE} --model.max_completion_length 60",

@@ -132,7 +132,7 @@ PROBES = [
     Probe(
         "an overwrite whose model cannot be loaded",
         f"{QUICK} --overwrite true --model.pretrained ./nowhere",
-        ("nowhere", "is no model folder"),
+        ("nowhere", "config.json"),
         before=trained,
         after=untouched,
     ),

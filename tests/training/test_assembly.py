@@ -61,7 +61,7 @@ def test_what_a_compiling_device_cannot_compute_is_refused(compiles):
     with pytest.raises(ValueError, match=r"MicroBatchTokenMean, .* Take TokenMean\."):
         check_device(static, Objective(loss_aggregation=MicroBatchTokenMean()), CPU)
     both = Precision(disable_dropout=False, gradient_checkpointing=True)
-    with pytest.raises(ValueError, match=r"dropout and precision\.gradient_checkpointing are both"):
+    with pytest.raises(ValueError, match=r"disable_dropout.*precision\.gradient_checkpointing"):
         check_device(replace(static, precision=both), Objective(), CPU)
 
 
@@ -158,5 +158,5 @@ def test_a_reference_of_another_shape_cannot_follow():
     follows = Controllers(reference=ReferenceSync())
     grpo = module(objective=Objective(kl_coef=0.1), controllers=follows, reference="another")
     grpo.reference = FrozenReference(tiny_policy("llama", hidden_size=64))
-    with pytest.raises(ValueError, match="not the same names and shapes"):
+    with pytest.raises(ValueError, match=r"controllers\.reference"):
         grpo.configure_model()

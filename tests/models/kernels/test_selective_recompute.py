@@ -5,7 +5,7 @@ import torch
 
 from litgrpo.models.kernels.selective_recompute import (
     _Gated,
-    _gated,
+    _multiply_gate,
     _Norm,
     find_recomputed_modules,
     recompute_in_backward,
@@ -136,7 +136,7 @@ def test_the_products_derivative_is_that_of_differences(variant):
     torch.manual_seed(0)
     gate, up = torch.randn(2, 3, 4, dtype=torch.double)
     tensors = gate.requires_grad_(), up.requires_grad_()
-    assert torch.equal(_Gated.apply(*tensors, act), _gated(*map(torch.clone, tensors), act))
+    assert torch.equal(_Gated.apply(*tensors, act), _multiply_gate(*map(torch.clone, tensors), act))
     assert torch.autograd.gradcheck(lambda g, u: _Gated.apply(g, u, act), tensors)
 
 
