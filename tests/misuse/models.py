@@ -85,36 +85,36 @@ except ValueError as error:
 PROBES = [
     Probe(
         "a model in Python without a tokenizer",
-        says=("without a tokenizer: give pretrained=(model, tokenizer)",),
+        says=("pretrained=(model, tokenizer)",),
         code=0,
         script=AT_HAND,
     ),
     Probe(
         "a weight is missing",
         MINE,
-        ("lacks model.embed_tokens.weight",),
+        ("missing model.embed_tokens.weight",),
         before=without_embedding,
         after=nothing_written,
         quick=True,
     ),
     Probe("a truncated weight file", MINE, ("damaged or incomplete",), before=truncated),
-    Probe("a GGUF file in the folder", MINE, ("small.gguf is in GGUF format",), before=gguf),
+    Probe("a GGUF file in the folder", MINE, ("small.gguf", "pretrained"), before=gguf),
     Probe(
         "a GGUF file as the model",
         f"{QUICK} --model.pretrained ./a.gguf",
-        ("a.gguf' is no GGUF file: it does not begin with GGUF",),
+        ("a.gguf' is not a GGUF file",),
         files={"a.gguf": "<html>"},
     ),
     Probe(
         "another file as the model",
         f"{QUICK} --model.pretrained ./a.bin",
-        ("is a file, and no GGUF file by its name. Give a .gguf file",),
+        ("without the ending .gguf",),
         files={"a.bin": "GGUF"},
     ),
     Probe(
         "a package that is not installed",
         f"{QUICK} --model.pretrained package:no_such_package/a.gguf",
-        ("there is no package 'no_such_package'", "pip install --no-deps no-such-package"),
+        ("no_such_package", "pip install --no-deps no-such-package"),
     ),
     Probe(
         "tokens without an embedding",
@@ -141,7 +141,7 @@ PROBES = [
     Probe(
         "beyond rotary positions",
         MINE,
-        ("llama was made for 16", "usually noise"),
+        ("llama was trained for 16", "usually noise"),
         code=0,
         before=lambda folder: saved(folder, max_position_embeddings=16) and None,
     ),
@@ -149,7 +149,7 @@ PROBES = [
     Probe(
         "no adapter to start from",
         f"{QUICK} --model.lora.adapter_path ./nowhere",
-        ("no adapter folder",),
+        ("lora.adapter_path",),
     ),
     Probe(
         "layers that do not exist",
@@ -159,7 +159,7 @@ PROBES = [
     Probe(
         "four bits without an adapter",
         f"{QUICK} --model.precision.quantization nf4",
-        ("cannot be trained themselves", "--model.lora.rank"),
+        ("precision.quantization", "--model.lora.rank"),
     ),
     Probe(
         "lower products of lower weights",

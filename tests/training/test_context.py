@@ -27,7 +27,5 @@ def test_pairs_beyond_learned_positions_are_refused():
     sft = SFT("")
     sft.policy = tiny_policy("gpt2", n_positions=64)
     sft.tokenizer = sft.policy.tokenizer
-    with pytest.raises(
-        ValueError, match=r"data has 71 tokens: .*set data\.max_length to at most 64"
-    ):
+    with pytest.raises(ValueError, match=r"71.*data\.max_length to at most 64"):
         train(sft, PairData(rows, batch_size=2))
