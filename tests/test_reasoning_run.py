@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.callbacks.completions import first_groups
+from litgrpo.callbacks.completions import format_first_groups
 from litgrpo.callbacks.run_folder import saved_config
 from litgrpo.models.loading import load_tokenizer
 from litgrpo.rewards.reward import Reward
@@ -149,7 +149,7 @@ def test_advantages_of_a_group_have_mean_zero():
 def test_the_first_groups_are_told_with_rewards_and_advantages():
     total = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     table = RewardTable({"a": total}, {"a": 1.0}, total, torch.ones_like(total, dtype=torch.bool))
-    said = first_groups(table, total - total.mean(1, keepdim=True), 3).splitlines()
+    said = format_first_groups(table, total - total.mean(1, keepdim=True), 3).splitlines()
     assert said == [
         "group 0: rewards      1.00   0.00",
         "         advantages   0.50  -0.50",

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from litgrpo.callbacks.run_numbers import RunNumbers
+from litgrpo.callbacks.iteration_metrics import IterationMetrics
 from litgrpo.tools.doctor.callback import Doctor
 from litgrpo.training.grpo import GRPO
 
@@ -37,7 +37,7 @@ def main() -> None:
 
     for kind, names in {
         GRPO: ["training_step"],
-        RunNumbers: ["on_train_batch_end"],
+        IterationMetrics: ["on_train_batch_end"],
         Doctor: ["on_train_batch_start", "on_train_batch_end"],
     }.items():
         for name in names:

@@ -102,7 +102,7 @@ def of_run(folder: Path) -> list[list[str]]:
         " to ".join(f"{each.tone:.2f}" for each in sampled),
         f"{summary['seconds']:.0f}",
     ]
-    texts = [summary[when]["fluency"] for when in ("before", "after")]
+    texts = [summary[when]["text_quality"] for when in ("before", "after")]
     cost = [" to ".join(f"{each[name]:.2f}" for each in texts) for name in FLUENCY]
     return [learned, cost]
 

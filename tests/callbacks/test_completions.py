@@ -1,12 +1,24 @@
 import json
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from litgrpo.callbacks.completions import Completions, cell, cells, markdown_table, sample_rows
-from tests.callbacks.fitting import fit
+from litgrpo.callbacks.completions import (
+    Completions,
+    completion_rows,
+    completion_table,
+    episode_row,
+    episode_table,
+    format_episode,
+    log_tables,
+)
+from litgrpo.callbacks.formatting import escape_cell
+from tests.support.episodes import SAID, rows_of_episodes
+from tests.support.fitting import fit
 from tests.support.standin import StandIn, prompts, rewards_of, rollout_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -14,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_a_row_says_everything_about_a_completion():
+def test_a_row_describes_a_completion():
     rollout = rollout_of(prompts("A", "B"))
     rewards = rewards_of(rollout)
-    rows = sample_rows(7, rollout, rewards, rewards.total - 0.5)
+    rows = completion_rows(7, rollout, rewards, rewards.total - 0.5)
     assert rows[3] == {
         "iteration": 7,
         "prompt": "B",
@@ -42,15 +54,24 @@ def test_a_row_says_everything_about_a_completion():
         ("1 & 2", "1 &amp; 2"),
     ],
 )
-def test_text_shows_in_a_markdown_cell_as_it_is(text, shown):
-    assert cell(text) == shown
+def test_a_markdown_cell_shows_text_literally(text, shown):
+    assert escape_cell(text) == shown
+
+
+def logged_markdown(name, table):
+    """Lines of a table in TensorBoard."""
+    texts = {}
+    board = SimpleNamespace(add_text=lambda name, text, step: texts.update({name: text}))
+    logger = Mock(spec=TensorBoardLogger, experiment=board)
+    log_tables(SimpleNamespace(loggers=[logger]), {name: table}, 1)
+    return texts[name].splitlines()
 
 
 def test_the_table_has_one_line_per_completion():
     rollout = rollout_of(prompts("1|1"))
     unknown = torch.full((1, 2), torch.nan)
-    rows = sample_rows(1, rollout, rewards_of(rollout), unknown)
-    assert markdown_table(cells(rows)).splitlines() == [
+    rows = completion_rows(1, rollout, rewards_of(rollout), unknown)
+    assert logged_markdown("completions", completion_table(rows)) == [
         "| prompt | completion | correct | format | reward | advantage |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 1&#124;1 | &lt;answer&gt;0&lt;/answer&gt; | 1 |  | 1 |  |",
@@ -58,7 +79,7 @@ def test_the_table_has_one_line_per_completion():
     ]
 
 
-def test_tensorboard_gets_a_table_and_histograms_at_the_right_iterations(tmp_path):
+def test_tensorboard_gets_a_table_and_histograms_at_due_iterations(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="", version="", default_hp_metric=False)
     fit(tmp_path, Completions(every_n_iterations=2), module=StandIn(5), logger=logger)
     events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
@@ -84,13 +105,13 @@ def test_the_first_iteration_prints_the_first_groups(tmp_path, capsys):
     assert lines == ["group 0: rewards      1.00   0.00"]
 
 
-def test_zero_switches_it_off(tmp_path, capsys):
+def test_an_interval_of_zero_disables_it(tmp_path, capsys):
     fit(tmp_path, Completions(every_n_iterations=0), module=StandIn(2))
     assert not (tmp_path / "samples").exists()
     assert "group 0" not in capsys.readouterr().out
 
 
-def test_a_module_that_samples_nothing_is_left_alone(tmp_path):
+def test_a_module_without_rollouts_writes_nothing(tmp_path):
     class Supervised(StandIn):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
@@ -98,3 +119,47 @@ def test_a_module_that_samples_nothing_is_left_alone(tmp_path):
 
     fit(tmp_path, Completions(1), module=Supervised(2))
     assert not (tmp_path / "samples").exists()
+
+
+def test_a_row_of_an_episode_has_generated_turns_and_observations():
+    one, other = rows_of_episodes()
+    assert one["messages"] == SAID
+    assert one["turn_rewards"] == [0.0, 1.0]
+    assert one["calls"] == {"multiply": [1, 0]}
+    assert (other["turn_rewards"], other["failed"], other["observation_tokens_cut"]) == (
+        [None],
+        "timed out",
+        7,
+    )
+
+
+def test_a_row_of_a_single_turn_has_no_entries_of_episodes():
+    rollout = rollout_of(prompts("A"))
+    assert episode_row(rollout, 0) == {}
+    shown = format_episode({"prompt": "A", "completion": "b\nc"})
+    assert shown.splitlines() == ["prompt     | A", "policy     | b", "           | c"]
+
+
+def test_an_episode_is_formatted_turn_by_turn():
+    one, other = (format_episode(row).splitlines() for row in rows_of_episodes())
+    assert one == [
+        "prompt     | 2*3=?",
+        "policy 1   | <call>2*3</call>   (reward 0)",
+        "tool multiply | 6 | *six*",
+        "policy 2   | 6   (reward 1)",
+        "reward:      1  (correct 1, format none)",
+        "advantage:   0.5",
+        "calls:       multiply 1 (0 failed)",
+    ]
+    assert other[1].endswith("(reward none)")
+    assert other[-2:] == ["failed:      timed out", "cut off:     7 observation tokens"]
+
+
+def test_a_table_of_episodes_shows_every_message():
+    shown = logged_markdown("episodes", episode_table(rows_of_episodes()))
+    assert shown[0] == "| episode | role | text | turn reward | reward | advantage |"
+    assert shown[2] == "| 0 | prompt | 2&#42;3=? |  | 1 | 0.5 |"
+    assert shown[4] == "| 0 | tool multiply | 6 &#124; &#42;six&#42; |  |  |  |"
+    assert shown[6].startswith("| 1 | prompt")
+    assert len(shown) == 2 + 4 + 2
+    assert completion_table(rows_of_episodes())[0][:2] == ["prompt", "completion"]

@@ -2,11 +2,18 @@ import json
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
-from litgrpo.callbacks.evaluation_files import EvaluationFiles, each_once, prompt_rows
+from litgrpo.callbacks.evaluation_files import (
+    EvaluationFiles,
+    Predictions,
+    format_prediction,
+    prompt_rows,
+    unique_prompts,
+)
 from litgrpo.evaluation.evaluator import Evaluated
-from tests.callbacks.fitting import fit
-from tests.support.standin import StandIn, prompts, rewards_of, rollout_of
+from tests.support.fitting import QUIET, fit
+from tests.support.standin import StandIn, StandInData, prompts, rewards_of, rollout_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
@@ -22,7 +29,7 @@ def answered(*texts: str, name: str = "", cut: bool = False) -> dict:
     return vars(Evaluated(rollout, rewards, right, greedy, judged, likely, name))
 
 
-def test_every_prompt_of_an_evaluation_is_a_line_with_all_its_completions(tmp_path):
+def test_an_evaluation_file_has_one_line_per_prompt_with_all_completions(tmp_path):
     fit(tmp_path, EvaluationFiles(), module=StandIn(2))
     folder = tmp_path / "evaluation"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -30,7 +37,7 @@ def test_every_prompt_of_an_evaluation_is_a_line_with_all_its_completions(tmp_pa
         "iteration-000002.jsonl",
     ]
     lines = (folder / "iteration-000002.jsonl").read_text().splitlines()
-    # The stand-in numbers the prompts of each batch from 0, so two of four are another's.
+    # The stand-in numbers the prompts of each batch from 0, so two of four have equal numbers.
     first = json.loads(lines[0])
     assert (len(lines), first["prompt"], first["index"]) == (2, "A", 0)
     assert (first["reward"], first["right"], first["greedy"]) == (0.5, 0.5, None)
@@ -40,7 +47,7 @@ def test_every_prompt_of_an_evaluation_is_a_line_with_all_its_completions(tmp_pa
     assert first["columns"] == {"answer": "0"}
 
 
-def test_a_completion_that_was_cut_off_is_marked_and_the_set_is_named():
+def test_a_truncated_completion_is_marked_and_the_set_is_named():
     row, other = prompt_rows(answered("A", "B", name="hard", cut=True))
     assert row["set"] == "hard"
     assert row["samples"][1]["completion"] == "<answer>1</answer> [cut]"
@@ -48,22 +55,63 @@ def test_a_completion_that_was_cut_off_is_marked_and_the_set_is_named():
     assert other["index"] == 1
 
 
-def test_prompts_of_all_processes_stand_in_order_and_once():
+def test_prompts_of_all_ranks_are_sorted_and_unique():
     rows = [{"index": 2, "a": 1}, {"index": 0, "a": 2}, {"index": 2, "a": 3}]
-    assert each_once(rows) == [{"index": 0, "a": 2}, {"index": 2, "a": 1}]
+    assert unique_prompts(rows) == [{"index": 0, "a": 2}, {"index": 2, "a": 1}]
     named = [{"set": "b", "index": 0}, {"set": "a", "index": 1}]
-    assert [row["set"] for row in each_once(named)] == ["a", "b"]
+    assert [row["set"] for row in unique_prompts(named)] == ["a", "b"]
 
 
-def test_they_can_be_switched_off(tmp_path):
+def test_evaluation_files_can_be_disabled(tmp_path):
     fit(tmp_path, EvaluationFiles(enabled=False), module=StandIn(1))
     assert not (tmp_path / "evaluation").exists()
 
 
-def test_a_reward_that_nobody_gave_is_null():
+def test_a_missing_reward_is_null():
     given = answered("A")
     given["rewards"].valid[:] = False
     given["rewards"].parts["correct"][:] = torch.nan
     (row,) = prompt_rows(given)
     assert row["reward"] is None
     assert row["samples"][0]["rewards"]["correct"] is None
+
+
+def predict(folder, callback):
+    settings = QUIET | dict(enable_checkpointing=False, accelerator="cpu")
+    trainer = Trainer(default_root_dir=folder, callbacks=[callback], **settings)
+    trainer.predict(StandIn(), StandInData(["x", "y", "z"]), return_predictions=False)
+
+
+def test_every_prediction_is_printed_and_written(tmp_path, capsys):
+    predict(tmp_path, Predictions())
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    # Batches of two: x and y, then z.
+    assert [(row["prompt"], row["answer"]) for row in written] == [
+        ("x", "0"),
+        ("y", "1"),
+        ("z", "0"),
+    ]
+    assert "prompt:    y\nanswer:    1\n" in capsys.readouterr().out
+
+
+def test_predictions_replace_an_earlier_file_at_any_path(tmp_path):
+    path = tmp_path / "out" / "p.jsonl"
+    for _ in range(2):
+        predict(tmp_path, Predictions(str(path), show=False))
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_without_an_answer_the_whole_completion_is_shown():
+    row = dict(prompt="q", completion="hm", reasoning="hm", answer=None)
+    assert format_prediction(row) == "prompt:    q\ncompletion: hm\n"
+
+
+def test_a_predicted_episode_is_shown_turn_by_turn():
+    messages = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "<low>"}]
+    row = {"prompt": "q", "completion": "7", "reasoning": "", "answer": "7", "messages": messages}
+    shown = format_prediction(
+        row | {"turn_rewards": [0.5], "calls": {"guess": [1, 0]}, "failed": ""}
+    )
+    assert "policy 1   | 7   (reward 0.5)\nuser       | <low>\n" in shown
+    assert shown.endswith("guess 1 (0 failed)\n")

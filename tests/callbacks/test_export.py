@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.callbacks.export import Export, HFCheckpoints
-from litgrpo.callbacks.run_folder import checkpoint_file
+from litgrpo.callbacks.run_folder import resolve_checkpoint
 from litgrpo.models.loading import LoRA, build_policy
-from tests.callbacks.fitting import fit
+from tests.support.fitting import fit
 from tests.support.models import byte_tokenizer, tiny_model
 from tests.support.standin import StandIn
 
@@ -57,7 +57,7 @@ def test_folders_along_the_way_hold_model_tokenizer_and_training_state(tmp_path)
     text = AutoTokenizer.from_pretrained(folder)("a")
     assert text.input_ids == module.policy.tokenizer("a").input_ids
 
-    resumed = fit(tmp_path / "more", module=StandIn(6), resume=checkpoint_file(str(folder)))
+    resumed = fit(tmp_path / "more", module=StandIn(6), resume=resolve_checkpoint(str(folder)))
     assert resumed.iteration == 6
 
 
@@ -86,4 +86,4 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_last is 0"):
         HFCheckpoints(keep_last=0)
     with pytest.raises(FileNotFoundError, match=r"training_state\.ckpt"):
-        checkpoint_file(str(tmp_path))
+        resolve_checkpoint(str(tmp_path))

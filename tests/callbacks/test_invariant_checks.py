@@ -32,7 +32,7 @@ def measured(monkeypatch):
     return asked
 
 
-def test_a_statement_that_fails_ends_the_fit_before_the_first_iteration(monkeypatch):
+def test_a_failed_check_raises_before_the_first_iteration(monkeypatch):
     monkeypatch.setattr(invariant_checks, "measured", lambda *_: [FAILS])
     grpo = module()
     with pytest.raises(ValueError, match="6 groups are contiguous"):
@@ -40,14 +40,14 @@ def test_a_statement_that_fails_ends_the_fit_before_the_first_iteration(monkeypa
     assert grpo.iteration == 0
 
 
-def test_a_module_brings_the_checks_unless_it_is_told_not_to(measured):
+def test_a_module_adds_the_checks_unless_disabled(measured):
     callback = module().configure_callbacks()[0]
     assert isinstance(callback, InvariantChecks)
     train(module(check_invariants=False), batches("a", "b"))
     assert not measured
 
 
-def test_random_numbers_are_drawn_as_if_nothing_was_measured(measured):
+def test_checks_do_not_change_random_numbers(measured):
     class Draws(Callback):
         def on_train_start(self, *_):
             drawn.append((float(torch.rand(())), random.random()))
@@ -67,7 +67,7 @@ def test_a_resumed_run_has_no_fresh_reference(measured, tmp_path):
     assert not any(conditions.dropout for conditions in measured)
 
 
-def test_a_device_that_compiles_is_spared(measured, monkeypatch):
+def test_a_device_that_compiles_every_shape_skips_the_checks(measured, monkeypatch):
     compiles = SimpleNamespace(static_shapes=True)
     monkeypatch.setattr(invariant_checks, "backend", lambda device: compiles)
     train(module(), batches("a", "b"))
@@ -75,13 +75,16 @@ def test_a_device_that_compiles_is_spared(measured, monkeypatch):
 
 
 class Source:
-    """A trainer, as far as the first batch asks it."""
+    """A trainer whose `fit` was given a loader."""
+
+    datamodule = None
 
     def __init__(self, loader):
-        self.fit_loop = SimpleNamespace(_data_source=SimpleNamespace(dataloader=lambda: loader))
+        self.train_dataloader = loader
+        self.fit_loop = SimpleNamespace(setup_data=lambda: None)
 
 
-def test_looking_at_the_first_batch_does_not_move_the_order_of_the_data():
+def test_reading_the_first_batch_does_not_change_the_order_of_the_data():
     def shuffled():
         generator = torch.Generator().manual_seed(3)
         return DataLoader(range(100), batch_size=4, shuffle=True, generator=generator)
@@ -92,7 +95,7 @@ def test_looking_at_the_first_batch_does_not_move_the_order_of_the_data():
     assert first.tolist() == next(iter(shuffled())).tolist()
 
 
-def test_no_data_have_no_first_batch():
+def test_an_empty_loader_has_no_first_batch():
     assert first_batch(Source([])) is None
 
 

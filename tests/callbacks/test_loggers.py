@@ -1,20 +1,27 @@
+import copy
+import sqlite3
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from jsonargparse import Namespace
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
+from litgrpo.callbacks import loggers
 from litgrpo.callbacks.loggers import (
-    Board,
     Hyperparameters,
+    MetricsCSV,
+    SafeLogger,
+    TensorBoard,
+    Trackio,
     hyperparameters,
     name_runs,
-    with_allowed_names,
 )
 from litgrpo.callbacks.summary import Summary
-from tests.callbacks.fitting import fit
+from tests.support.fitting import fit
 from tests.support.standin import StandIn
 
 CONFIG = """
@@ -63,8 +70,8 @@ def test_every_logger_gets_the_recipe_and_what_changed(tmp_path):
     assert numbers == {"summary/avg@2/before": 0.25, "summary/avg@2/after": 0.75}
 
 
-def test_the_board_has_a_first_page_definitions_and_hyperparameters(tmp_path):
-    board = Board(str(tmp_path))
+def test_tensorboard_has_an_overview_definitions_and_hyperparameters(tmp_path):
+    board = TensorBoard(str(tmp_path))
     board.log_metrics({"val/avg@4": 0.25}, 0)
     board.log_hyperparams(hyperparameters(CONFIG))
     board.log_metrics({"reward/mean": 0.5, "mine": 1.0}, 1)
@@ -75,7 +82,7 @@ def test_the_board_has_a_first_page_definitions_and_hyperparameters(tmp_path):
     events.Reload()
     about = events.AllSummaryMetadata()["."]
     assert about["reward/mean"].summary_description.startswith("Mean total reward of the batch")
-    assert about["Overview/val/avg@4"].summary_description.startswith("Share of right")
+    assert about["Overview/val/avg@4"].summary_description.startswith("Fraction of correct")
     assert about["mine"].summary_description == ""
     assert [event.step for event in events.Tensors(".", "reward/mean")] == [1, 2]
     assert [event.step for event in events.Tensors(".", "Overview/reward/mean")] == [1, 2]
@@ -105,10 +112,10 @@ def test_mlflow_gets_names_that_it_allows():
     class MLFlowLogger(Remembering):
         pass
 
-    logger = with_allowed_names(MLFlowLogger())
+    logger = SafeLogger(MLFlowLogger())
     logger.log_metrics({"val/avg@4_low": 1.0}, 0)
     assert logger.numbers == {"val/avg_at_4_low": 1.0}
-    other = with_allowed_names(Remembering())
+    other = SafeLogger(Remembering())
     other.log_metrics({"val/avg@4": 1.0}, 0)
     assert other.numbers == {"val/avg@4": 1.0}
 
@@ -127,3 +134,100 @@ def test_wandb_takes_it_offline(tmp_path, monkeypatch):
     assert run.summary["summary/avg@2/after"] == 0.1
     run.finish()
     assert "wandb" in sys.modules
+
+
+def test_a_new_name_adds_a_column_and_a_new_logger_goes_on_in_the_same_file(tmp_path):
+    first = MetricsCSV(tmp_path)
+    first.log_metrics({"b": 1.0, "a": 2.0}, step=1)
+    first.log_metrics({"a": 3.0}, step=2)
+    resumed = MetricsCSV(tmp_path)
+    resumed.log_metrics({"a": 4.0, "c": 5.0}, step=3)
+    written = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert written == ["step,a,b,c", "1,2.0,1.0,", "2,3.0,,", "3,4.0,,5.0"]
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_lightnings_own_logger_still_deletes_what_it_resumes(tmp_path):
+    # If this fails, MetricsCSV can go.
+    for step in (1, 2):
+        logger = CSVLogger(tmp_path, name="", version="")
+        logger.log_metrics({"a": 1.0}, step=step)
+        logger.save()
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["a,step", "1.0,2"]
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
+@pytest.mark.filterwarnings("ignore")  # of the package's own threads and sockets
+def test_trackio_gets_numbers_settings_and_goes_on(tmp_path, monkeypatch):
+    import trackio.sqlite_storage as storage
+    import trackio.utils
+
+    for module in (storage, trackio.utils):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path)
+    for first in (0, 2):
+        logger = Trackio(project="mine", name="run")
+        logger.log_hyperparams({"model.group_size": 8})
+        for step in (first, first + 1):
+            logger.log_metrics({"val/avg@4": 0.25, "reward/mean": step / 10}, step)
+        logger.finalize("success")
+    logs = storage.SQLiteStorage.get_logs("mine", "run")
+    assert [row["step"] for row in logs] == [0, 1, 2, 3]
+    assert [row["reward/mean"] for row in logs] == [0.0, 0.1, 0.2, 0.3]
+    (database,) = tmp_path.glob("*.db")
+    with sqlite3.connect(database) as connection:
+        ((settings,),) = connection.execute("select config from configs").fetchall()
+    assert b"model.group_size" in bytes(settings)
+
+
+def test_nothing_begins_before_the_first_number(monkeypatch):
+    monkeypatch.setattr("litgrpo.callbacks.loggers.find_spec", lambda _: True)
+    logger = Trackio(name="run")
+    logger.log_hyperparams({"a": 1})
+    logger.finalize("success")
+    assert (logger.name, logger.version, logger.settings) == ("litgrpo", "run", {"a": 1})
+
+
+def test_a_missing_package_is_said(monkeypatch):
+    monkeypatch.setattr("litgrpo.callbacks.loggers.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="pip install 'litgrpo"):
+        Trackio()
+
+
+class Broken(Logger):
+    """Fails from its second call on."""
+
+    name = version = "broken"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def log_hyperparams(self, *args, **kwargs) -> None:
+        """Does nothing."""
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_logger_that_fails_warns_once_and_training_continues(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "_warned", set())
+    logger = Broken()
+    with pytest.warns(UserWarning, match="logger Broken.*No space left") as warned:
+        module = fit(tmp_path, module=StandIn(4), logger=SafeLogger(logger))
+    assert module.iteration == 4
+    assert logger.calls > 3
+    assert len([each for each in warned if "Broken" in str(each.message)]) == 1
+
+
+def test_a_safe_logger_is_seen_as_the_logger_that_it_forwards_to(tmp_path):
+    inner = MetricsCSV(tmp_path)
+    logger = SafeLogger(inner)
+    assert isinstance(logger, MetricsCSV)
+    assert not isinstance(logger, Broken)
+    assert logger.path == inner.path
+    assert copy.copy(logger).path == inner.path
+    assert loggers.loggers_of(SimpleNamespace(loggers=[logger]), MetricsCSV) == [logger]
+    trainer = Trainer(logger=logger, default_root_dir=tmp_path, accelerator="cpu")
+    assert trainer.log_dir == str(tmp_path)

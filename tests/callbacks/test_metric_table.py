@@ -6,7 +6,15 @@ from lightning.pytorch.loggers import Logger
 
 from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
-from litgrpo.callbacks.metric_table import METRICS, definition, entry, page
+from litgrpo.callbacks.metric_table import (
+    METRICS,
+    PLACEHOLDER,
+    TRL,
+    VERL,
+    definition,
+    find_entry,
+    page,
+)
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
@@ -103,22 +111,32 @@ def of_sft(folder) -> set[str]:
     )
 
 
-def test_whatever_is_logged_is_in_the_table_and_whatever_is_in_the_table_is_logged(tmp_path):
+def test_logged_metrics_are_those_of_the_table(tmp_path):
     seen = of_grpo(tmp_path / "grpo") | of_sft(tmp_path / "sft")
     assert not [name for name in seen if not definition(name)]
-    assert METRICS.keys() - {entry(name) for name in seen} == ELSEWHERE | OF_EPISODES
+    assert METRICS.keys() - {find_entry(name) for name in seen} == ELSEWHERE | OF_EPISODES
 
 
 def test_the_page_shows_the_table():
     assert page() in PAGE.read_text()
 
 
-def test_a_number_has_the_most_exact_of_the_definitions_that_fit():
-    assert entry("reward/mean") == "reward/mean"
-    assert entry("reward/format") == "reward/<part>"
-    assert entry("reward/format_std") == "reward/<part>_std"
-    assert entry("reward/cosine_a_b") == "reward/cosine_<part>_<part>"
-    assert entry("val/hard/avg@16_high") == "val/<set>/avg@<k>"
-    assert entry("test/start_kl") == "val/<set>/start_kl"
-    assert entry("val/loss") == "val/<set>/loss"
+def test_the_most_specific_definition_is_chosen():
+    assert find_entry("reward/mean") == "reward/mean"
+    assert find_entry("reward/format") == "reward/<part>"
+    assert find_entry("reward/format_std") == "reward/<part>_std"
+    assert find_entry("reward/cosine_a_b") == "reward/cosine_<part>_<part>"
+    assert find_entry("val/hard/avg@16_high") == "val/<set>/avg@<k>"
+    assert find_entry("test/start_kl") == "val/<set>/start_kl"
+    assert find_entry("val/loss") == "val/<set>/loss"
     assert definition("loss") == ""
+
+
+def test_every_metric_has_a_unit():
+    assert all(metric.unit for metric in METRICS.values())
+
+
+@pytest.mark.parametrize(("kind", "table"), [("trl", TRL), ("verl", VERL)])
+def test_no_two_metrics_have_the_same_name_in_another_trainer(kind, table):
+    names = [getattr(metric, kind) for metric in METRICS.values()]
+    assert len(table) == 1 + len([name for name in names if name and PLACEHOLDER not in name])

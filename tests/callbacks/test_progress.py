@@ -1,9 +1,10 @@
+import json
 import re
 
 import pytest
 
-from litgrpo.callbacks.progress import Progress, headlines, short
-from tests.callbacks.fitting import fit
+from litgrpo.callbacks.progress import Progress, Stopwatch, clock, format_metrics, main_metrics
+from tests.support.fitting import fit
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
@@ -11,30 +12,39 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_kl_is_shown_only_where_there_is_a_reference():
+def test_only_logged_metrics_are_shown():
     logged = {"reward/mean": 0.5, "completion/len_mean": 12.0, "optim/lr": 1e-3}
-    assert short(logged) == {"reward": "0.500", "len": "12.0"}
-    assert short(logged | {"policy/kl": 0.01}) == {"reward": "0.500", "kl": "0.010", "len": "12.0"}
+    assert format_metrics(logged) == {"reward": "0.500", "len": "12.0"}
+    assert format_metrics(logged | {"policy/kl": 0.01}) == {
+        "reward": "0.500",
+        "kl": "0.010",
+        "len": "12.0",
+    }
 
 
 def test_at_most_four_names_are_shown():
     logged = {"reward/mean": 1.0, "sft/loss": 1.0, "policy/kl": 1.0, "completion/len_mean": 1.0}
-    assert list(short(logged | {"perf/tokens_per_s": 1.0})) == ["reward", "loss", "kl", "len"]
+    assert list(format_metrics(logged | {"perf/tokens_per_s": 1.0})) == [
+        "reward",
+        "loss",
+        "kl",
+        "len",
+    ]
 
 
-def test_each_set_of_prompts_has_its_numbers_in_the_line():
+def test_each_validation_set_has_its_metrics_in_the_line():
     names = ["avg@2", "greedy", "correct", "format", "len_mean"]
     numbers = dict.fromkeys(names, 0.5)
-    one = [line.split()[0] for line in headlines(numbers)]
+    one = [line.split()[0] for line in main_metrics(numbers)]
     assert one == names[:4]
-    two = headlines({f"{name}/{key}": 0.5 for name in ("easy", "hard") for key in names})
+    two = main_metrics({f"{name}/{key}": 0.5 for name in ("easy", "hard") for key in names})
     assert [line.split()[0] for line in two] == [
         "easy/avg@2",
         "easy/greedy",
         "hard/avg@2",
         "hard/greedy",
     ]
-    six = headlines({f"{name}/{key}": 0.5 for name in "abcdef" for key in names})
+    six = main_metrics({f"{name}/{key}": 0.5 for name in "abcdef" for key in names})
     assert [line.split()[0] for line in six] == [f"{name}/avg@2" for name in "abcdef"]
 
 
@@ -66,3 +76,24 @@ def test_without_a_terminal_there_are_a_few_plain_lines(tmp_path, capsys):
 def test_lines_are_rare_by_default(tmp_path, capsys):
     fit(tmp_path, Progress(), module=StandIn(3), enable_progress_bar=True)
     assert "1/3" not in capsys.readouterr().out
+
+
+def test_events_are_written_in_order_with_both_clocks(tmp_path):
+    watch = Stopwatch(str(tmp_path / "events.jsonl"))
+    watch.on_validation_start(None, None)
+    watch.on_validation_end(None, None)
+    watch.on_train_batch_start(None)
+    watch.on_train_batch_end(None)
+    watch.on_train_end(None, None)
+    noted = [json.loads(line) for line in watch.file.read_text().splitlines()]
+    assert [each["event"] for each in noted] == [
+        *("validation", "end of validation", "iteration", "end of iteration", "end of training")
+    ]
+    assert [each["wall"] for each in noted] == sorted(each["wall"] for each in noted)
+
+
+def test_processor_time_grows_with_work():
+    before = clock()["cpu"]
+    while clock()["cpu"] < before + 0.02:
+        sum(range(10_000))
+    assert clock()["wall"] > 0

@@ -1,44 +1,42 @@
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 
 from litgrpo.callbacks.run_folder import (
     HEADER,
-    checkpoint_file,
-    delete,
-    mark,
-    refuse_if_taken,
+    LOCK,
+    check_is_free,
+    claim_folder,
+    delete_files,
+    find_run_files,
+    lock_run_folder,
+    resolve_checkpoint,
     write_config,
-    written,
 )
+from tests.support.raises import raises_for
 
 
-def refusal(folder, **kwargs) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the sentence is compared)
-        refuse_if_taken(folder, **kwargs)
-    return str(error.value)
-
-
-def test_a_folder_with_results_is_refused_with_the_three_ways_out(tmp_path):
-    refuse_if_taken(tmp_path / "new")
+def test_a_folder_with_results_is_rejected_with_three_remedies(tmp_path):
+    check_is_free(tmp_path / "new")
     write_config(tmp_path, "")  # all that is left of a run that failed before it began
-    refuse_if_taken(tmp_path)
+    check_is_free(tmp_path)
     (tmp_path / "metrics.csv").touch()
-    assert refusal(tmp_path) == (
-        f"{tmp_path} already holds a run (metrics.csv): continue it with --ckpt_path last, choose "
-        "another folder with --run_dir, or replace it with --overwrite true."
-    )
-    refuse_if_taken(tmp_path, overwrite=True)
+    with raises_for("metrics.csv", "--ckpt_path", "--run_dir", "--overwrite"):
+        check_is_free(tmp_path)
+    check_is_free(tmp_path, overwrite=True)
 
 
-def test_a_folder_that_only_looks_like_a_run_is_never_emptied(tmp_path):
+def test_a_folder_that_litgrpo_did_not_write_is_never_emptied(tmp_path):
     (tmp_path / "samples").mkdir()
-    sentence = (
-        f"{tmp_path} holds samples, which no run of this program wrote: choose another folder with "
-        "--run_dir."
-    )
-    assert refusal(tmp_path) == refusal(tmp_path, overwrite=True) == sentence
+    for overwrite in (False, True):
+        with raises_for("samples", "--run_dir"):
+            check_is_free(tmp_path, overwrite=overwrite)
 
 
-def test_only_what_a_run_wrote_is_deleted(tmp_path):
+def test_only_files_of_a_run_are_deleted(tmp_path):
     for name in (
         "checkpoints/last.ckpt",
         "samples/a.jsonl",
@@ -49,11 +47,11 @@ def test_only_what_a_run_wrote_is_deleted(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / "notes.txt").write_text("mine")
     write_config(tmp_path, "")
-    mark(tmp_path, "model: {}\n")  # not yet: there are results
+    claim_folder(tmp_path, "model: {}\n")  # not yet: there are results
     assert (tmp_path / "config.yaml").read_text() == HEADER
-    delete([*written(tmp_path), tmp_path / "gone"])
+    delete_files([*find_run_files(tmp_path), tmp_path / "gone"])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    mark(tmp_path, "model: {}\n")
+    claim_folder(tmp_path, "model: {}\n")
     assert (tmp_path / "config.yaml").read_text() == HEADER + "model: {}\n"
 
 
@@ -61,14 +59,14 @@ def test_a_checkpoint_is_found_by_word_file_or_folder(tmp_path):
     last = tmp_path / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
     last.touch()
-    assert checkpoint_file("last", tmp_path) == last
-    assert checkpoint_file(str(tmp_path)) == last
-    assert checkpoint_file(str(last)) == last
-    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint .*best\.ckpt: leave "):
-        checkpoint_file("best", tmp_path)
+    assert resolve_checkpoint("last", tmp_path) == last
+    assert resolve_checkpoint(str(tmp_path)) == last
+    assert resolve_checkpoint(str(last)) == last
+    with raises_for("ckpt_path", "best.ckpt", error=FileNotFoundError):
+        resolve_checkpoint("best", tmp_path)
 
 
-def test_the_command_line_that_started_a_run_is_noted(tmp_path, monkeypatch):
+def test_the_command_line_is_a_comment_of_the_configuration(tmp_path, monkeypatch):
     words = ["fit", "-c", "my recipe.yaml", "--data.prompts", "two\nlines"]
     monkeypatch.setattr("sys.argv", ["cli.py", *words])
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python", "cli.py", *words])
@@ -80,7 +78,71 @@ def test_the_command_line_that_started_a_run_is_noted(tmp_path, monkeypatch):
     assert lines[2] == "model: null"
 
 
-def test_without_a_command_line_nothing_is_noted(tmp_path, monkeypatch):
+def test_without_a_command_line_there_is_no_comment(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pytest"])
     write_config(tmp_path, "model: null\n")
     assert (tmp_path / "config.yaml").read_text().splitlines()[1:] == ["model: null"]
+
+
+def test_a_second_training_is_rejected_and_leaves_the_folder_unchanged(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with lock_run_folder(tmp_path):
+        with (
+            raises_for("another training"),
+            lock_run_folder(tmp_path),
+        ):
+            raise AssertionError
+        with (
+            raises_for("another training"),
+            lock_run_folder(tmp_path, patience_s=0.1),
+        ):
+            raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with lock_run_folder(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+def test_a_new_folder_without_files_is_removed(tmp_path):
+    with lock_run_folder(tmp_path / "runs" / "new"):
+        pass
+    assert not (tmp_path / "runs" / "new").exists()
+    with lock_run_folder(tmp_path / "kept"):
+        (tmp_path / "kept" / "file").touch()
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def holding_child(folder, forks: bool) -> int:
+    """A process that holds the folder until it is killed; a fork of it outlives it."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        with lock_run_folder(folder):
+            if forks and os.fork() == 0:
+                time.sleep(20)
+                os._exit(0)
+            os.write(writing, b"!")
+            time.sleep(20)
+        os._exit(0)
+    os.read(reading, 1)
+    return child
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_process_does_not_block_the_next_and_neither_do_its_forks(tmp_path, forks):
+    child = holding_child(tmp_path, forks)
+    with raises_for("another training"), lock_run_folder(tmp_path):
+        raise AssertionError
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / LOCK).exists()  # what it left
+    with lock_run_folder(tmp_path):
+        pass
+
+
+def test_a_folder_that_is_not_writable_is_rejected(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        with (
+            raises_for("run_dir"),
+            lock_run_folder(folder),
+        ):
+            raise AssertionError

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from litgrpo.callbacks.summary import Summary, samples_page, table
+from litgrpo.callbacks.summary import Summary, format_samples, format_table
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from tests.callbacks.fitting import fit
+from tests.support.fitting import fit
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
@@ -22,18 +22,18 @@ def test_the_file_holds_before_and_after_with_exactly_these_fields(tmp_path):
     names = ["before", "after", "change", "seconds", "seed", "versions", "samples"]
     assert list(written) == names
     rewards = {"correct": 0.5, "format": 1.0}
-    rest = dict(n=4, reward=dict(mean=None, low=None, high=None), rewards=rewards, fluency={})
+    rest = dict(n=4, reward=dict(mean=None, low=None, high=None), rewards=rewards, text_quality={})
     before = dict(avg_at_k=0.25, low=0.15, high=0.35, greedy=0.25, **rest)
     after = dict(avg_at_k=0.75, low=0.65, high=0.85, greedy=0.75, **rest)
     assert written["before"] == before
     assert written["after"] == after
     assert list(written["versions"]) == ["python", "litgrpo", "torch", "lightning", "transformers"]
     sample = {"prompt": "A", "completion": "<answer>0</answer>"}
-    sample["rewards"] = {"correct": 1.0, "format": None}  # nobody judged its format
+    sample["rewards"] = {"correct": 1.0, "format": None}  # no format reward
     assert written["samples"] == {"before": [sample], "after": [sample]}
 
 
-def test_the_terminal_shows_a_table_and_what_to_type_next(tmp_path, capsys):
+def test_the_terminal_shows_a_table_and_the_next_commands(tmp_path, capsys):
     fit(tmp_path, Summary(num_samples=1), module=StandIn(2, scores=[0.25, 0.75]))
     shown = capsys.readouterr().out
     assert "2 iterations, " in shown
@@ -62,7 +62,7 @@ def test_a_finished_run_that_is_resumed_evaluates_all_prompts_again(tmp_path):
     assert summary(tmp_path)["after"]["n"] == 4
 
 
-def test_after_is_measured_also_when_no_validation_was_due(tmp_path):
+def test_after_is_evaluated_also_if_no_validation_was_due(tmp_path):
     # One epoch is two iterations; Lightning validates at the end only if someone sets should_stop.
     module = StandIn(None, scores=[0.25, 0.75])
     fit(tmp_path, Summary(), module=module, max_epochs=1)
@@ -70,7 +70,7 @@ def test_after_is_measured_also_when_no_validation_was_due(tmp_path):
     assert summary(tmp_path)["after"]["avg_at_k"] == 0.75
 
 
-def test_the_validation_at_max_iterations_is_lightnings_own(tmp_path):
+def test_lightning_validates_at_max_iterations(tmp_path):
     # Trainer.should_stop makes Lightning validate; if it did not, Summary would, later.
     module = fit(tmp_path, module=StandIn(2))
     assert module.evaluations == 2
@@ -82,10 +82,10 @@ def test_without_a_validation_before_only_after_is_shown(tmp_path):
     assert summary(tmp_path)["after"]["avg_at_k"] == 0.75
 
 
-def test_columns_line_up():
+def test_columns_are_aligned():
     before = dict(report={"loss": 12.5, "accuracy": 0.5}, n=0)
     after = dict(report={"loss": 1.5, "accuracy": 0.75}, n=0)
-    assert table({"before": before, "after": after}).splitlines() == [
+    assert format_table({"before": before, "after": after}).splitlines() == [
         "held-out data",
         "          before  after",
         "-----------------------",
@@ -94,10 +94,10 @@ def test_columns_line_up():
     ]
 
 
-def test_samples_stand_under_each_other():
+def test_samples_before_and_after_are_grouped_by_prompt():
     before, after = [[dict(prompt="1+1=", completion=said)] for said in "32"]
-    assert samples_page(before, after) == "prompt: 1+1=\nbefore: 3\nafter:  2"
-    assert samples_page([], after) == "prompt: 1+1=\nafter:  2"
+    assert format_samples(before, after) == "prompt: 1+1=\nbefore: 3\nafter:  2"
+    assert format_samples([], after) == "prompt: 1+1=\nafter:  2"
     played = after[0] | {"messages": [{"role": "assistant", "content": "5"}], "turn_rewards": [1.0]}
-    page = samples_page(before, [played])
+    page = format_samples(before, [played])
     assert page.endswith("\n\nafter:\nprompt     | 1+1=\npolicy 1   | 5   (reward 1)"), page

@@ -1,7 +1,7 @@
-"""What a checkpoint's state costs to ask for: `python -m tests.checkpointing.cost`.
+"""Time of reading the state of a checkpoint: `python -m tests.checkpointing.cost`.
 
 Runs the quickstart for some iterations, with TensorBoard and CSV and without loggers, and prints
-medians: of the whole state, which is asked for when a file is written, and of the snapshot that
+medians: of the whole state, which is read when a file is written, and of the snapshot that
 every iteration takes, so that a dropped iteration can be undone.
 """
 
@@ -20,7 +20,7 @@ from litgrpo.cli.main import main as program
 
 MEASURES: dict[str, Callable[[Any], Any]] = {
     "whole state": lambda trainer: trainer._checkpoint_connector.dump_checkpoint(False),
-    "snapshot": Boundary.of,
+    "snapshot": Boundary.capture,
 }
 
 
@@ -39,7 +39,7 @@ class Timed(Callback):
     def on_train_end(self, trainer, pl_module) -> None:
         for name, took in self.took_ms.items():
             largest = max(took)
-            print(f"MEDIAN {name}: {statistics.median(took):.3f} ms, at most {largest:.3f} ms")
+            print(f"MEDIAN {name}: {statistics.median(took):.3f} ms, maximum {largest:.3f} ms")
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ import torch
 
 from litgrpo.callbacks.run_folder import RunFolder, saved_config
 from litgrpo.checkpointing import io as checkpoint_io
-from litgrpo.checkpointing.callback import IterationCheckpoint, best_of, goodness
-from tests.callbacks.fitting import fit
+from litgrpo.checkpointing.callback import IterationCheckpoint, best_iterations, score_report
+from tests.support.fitting import fit
+from tests.support.raises import raises_for
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
@@ -38,19 +39,18 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert (tmp_path / "checkpoints/last.ckpt").readlink() == Path("iteration=000008.ckpt")
 
 
-def test_of_a_loss_the_smallest_is_best(tmp_path):
+def test_the_smallest_loss_is_best(tmp_path):
     checkpoint = IterationCheckpoint()
-    assert goodness({"loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [-2.0]
-    assert goodness({"avg@4": 0.0, "reward": 0.7}, None, None) == [0.0, 0.7]
+    assert score_report({"loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [-2.0]
+    assert score_report({"avg@4": 0.0, "reward": 0.7}, None, None) == [0.0, 0.7]
     sets = {"easy/avg@4": 0.5, "easy/reward": 0.75, "hard/avg@4": 0.25, "hard/reward": 0.25}
-    assert goodness(sets, None, None) == [0.375, 0.5]
-    assert goodness(sets, "hard/reward", None) == [0.25]
-    assert goodness({"avg@4": 0.5, "loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [0.5]
+    assert score_report(sets, None, None) == [0.375, 0.5]
+    assert score_report(sets, "hard/reward", None) == [0.25]
+    assert score_report({"avg@4": 0.5, "loss": 2.0}, checkpoint.monitor, checkpoint.mode) == [0.5]
 
 
 def test_an_unknown_monitor_is_named(tmp_path):
-    message = r"checkpoint.monitor is 'acc'; the evaluation has \['avg@2', 'avg@2_low', "
-    with pytest.raises(ValueError, match=message):
+    with raises_for("checkpoint.monitor", "acc", "avg@2"):
         fit(tmp_path, IterationCheckpoint(monitor="acc"))
 
 
@@ -63,14 +63,14 @@ class FailsToSave(StandIn):
 
 
 def test_a_failed_save_leaves_the_older_checkpoint(tmp_path):
-    with pytest.raises(TypeError, match="a checkpoint cannot hold a function"):
+    with pytest.raises(TypeError, match="function"):
         fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=FailsToSave(6))
     kept = [name for name in names(tmp_path) if not name.startswith(".")]
     assert kept == ["iteration=000002.ckpt", "last.ckpt"]
     assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["iteration"] == 2
 
 
-def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path):
+def test_incomplete_files_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/.iteration=000002.ckpt.tmp").write_text("half")
     fit(tmp_path, IterationCheckpoint(0, keep_best=0), module=StandIn(1))
@@ -121,7 +121,7 @@ class Signalled(StandIn):
 @pytest.mark.parametrize(
     ("during", "saved", "evaluations"), [("rollout", 1, 3), ("update", 2, 3), ("validation", 2, 3)]
 )
-def test_asked_to_stop_a_run_drops_an_iteration_or_finishes_it(
+def test_a_signal_drops_or_finishes_the_iteration(
     tmp_path, during, saved, evaluations, signum, code
 ):
     with pytest.raises(SystemExit) as stop:
@@ -141,7 +141,7 @@ def test_asked_to_stop_a_run_drops_an_iteration_or_finishes_it(
     assert (module.iteration, module.evaluations) == (6, evaluations)
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
+def test_a_second_signal_exits_at_once(tmp_path):
     if (child := os.fork()) == 0:
         fit(tmp_path, IterationCheckpoint(50), module=Signalled("update", times=2))
         os._exit(0)
@@ -149,22 +149,22 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert not (tmp_path / "checkpoints/last.ckpt").exists()
 
 
-def test_a_run_goes_on_in_the_background_while_a_file_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_a_file_is_written(tmp_path, monkeypatch):
     done = []
     release = threading.Event()
-    inner = checkpoint_io.write
+    inner = checkpoint_io.write_file
 
     def slow(checkpoint, path):
         release.wait(30)
         inner(checkpoint, path)
 
-    monkeypatch.setattr(checkpoint_io, "write", slow)
+    monkeypatch.setattr(checkpoint_io, "write_file", slow)
 
     class Watched(StandIn):
         def on_train_batch_end(self, *_):
             done.append(self.iteration)
             if self.iteration == 3:
-                release.set()  # only now is the file of iteration 2 written
+                release.set()  # the file of iteration 2 is written only now
 
     fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=Watched(4))
     assert done == [1, 2, 3, 4]
@@ -186,11 +186,11 @@ def test_the_configuration_is_inside(tmp_path):
     last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
     assert saved_config(last) == "model: {a: 1}\n"
     assert (tmp_path / "config.yaml").read_text().endswith("model: {a: 1}\n")
-    with pytest.raises(ValueError, match="holds no configuration: it was not written by"):
+    with raises_for("config"):
         saved_config({"state_dict": {}})
 
 
-def test_where_no_success_is_ever_reached_the_best_has_the_highest_mean_reward():
+def test_the_mean_reward_breaks_ties():
     scores = {10: [0.0, 0.2], 20: [0.0, 0.9], 30: [0.0, 0.4]}
-    assert best_of(scores, 2) == [20, 30]
-    assert best_of(scores | {40: [0.25, 0.1]}, 1) == [40]  # a success counts first
+    assert best_iterations(scores, 2) == [20, 30]
+    assert best_iterations(scores | {40: [0.25, 0.1]}, 1) == [40]  # a success counts first

@@ -12,7 +12,7 @@ from lightning import Callback
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.rng_state import RngState
+from litgrpo.checkpointing.resume import RngState
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget

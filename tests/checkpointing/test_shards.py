@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from litgrpo.checkpointing.io import CheckedIO
-from litgrpo.checkpointing.manifest import Damaged
-from litgrpo.checkpointing.shards import read_any, remove, sha256_of, tensors_of
+from litgrpo.checkpointing.files import DamagedCheckpoint
+from litgrpo.checkpointing.io import VerifiedCheckpointIO
+from litgrpo.checkpointing.shards import (
+    hash_file,
+    named_tensors,
+    read_checkpoint,
+    remove_checkpoint,
+)
 from tests.distributed.fsdp import training
 from tests.support.gloo import run_by
 
@@ -103,10 +108,10 @@ KINDS = {
 def test_a_damaged_folder_is_named_and_passed_over(kind, folder, tmp_path):
     change, message = KINDS[kind]
     newest = damaged(folder, tmp_path, change)
-    with pytest.raises((Damaged, FileNotFoundError), match=message):
-        read_any(newest)
-    reader = CheckedIO(None)
-    reader.falls_back = True
+    with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=message):
+        read_checkpoint(newest)
+    reader = VerifiedCheckpointIO()
+    reader.fall_back = True
     if kind != "no rest":
         with pytest.warns(UserWarning, match="not resumed from"):
             found = reader.load_checkpoint(newest)
@@ -119,31 +124,31 @@ def test_weights_that_are_no_numbers_are_found(folder, tmp_path, monkeypatch):
         "torch.distributed.checkpoint.load",
         lambda room, **_: [each.fill_(torch.nan) for each in room.values()],
     )
-    with pytest.raises(Damaged, match="values that are NaN"):
-        read_any(folder / SECOND)
+    with pytest.raises(DamagedCheckpoint, match="values that are NaN"):
+        read_checkpoint(folder / SECOND)
 
 
 def test_a_run_of_another_model_is_refused_before_shards_are_read(folder, monkeypatch):
-    def fits(checkpoint):
+    def check_fits(checkpoint):
         assert all(each.is_meta for each in checkpoint["state_dict"].values())
         raise ValueError("of another model")
 
     with pytest.raises(ValueError, match="of another model"):
-        read_any(folder / SECOND, fits=fits)
+        read_checkpoint(folder / SECOND, check_fits=check_fits)
 
 
 def test_removal_leaves_no_half_folder(tmp_path):
     (tmp_path / "a.ckpt").mkdir()
     (tmp_path / "a.ckpt/file").touch()
     (tmp_path / "b.ckpt").touch()
-    remove(tmp_path / "a.ckpt")
-    remove(tmp_path / "b.ckpt")
+    remove_checkpoint(tmp_path / "a.ckpt")
+    remove_checkpoint(tmp_path / "b.ckpt")
     assert not list(tmp_path.iterdir())
 
 
 def test_tensors_are_named_by_where_they_stand(tmp_path):
     value = {"a": [torch.zeros(1), {"b": torch.ones(2)}], "c": 3}
-    assert [name for name, _ in tensors_of(value)] == ["a.0", "a.1.b"]
+    assert [name for name, _ in named_tensors(value)] == ["a.0", "a.1.b"]
     file = Path(tmp_path / "x")
     file.write_bytes(b"abc")
-    assert sha256_of(file).startswith("ba7816bf")
+    assert hash_file(file).startswith("ba7816bf")

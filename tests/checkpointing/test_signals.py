@@ -14,7 +14,7 @@ def one_process():
 
 
 def several(others_asked):
-    """One of two processes; the other was asked to stop, or not."""
+    """One of two ranks; the other received a signal, or not."""
     agree = lambda mine, all: mine or others_asked  # noqa: E731
     return SimpleNamespace(world_size=2, strategy=SimpleNamespace(reduce_boolean_decision=agree))
 
@@ -31,15 +31,15 @@ def old_handlers():
     ("signum", "code"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
 )
-def test_what_can_be_dropped_stops_at_once_and_the_rest_at_the_next_check(signum, code):
+def test_a_droppable_iteration_stops_at_once_and_others_at_the_next_check(signum, code):
     request = StopRequest()
-    request.listen(one_process())
-    signal.raise_signal(signum)  # nothing can be dropped: noted
+    request.install(one_process())
+    signal.raise_signal(signum)  # not droppable: remembered
     with pytest.raises(Stopped) as stop:
         request.check(one_process())
     assert stop.value.code == code
     request = StopRequest()
-    request.listen(one_process())
+    request.install(one_process())
     request.droppable = True
     with pytest.raises(Stopped):
         signal.raise_signal(signum)
@@ -48,15 +48,15 @@ def test_what_can_be_dropped_stops_at_once_and_the_rest_at_the_next_check(signum
 @pytest.mark.parametrize(
     ("signum", "said"),
     [
-        (signal.SIGTERM, "once more ends at once"),
-        (signal.SIGHUP, "SIGTERM ends at once"),
-        (signal.SIGUSR1, "SIGTERM ends at once"),  # SLURM sends it to srun and to its tasks
+        (signal.SIGTERM, "once more exits at once"),
+        (signal.SIGHUP, "SIGTERM exits at once"),
+        (signal.SIGUSR1, "SIGTERM exits at once"),  # SLURM sends it to srun and to its tasks
     ],
 )
-def test_what_is_said_of_a_second_signal_is_what_it_does(signum, said, capfd, monkeypatch):
+def test_the_message_about_a_second_signal_is_true(signum, said, capfd, monkeypatch):
     request, ended = StopRequest(), []
     monkeypatch.setattr(os, "_exit", ended.append)
-    request.listen(one_process())
+    request.install(one_process())
     signal.raise_signal(signum)
     assert said in capfd.readouterr().err
     signal.raise_signal(signum)
@@ -67,7 +67,7 @@ def test_what_is_said_of_a_second_signal_is_what_it_does(signum, said, capfd, mo
 
 def test_several_processes_stop_together_at_a_check():
     request = StopRequest()
-    request.listen(several(False))
+    request.install(several(False))
     request.droppable = True
     request.check(several(False))
     with pytest.raises(Stopped) as stop:
@@ -75,33 +75,33 @@ def test_several_processes_stop_together_at_a_check():
     assert stop.value.code == 143
 
 
-def test_no_reward_function_takes_it_for_an_error_of_its_own():
+def test_a_reward_function_cannot_catch_it_as_an_exception():
     assert not issubclass(Stopped, Exception)
 
 
-def test_a_hangup_that_is_ignored_stays_so_and_one_that_was_taken_is_given_back():
+def test_an_ignored_hangup_stays_ignored_and_other_handlers_are_restored():
     request = StopRequest()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    request.listen(one_process())
+    request.install(one_process())
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    request.listen(one_process())
-    request.listen(one_process())
-    assert signal.getsignal(signal.SIGHUP) == request._received
-    request.let_go()
+    request.install(one_process())
+    request.install(one_process())
+    assert signal.getsignal(signal.SIGHUP) == request._receive
+    request.restore()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def saves_after_hangup(file) -> None:
-    """What a run in a terminal does when that is closed: it is told twice, and writes on."""
+    """Run in a terminal that closes: the signal arrives twice, and writing continues."""
     request = StopRequest()
-    request.listen(one_process())
+    request.install(one_process())
     signal.alarm(20)  # no test waits for ever
     os.write(1, b"ready")
     while not request.signum:
         time.sleep(0.01)
     signal.raise_signal(signal.SIGHUP)
-    os.write(1, b"a line that nobody can read")
+    os.write(1, b"a line without a reader")
     try:
         request.check(one_process())
     except Stopped as stop:

@@ -121,7 +121,7 @@ def test_auto_resume_starts_a_run_and_goes_on_with_it(cli, caplog):  # noqa: F81
     assert "4 iterations, " in out
     code, _, _ = cli(*AUTO, "--model.max_iterations", "6")
     assert code == 0
-    assert "Going on after iteration 4, from " in caplog.text
+    assert "Resuming from iteration 4 " in caplog.text
     lines = Path("runs/recipe/metrics.csv").read_text().splitlines()
     steps = [line.split(",")[0] for line in lines]
     assert steps == ["step", "0", "1", "2", "3", "4", "4", "5", "6", "6"]
@@ -133,7 +133,7 @@ def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):  # no
     with pytest.warns(UserWarning, match=r"not resumed from .*=000004.ckpt cannot be read"):
         code, _, _ = cli(*AUTO)
     assert code == 0
-    assert "Going on after iteration 2, from " in caplog.text
+    assert "Resuming from iteration 2 " in caplog.text
     assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 4
     for path in Path("runs/recipe/checkpoints").glob("iteration*"):
         path.write_text("damaged")

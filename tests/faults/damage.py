@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from litgrpo.checkpointing.manifest import MANIFEST, manifest_of
+from litgrpo.checkpointing.files import MANIFEST, build_manifest
 from tests.faults.running import Run, merged
 
 
@@ -58,7 +58,7 @@ def rewritten(change_content, *, honest: bool) -> Callable[[Run], None]:
         change_content(checkpoint)
         if honest:
             checkpoint.pop(MANIFEST)
-            checkpoint[MANIFEST] = manifest_of(checkpoint)
+            checkpoint[MANIFEST] = build_manifest(checkpoint)
         torch.save(checkpoint, path)
 
     return change

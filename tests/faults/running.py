@@ -144,8 +144,8 @@ class Run:
 
     def resumed_after(self) -> int:
         """The iteration that the resumed run went on from; 0 when it started anew."""
-        lines = [line for line in self.said.splitlines() if line.startswith("Going on after")]
-        return int(lines[0].split()[4].rstrip(",")) if lines else 0
+        lines = [line for line in self.said.splitlines() if line.startswith("Resuming from")]
+        return int(lines[0].split()[3]) if lines else 0
 
 
 def weights_of(run: Run) -> str:

@@ -26,7 +26,9 @@ def graded(folder: Path) -> str:
     faults = [] if after["avg_at_k"] == 0 else ["something succeeded"]
     faults += [] if after["reward"]["low"] <= after["reward"]["mean"] else ["no interval"]
     faults += [] if {"mean", "low", "high"} == change["reward"].keys() else ["no paired difference"]
-    faults += [] if {"start_kl", "distinct_2"} <= after["fluency"].keys() else ["no fluency"]
+    faults += (
+        [] if {"start_kl", "distinct_2"} <= after["text_quality"].keys() else ["no text_quality"]
+    )
     lines = (folder / "run" / "evaluation" / "iteration-000001.jsonl").read_text().splitlines()
     faults += [] if len(lines) == 4 else ["not every prompt has a line"]
     faults += [] if "[cut]" in lines[0] else ["what was cut off is not marked"]

@@ -204,8 +204,8 @@ PROBES = [
     Probe(
         "resume from weights alone",
         f"{QUICK} --model.max_iterations 2 --ckpt_path last",
-        ("holds weights only", "checkpoint.save weights"),
-        before=lambda folder: trained(folder, "--checkpoint.save", "weights"),
+        ("holds only weights", "checkpoint.save_weights_only"),
+        before=lambda folder: trained(folder, "--checkpoint.save_weights_only", "true"),
         after=untouched,
     ),
     Probe(

@@ -8,7 +8,7 @@ import pytest
 import litgrpo
 from litgrpo import GRPO, SFT, PairData, PromptData
 from litgrpo.algorithms.surrogates import SAPO
-from litgrpo.callbacks.watchdog import Watchdog
+from litgrpo.callbacks.guards import Watchdog
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.controllers import KLTarget
 from tests.site import recipes, reference

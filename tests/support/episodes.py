@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from litgrpo.callbacks.completions import sample_rows
+from litgrpo.callbacks.completions import completion_rows
 from litgrpo.rollout.episodes import Episode
 from tests.support.standin import prompts, rewards_of, rollout_of
 
@@ -32,4 +32,4 @@ def rollout_of_episodes():
 def rows_of_episodes():
     rollout = rollout_of_episodes()
     rewards = rewards_of(rollout)
-    return sample_rows(3, rollout, rewards, rewards.total - 0.5)
+    return completion_rows(3, rollout, rewards, rewards.total - 0.5)

@@ -5,7 +5,7 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
-from litgrpo.callbacks.non_finite import NonFinite
+from litgrpo.callbacks.guards import NonFinite
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.models import prompt_batch
 from tests.support.training import loader, module

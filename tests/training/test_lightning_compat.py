@@ -1,16 +1,27 @@
-"""If one fails after an update of Lightning, training/lightning_compat.py needs one, too."""
+"""If a test fails after an update of Lightning, training/lightning_compat.py must be adapted."""
 
+from types import SimpleNamespace
+
+import lightning
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning import LightningModule
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 
+from litgrpo.training import lightning_compat
 from litgrpo.training.lightning_compat import (
+    find_pending_metrics,
+    find_trainer,
+    is_compiled,
     log_numbers,
-    numbers_to_log,
+    private,
+    remove_stock_progress_bar,
     validate_now,
     validation_is_due,
 )
-from tests.callbacks.fitting import fit
+from tests.support.fitting import fit
+from tests.support.raises import raises_for
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -22,7 +33,7 @@ class Asks(Callback):
 
     def on_train_batch_end(self, trainer, *_):
         self.due.append(validation_is_due(trainer))
-        self.numbers.append(numbers_to_log(trainer))
+        self.numbers.append(find_pending_metrics(trainer))
 
     def on_train_end(self, trainer, pl_module):
         before = pl_module.evaluations
@@ -31,7 +42,7 @@ class Asks(Callback):
         assert trainer.training
 
 
-def test_what_is_due_and_what_is_about_to_be_logged_are_known_when_an_iteration_ends(tmp_path):
+def test_due_validations_and_pending_metrics_are_known_when_an_iteration_ends(tmp_path):
     asks = Asks()
     fit(tmp_path, asks, module=StandIn(3), val_check_interval=2)
     assert asks.due == [False, True, True]  # the last one because the training stops
@@ -42,23 +53,64 @@ def test_what_is_due_and_what_is_about_to_be_logged_are_known_when_an_iteration_
 class Logs(Callback):
     """Logs a number of every iteration, one of every second, and one of the epoch."""
 
-    def __init__(self, logged_by):
-        self.logged_by = logged_by
+    def __init__(self, log):
+        self.log_with = log
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         n = torch.tensor(float(pl_module.iteration))
         odd = {"odd": n} if pl_module.iteration % 2 else {}
-        self.logged_by(pl_module, {"every": n, **odd, f"epoch {trainer.current_epoch}": n})
+        self.log_with(pl_module, {"every": n, **odd, f"epoch {trainer.current_epoch}": n})
 
 
-def test_numbers_are_logged_as_lightning_logs_them(tmp_path):
-    def logged(log):
+def test_log_numbers_equals_log_dict(tmp_path):
+    def collect(log):
         asks = Asks()
         fit(tmp_path, Logs(log), asks, module=StandIn(7), limit_train_batches=2)
         return [{n: float(x) for n, x in each.items() if "/" not in n} for each in asks.numbers]
 
-    found = logged(log_numbers)
-    assert found == logged(lambda module, numbers: module.log_dict(numbers))
+    found = collect(log_numbers)
+    assert found == collect(lambda module, numbers: module.log_dict(numbers))
     assert [each["every"] for each in found] == list(range(1, 8))
     assert "epoch 0" in found[1]
     assert "epoch 0" not in found[2]
+
+
+def test_a_missing_private_attribute_names_the_tested_version():
+    with raises_for("Trainer._renamed", lightning_compat.TESTED, error=RuntimeError):
+        private(Trainer(logger=False, accelerator="cpu"), "_renamed")
+
+
+def test_the_installed_version_is_the_tested_one():
+    assert lightning.__version__ == lightning_compat.TESTED
+
+
+def test_a_module_without_a_trainer_has_none():
+    assert find_trainer(LightningModule()) is None
+    module = fit_nothing()
+    assert find_trainer(module) is module.trainer
+
+
+def fit_nothing():
+    module = LightningModule()
+    module.trainer = Trainer(logger=False, accelerator="cpu")
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_a_compiled_module_is_recognized():
+    module = LightningModule()
+    assert not is_compiled(module)
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    assert is_compiled(from_compiled(torch.compile(module)))
+
+
+def test_only_lightnings_own_bars_are_removed():
+    class Mine(TQDMProgressBar):
+        """A bar of the user's."""
+
+    mine = Mine()
+    trainer = SimpleNamespace(callbacks=[TQDMProgressBar(), mine, RichProgressBar()])
+    assert remove_stock_progress_bar(trainer)
+    assert trainer.callbacks == [mine]
+    assert not remove_stock_progress_bar(trainer)

@@ -1,9 +1,9 @@
-"""Completions with their rewards as tables, histograms and lines of JSON."""
+"""Completions and episodes with their rewards, as JSON lines, tables, histograms and text."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,35 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks import episodes
-from litgrpo.callbacks.metrics_csv import loggers_of
-from litgrpo.callbacks.number_texts import finite, markdown, marked
+from litgrpo.callbacks.formatting import (
+    escape_cell,
+    finite_or_none,
+    mark_truncated,
+    markdown_table,
+)
+from litgrpo.callbacks.loggers import loggers_of
+from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import run_folder, writes_files
 from litgrpo.types import RewardTable, Rollout
 
+Row = dict[str, Any]
+POLICY_ROLE = "assistant"  # of the messages that the policy generated
+
 
 class Completions(Callback):
-    """Writes completions and their rewards to `samples/iteration-000123.jsonl` and to the loggers.
+    """Writes completions and rewards to `samples/iteration-000123.jsonl` and to the loggers.
 
-    TensorBoard gets a table and histograms, Weights & Biases a table; of completions with several
-    turns, whole episodes, too, what was spoken and what was heard apart.
+    TensorBoard gets a table and histograms, Weights & Biases a table. Multi-turn completions also
+    get a table of whole episodes, in which generated turns and observations are separate rows.
 
     Args:
-        every_n_iterations: how often, besides the first and the last; 0 switches it off.
-        num_prompts: how many prompts a logger's table shows, each with all its completions.
-        num_logged_groups: how many groups' rewards and advantages the first iteration prints.
+        every_n_iterations: interval; the first and the last iteration are always written. 0
+            disables it.
+        num_prompts: number of prompts in a logger's table, each with all its completions.
+        num_logged_groups: number of groups whose rewards and advantages the first iteration prints.
+
+    Example:
+        `Trainer(callbacks=[Completions(every_n_iterations=50, num_prompts=4)])`
     """
 
     def __init__(
@@ -40,128 +52,159 @@ class Completions(Callback):
         self.num_logged_groups = num_logged_groups
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the rollout that `training_step` returned, if it samples at all."""
+        """Write the rollout that `training_step` returned; SFT returns none."""
         if "rollout" not in outputs or not self.every_n_iterations:
             return
         n = pl_module.iteration
         rollout, rewards, advantages = (outputs[k] for k in ("rollout", "rewards", "advantages"))
         if n == 1:
-            pl_module.print(first_groups(rewards, advantages, self.num_logged_groups))
-        due = n % self.every_n_iterations == 0 or n in (1, pl_module.max_iterations)
-        if not due or not writes_files(trainer):
+            pl_module.print(format_first_groups(rewards, advantages, self.num_logged_groups))
+        is_due = n % self.every_n_iterations == 0 or n in (1, pl_module.max_iterations)
+        if not is_due or not writes_files(trainer):
             return
-        rows = sample_rows(n, rollout, rewards, advantages)
+        rows = completion_rows(n, rollout, rewards, advantages)
         write_jsonl(run_folder(trainer) / "samples" / f"iteration-{n:06d}.jsonl", rows)
-        shown = rows[: self.num_prompts * rollout.group_size]
-        log_tables(trainer, tables_of(shown), n)
+        log_tables(trainer, build_tables(rows[: self.num_prompts * rollout.group_size]), n)
         for board in loggers_of(trainer, TensorBoardLogger):
             for name, values in histograms(rollout, rewards, advantages).items():
                 board.experiment.add_histogram(name, values, n)
 
 
-def tables_of(rows: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
-    """{name: lines of cells} of what loggers show of some rows of `sample_rows`."""
-    told = [row for row in rows if "messages" in row]
-    shown = {"completions": cells(rows), "episodes": episodes.table(told)}
-    return {name: lines for name, lines in shown.items() if len(lines) > 1}
+# --- rows of JSON ---
 
 
-def log_tables(trainer: Trainer, tables: dict[str, list[list[Any]]], step: int) -> None:
-    """Hand tables to TensorBoard and Weights & Biases, where there are such loggers."""
-    for name, (head, *lines) in tables.items():
-        for wandb in loggers_of(trainer, WandbLogger):
-            wandb.log_table(name, columns=head, data=lines, step=step)
-        for board in loggers_of(trainer, TensorBoardLogger):
-            board.experiment.add_text(name, markdown_table([head, *lines]), step)
-
-
-def sample_rows(
+def completion_rows(
     iteration: int, rollout: Rollout, rewards: RewardTable, advantages: Tensor
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """One plain dictionary per completion.
 
     Args:
-        iteration: when they were sampled.
+        iteration: in which they were sampled.
         rollout: N completions of B prompts.
         rewards: [B, G] per reward function.
         advantages: [B, G].
 
     Returns:
-        N rows; a number that is not finite (a function that abstained) is None, and a completion
-        that the length limit cut off ends in ` [cut]`. Of episodes, also `episodes.of_row`.
+        N rows. A number that is not finite (a reward function abstained) is None, a completion
+        that the length limit cut off ends in ` [cut]`. Rows of episodes also have the entries of
+        `episode_row`.
+
+    Example:
+        `{"iteration": 1, "prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards":
+        {"correct": 1.0}, "advantage": 0.7, "length": 2, "truncated": False, "columns": {}}`
     """
     lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
-    parts = {name: finite(part) for name, part in rewards.parts.items()}
-    total, advantage = finite(rewards.total), finite(advantages)
-    return [
-        {
-            "iteration": iteration,
-            "prompt": rollout.prompts.prompts[row // rollout.group_size],
-            "completion": marked(completion, truncated[row]),
-            "reward": total[row],
-            "rewards": {name: values[row] for name, values in parts.items()},
-            "advantage": advantage[row],
-            "length": lengths[row],
-            "truncated": truncated[row],
-            "columns": {
-                name: values[row // rollout.group_size]
-                for name, values in rollout.prompts.columns.items()
+    parts = {name: finite_or_none(part) for name, part in rewards.parts.items()}
+    total, advantage = finite_or_none(rewards.total), finite_or_none(advantages)
+    rows = []
+    for row, completion in enumerate(rollout.completions):
+        prompt = row // rollout.group_size
+        columns = {name: values[prompt] for name, values in rollout.prompts.columns.items()}
+        columns |= {name: values.get(row) for name, values in rewards.extras.items()}
+        rows.append(
+            {
+                "iteration": iteration,
+                "prompt": rollout.prompts.prompts[prompt],
+                "completion": mark_truncated(completion, truncated[row]),
+                "reward": total[row],
+                "rewards": {name: values[row] for name, values in parts.items()},
+                "advantage": advantage[row],
+                "length": lengths[row],
+                "truncated": truncated[row],
+                "columns": columns,
+                **episode_row(rollout, row),
             }
-            | {name: noted.get(row) for name, noted in rewards.extras.items()},
-            **episodes.of_row(rollout, row),
-        }
-        for row, completion in enumerate(rollout.completions)
-    ]
+        )
+    return rows
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write one JSON object per line; what JSON cannot hold becomes its text."""
+def episode_row(rollout: Rollout, row: int) -> Row:
+    """Entries of a JSON row that describe an episode; empty for single-turn completions.
+
+    Args:
+        rollout: N completions.
+        row: index of the completion.
+
+    Returns:
+        `messages` (the role `assistant` marks generated ones, the others are observations),
+        `turn_rewards` (None: the environment gave none), `calls` ({tool: [calls, failed]}),
+        `failed` (the reason, or ""), `observation_tokens_cut` (tokens cut from observations).
+    """
+    if not rollout.episodes:
+        return {}
+    episode = rollout.episodes[row]
+    turn_rewards: list[float | None] = []
+    if rollout.turn_rewards is not None:
+        turn_rewards = finite_or_none(rollout.turn_rewards[row])[: len(episode.assistant_texts)]
+    return {
+        "messages": list(episode.messages),
+        "turn_rewards": turn_rewards,
+        "calls": {name: list(counts) for name, counts in episode.calls.items()},
+        "failed": episode.failed,
+        "observation_tokens_cut": episode.observation_tokens_cut,
+    }
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line; values that JSON lacks are written as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """The rows as lines of cells, the names of the columns first."""
+# --- tables and histograms ---
+
+
+def build_tables(rows: list[Row]) -> dict[str, list[list[Any]]]:
+    """Tables for the loggers, {name: rows of cells, the head first}; only those with content."""
+    episodes = [row for row in rows if "messages" in row]
+    tables = {"completions": completion_table(rows), "episodes": episode_table(episodes)}
+    return {name: table for name, table in tables.items() if len(table) > 1}
+
+
+def log_tables(trainer: Trainer, tables: dict[str, list[list[Any]]], step: int) -> None:
+    """Log tables to TensorBoard and Weights & Biases."""
+    for name, (head, *rows) in tables.items():
+        for wandb in loggers_of(trainer, WandbLogger):
+            wandb.log_table(name, columns=head, data=rows, step=step)
+        for board in loggers_of(trainer, TensorBoardLogger):
+            texts = [[_format_cell(value) for value in row] for row in rows]
+            board.experiment.add_text(name, markdown_table([head, *texts]), step)
+
+
+def completion_table(rows: list[Row]) -> list[list[Any]]:
+    """Rows of cells, one per completion, the head first."""
     names = list(rows[0]["rewards"]) if rows else []
-    lines: list[list[Any]] = [["prompt", "completion", *names, "reward", "advantage"]]
+    table: list[list[Any]] = [["prompt", "completion", *names, "reward", "advantage"]]
     for row in rows:
         numbers = [*(row["rewards"][name] for name in names), row["reward"], row["advantage"]]
-        lines.append([row["prompt"], row["completion"], *numbers])
-    return lines
+        table.append([row["prompt"], row["completion"], *numbers])
+    return table
 
 
-def markdown_table(lines: list[list[Any]]) -> str:
-    """Lines of cells as a Markdown table; texts show as they are."""
-    head, *others = lines
-    return markdown([head, *([_shown(value) for value in line] for line in others)])
+def episode_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of cells, one per message of an episode, the head first."""
+    table = [["episode", "role", "text", "turn reward", "reward", "advantage"]]
+    for number, row in enumerate(rows):
+        for position, (role, text, turn_reward) in enumerate(episode_messages(row)):
+            total = ["", ""]
+            if position == 0:
+                total = [_format(row["reward"]), _format(row["advantage"])]
+            table.append([str(number), role, text, turn_reward, *total])
+    return table
 
 
-def _shown(value: Any) -> str:
-    """A text or a number (None: not known) in a cell."""
-    return cell(value) if isinstance(value, str) else "" if value is None else f"{value:.3g}"
-
-
-def cell(text: str) -> str:
-    r"""Text that shows as it is inside a cell of a Markdown table.
-
-    Example:
-        >>> cell("<answer>a|b</answer>\nend")
-        '&lt;answer&gt;a&#124;b&lt;/answer&gt;<br>end'
-    """
-    # TensorBoard renders Markdown, then HTML: a tag would vanish, a bar or a line break would end
-    # the cell, and stars, underlines and backticks would format.
-    marks = {"|": "&#124;", "*": "&#42;", "_": "&#95;", "`": "&#96;", "\\": "&#92;"}
-    escaped = html.escape(text, quote=False)
-    for mark, entity in marks.items():
-        escaped = escaped.replace(mark, entity)
-    return escaped.replace("\r", "").replace("\n", "<br>")
+def _format_cell(value: str | float | None) -> str:
+    """Escape a text, or format a number (None: unknown)."""
+    if isinstance(value, str):
+        return escape_cell(value)
+    return "" if value is None else f"{value:.3g}"
 
 
 def histograms(rollout: Rollout, rewards: RewardTable, advantages: Tensor) -> dict[str, Tensor]:
-    """What is worth seeing as a distribution, without what is not a number."""
+    """Values whose distribution TensorBoard shows, without NaN and infinity."""
     values = {
         "reward/distribution": rewards.total[rewards.valid],
         "completion/len_distribution": rollout.lengths.float(),
@@ -171,8 +214,17 @@ def histograms(rollout: Rollout, rewards: RewardTable, advantages: Tensor) -> di
     return {name: x for name, x in finite.items() if x.numel()}
 
 
-def first_groups(rewards: RewardTable, advantages: Tensor, num_groups: int) -> str:
-    """The rewards and advantages of the first groups, to see at once whether they make sense."""
+# --- text for the terminal ---
+
+
+def format_first_groups(rewards: RewardTable, advantages: Tensor, num_groups: int) -> str:
+    """Rewards and advantages of the first groups, for a quick check.
+
+    Args:
+        rewards: [B, G] per reward function.
+        advantages: [B, G].
+        num_groups: number of groups.
+    """
 
     def numbers(values: Tensor) -> str:
         return " ".join(f"{value:6.2f}" for value in values.tolist())
@@ -182,3 +234,78 @@ def first_groups(rewards: RewardTable, advantages: Tensor, num_groups: int) -> s
         lines.append(f"group {group}: rewards    {numbers(rewards.total[group])}")
         lines.append(f"         advantages {numbers(advantages[group])}")
     return "\n".join(lines)
+
+
+def episode_messages(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Messages of an episode, or prompt and completion of a single turn.
+
+    Args:
+        row: of `samples/*.jsonl` or `predictions.jsonl`.
+
+    Returns:
+        (role, text, reward of the turn or "") of each message; the role of generated ones is
+        `policy`.
+    """
+    messages = [("prompt", str(row["prompt"]), "")]
+    if "messages" not in row:
+        return [*messages, ("policy", str(row["completion"]), "")]
+    rewards, turn = list(row.get("turn_rewards", ())), 0
+    for message in row["messages"]:
+        role, reward = str(message["role"]), ""
+        if message.get("name"):
+            role = f"{role} {message['name']}"
+        if message["role"] == POLICY_ROLE:
+            role = "policy"
+            if turn < len(rewards):
+                reward = _format(rewards[turn])
+            turn += 1
+        messages.append((role, str(message["content"]), reward))
+    return messages
+
+
+def format_episode(row: Mapping[str, Any]) -> str:
+    """Format an episode for the terminal.
+
+    Example:
+        >>> messages = [{"role": "assistant", "content": "<call>2*3</call>"},
+        ...             {"role": "tool", "content": "6"}, {"role": "assistant", "content": "6"}]
+        >>> row = {"prompt": "2*3=?", "messages": messages, "turn_rewards": [0.0, 1.0]}
+        >>> print(format_episode(row))
+        prompt     | 2*3=?
+        policy 1   | <call>2*3</call>   (reward 0)
+        tool       | 6
+        policy 2   | 6   (reward 1)
+    """
+    lines, turn = [], 0
+    for role, text, reward in episode_messages(row):
+        name = role
+        if role == "policy" and "messages" in row:
+            turn += 1
+            name = f"policy {turn}"
+        first, *others = text.splitlines() or [""]
+        lines += [f"{name:<10} | {first}", *(f"{'':<10} | {line}" for line in others)]
+        if reward:
+            lines[-1] += f"   (reward {reward})"
+    return "\n".join(lines + _format_notes(row))
+
+
+def _format_notes(row: Mapping[str, Any]) -> list[str]:
+    """Reward, advantage, tool calls and failure of an episode, one line each."""
+    notes = {}
+    if row.get("rewards"):
+        parts = ", ".join(f"{name} {_format(value)}" for name, value in row["rewards"].items())
+        notes["reward"] = f"{_format(row.get('reward'))}  ({parts})"
+    if "advantage" in row:
+        notes["advantage"] = _format(row["advantage"])
+    if row.get("calls"):
+        calls = row["calls"].items()
+        notes["calls"] = ", ".join(f"{name} {n} ({failed} failed)" for name, (n, failed) in calls)
+    if row.get("failed"):
+        notes["failed"] = row["failed"]
+    if row.get("observation_tokens_cut"):
+        notes["cut off"] = f"{row['observation_tokens_cut']} observation tokens"
+    return [f"{name + ':':<10}   {text}" for name, text in notes.items()]
+
+
+def _format(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

@@ -1,31 +1,35 @@
-"""What every held-out prompt was answered, as lines of JSON."""
+"""Held-out prompts with their completions, and predictions, as JSON lines."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, distributed
 
-from litgrpo.callbacks import episodes
-from litgrpo.callbacks.completions import write_jsonl
-from litgrpo.callbacks.number_texts import finite, marked
+from litgrpo.callbacks.completions import Row, episode_row, format_episode, write_jsonl
+from litgrpo.callbacks.formatting import finite_or_none, mark_truncated
+from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import run_folder, writes_files
+from litgrpo.text.visible import visible
 from litgrpo.types import RewardTable, Rollout
 
 FOLDER = "evaluation"
-Row = dict[str, Any]
 
 
 class EvaluationFiles(Callback):
-    """Writes each evaluation to `evaluation/`, a line for each prompt with all its completions.
+    """Writes each evaluation to `evaluation/`, one line per prompt with all its completions.
 
     In a fit `iteration-000050.jsonl` is the evaluation after 50 iterations (000000: before the
-    first); `validate` and `test` write a file that names the checkpoint they measured.
+    first). `validate` and `test` write a file with the name of the checkpoint.
 
     Args:
-        enabled: whether to write them.
+        enabled: write the files.
+
+    Example:
+        `Trainer(callbacks=[EvaluationFiles()])`
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -33,43 +37,40 @@ class EvaluationFiles(Callback):
         self.rows: list[Row] = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin anew."""
+        """Drop the rows of an interrupted evaluation."""
         self.rows = []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
-        """Keep what the batch was answered; supervised training answers nothing."""
+        """Keep the completions of a batch; SFT samples none."""
         if self.enabled and "rollout" in (outputs or {}):
             self.rows += prompt_rows(outputs)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write it all, each prompt once."""
-        rows, self.rows = gathered(self.rows), []
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Write the file, each prompt once."""
+        rows, self.rows = gather_rows(self.rows), []
         if rows and writes_files(trainer):
             name = f"iteration-{pl_module.iteration:06d}"
-            if trainer.state.fn != "fit":
-                name = f"{trainer.state.fn.value}-{measured(trainer)}"  # type: ignore[union-attr]
-            write_jsonl(run_folder(trainer) / FOLDER / f"{name}.jsonl", each_once(rows))
+            if trainer.state.fn is not None and trainer.state.fn != "fit":
+                name = f"{trainer.state.fn.value}-{checkpoint_name(trainer)}"
+            write_jsonl(run_folder(trainer) / FOLDER / f"{name}.jsonl", unique_prompts(rows))
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
-    on_test_end = on_validation_end
+    on_test_end = on_validation_end  # type: ignore[assignment]
 
 
-def measured(trainer: Trainer) -> str:
-    """What a verb evaluates: the name of its checkpoint, `start` without one.
-
-    `last` and `best` are links, whose file is named.
-    """
+def checkpoint_name(trainer: Trainer) -> str:
+    """Name of the evaluated checkpoint; `start` without one. `last` and `best` are resolved."""
     path = trainer.ckpt_path
     return "start" if path is None else Path(path).resolve().stem
 
 
 def prompt_rows(outputs: Row) -> list[Row]:
-    """One plain dictionary for each prompt of a batch.
+    """One plain dictionary per prompt of a batch.
 
     Args:
-        outputs: the fields of an `Evaluated`.
+        outputs: fields of an `Evaluated`.
 
     Returns:
         B rows; a number that is not finite is None, and a completion that the length limit cut off
@@ -77,71 +78,138 @@ def prompt_rows(outputs: Row) -> list[Row]:
     """
     rollout, greedy, name = outputs["rollout"], outputs["greedy"], outputs["name"]
     prompts, size = rollout.prompts, rollout.group_size
-    samples = completion_rows(rollout, outputs["rewards"], outputs["right"])
-    likely: list[Row | None] = [None] * len(prompts)
+    samples = sample_rows(rollout, outputs["rewards"], outputs["right"])
+    greedy_rows: list[Row] = []
     if greedy is not None:
-        likely = [*completion_rows(greedy, outputs["greedy_rewards"], outputs["greedy_right"])]
-    index = prompts.index.tolist()
-    return [
-        {
-            **({"set": name} if name else {}),
-            "index": index[b],
-            "prompt": prompts.prompts[b],
-            "reward": mean([row["reward"] for row in samples[b * size : (b + 1) * size]]),
-            "right": mean([float(row["right"]) for row in samples[b * size : (b + 1) * size]]),
-            "samples": samples[b * size : (b + 1) * size],
-            "greedy": likely[b],
-            "columns": {column: values[b] for column, values in prompts.columns.items()},
-        }
-        for b in range(len(prompts))
-    ]
+        greedy_rows = sample_rows(greedy, outputs["greedy_rewards"], outputs["greedy_right"])
+    rows = []
+    for b, index in enumerate(prompts.index.tolist()):
+        group = samples[b * size : (b + 1) * size]
+        row: Row = {"set": name} if name else {}
+        rows.append(
+            row
+            | {
+                "index": index,
+                "prompt": prompts.prompts[b],
+                "reward": known_mean([sample["reward"] for sample in group]),
+                "right": known_mean([float(sample["right"]) for sample in group]),
+                "samples": group,
+                "greedy": greedy_rows[b] if greedy_rows else None,
+                "columns": {column: values[b] for column, values in prompts.columns.items()},
+            }
+        )
+    return rows
 
 
-def completion_rows(rollout: Rollout, rewards: RewardTable, right: Tensor) -> list[Row]:
-    """One plain dictionary for each completion.
+def sample_rows(rollout: Rollout, rewards: RewardTable, right: Tensor) -> list[Row]:
+    """One plain dictionary per held-out completion.
 
     Args:
         rollout: N = B * G completions.
-        rewards: [B, G] theirs.
-        right: [B, G] True where one succeeded.
+        rewards: [B, G] their rewards.
+        right: [B, G] True where a completion is correct.
     """
-    total = finite(rewards.total.where(rewards.valid, float("nan")))
-    parts = {name: finite(part) for name, part in rewards.parts.items()}
-    lengths, cut, successes = (
+    total = finite_or_none(rewards.total.where(rewards.valid, float("nan")))
+    parts = {name: finite_or_none(part) for name, part in rewards.parts.items()}
+    lengths, truncated, correct = (
         values.flatten().tolist() for values in (rollout.lengths, rollout.truncated, right)
     )
     return [
         {
-            "completion": marked(text, cut[row]),
+            "completion": mark_truncated(text, truncated[row]),
             "reward": total[row],
             "rewards": {name: values[row] for name, values in parts.items()},
-            "right": successes[row],
+            "right": correct[row],
             "length": lengths[row],
-            "truncated": cut[row],
-            **episodes.of_row(rollout, row),
+            "truncated": truncated[row],
+            **episode_row(rollout, row),
         }
         for row, text in enumerate(rollout.completions)
     ]
 
 
-def mean(values: list[float | None]) -> float | None:
-    """Mean of the known values; None where none is known."""
+def known_mean(values: list[float | None]) -> float | None:
+    """Mean of the values that are not None; None if there is none.
+
+    Example:
+        >>> known_mean([1.0, None, 0.0]), known_mean([None])
+        (0.5, None)
+    """
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def gathered(rows: list[Row]) -> list[Row]:
-    """The rows of all processes; every process must take part."""
+def gather_rows(rows: list[Row]) -> list[Row]:
+    """Gather the rows of all ranks; every rank must call this."""
     if not distributed.is_initialized():
         return rows
-    of_all: list[list[Row]] = [[]] * distributed.get_world_size()
-    distributed.all_gather_object(of_all, rows)
-    return [row for part in of_all for row in part]
+    gathered: list[list[Row]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, rows)
+    return [row for part in gathered for row in part]
 
 
-def each_once(rows: list[Row]) -> list[Row]:
-    """The rows in the order of their sets and of the prompts in them, each prompt once."""
+def unique_prompts(rows: list[Row]) -> list[Row]:
+    """Each prompt once, sorted by set and index: samplers repeat prompts to fill up the ranks."""
     first: dict[tuple[str, int], Row] = {}
     for row in rows:
         first.setdefault((row.get("set", ""), row["index"]), row)
-    return [first[place] for place in sorted(first)]
+    return [first[key] for key in sorted(first)]
+
+
+class Predictions(Callback):
+    """Prints reasoning and answer of each prediction and writes it to a JSONL file.
+
+    Args:
+        path: file to write; default: `predictions.jsonl` in the run folder.
+        show: also print the predictions.
+
+    Example:
+        `Trainer(callbacks=[Predictions("answers.jsonl", show=False)])`
+    """
+
+    def __init__(self, path: str | None = None, show: bool = True) -> None:
+        self.path = path
+        self.show = show
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Create an empty file."""
+        path = self._path(trainer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("", encoding="utf-8")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: TrainedModule, outputs: Any, *_: Any, **__: Any
+    ) -> None:
+        """Write and print a batch: a list of dictionaries, one per prompt."""
+        with self._path(trainer).open("a", encoding="utf-8") as file:
+            for row in outputs:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                if self.show:
+                    pl_module.print(visible(format_prediction(row)))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Print the path of the file."""
+        pl_module.print(f"written to {self._path(trainer)}")
+
+    def _path(self, trainer: Trainer) -> Path:
+        path = run_folder(trainer) / "predictions.jsonl" if self.path is None else Path(self.path)
+        # Each rank writes its own file.
+        rank = f"-{trainer.global_rank}" if trainer.global_rank else ""
+        return path.with_name(path.stem + rank + path.suffix)
+
+
+def format_prediction(row: Row) -> str:
+    """Format one prediction for the terminal; an episode message by message.
+
+    Example:
+        >>> row = {"prompt": "1+1?", "completion": "2", "reasoning": "", "answer": "2"}
+        >>> print(format_prediction(row))
+        prompt:    1+1?
+        answer:    2
+        <BLANKLINE>
+    """
+    if "messages" in row:
+        return format_episode(row) + "\n"
+    names = ("prompt", "reasoning", "answer") if row["answer"] else ("prompt", "completion")
+    texts = {name: str(row[name]).strip() for name in names if row[name]}
+    return "".join(f"{name + ':':<10} {text}\n" for name, text in texts.items())

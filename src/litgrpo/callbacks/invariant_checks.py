@@ -1,4 +1,4 @@
-"""The checks before training, at the start of a fit."""
+"""The start-up checks of a fit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from litgrpo.types import PromptBatch
 
 
 class InvariantChecks(Callback):
-    """Measures that sampling, learning and reference agree, and refuses to train where they do not.
+    """Measures that sampling, learning and reference agree, and raises if they do not.
 
-    Nothing is left behind: no parameter, gradient, random state or position in the data changes.
+    The checks leave no trace: parameters, gradients, random state and position in the data stay
+    unchanged.
+
+    Example:
+        `Trainer(callbacks=[InvariantChecks()])`; `GRPO.configure_callbacks` adds it.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check, and log each statement with its error.
+        """Run the checks, and log each with its error.
 
         Raises:
-            ValueError: a statement is not true.
+            ValueError: a check failed.
         """
         module: Any = pl_module
         if backend(module.device).static_shapes:
             rank_zero_info(
-                "Invariants are not measured here, because every row of theirs would be compiled; "
-                "a fit of the same recipe with configs/hardware/cpu.yaml measures them."
+                "Start-up checks are skipped on this device, which would compile a program for "
+                "each of their rows; a fit of the same recipe with configs/hardware/cpu.yaml runs "
+                "them."
             )
             return
         started = time.perf_counter()
@@ -41,10 +46,12 @@ class InvariantChecks(Callback):
             or bool(module.lora and module.lora.dropout),
             fresh_reference=module.reference_path is None and module.iteration == 0,
         )
+        # Training calls it too, once. It may draw random numbers, so it stays outside.
+        trainer.fit_loop.setup_data()
         with isolate_rng(include_cuda=module.device.type != "cpu"):
             prompts = first_batch(trainer)
             if not isinstance(prompts, PromptBatch):
-                return  # training complains about it
+                return  # training raises its own error
             prompts = prompts.to(module.device)
             with gathered(module), trainer.precision_plugin.train_step_context():
                 findings = measured(module.rollouter, module.learner, prompts, conditions)
@@ -54,17 +61,23 @@ class InvariantChecks(Callback):
         refuse(findings)
 
 
-def first_batch(trainer: Trainer) -> Any:
-    """The first batch of the training data, from a loader of our own where there is a choice.
+def first_batch(trainer: Any) -> Any:
+    """The first batch of the training data, without moving the position of the training.
 
-    None if there is none.
+    A data module makes a new loader. The iterator of a loader that was passed to `fit` is new, and
+    the state of its generator is restored.
+
+    Returns:
+        The batch; None if there is none.
     """
-    # Lightning has no public name for where the loader comes from. A data module makes a new one;
-    # the iterator of a loader that was given directly is new, and its generator is put back.
-    loader = trainer.fit_loop._data_source.dataloader()
+    if trainer.datamodule is not None:
+        loader = trainer.datamodule.train_dataloader()
+    else:
+        loader = trainer.train_dataloader
     generator = loader.generator if isinstance(loader, DataLoader) else None
-    state = None if generator is None else generator.get_state()
+    if generator is None:
+        return next(iter(loader), None)
+    state = generator.get_state()
     batch = next(iter(loader), None)
-    if generator is not None and state is not None:
-        generator.set_state(state)
+    generator.set_state(state)
     return batch

@@ -1,24 +1,36 @@
-"""What loggers get besides numbers: the recipe, a name, a first page, what the numbers mean."""
+"""Loggers of a run: metrics.csv, TensorBoard with an overview, Trackio; what failures do."""
 
 from __future__ import annotations
 
+import csv
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import Namespace as Settings
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from litgrpo.arguments import require
 from litgrpo.callbacks.metric_table import definition
 
-# The argument that names a run, of loggers that make a name up where none is given.
-NAMED_BY = {"WandbLogger": "name", "CometLogger": "name", "Trackio": "name"}
-NAMED_BY |= {"MLFlowLogger": "run_name"}
-# What one wants to see first; a chart has lines for all names that fit one of its expressions.
+Kind = TypeVar("Kind", bound=Logger)
+# The option that names a run, for loggers that invent a name if none is given.
+NAME_OPTION = {
+    "WandbLogger": "name",
+    "CometLogger": "name",
+    "Trackio": "name",
+    "MLFlowLogger": "run_name",
+}
+# {chart: metrics}: a chart has a line for each name that matches one of its expressions.
 OVERVIEW = {
     "reward": [r"reward/mean"],
     "held-out accuracy": [r"val/(.+/)?avg@\d+", r"val/(.+/)?greedy"],
@@ -27,90 +39,309 @@ OVERVIEW = {
     "length": [r"completion/len_mean", r"completion/terminated_len_mean"],
     "text": [r"val/(.+/)?start_perplexity"],
 }
-FIRST = ("reward", "held-out accuracy", "held-out reward")
-SHOWN = re.compile("|".join(line for chart in FIRST for line in OVERVIEW[chart]))
-HEAD = "Overview"  # sorts before all other groups of cards
+MAIN_CHARTS = ("reward", "held-out accuracy", "held-out reward")
+MAIN_METRICS = re.compile("|".join(line for chart in MAIN_CHARTS for line in OVERVIEW[chart]))
+OVERVIEW_GROUP = "Overview"  # sorts before all other groups of cards
 
 
-def flat(values: Any, name: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """The leaves of a configuration under dotted names, as plain values.
+def loggers_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
+    """The trainer's loggers of one class."""
+    return [logger for logger in trainer.loggers if isinstance(logger, kind)]
+
+
+# --- failures ---
+
+_warned: set[str] = set()
+
+
+@contextmanager
+def warn_once_on_failure(name: str) -> Iterator[None]:
+    """Continue if something that is not the training fails; warn at the first failure.
+
+    Args:
+        name: of what may fail, for the warning.
+    """
+    try:
+        yield
+    except Exception as error:  # third-party code, a full disk, a lost connection
+        if name not in _warned:
+            _warned.add(name)
+            rank_zero_warn(
+                f"{name} failed ({type(error).__name__}: {error}); training continues, and "
+                "further failures are not reported"
+            )
+
+
+class SafeLogger(Logger):
+    """Forwards to a logger; a call that fails is warned about once and training continues.
+
+    It is a transparent proxy: `isinstance` sees the class of the inner logger, and all its
+    attributes, such as `experiment`, are reached through it. MLflow, which rejects `@` in a name,
+    gets `avg_at_4` for `avg@4`.
+
+    Args:
+        logger: any Lightning logger.
 
     Example:
-        >>> dict(flat({"model": {"group_size": 8, "lora": None}, "seeds": [1, 2]}))
+        >>> logger = SafeLogger(MetricsCSV("runs/demo"))
+        >>> isinstance(logger, MetricsCSV), logger.path.name
+        (True, 'metrics.csv')
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self.logger = logger
+        self.kind = type(logger).__name__
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class of the inner logger, as for `weakref.proxy`: callbacks look for it."""
+        return type(self.logger)
+
+    def __getattr__(self, name: str) -> Any:
+        """Find everything else on the inner logger."""
+        if name == "logger":  # not set yet: while an object is copied
+            raise AttributeError(name)
+        return getattr(self.logger, name)
+
+    def _warn_once(self) -> Any:
+        return warn_once_on_failure(f"logger {self.kind}")
+
+    @property
+    def name(self) -> str | None:
+        """Name of the inner logger."""
+        return self.logger.name
+
+    @property
+    def version(self) -> int | str | None:
+        """Version of the inner logger."""
+        return self.logger.version
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder of the inner logger."""
+        return self.logger.save_dir
+
+    @property
+    def root_dir(self) -> str | None:
+        """Root folder of the inner logger."""
+        return self.logger.root_dir
+
+    @property
+    def log_dir(self) -> str | None:
+        """Log folder of the inner logger."""
+        return self.logger.log_dir
+
+    @property
+    def group_separator(self) -> str:
+        """Separator of the inner logger."""
+        return self.logger.group_separator
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log numbers under names that the inner logger accepts."""
+        if self.kind == "MLFlowLogger":
+            metrics = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        with self._warn_once():
+            self.logger.log_metrics(dict(metrics), step)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Forward."""
+        with self._warn_once():
+            self.logger.log_hyperparams(params, *args, **kwargs)
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Forward."""
+        with self._warn_once():
+            self.logger.log_graph(model, input_array)
+
+    def save(self) -> None:
+        """Forward."""
+        with self._warn_once():
+            self.logger.save()
+
+    def finalize(self, status: str) -> None:
+        """Forward."""
+        with self._warn_once():
+            self.logger.finalize(status)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Forward."""
+        with self._warn_once():
+            self.logger.after_save_checkpoint(checkpoint_callback)
+
+
+# --- the recipe ---
+
+
+def flatten(values: Any, name: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
+    """Yield the leaves of a configuration under dotted names, as plain values.
+
+    Example:
+        >>> dict(flatten({"model": {"group_size": 8, "lora": None}, "seeds": [1, 2]}))
         {'model.group_size': 8, 'model.lora': 'null', 'seeds': '[1, 2]'}
     """
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
-            yield from flat(value, f"{name}.{key}" if name else str(key))
+            yield from flatten(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, str | int | float | bool):
+        yield name, values
     else:
-        plain = isinstance(values, str | int | float | bool)
-        yield (
-            name,
-            values if plain else yaml.safe_dump(values, default_flow_style=True).split("\n")[0],
-        )
+        yield name, yaml.safe_dump(values, default_flow_style=True).split("\n")[0]
 
 
 def hyperparameters(config: str) -> dict[str, str | int | float | bool]:
-    """{key of the recipe: value} of a run; `init_args` is left out of the names.
+    """{option: value} of a recipe; `init_args` is removed from the names.
 
     Args:
         config: the resolved configuration as YAML text.
+
+    Example:
+        >>> hyperparameters("model: {class_path: litgrpo.GRPO, init_args: {group_size: 8}}")
+        {'model.class_path': 'litgrpo.GRPO', 'model.group_size': 8}
     """
-    leaves = flat(yaml.safe_load(config))
+    leaves = flatten(yaml.safe_load(config))
     return {name.replace(".init_args", ""): value for name, value in leaves}
 
 
 class Hyperparameters(Callback):
-    """Gives the recipe to every logger when training starts.
+    """Logs the recipe to every logger when training starts.
 
     Args:
         config: the resolved configuration as YAML text.
+
+    Example:
+        `Trainer(callbacks=[Hyperparameters("model: {group_size: 8}")])`
     """
 
     def __init__(self, config: str) -> None:
         self.config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log it; by now the names of the evaluation's numbers are known."""
+        """Log it; the names of the evaluation's metrics are known by now."""
         for logger in trainer.loggers:
             logger.log_hyperparams(hyperparameters(self.config))
 
 
 def name_runs(given: Any, name: str) -> None:
-    """Call the runs of loggers in a recipe by a name, where the recipe gives none.
+    """Name the runs of a recipe's loggers, if the recipe does not.
 
     Args:
-        given: what a recipe has under `trainer.logger`; is changed.
+        given: value of `trainer.logger` in a recipe; is changed.
         name: of the run.
     """
     for node in given if isinstance(given, list) else [given]:
         if isinstance(node, Settings):
-            key = NAMED_BY.get(node.class_path.rpartition(".")[2])
-            if key is not None and node.init_args.get(key) is None:
-                node.init_args[key] = name
+            option = NAME_OPTION.get(node.class_path.rpartition(".")[2])
+            if option is not None and node.init_args.get(option) is None:
+                node.init_args[option] = name
 
 
-def with_allowed_names(logger: Logger) -> Logger:
-    """The same logger; MLflow, which refuses `@` in a name, gets `avg_at_4` for `avg@4`."""
-    if type(logger).__name__ != "MLFlowLogger":
-        return logger
-    log_metrics: Callable[..., None] = logger.log_metrics
-
-    def renamed(metrics: Mapping[str, float], step: int | None = None) -> None:
-        log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
-
-    logger.log_metrics = renamed  # type: ignore[method-assign]
-    return logger
+# --- metrics.csv ---
 
 
-class Board(TensorBoardLogger):
-    """TensorBoard with reward and held-out accuracy first, and what each number means on its card.
+class MetricsCSV(Logger):
+    """Appends to `metrics.csv` in the run folder; a resumed run continues the file.
 
-    Its *custom scalars* begin with a page of a few charts; the same numbers head the other tabs, in
-    the group `Overview`. The *hparams* tab compares runs by their recipes.
+    (Lightning's CSVLogger deletes the file of the run that it resumes.)
+
+    Args:
+        save_dir: the run folder.
+
+    Example:
+        `Trainer(logger=MetricsCSV("runs/demo"))` writes a column `step` and one for each metric.
+    """
+
+    def __init__(self, save_dir: str | Path) -> None:
+        super().__init__()
+        self.path = Path(save_dir) / "metrics.csv"
+        # Read at the first number, when --overwrite has deleted an earlier run.
+        self.header: list[str] | None = None
+        self._num_rows = 0
+
+    @property
+    def name(self) -> str:
+        """Empty: a run is identified by its folder."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty: a run is identified by its folder."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run folder."""
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
+        """Do nothing: the run folder holds `config.yaml`."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append one row; a new name adds a column."""
+        row = {"step": step, **{name: metrics[name] for name in sorted(metrics)}}
+        header = self._load_header()
+        new = [name for name in row if name not in header]
+        if new:
+            rows = self._read()[1]
+            header += new
+            self._write(rows)
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, header).writerow(row)
+        self._num_rows += 1
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows below the header."""
+        self._load_header()
+        return self._num_rows
+
+    def truncate(self, num_rows: int) -> None:
+        """Keep only the first rows."""
+        self.header, rows = self._read()
+        self._num_rows = min(num_rows, len(rows))
+        if self.header:
+            self._write(rows[:num_rows])
+
+    def _load_header(self) -> list[str]:
+        if self.header is None:
+            self.header, rows = self._read()
+            self._num_rows = len(rows)
+        return self.header
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        if not self.path.exists():
+            return [], []
+        with self.path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            return list(reader.fieldnames or []), list(reader)
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        """Replace the file in one step: a process that is killed meanwhile leaves the old one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f".{self.path.name}.tmp")
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._load_header())
+            writer.writeheader()
+            writer.writerows(rows)
+        unfinished.replace(self.path)
+
+
+# --- TensorBoard ---
+
+
+class TensorBoard(TensorBoardLogger):
+    """TensorBoard with reward and held-out accuracy first, and a definition on each card.
+
+    *Custom scalars* begins with an overview of a few charts; the same metrics are the group
+    `Overview` of the other tabs. The *hparams* tab compares runs by their recipes.
 
     Args:
         folder: the run folder.
+
+    Example:
+        `Trainer(logger=TensorBoard("runs/demo"))`
     """
 
     def __init__(self, folder: str) -> None:
@@ -119,32 +350,109 @@ class Board(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers; the first of each name brings its definition."""
+        """Log numbers; the first of each name carries its definition."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
         if not self.known:
-            charts = {name: ["Multiline", [f"^{x}$" for x in x_]] for name, x_ in OVERVIEW.items()}
-            self.experiment.add_custom_scalars({HEAD: charts})
-        first = {f"{HEAD}/{name}": x for name, x in metrics.items() if SHOWN.fullmatch(name)}
-        numbers = {name: float(value) for name, value in {**metrics, **first}.items()}
+            charts = {
+                chart: ["Multiline", [f"^{name}$" for name in names]]
+                for chart, names in OVERVIEW.items()
+            }
+            self.experiment.add_custom_scalars({OVERVIEW_GROUP: charts})
+        numbers = {name: float(value) for name, value in metrics.items()}
+        for name, value in metrics.items():
+            if MAIN_METRICS.fullmatch(name):
+                numbers[f"{OVERVIEW_GROUP}/{name}"] = float(value)
         for name in numbers.keys() - self.known:
-            text = definition(name.removeprefix(f"{HEAD}/"))
-            about = SummaryMetadata(summary_description=text)
-            about.plugin_data.plugin_name = "scalars"
-            value = Summary.Value(tag=name, simple_value=numbers.pop(name), metadata=about)
-            self.experiment._get_file_writer().add_summary(Summary(value=[value]), step)
+            text = definition(name.removeprefix(f"{OVERVIEW_GROUP}/"))
+            metadata = SummaryMetadata(summary_description=text)
+            metadata.plugin_data.plugin_name = "scalars"
+            first = Summary.Value(tag=name, simple_value=numbers.pop(name), metadata=metadata)
+            self.experiment.file_writer.add_summary(Summary(value=[first]), step)
             self.known.add(name)
         super().log_metrics(numbers, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
-        """Write the recipe for the *hparams* tab, beside the numbers that runs are compared by."""
+        """Write the recipe for the *hparams* tab, with the metrics that compare runs."""
         from torch.utils.tensorboard.summary import hparams
 
-        given = vars(params) if isinstance(params, Namespace) else params
-        values = dict(flat(given))
+        values = dict(flatten(vars(params) if isinstance(params, Namespace) else params))
         self.hparams.update(values)
-        compared = {name for name in self.known if SHOWN.fullmatch(name)} | {"reward/mean"}
-        metrics = dict.fromkeys(sorted(compared), 0.0)
-        for summary in hparams(values, metrics):
-            self.experiment._get_file_writer().add_summary(summary)
+        metrics = {name for name in self.known if MAIN_METRICS.fullmatch(name)} | {"reward/mean"}
+        for summary in hparams(values, dict.fromkeys(sorted(metrics), 0.0)):
+            self.experiment.file_writer.add_summary(summary)
+
+
+# --- Trackio ---
+
+
+class Trackio(Logger):
+    """Logs to Trackio, a local dashboard; files are in `TRACKIO_DIR` or the Hugging Face cache.
+
+    A run of the same project and name continues the same curves.
+
+    Args:
+        project: group of runs.
+        name: of the run; default: name of the run folder.
+
+    Raises:
+        ValueError: the package is not installed.
+
+    Example:
+        `Trainer(logger=Trackio(project="math", name="lr-1e-6"))`
+    """
+
+    def __init__(self, project: str = "litgrpo", name: str | None = None) -> None:
+        super().__init__()
+        require(
+            find_spec("trackio") is not None,
+            "trainer.logger is Trackio, whose package is not installed: "
+            "pip install 'litgrpo[trackio]'",
+        )
+        self.project = project
+        self.run_name = name
+        self.settings: dict[str, Any] = {}
+        self._has_run = False
+
+    @property
+    def name(self) -> str:
+        """Name of the project."""
+        return self.project
+
+    @property
+    def version(self) -> str:
+        """Name of the run."""
+        return self.run_name or ""
+
+    @cached_property
+    def run(self) -> Any:
+        """Trackio's run; created with the first number, when the settings are known."""
+        import trackio
+
+        self._has_run = True
+        return trackio.init(
+            project=self.project,
+            name=self.run_name,
+            config=self.settings,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
+        """Keep the recipe until the run is created."""
+        self.settings |= vars(params) if isinstance(params, Namespace) else dict(params)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log numbers of an iteration."""
+        self.run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Finish the run."""
+        if self._has_run:
+            self.run.finish()

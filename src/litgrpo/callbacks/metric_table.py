@@ -1,192 +1,603 @@
-"""What every logged number means: the one table, which docs/metrics.md shows and loggers cite."""
+"""Definition, unit, healthy range, and TRL's and verl's name of every logged metric.
+
+docs/metrics.md shows this table, TensorBoard and the HTML report cite it.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache
 
-from litgrpo.callbacks.metric_readings import READINGS, Reading
+# `<` begins a placeholder: <part> is the name of a reward function, <name> of a tool, <k> a number,
+# <set> the name of a validation set, which is left out if there is only one.
+PLACEHOLDER = "<"
 
-# {name: definition}. <part> is the name of a reward, <k> a number, <set> the name of a set of
-# validation prompts, which is left out where there is only one. `test/` is as `val/`.
-METRICS: dict[str, str] = {
-    "reward/mean": "Mean total reward of the batch's completions; rows that failed are left out.",
-    "reward/std": "Standard deviation (n - 1) of the total reward over the batch.",
-    "reward/min": "Smallest total reward of the batch.",
-    "reward/max": "Largest total reward of the batch.",
-    "reward/group_std": "Standard deviation (n - 1) of the total reward within a group, averaged "
-    "over groups.",
-    "reward/zero_variance_groups_frac": "Share of groups whose rewards are all equal: these "
-    "teach nothing.",
-    "reward/failed_frac": "Share of completions without a reward: a function failed or all "
-    "abstained.",
-    "reward/correct_frac": "Share of right completions: the reward `evaluation.success` is at "
-    "least "
-    "`evaluation.threshold`.",
-    "reward/all_correct_frac": "Share of groups in which all completions are right.",
-    "reward/all_incorrect_frac": "Share of groups in which none is.",
-    "reward/<part>": "Mean of one reward function, unweighted, over the completions it judged.",
-    "reward/<part>_std": "Its standard deviation (n - 1) over the batch.",
-    "reward/<part>_share": "Share of it in what moves the total within groups; shares add up to 1, "
-    "one is negative where the part is overruled.",
-    "reward/cosine_<part>_<part>": "Cosine of two parts within groups, signed by their weights: "
-    "negative where they pull against each other.",
-    "completion/len_mean": "Mean tokens of a completion that the policy sampled.",
-    "completion/len_min": "Fewest tokens of a completion.",
-    "completion/len_max": "Most tokens of a completion.",
-    "completion/truncated_frac": "Share of completions that the length limit cut off.",
-    "completion/terminated_len_mean": "Mean tokens of the completions that ended by themselves; 0 "
-    "where none did.",
-    "completion/terminated_len_min": "Fewest tokens of those.",
-    "completion/terminated_len_max": "Most tokens of those.",
-    "completion/correct_len_mean": "Mean tokens of right completions; 0 where there are none.",
-    "completion/incorrect_len_mean": "Mean tokens of wrong completions; 0 where there are none.",
-    "completion/eos_frac": "Share of completions with an end token.",
-    "completion/unique_frac": "Different completions of a group over all of it, mean over groups.",
-    "completion/loop_frac": "Share of completions in which four tokens in a row stand four times.",
-    "prompt/begin_tokens": "Begin tokens in front of a prompt, mean; 2 where template and "
-    "tokenizer both add one.",
-    "prompt/len_mean": "Mean tokens of the batch's prompts.",
-    "prompt/len_min": "Tokens of the shortest.",
-    "prompt/len_max": "Tokens of the longest.",
-    "time/env_s": "Seconds of sampling in which environments were begun, told and waited for.",
-    "env/turns": "Mean turns of an episode.",
-    "env/reward": "Mean sum of an episode's turn rewards; episodes that failed are left out.",
-    "env/failed_frac": "Share of episodes that failed: they teach nothing.",
-    "env/timeout_frac": "Share of episodes that failed because an answer took too long.",
-    "tools/<name>_calls": "Mean calls of a tool in an episode.",
-    "tools/<name>_failed": "Mean calls of it that failed.",
-    "completion/observation_frac": "Share of the tokens after the prompt that the environment "
-    "said.",
-    "policy/loss": "The loss. With one optimizer step on-policy it is near 0 in value; its "
-    "gradient is not.",
-    "policy/entropy": "Entropy (nats per token) of the distribution that was sampled from, all "
-    "rows: mean of -log p of the sampled tokens, an unbiased estimate.",
-    "policy/entropy_trained": "Exact entropy (nats per token) over the tokens that were learned "
-    "from. Rows without gradient are left out, unless a KL or entropy term needs them.",
-    "policy/kl": "Mean of the objective's KL estimator (nats per token) against the reference; "
-    "with kl_coef above 0. A kl_coef of 1e-12 measures without penalty.",
-    "policy/kl_coef": "Coefficient of the KL penalty in this iteration.",
-    "policy/entropy_coef": "Coefficient of the entropy bonus in this iteration; with a target.",
-    "policy/log_ratio": "Mean log p_now - log p_before over the tokens learned from (nats); 0 in "
-    "the first optimizer step.",
-    "policy/ratio_max": "Largest importance ratio of the update, mean over processes; 1 in the "
-    "first optimizer step.",
-    "policy/clip_low_frac": "Share of tokens whose ratio is below the clip range while their "
-    "advantage is negative.",
-    "policy/clip_high_frac": "Share of tokens whose ratio is above the clip range while their "
-    "advantage is positive.",
-    "policy/clip_low_frac_min": "Smallest clip_low_frac of an optimizer step (of a process).",
-    "policy/clip_low_frac_max": "Largest clip_low_frac of an optimizer step (of a process).",
-    "policy/clip_high_frac_min": "Smallest clip_high_frac of an optimizer step (of a process).",
-    "policy/clip_high_frac_max": "Largest clip_high_frac of an optimizer step (of a process).",
-    "policy/kept_frac": "Share of tokens that are learned from where the objective leaves some "
-    "out (top_entropy_quantile, off_policy_mask_threshold).",
-    "policy/sampler_mismatch": "Mean |log p_policy - log p_sampler| (nats per token) over the rows "
-    "of the first optimizer step, before it.",
-    "policy/sampler_weight": "Mean weight that corrects for the sampler.",
-    "policy/advantage_mean": "Mean advantage of a completion; 0 where groups are centered.",
-    "policy/advantage_std": "Standard deviation (n) of the advantages of completions.",
-    "optim/lr": "Learning rate of the first parameter group, mean over optimizer steps.",
-    "optim/grad_norm": "Norm of the whole gradient before it is clipped.",
-    "optim/clipped_frac": "Share of optimizer steps whose gradient was scaled down to "
-    "`update.max_grad_norm`.",
-    "optim/update_rel": "Length of the iteration's change of the trained weights over their own, "
-    "on 1,024 entries of each tensor; not on devices that compile every shape.",
-    "optim/skipped_steps": "Optimizer steps skipped so far for a number that was not finite.",
-    "dynamic/resamples": "How often other prompts were asked in place of equal groups.",
-    "dynamic/prompts_sampled": "Prompts sampled in this iteration, replaced ones included.",
-    "dynamic/informative_frac": "Share of the first prompts whose rewards differ.",
-    "dynamic/filled_frac": "The same after resampling.",
-    "time/step_s": "Seconds of the iteration, from its batch to its log line.",
-    "time/rollout_s": "Seconds of sampling.",
-    "time/reward_s": "Seconds that training waited for rewards.",
-    "time/reference_s": "Seconds of log-probabilities before the update and under the reference.",
-    "time/learn_s": "Seconds of forward and backward passes and optimizer steps.",
-    "perf/tokens_per_s": "Sampled tokens per second of these four, all processes together.",
-    "perf/generated_tokens": "Tokens sampled for training so far, by all processes.",
-    "perf/peak_memory_gib": "Most memory of the device in use so far; on a CPU, of the process.",
-    "data/epoch": "How often the training prompts have been seen.",
-    "data/prompts_seen": "Prompts sampled for training so far: iterations times the prompts of a "
-    "batch.",
-    "checkpoint/size_mib": "Size of the checkpoint that was written.",
-    "checkpoint/wait_s": "Seconds that training waited for it.",
-    "checkpoint/write_s": "Seconds of writing it, beside the training.",
-    "val/<set>/avg@<k>": "Share of right completions, k sampled for each prompt. Interval "
-    "(_low, _high): Wilson's, clustered by prompt.",
-    "val/<set>/pass@<k>": "Chance that one of k completions is right, estimated without bias.",
-    "val/<set>/greedy": "Share of prompts whose most likely completion is right; Wilson's "
-    "interval.",
-    "val/<set>/reward": "Mean total reward of the sampled completions. Interval: bootstrap over "
-    "prompts (2,000 draws, seeded).",
-    "val/<set>/<part>": "Mean of one reward function over the samples it judged.",
-    "val/<set>/turns": "Turns of an episode, mean over samples; `greedy_turns`: of the most likely "
-    "ones.",
-    "val/<set>/called_frac": "Share of sampled episodes in which a tool was called; "
-    "`greedy_called_frac`: of the most likely ones.",
-    "val/<set>/ended_frac": "Share of samples that ended by themselves.",
-    "val/<set>/len_mean": "Mean tokens of a sample.",
-    "val/<set>/distinct_1": "Different tokens over all tokens in the samples of a prompt, mean "
-    "over prompts; falls when texts loop or become the same.",
-    "val/<set>/distinct_2": "The same of pairs of neighboring tokens.",
-    "val/<set>/start_perplexity": "Perplexity of the samples under the weights that training "
-    "started from. Well above its value before training: text that is no longer natural.",
-    "val/<set>/start_kl": "Mean log p_now - log p_start over sampled tokens (nats).",
-    "val/<set>/corpus_<part>": "Score of one reply to each prompt; docs/results.md has BLEU, F1 "
-    "and ROUGE.",
-    "sft/loss": "Mean negative log-probability of a target token of the batch (nats).",
-    "sft/perplexity": "exp of it.",
-    "sft/token_accuracy": "Share of target tokens that are the most likely ones.",
-    "sft/padding_frac": "Share of the batch's positions that are padding.",
-    "val/<set>/loss": "sft/loss over the held-out pairs.",
-    "val/<set>/perplexity": "exp of it.",
-    "val/<set>/token_accuracy": "sft/token_accuracy over the held-out pairs.",
+
+@dataclass(frozen=True)
+class Metric:
+    """Documentation of a logged metric.
+
+    Args:
+        text: definition.
+        unit: of the number.
+        healthy: typical value of a run that learns; "" if it is not informative.
+        trl: name in TRL's `trainer_state.json`; "" if TRL has no equal metric.
+        verl: name in verl's console log; "" if verl has no equal metric.
+
+    Example:
+        >>> METRICS["reward/mean"].trl, METRICS["reward/mean"].unit
+        ('reward', 'reward')
+    """
+
+    text: str
+    unit: str
+    healthy: str = ""
+    trl: str = ""
+    verl: str = ""
+
+
+# In the order of docs/metrics.md. `test/` metrics are defined as those of `val/`.
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric(
+        "Mean total reward of the batch's completions, without rows that failed.",
+        unit="reward",
+        healthy="rises",
+        trl="reward",
+        verl="critic/score/mean",
+    ),
+    "reward/std": Metric(
+        "Standard deviation (n - 1) of the total reward over the batch.",
+        unit="reward",
+    ),
+    "reward/min": Metric(
+        "Smallest total reward of the batch.",
+        unit="reward",
+        verl="critic/score/min",
+    ),
+    "reward/max": Metric(
+        "Largest total reward of the batch.",
+        unit="reward",
+        verl="critic/score/max",
+    ),
+    "reward/group_std": Metric(
+        "Standard deviation (n - 1) of the total reward within a group, averaged over groups.",
+        unit="reward",
+        healthy="above 0",
+        trl="reward_std",
+    ),
+    "reward/zero_variance_groups_frac": Metric(
+        "Fraction of groups with zero reward variance (no gradient).",
+        unit="fraction",
+        healthy="below 0.5, unless all are correct",
+        trl="frac_reward_zero_std",
+    ),
+    "reward/failed_frac": Metric(
+        "Fraction of completions without a reward: a function failed or all returned None.",
+        unit="fraction",
+        healthy="0",
+    ),
+    "reward/correct_frac": Metric(
+        "Fraction of correct completions: the reward `evaluation.success` reaches "
+        "`evaluation.threshold`.",
+        unit="fraction",
+        healthy="rises",
+    ),
+    "reward/all_correct_frac": Metric(
+        "Fraction of groups in which all completions are correct.",
+        unit="fraction",
+        healthy="below 0.85 at the start",
+    ),
+    "reward/all_incorrect_frac": Metric(
+        "Fraction of groups in which none is correct.",
+        unit="fraction",
+        healthy="below 0.5",
+    ),
+    "reward/<part>": Metric(
+        "Mean of one reward function, unweighted, over the completions that it scored.",
+        unit="reward",
+        trl="rewards/<part>/mean",
+    ),
+    "reward/<part>_std": Metric(
+        "Standard deviation (n - 1) of one reward function over the batch.",
+        unit="reward",
+        healthy="above 0",
+        trl="rewards/<part>/std",
+    ),
+    "reward/<part>_share": Metric(
+        "Share of one reward function in the variance of the total within groups. Shares add up "
+        "to 1; a negative share means the other rewards outweigh this one.",
+        unit="fraction",
+        healthy="near 1 only for the main reward",
+    ),
+    "reward/cosine_<part>_<part>": Metric(
+        "Cosine of two components within groups, signed by their weights; negative if they "
+        "conflict.",
+        unit="-1 to 1",
+        healthy="above -0.5",
+    ),
+    "completion/len_mean": Metric(
+        "Mean tokens of a completion that the policy generated.",
+        unit="tokens",
+        healthy="0.5 to 1.5 times its first value",
+        trl="completions/mean_length",
+        verl="response_length/mean",
+    ),
+    "completion/len_min": Metric(
+        "Fewest tokens of a completion.",
+        unit="tokens",
+        trl="completions/min_length",
+        verl="response_length/min",
+    ),
+    "completion/len_max": Metric(
+        "Most tokens of a completion.",
+        unit="tokens",
+        trl="completions/max_length",
+        verl="response_length/max",
+    ),
+    "completion/truncated_frac": Metric(
+        "Fraction of completions that the length limit cut off.",
+        unit="fraction",
+        healthy="below 0.05",
+        trl="completions/clipped_ratio",
+        verl="response_length/clip_ratio",
+    ),
+    "completion/terminated_len_mean": Metric(
+        "Mean tokens of the completions with an end token; 0 if there are none.",
+        unit="tokens",
+        trl="completions/mean_terminated_length",
+    ),
+    "completion/terminated_len_min": Metric(
+        "Fewest tokens of the completions with an end token.",
+        unit="tokens",
+        trl="completions/min_terminated_length",
+    ),
+    "completion/terminated_len_max": Metric(
+        "Most tokens of the completions with an end token.",
+        unit="tokens",
+        trl="completions/max_terminated_length",
+    ),
+    "completion/correct_len_mean": Metric(
+        "Mean tokens of correct completions; 0 if there are none.",
+        unit="tokens",
+    ),
+    "completion/incorrect_len_mean": Metric(
+        "Mean tokens of incorrect completions; 0 if there are none.",
+        unit="tokens",
+    ),
+    "completion/eos_frac": Metric(
+        "Fraction of completions with an end token.",
+        unit="fraction",
+        healthy="as 1 - truncated_frac",
+    ),
+    "completion/unique_frac": Metric(
+        "Distinct completions of a group / group size, mean over groups.",
+        unit="fraction",
+        healthy="above 0.3 while it learns",
+    ),
+    "completion/loop_frac": Metric(
+        "Fraction of completions in which the same four tokens in a row occur at least four times.",
+        unit="fraction",
+        healthy="as in the first iteration",
+    ),
+    "prompt/begin_tokens": Metric(
+        "Leading begin tokens of a prompt, mean; 2 if chat template and tokenizer both add one.",
+        unit="tokens",
+        healthy="0 or 1",
+    ),
+    "prompt/len_mean": Metric(
+        "Mean tokens of the batch's prompts.",
+        unit="tokens",
+        verl="prompt_length/mean",
+    ),
+    "prompt/len_min": Metric(
+        "Tokens of the shortest prompt.",
+        unit="tokens",
+        verl="prompt_length/min",
+    ),
+    "prompt/len_max": Metric(
+        "Tokens of the longest prompt.",
+        unit="tokens",
+        verl="prompt_length/max",
+    ),
+    "time/env_s": Metric(
+        "Seconds of the rollout spent in environments (reset and step).",
+        unit="s",
+    ),
+    "env/turns": Metric(
+        "Mean turns of an episode.",
+        unit="count",
+    ),
+    "env/reward": Metric(
+        "Mean sum of an episode's turn rewards, without episodes that failed.",
+        unit="reward",
+    ),
+    "env/failed_frac": Metric(
+        "Fraction of episodes that failed; they do not contribute to the loss.",
+        unit="fraction",
+        healthy="0",
+    ),
+    "env/timeout_frac": Metric(
+        "Fraction of episodes that failed because a step took too long.",
+        unit="fraction",
+        healthy="0",
+    ),
+    "tools/<name>_calls": Metric(
+        "Mean calls of a tool in an episode.",
+        unit="count",
+    ),
+    "tools/<name>_failed": Metric(
+        "Mean failed calls of a tool in an episode.",
+        unit="count",
+        healthy="falls",
+    ),
+    "completion/observation_frac": Metric(
+        "Fraction of the tokens after the prompt that are observations of the environment.",
+        unit="fraction",
+    ),
+    "policy/loss": Metric(
+        "The loss. With one on-policy optimizer step its value is near 0; its gradient is not.",
+        unit="nats",
+        healthy="near 0 with one step; not informative",
+        trl="loss",
+        verl="actor/pg_loss",
+    ),
+    "policy/entropy": Metric(
+        "Entropy (nats per token) of the sampling distribution over all rows: mean of -log p of "
+        "the sampled tokens, an unbiased estimate.",
+        unit="nats",
+        healthy="falls slowly while the reward rises",
+        trl="entropy",
+        verl="actor/entropy",
+    ),
+    "policy/entropy_trained": Metric(
+        "Exact entropy (nats per token) over the tokens that contribute to the loss. Rows "
+        "without gradient are left out, unless a KL or entropy term needs them.",
+        unit="nats",
+    ),
+    "policy/kl": Metric(
+        "Mean of the objective's KL estimator (nats per token) against the reference, if "
+        "kl_coef is above 0. A kl_coef of 1e-12 measures without a penalty.",
+        unit="nats",
+        healthy="rises slowly",
+        trl="kl",
+        verl="actor/kl_loss",
+    ),
+    "policy/kl_coef": Metric(
+        "Coefficient of the KL penalty in this iteration.",
+        unit="1",
+        verl="actor/kl_coef",
+    ),
+    "policy/entropy_coef": Metric(
+        "Coefficient of the entropy bonus in this iteration, if it has a target.",
+        unit="1",
+    ),
+    "policy/log_ratio": Metric(
+        "Mean log p_now - log p_before over the tokens that contribute to the loss (nats); 0 in "
+        "the first optimizer step.",
+        unit="nats",
+        healthy="0 with one step, else near 0",
+    ),
+    "policy/ratio_max": Metric(
+        "Largest importance ratio of the update, mean over ranks; 1 in the first optimizer step.",
+        unit="1",
+        healthy="1 with one step, else below 10",
+    ),
+    "policy/clip_low_frac": Metric(
+        "Fraction of tokens whose ratio is below the clip range while their advantage is negative.",
+        unit="fraction",
+        healthy="0 with one step, else below 0.2",
+        trl="clip_ratio/low_mean",
+    ),
+    "policy/clip_high_frac": Metric(
+        "Fraction of tokens whose ratio is above the clip range while their advantage is positive.",
+        unit="fraction",
+        healthy="0 with one step, else below 0.2",
+        trl="clip_ratio/high_mean",
+    ),
+    "policy/clip_low_frac_min": Metric(
+        "Smallest clip_low_frac of an optimizer step on a rank.",
+        unit="fraction",
+        trl="clip_ratio/low_min",
+    ),
+    "policy/clip_low_frac_max": Metric(
+        "Largest clip_low_frac of an optimizer step on a rank.",
+        unit="fraction",
+    ),
+    "policy/clip_high_frac_min": Metric(
+        "Smallest clip_high_frac of an optimizer step on a rank.",
+        unit="fraction",
+    ),
+    "policy/clip_high_frac_max": Metric(
+        "Largest clip_high_frac of an optimizer step on a rank.",
+        unit="fraction",
+        trl="clip_ratio/high_max",
+    ),
+    "policy/kept_frac": Metric(
+        "Fraction of tokens that contribute to the loss, if the objective masks some "
+        "(top_entropy_quantile, off_policy_mask_threshold).",
+        unit="fraction",
+    ),
+    "policy/sampler_mismatch": Metric(
+        "Mean |log p_policy - log p_sampler| (nats per token) over the rows of the first "
+        "optimizer step, before it.",
+        unit="nats",
+        healthy="below 0.05",
+        trl="sampling/sampling_logp_difference/mean",
+    ),
+    "policy/sampler_weight": Metric(
+        "Mean weight of the importance correction between sampler and trainer.",
+        unit="1",
+        healthy="0.5 to 2",
+        trl="sampling/importance_sampling_ratio/mean",
+    ),
+    "policy/advantage_mean": Metric(
+        "Mean advantage of a completion; 0 where groups are centered.",
+        unit="1",
+        healthy="0 if groups are centered",
+        verl="critic/advantages/mean",
+    ),
+    "policy/advantage_std": Metric(
+        "Standard deviation (n) of the advantages of completions.",
+        unit="1",
+    ),
+    "optim/lr": Metric(
+        "Learning rate of the first parameter group, mean over optimizer steps.",
+        unit="1",
+        trl="learning_rate",
+        verl="actor/lr",
+    ),
+    "optim/grad_norm": Metric(
+        "Norm of the whole gradient before clipping.",
+        unit="1",
+        healthy="within 10 times its first value",
+        trl="grad_norm",
+        verl="actor/grad_norm",
+    ),
+    "optim/clipped_frac": Metric(
+        "Fraction of optimizer steps whose gradient was clipped to `update.max_grad_norm`.",
+        unit="fraction",
+        healthy="not informative with Adam",
+    ),
+    "optim/update_rel": Metric(
+        "Norm of the iteration's change of the trained weights relative to their norm, on 1,024 "
+        "entries of each tensor; not on devices that compile every shape.",
+        unit="1",
+        healthy="1e-5 to 1e-2",
+    ),
+    "optim/skipped_steps": Metric(
+        "Optimizer steps skipped so far because of NaN or infinity.",
+        unit="count",
+        healthy="0",
+    ),
+    "dynamic/resamples": Metric(
+        "Number of times that zero-variance groups were replaced by other prompts.",
+        unit="count",
+    ),
+    "dynamic/prompts_sampled": Metric(
+        "Prompts sampled in this iteration, including replaced ones.",
+        unit="count",
+    ),
+    "dynamic/informative_frac": Metric(
+        "Fraction of the first prompts whose rewards differ.",
+        unit="fraction",
+        healthy="above 0.5",
+    ),
+    "dynamic/filled_frac": Metric(
+        "Fraction of prompts whose rewards differ after resampling.",
+        unit="fraction",
+    ),
+    "time/step_s": Metric(
+        "Seconds of the iteration, from its batch to its log line.",
+        unit="s",
+        trl="step_time",
+        verl="timing_s/step",
+    ),
+    "time/rollout_s": Metric(
+        "Seconds of generation.",
+        unit="s",
+        verl="timing_s/gen",
+    ),
+    "time/reward_s": Metric(
+        "Seconds that training waited for rewards.",
+        unit="s",
+        healthy="below half of the step",
+        verl="timing_s/reward",
+    ),
+    "time/reference_s": Metric(
+        "Seconds of log-probabilities before the update and under the reference.",
+        unit="s",
+        verl="timing_s/ref",
+    ),
+    "time/learn_s": Metric(
+        "Seconds of forward and backward passes and optimizer steps.",
+        unit="s",
+        verl="timing_s/update_actor",
+    ),
+    "perf/tokens_per_s": Metric(
+        "Generated tokens per second of rollout, reward, reference and learn time, all ranks.",
+        unit="tokens/s",
+    ),
+    "perf/generated_tokens": Metric(
+        "Tokens generated for training so far, all ranks.",
+        unit="tokens",
+    ),
+    "perf/peak_memory_gib": Metric(
+        "Peak memory of the device so far; on a CPU, of the process.",
+        unit="GiB",
+        verl="perf/max_memory_allocated_gb",
+    ),
+    "data/epoch": Metric(
+        "Passes over the training prompts so far.",
+        unit="passes",
+        trl="epoch",
+        verl="training/epoch",
+    ),
+    "data/prompts_seen": Metric(
+        "Prompts sampled for training so far: iterations x prompts of a batch.",
+        unit="count",
+    ),
+    "checkpoint/size_mib": Metric(
+        "Size of the checkpoint that was written.",
+        unit="MiB",
+    ),
+    "checkpoint/wait_s": Metric(
+        "Seconds that training waited for it.",
+        unit="s",
+    ),
+    "checkpoint/write_s": Metric(
+        "Seconds of writing it, in the background.",
+        unit="s",
+    ),
+    "val/<set>/avg@<k>": Metric(
+        "Fraction of correct completions, k sampled for each prompt. Interval (_low, _high): "
+        "Wilson's, clustered by prompt.",
+        unit="fraction",
+        healthy="rises",
+        verl="val-core/<set>/acc/mean@<k>",
+    ),
+    "val/<set>/pass@<k>": Metric(
+        "Probability that at least one of k completions is correct, unbiased estimate.",
+        unit="fraction",
+    ),
+    "val/<set>/greedy": Metric(
+        "Fraction of prompts whose greedy completion is correct; Wilson's interval.",
+        unit="fraction",
+    ),
+    "val/<set>/reward": Metric(
+        "Mean total reward of the sampled completions. Interval: bootstrap over prompts (2,000 "
+        "draws, seeded).",
+        unit="reward",
+        healthy="rises with reward/mean",
+    ),
+    "val/<set>/<part>": Metric(
+        "Mean of one reward function over the samples that it scored.",
+        unit="reward",
+    ),
+    "val/<set>/turns": Metric(
+        "Turns of an episode, mean over samples; `greedy_turns`: of greedy episodes.",
+        unit="count",
+    ),
+    "val/<set>/called_frac": Metric(
+        "Fraction of sampled episodes with a tool call; `greedy_called_frac`: of greedy episodes.",
+        unit="fraction",
+    ),
+    "val/<set>/ended_frac": Metric(
+        "Fraction of samples with an end token.",
+        unit="fraction",
+        healthy="near 1",
+    ),
+    "val/<set>/len_mean": Metric(
+        "Mean tokens of a sample.",
+        unit="tokens",
+    ),
+    "val/<set>/distinct_1": Metric(
+        "Distinct tokens / all tokens in the samples of a prompt, mean over prompts; falls if "
+        "texts loop or become identical.",
+        unit="fraction",
+    ),
+    "val/<set>/distinct_2": Metric(
+        "Distinct pairs of neighboring tokens / all pairs in the samples of a prompt, mean over "
+        "prompts.",
+        unit="fraction",
+    ),
+    "val/<set>/start_perplexity": Metric(
+        "Perplexity of the samples under the initial policy. Well above its value before "
+        "training: text that is no longer natural.",
+        unit="1",
+    ),
+    "val/<set>/start_kl": Metric(
+        "Mean log p_now - log p_initial over sampled tokens (nats).",
+        unit="nats",
+    ),
+    "val/<set>/corpus_<part>": Metric(
+        "Score of one reply to each prompt; docs/results.md has BLEU, F1 and ROUGE.",
+        unit="reward",
+    ),
+    "sft/loss": Metric(
+        "Mean negative log-probability of a target token of the batch (nats).",
+        unit="nats",
+    ),
+    "sft/perplexity": Metric(
+        "exp of sft/loss.",
+        unit="1",
+    ),
+    "sft/token_accuracy": Metric(
+        "Fraction of target tokens that are the most likely ones.",
+        unit="fraction",
+    ),
+    "sft/padding_frac": Metric(
+        "Fraction of the batch's positions that are padding.",
+        unit="fraction",
+    ),
+    "val/<set>/loss": Metric(
+        "sft/loss over the held-out pairs.",
+        unit="nats",
+    ),
+    "val/<set>/perplexity": Metric(
+        "exp of the held-out loss.",
+        unit="1",
+    ),
+    "val/<set>/token_accuracy": Metric(
+        "sft/token_accuracy over the held-out pairs.",
+        unit="fraction",
+    ),
 }
-# What stands in a pattern for what; `_low` and `_high` are the bounds of an interval.
-PLACES = {"<part>": r"[^/]+?", "<name>": r"[^/]+?", "<k>": r"\d+", "<set>/": r"(?:[^/]+/)?"}
+
+
+def _rename_table(kind: str) -> dict[str, str]:
+    """{name in another trainer's log: litgrpo's}, for names without placeholders."""
+    names = {getattr(metric, kind): name for name, metric in METRICS.items()}
+    return {"step": "step"} | {
+        other: name for other, name in names.items() if other and PLACEHOLDER not in other
+    }
+
+
+TRL, VERL = _rename_table("trl"), _rename_table("verl")
+# {placeholder: expression}; `_low` and `_high` are the bounds of an interval.
+PLACEHOLDERS = {"<part>": r"[^/]+?", "<name>": r"[^/]+?", "<k>": r"\d+", "<set>/": r"(?:[^/]+/)?"}
 BOUND = r"(?:_low|_high)?"
 
 
 @cache
 def patterns() -> dict[str, re.Pattern[str]]:
-    """{name in the table: expression of the names that it stands for}."""
-    found = {}
+    """{name in the table: expression of the logged names that it defines}."""
+    compiled = {}
     for name in METRICS:
         text = re.escape(name)
-        for place, expression in PLACES.items():
-            text = text.replace(re.escape(place), expression)
-        found[name] = re.compile(text + BOUND * name.startswith("val/"))
-    return found
+        for placeholder, expression in PLACEHOLDERS.items():
+            text = text.replace(re.escape(placeholder), expression)
+        if name.startswith("val/"):
+            text += BOUND
+        compiled[name] = re.compile(text)
+    return compiled
 
 
 @cache
-def entry(name: str) -> str:
-    """The row of the table that defines a logged name; "" where none does.
+def find_entry(name: str) -> str:
+    """Name of the table's row that defines a logged metric; "" if there is none.
 
     Example:
-        >>> entry("reward/format_std"), entry("val/easy/avg@4_low"), entry("nothing/known")
+        >>> find_entry("reward/format_std"), find_entry("val/easy/avg@4_low"), find_entry("a/b")
         ('reward/<part>_std', 'val/<set>/avg@<k>', '')
     """
-    plain = re.sub("^test/", "val/", name)
-    fits = [row for row, pattern in patterns().items() if pattern.fullmatch(plain)]
-    # The most exact one: reward/mean is no part named mean.
-    return min(fits, key=lambda row: ("<part>" in row, -len(row)), default="")
+    val_name = re.sub("^test/", "val/", name)
+    matches = [row for row, pattern in patterns().items() if pattern.fullmatch(val_name)]
+    # The most specific one: reward/mean is not a component called mean.
+    return min(matches, key=lambda row: ("<part>" in row, -len(row)), default="")
 
 
 def definition(name: str) -> str:
-    """What a logged name means; "" where the table does not have it."""
-    return METRICS.get(entry(name), "")
+    """Definition of a logged metric; "" if the table does not have it."""
+    entry = find_entry(name)
+    return METRICS[entry].text if entry else ""
 
 
 def page() -> str:
     """The table as the Markdown of docs/metrics.md."""
-    head = ["name", "what it is", "unit", "healthy", "TRL", "verl"]
-    rows = [[f"`{name}`", text, *cells_of(READINGS[name])] for name, text in METRICS.items()]
-    lines = [head, ["---"] * len(head), *rows]
+    head = ["name", "definition", "unit", "healthy", "TRL", "verl"]
+    lines = [head, ["---"] * len(head)]
+    for name, metric in METRICS.items():
+        others = [f"`{other}`" if other else "" for other in (metric.trl, metric.verl)]
+        lines.append([f"`{name}`", metric.text, metric.unit, metric.healthy, *others])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cells_of(reading: Reading) -> list[str]:
-    """Unit, healthy range and the names of other trainers, as cells of a table."""
-    names = [f"`{name}`" if name else "" for name in (reading.trl, reading.verl)]
-    return [reading.unit, reading.healthy, *names]

@@ -1,21 +1,26 @@
-"""A progress bar over iterations, and a few plain lines where there is no terminal."""
+"""Progress of a run: a bar over iterations, lines for log files, and the times of its events."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from tqdm import tqdm
 
-from litgrpo.callbacks.number_texts import digits, entries, plain_names
+from litgrpo.callbacks.formatting import format_number, format_report, strip_stage
+from litgrpo.callbacks.protocol import TrainedModule
+from litgrpo.training.lightning_compat import find_trainer, remove_stock_progress_bar
 
-# What the bar calls a logged number, in order of interest; only what the module logs is shown.
+# {name on the bar: metric}, the most important first; metrics that are not logged are left out.
 NAMES = {
     "reward": "reward/mean",
     "loss": "sft/loss",
@@ -23,27 +28,30 @@ NAMES = {
     "len": "completion/len_mean",
     "tok/s": "perf/tokens_per_s",
 }
-MOST_NAMES = 4
-# What a bar over batches of an evaluation is called.
-STAGES = {
+MAX_NAMES = 4
+MINUTE_S, HOUR_S = 60, 3600
+# Titles of a bar over the batches of an evaluation.
+TITLES = {
     RunningStage.SANITY_CHECKING: "before training",
     RunningStage.VALIDATING: "validating",
     RunningStage.TESTING: "testing",
 }
 ITERATIONS = "{desc} {n_fmt}/{total_fmt} |{bar:16}| {elapsed}<{remaining}{postfix}"
 BATCHES = "{desc} {n_fmt} of {total_fmt} |{bar:16}| {elapsed}<{remaining}"
-NOTHING: Mapping[str, Any] = {}
+NO_METRICS: Mapping[str, Any] = {}
 
 
 class Progress(ProgressBar):
     """Shows iterations, reward, KL, completion length and tokens per second.
 
-    After the first iteration it says how long the whole run will take, about.
-
-    (Lightning's bars count batches of an epoch, and print nothing where there is no terminal.)
+    After the first iteration it prints an estimate of the run time. (Lightning's bars count the
+    batches of an epoch, and print nothing without a terminal.)
 
     Args:
-        every_s: without a terminal, print a line at most every so many seconds.
+        every_s: without a terminal, minimum seconds between two lines.
+
+    Example:
+        `Trainer(callbacks=[Progress(every_s=60)])`
     """
 
     def __init__(self, every_s: float = 30.0) -> None:
@@ -52,13 +60,13 @@ class Progress(ProgressBar):
         self.is_enabled = True
         self.bar = tqdm(disable=True)
         self.last_line = 0.0
-        self.total_batches: int | None = None  # of the evaluation at hand
-        self.began = 0.0  # the evaluation or the iteration at hand, on the monotonic clock
-        self.evaluation_s: float | None = None  # what the evaluation before training took
-        self.estimated = False
+        self.total_batches: int | None = None  # of the running evaluation
+        self.started = 0.0  # start of the running evaluation or iteration, monotonic clock
+        self.evaluation_s: float | None = None  # duration of the evaluation before training
+        self.has_estimate = False
 
     def disable(self) -> None:
-        """Show nothing (all processes but the first)."""
+        """Show nothing, on all ranks but the first."""
         self.is_enabled = False
 
     def enable(self) -> None:
@@ -70,78 +78,82 @@ class Progress(ProgressBar):
         if self.is_enabled:
             tqdm.write(kwargs.get("sep", " ").join(map(str, args)))
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Open the bar at the iteration that the run starts or resumes from."""
         self._open("training", ITERATIONS, pl_module.max_iterations)
         self.bar.n = pl_module.iteration
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Note when the iteration began."""
-        self.began = time.monotonic()
+        """Start timing an iteration."""
+        self.started = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Show the finished iterations; after the first one, what the whole will take."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TrainedModule, *_: Any) -> None:
+        """Show the finished iterations; after the first one, print the estimate."""
         n, total = pl_module.iteration, pl_module.max_iterations
-        if total and n < total and not self.estimated:
-            batches = trainer.val_check_batch if trainer.enable_validation else None
-            interval = batches or math.inf
-            taken_s = time.monotonic() - self.began
-            self.print(estimate(total - n, taken_s, self.evaluation_s, interval))
-        self.estimated = True
-        self._show(n, f"training {n}" + (f"/{total}" if total else ""), trainer.callback_metrics)
+        if total and n < total and not self.has_estimate:
+            interval = math.inf
+            if trainer.enable_validation and trainer.val_check_batch:
+                interval = trainer.val_check_batch
+            iteration_s = time.monotonic() - self.started
+            self.print(estimate_run_time(total - n, iteration_s, self.evaluation_s, interval))
+        self.has_estimate = True
+        line = f"training {n}/{total}" if total else f"training {n}"
+        self._show(n, line, trainer.callback_metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Leave the last state on the screen."""
         self.bar.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Open a bar over batches; in training its bar stands still meanwhile."""
-        if _in_training(trainer):
+        """Open a bar over batches; within a training the training's bar stays."""
+        if _is_within_training(trainer):
             self.bar.set_description_str("validating")
         else:
-            self.began, self.total_batches = time.monotonic(), num_batches(trainer)
-            self._open(STAGES[trainer.state.stage], BATCHES, self.total_batches)  # type: ignore[index]
+            self.started, self.total_batches = time.monotonic(), count_batches(trainer)
+            self._open(_title(trainer), BATCHES, self.total_batches)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """One batch further, where the evaluation has its own bar."""
-        if not _in_training(trainer):
+        """Count a batch if the evaluation has its own bar."""
+        if not _is_within_training(trainer):
             n = self.bar.n + 1
-            of = f" of {self.total_batches}" if self.total_batches else ""
-            self._show(n, f"{STAGES[trainer.state.stage]} {n}{of}")  # type: ignore[index]
+            line = f"{_title(trainer)} {n}"
+            if self.total_batches:
+                line += f" of {self.total_batches}"
+            self._show(n, line)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print what came out as one line."""
-        if _in_training(trainer):
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Print the main metrics in one line."""
+        if _is_within_training(trainer):
             self.bar.set_description_str("training")
         else:
             self.bar.close()
-            self.evaluation_s = time.monotonic() - self.began
+            self.evaluation_s = time.monotonic() - self.started
         if trainer.state.fn == "fit" and pl_module.evaluation_report:
-            report = plain_names(pl_module.evaluation_report)
-            self.print(f"iteration {pl_module.iteration}: {', '.join(headlines(report))}")
+            report = strip_stage(pl_module.evaluation_report)
+            self.print(f"iteration {pl_module.iteration}: {', '.join(main_metrics(report))}")
 
     on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
-    on_test_end = on_validation_end
+    on_test_end = on_validation_end  # type: ignore[assignment]
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: Any) -> None:
-        """Leave the terminal clean for the message that follows."""
+        """Close the bar before the error message is printed."""
         self.bar.close()
 
-    def _open(self, what: str, bar_format: str, total: int | None = None) -> None:
+    def _open(self, title: str, bar_format: str, total: int | None = None) -> None:
         self.bar = tqdm(
             total=total,
-            desc=what,
+            desc=title,
             bar_format=bar_format,
             dynamic_ncols=True,
-            leave=what == "training",
+            leave=title == "training",
             # Without a terminal tqdm would fill a log file with carriage returns.
             disable=not (self.is_enabled and sys.stderr.isatty()),
         )
         self.last_line = time.monotonic()
 
-    def _show(self, n: int, line: str, metrics: Mapping[str, Any] = NOTHING) -> None:
-        """Move the bar to n; without one, print the line if it is time."""
-        numbers = short(metrics)
+    def _show(self, n: int, line: str, metrics: Mapping[str, Any] = NO_METRICS) -> None:
+        """Move the bar to n; without a terminal, print the line if it is due."""
+        numbers = format_metrics(metrics)
         self.bar.n = n
         self.bar.set_postfix(numbers)
         now = time.monotonic()
@@ -150,8 +162,26 @@ class Progress(ProgressBar):
             print(line, *(f"{name} {text}" for name, text in numbers.items()))
 
 
-def num_batches(trainer: Trainer) -> int | None:
-    """How many batches the evaluation at hand has; None where that is not known."""
+def replace_stock_bar(module: LightningModule) -> list[Callback]:
+    """Return a `Progress` for `configure_callbacks` if the trainer has Lightning's own bar."""
+    trainer = find_trainer(module)
+    if trainer is None or not remove_stock_progress_bar(trainer):
+        return []
+    return [Progress()]
+
+
+def _is_within_training(trainer: Trainer) -> bool:
+    return trainer.state.fn == "fit" and not trainer.sanity_checking
+
+
+def _title(trainer: Trainer) -> str:
+    stage = trainer.state.stage
+    assert stage is not None
+    return TITLES[stage]
+
+
+def count_batches(trainer: Trainer) -> int | None:
+    """Number of batches of the running evaluation; None if it is unknown."""
     counts = {
         RunningStage.SANITY_CHECKING: trainer.num_sanity_val_batches,
         RunningStage.VALIDATING: trainer.num_val_batches,
@@ -161,71 +191,122 @@ def num_batches(trainer: Trainer) -> int | None:
     return int(total) if math.isfinite(total) else None
 
 
-def estimate(
+def estimate_run_time(
     iterations: int, iteration_s: float, evaluation_s: float | None, interval: float
 ) -> str:
-    """A line that says how long the rest of a run will take.
+    """A line with the estimated time of the rest of a run.
 
     Args:
-        iterations: still to come.
-        iteration_s: what the first one took.
-        evaluation_s: what an evaluation takes; None where none was seen.
-        interval: iterations from one evaluation to the next.
+        iterations: number of remaining iterations.
+        iteration_s: duration of the first one.
+        evaluation_s: duration of an evaluation; None if it is unknown.
+        interval: iterations between two evaluations.
 
     Example:
-        >>> estimate(249, 0.8, 20.0, 125)
+        >>> estimate_run_time(249, 0.8, 20.0, 125)
         'about 4 min to go: 249 iterations of 0.800 s, 2 evaluations of 20.0 s'
-        >>> estimate(10_000, 3.6, None, 50)
+        >>> estimate_run_time(10_000, 3.6, None, 50)
         'about 10.0 h to go: 10000 iterations of 3.600 s'
     """
-    evaluations = 0 if evaluation_s is None else math.ceil(iterations / interval)
-    total = iterations * iteration_s + evaluations * (evaluation_s or 0.0)
-    parts = f"{iterations} iteration{'s' * (iterations > 1)} of {digits(iteration_s)} s"
-    several = f"{evaluations} evaluation{'s' * (evaluations > 1)}"
-    parts += f", {several} of {digits(evaluation_s or 0.0)} s" * bool(evaluations)
-    return f"about {duration(total)} to go: {parts}"
+    total_s = iterations * iteration_s
+    text = f"{_plural(iterations, 'iteration')} of {format_number(iteration_s)} s"
+    if evaluation_s is not None:
+        evaluations = math.ceil(iterations / interval)
+        if evaluations > 0:
+            total_s += evaluations * evaluation_s
+            text += f", {_plural(evaluations, 'evaluation')} of {format_number(evaluation_s)} s"
+    return f"about {format_duration(total_s)} to go: {text}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best.
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in a readable unit.
 
     Example:
-        >>> duration(42.3), duration(600), duration(36_000)
+        >>> format_duration(42.3), format_duration(600), format_duration(36_000)
         ('42 s', '10 min', '10.0 h')
     """
-    units = {120.0: (1.0, "s", 0), 7200.0: (60.0, "min", 0), math.inf: (3600.0, "h", 1)}
-    size, unit, places = next(units[limit] for limit in units if seconds < limit)
-    return f"{seconds / size:.{places}f} {unit}"
+    if seconds < 2 * MINUTE_S:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * HOUR_S:
+        return f"{seconds / MINUTE_S:.0f} min"
+    return f"{seconds / HOUR_S:.1f} h"
 
 
-def headlines(report: Mapping[str, float]) -> list[str]:
-    """The first numbers of a report as text; with several sets of prompts the first of each set.
+def main_metrics(report: Mapping[str, float]) -> list[str]:
+    """The first metrics of a report as text; with several validation sets, of each set.
 
     Args:
         report: {name or set/name: number}.
 
     Example:
-        >>> headlines({"easy/avg@4": 0.9, "easy/greedy": 0.8, "hard/avg@4": 0.25})
+        >>> main_metrics({"easy/avg@4": 0.9, "easy/greedy": 0.8, "hard/avg@4": 0.25})
         ['easy/avg@4 0.900', 'easy/greedy 0.800', 'hard/avg@4 0.250']
     """
     sets: dict[str, list[str]] = {}
-    for name, text in entries(dict(report)).items():
+    for name, text in format_report(dict(report)).items():
         sets.setdefault(name.rpartition("/")[0], []).append(f"{name} {text}")
-    each = max(1, MOST_NAMES // max(1, len(sets)))
-    return [text for texts in sets.values() for text in texts[:each]]
+    per_set = max(1, MAX_NAMES // max(1, len(sets)))
+    return [text for texts in sets.values() for text in texts[:per_set]]
 
 
-def _in_training(trainer: Trainer) -> bool:
-    """Whether a validation interrupts a training."""
-    return trainer.state.fn == "fit" and not trainer.sanity_checking
-
-
-def short(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """At most four numbers under short names.
+def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Up to four metrics under the short names of the bar.
 
     Example:
-        >>> short({"reward/mean": 0.51234, "perf/tokens_per_s": 15234.0, "optim/lr": 0.1})
+        >>> format_metrics({"reward/mean": 0.51234, "perf/tokens_per_s": 15234.0, "optim/lr": 0.1})
         {'reward': '0.512', 'tok/s': '15234'}
     """
     known = {name: float(metrics[key]) for name, key in NAMES.items() if key in metrics}
-    return {name: digits(value) for name, value in list(known.items())[:MOST_NAMES]}
+    return {name: format_number(value) for name, value in list(known.items())[:MAX_NAMES]}
+
+
+# --- times of events ---
+
+
+def clock() -> dict[str, float]:
+    """Seconds: `wall` time, and `cpu` time of this process and its terminated children."""
+    used = os.times()
+    cpu = used.user + used.system + used.children_user + used.children_system
+    return {"wall": time.perf_counter(), "cpu": cpu}
+
+
+class Stopwatch(Callback):
+    """Writes the times of iterations and evaluations, which `plan --measure` reads.
+
+    Args:
+        file: a .jsonl file to append to, one line per event.
+
+    Example:
+        A line is `{"event": "iteration", "wall": 12.5, "cpu": 20.1}`.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def _write(self, event: str) -> None:
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **clock()}) + "\n")
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Write the start of an iteration, after all work of the previous one."""
+        self._write("iteration")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write the end of an iteration; a checkpoint may follow."""
+        self._write("end of iteration")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the start of an evaluation."""
+        self._write("validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the end of an evaluation."""
+        self._write("end of validation")
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the end of training; the last evaluation and the model's files may follow."""
+        self._write("end of training")

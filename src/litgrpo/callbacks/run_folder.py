@@ -1,4 +1,4 @@
-"""One folder per run: what it holds, and the configuration and versions that made it."""
+"""The run folder: its files, the configuration and versions that made them, and its lock."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from lightning.pytorch import Callback, Trainer
 
 from litgrpo import __version__
@@ -23,13 +25,14 @@ COMMAND = "# Started by: "
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 TRAINING_STATE = "training_state.ckpt"  # beside the policy in checkpoint-100/
-REST = "rest.pt"  # in a checkpoint that is a folder: weights were divided over processes
+REST = "rest.pt"  # in a checkpoint that is a folder, of sharded weights
 LAST, BEST = "last.ckpt", "best.ckpt"
+LOCK = ".lock"
 NAME = re.compile(r"iteration=(\d+)\.ckpt")
-# What shows that a run got somewhere; one that failed before its first iteration leaves none.
+# A run that failed before its first iteration leaves none of these.
 RESULTS = (f"{CHECKPOINTS}/last.ckpt", "metrics.csv", "summary.json")
 # Everything that a run writes.
-WRITTEN = (
+RUN_FILES = (
     CONFIG,
     CHECKPOINTS,
     "evaluation",
@@ -46,45 +49,46 @@ WRITTEN = (
 
 
 class NotSaved(SystemExit):
-    """What the run came to could not be written; the program ends with this line and code 1.
+    """The result of a run could not be written; the program prints the message and exits with 1.
 
     Args:
-        message: what, why, and what is left.
+        message: the file, the reason, and what is left.
     """
+
+    exit_code = 1
 
     def __init__(self, message: str) -> None:
         super().__init__(f"error: {message}")
 
 
-def refuse_if_taken(folder: Path, *, overwrite: bool = False) -> None:
-    """Stop before two runs mix, or before anything else is deleted.
+def check_is_free(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise before the files of two runs mix, or foreign files are deleted.
 
     Args:
-        folder: where everything of a new run shall go.
-        overwrite: whether an earlier run may be deleted.
+        folder: run folder of a new run.
+        overwrite: an earlier run may be deleted.
 
     Raises:
-        ValueError: the folder holds the results of another run, or files that look like a run's but
-            are somebody else's.
+        ValueError: the folder holds the results of another run, or files with such names that
+            litgrpo did not write.
     """
-    config, found = folder / CONFIG, written(folder)
-    ours = config.exists() and config.read_text(encoding="utf-8").startswith(HEADER)
-    first = next((path.name for path in found), "")
-    require(
-        ours or not first,
-        f"{folder} holds {first}, which no run of this program wrote: choose another folder with "
-        "--run_dir.",
-    )
-    result = next((name for name in RESULTS if (folder / name).exists()), "")
-    require(
-        overwrite or not result,
-        f"{folder} already holds a run ({result}): continue it with --ckpt_path last, choose "
-        "another folder with --run_dir, or replace it with --overwrite true.",
-    )
+    config, files = folder / CONFIG, find_run_files(folder)
+    is_run = config.exists() and config.read_text(encoding="utf-8").startswith(HEADER)
+    if files and not is_run:
+        raise ValueError(
+            f"{folder} holds {files[0].name}, which was not written by litgrpo: choose another "
+            "folder with --run_dir."
+        )
+    results = [name for name in RESULTS if (folder / name).exists()]
+    if results and not overwrite:
+        raise ValueError(
+            f"{folder} already holds a run ({results[0]}): resume it with --ckpt_path last, choose "
+            "another folder with --run_dir, or replace it with --overwrite true."
+        )
 
 
-def delete(paths: Sequence[Path]) -> None:
-    """Delete what an earlier run wrote, see `written`; what is gone already is passed over."""
+def delete_files(paths: Sequence[Path]) -> None:
+    """Delete files of an earlier run, see `find_run_files`; missing ones are skipped."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -92,11 +96,11 @@ def delete(paths: Sequence[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def mark(folder: Path, config: str) -> None:
-    """Write the configuration, unless the folder holds the results of a run that it would replace.
+def claim_folder(folder: Path, config: str) -> None:
+    """Write the configuration, unless the folder holds the results of a run to be replaced.
 
     Args:
-        folder: the run folder, after `refuse_if_taken`.
+        folder: the run folder, after `check_is_free`.
         config: the configuration as YAML text.
     """
     if not any((folder / name).exists() for name in RESULTS):
@@ -104,13 +108,13 @@ def mark(folder: Path, config: str) -> None:
 
 
 def write_config(folder: Path, config: str) -> None:
-    """Write the configuration of a run to its folder; it marks the folder as ours."""
+    """Write the configuration of a run, by which `check_is_free` recognizes its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(HEADER + started_by() + config, encoding="utf-8")
+    (folder / CONFIG).write_text(HEADER + command_comment() + config, encoding="utf-8")
 
 
-def started_by() -> str:
-    """A line of comment with the command line of a fit as it was typed; nothing without one."""
+def command_comment() -> str:
+    """A YAML comment with the command line of a fit as it was typed; empty without one."""
     typed = sys.orig_argv
     if "fit" not in typed or sys.argv[1:2] != ["fit"]:
         return ""
@@ -119,63 +123,104 @@ def started_by() -> str:
     return f"{COMMAND}{program} {words}\n"
 
 
-def written(folder: Path) -> list[Path]:
-    """Everything in a folder that has a name which runs give."""
-    return [path for name in WRITTEN for path in folder.glob(name)]
+def find_run_files(folder: Path) -> list[Path]:
+    """Files and folders with names that a run uses."""
+    return [path for name in RUN_FILES for path in folder.glob(name)]
 
 
-ADVICE = "leave --ckpt_path out to start anew, or give it a .ckpt file or a run folder"
+@contextmanager
+def lock_run_folder(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """Keep every other training out of a run folder.
+
+    The kernel holds the lock and releases it when the process exits, even after SIGKILL; forks do
+    not inherit it. At the end the lock file is removed, and the folder if nothing was written.
+
+    Args:
+        folder: the run folder; created if it is missing.
+        patience_s: seconds to wait for another process to release the lock.
+
+    Raises:
+        ValueError: another training holds the lock, or the folder is not writable.
+    """
+    is_new = not folder.exists()
+    lock = FileLock(folder / LOCK, timeout=patience_s)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(
+            f"another training is running in {folder}: wait for its end, or choose another folder "
+            "with --run_dir ({seed} in its name is replaced by the seed)."
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"run_dir is {folder}, which is not writable ({error.strerror}): choose another "
+            "folder with --run_dir."
+        ) from error
+    try:
+        yield
+    finally:
+        # Before the release: a process that opened the file meanwhile sees that it lost its name.
+        (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if is_new:
+            with suppress(OSError):  # not empty: something was written
+                folder.rmdir()
 
 
-def checkpoint_file(given: str, folder: Path | None = None, advice: str = ADVICE) -> Path:
-    """The file behind what a user calls a checkpoint.
+ADVICE = "omit --ckpt_path to start a new run, or pass a .ckpt file or a run folder"
+
+
+def resolve_checkpoint(given: str, folder: Path | None = None, advice: str = ADVICE) -> Path:
+    """Find the file of a checkpoint that a user names.
 
     Args:
         given: `last`, `best`, a file, a folder such as `checkpoint-100`, or a run folder, of which
             the last checkpoint is taken.
         folder: the run folder in which `last` and `best` are looked up.
-        advice: what to do where there is none.
+        advice: for the error, if there is none.
 
     Raises:
         FileNotFoundError: there is no such file.
     """
     named = {}
     if folder is not None:
-        named = {"last": checkpoints_of(folder) / LAST, "best": checkpoints_of(folder) / BEST}
+        checkpoints = checkpoint_folder(folder)
+        named = {"last": checkpoints / LAST, "best": checkpoints / BEST}
     path = named.get(given, Path(given))
-    checkpoint_inside = (path / TRAINING_STATE).exists() or checkpoints_of(path).is_dir()
+    holds_checkpoint = (path / TRAINING_STATE).exists() or checkpoint_folder(path).is_dir()
     require(
-        checkpoint_inside or not (path / "config.json").is_file(),
-        f"{path} is a model, not a checkpoint: give it as --model.pretrained {path}, and leave "
-        "--ckpt_path out.",
+        holds_checkpoint or not (path / "config.json").is_file(),
+        f"{path} is a model, not a checkpoint: pass it as --model.pretrained {path}, without "
+        "--ckpt_path.",
     )
     if path.is_dir() and not (path / REST).exists():
-        of_run = checkpoints_of(path)
-        path = of_run / LAST if of_run.is_dir() else path / TRAINING_STATE
+        is_run = checkpoint_folder(path).is_dir()
+        path = checkpoint_folder(path) / LAST if is_run else path / TRAINING_STATE
     if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint {path}: {advice}.")
+        raise FileNotFoundError(f"ckpt_path: {path} does not exist: {advice}.")
     return path
 
 
-def checkpoints_of(folder: str | Path) -> Path:
-    """Where a run keeps its checkpoints."""
+def checkpoint_folder(folder: str | Path) -> Path:
+    """Folder of a run's checkpoints."""
     return Path(folder) / CHECKPOINTS
 
 
-def by_age(folder: Path) -> dict[int, Path]:
-    """The numbered checkpoints in a folder, the newest first.
+def sort_by_age(folder: Path) -> dict[int, Path]:
+    """{iteration: checkpoint} of a folder, the newest first.
 
-    By time, not by number: a run may resume from an older checkpoint.
+    Sorted by time, not by number: a run may resume from an older checkpoint.
     """
     named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.ckpt")]
-    found = [(int(name[1]), path) for name, path in named if name]
-    found.sort(key=lambda each: (each[1].stat().st_mtime_ns, each[0]), reverse=True)
-    return dict(found)
+    numbered = [(int(name[1]), path) for name, path in named if name]
+    numbered.sort(key=lambda each: (each[1].stat().st_mtime_ns, each[0]), reverse=True)
+    return dict(numbered)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of a run that was written last, whether it is good or not, if there is one."""
-    return next(iter(by_age(checkpoints_of(folder)).values()), None)
+def find_newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of a run that was written last, verified or not; None if there is none."""
+    return next(iter(sort_by_age(checkpoint_folder(folder)).values()), None)
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -184,24 +229,23 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def writes_files(trainer: Any) -> bool:
-    """Whether this process writes files: the first one does, and none in a `fast_dev_run`."""
+    """Return True on rank 0, which writes the files; in a `fast_dev_run` no rank does."""
     return bool(trainer.is_global_zero and not trainer.fast_dev_run)
 
 
 def saved_config(checkpoint: dict[str, Any]) -> str:
-    """The configuration (YAML) that a loaded checkpoint was made with.
+    """The configuration (YAML) of the run that wrote a checkpoint.
 
     Raises:
         ValueError: the checkpoint was not written by `cli.py`.
     """
     state = checkpoint.get("callbacks", {}).get(RunFolder.__qualname__, {})
-    known = "config" in state
-    require(known, "This checkpoint holds no configuration: it was not written by cli.py.")
+    require("config" in state, "The checkpoint has no config: it was not written by cli.py.")
     return str(state["config"])
 
 
 def versions() -> dict[str, str]:
-    """What the numbers of a run were made with."""
+    """Versions of Python, litgrpo and the libraries that determine the numbers of a run."""
     packages = {name: metadata.version(name) for name in ("torch", "lightning", "transformers")}
     return {"python": platform.python_version(), "litgrpo": __version__, **packages}
 
@@ -209,28 +253,32 @@ def versions() -> dict[str, str]:
 class RunFolder(Callback):
     """Writes the configuration to the run folder and into every checkpoint.
 
-    A start that goes on from a checkpoint writes it when that was accepted: of a refused one the
-    folder keeps the configuration that its checkpoints were made with.
+    A resumed run writes it after its checkpoint was accepted; until then the folder keeps the
+    configuration of the run that wrote the checkpoints.
 
     Args:
         config: the resolved configuration as YAML text.
-        replaced: what an earlier run wrote; it is there until the model has been loaded, the data
-            have been read and the invariants hold.
+        replaced: files of an earlier run. They are deleted after the model was loaded, the data
+            were read and the start-up checks passed.
+
+    Example:
+        `Trainer(callbacks=[RunFolder("model: {group_size: 8}")], default_root_dir="runs/demo")`
     """
 
     def __init__(self, config: str, replaced: Sequence[Path] = ()) -> None:
-        self.config, self.replaced = config, replaced
+        self.config = config
+        self.replaced = replaced
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Make room: the evaluation before training writes the first files."""
+        """Delete the earlier run: the evaluation before training writes the first files."""
         if self.replaced and writes_files(trainer):
-            delete(self.replaced)
+            delete_files(self.replaced)
             write_config(run_folder(trainer), self.config)
         self.replaced = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write `config.yaml`, now that nothing refuses the checkpoint or the settings."""
-        self.on_sanity_check_start(trainer, pl_module)  # without validation nobody called it
+        """Write `config.yaml`: checkpoint and settings have been accepted."""
+        self.on_sanity_check_start(trainer, pl_module)  # not called without validation
         if writes_files(trainer):
             write_config(run_folder(trainer), self.config)
 

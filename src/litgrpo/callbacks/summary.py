@@ -1,4 +1,4 @@
-"""Before and after: what the training changed on held-out prompts."""
+"""Compare the held-out evaluations before and after training."""
 
 from __future__ import annotations
 
@@ -13,39 +13,52 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from litgrpo.callbacks import episodes
-from litgrpo.callbacks.evaluation_files import measured
-from litgrpo.callbacks.metrics_csv import MetricsCSV
-from litgrpo.callbacks.number_texts import (
+from litgrpo.callbacks.completions import episode_row, format_episode
+from litgrpo.callbacks.evaluation_files import checkpoint_name
+from litgrpo.callbacks.formatting import (
     BOUNDS,
-    aligned,
-    entries,
-    finite,
-    marked,
-    plain_names,
-    signed,
+    align_columns,
+    finite_or_none,
+    format_change,
+    format_report,
+    mark_truncated,
+    strip_stage,
 )
+from litgrpo.callbacks.loggers import MetricsCSV
+from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
 from litgrpo.evaluation.paired import Comparison, compared
 from litgrpo.text.visible import visible
 from litgrpo.training.lightning_compat import validate_now
 
-# report {name: number}, n, reward_names, samples, of_prompts {set: {name: one number per prompt}}
+# An evaluation as plain values, for a checkpoint: report {name: number}, n, reward_names, samples,
+# of_prompts {set: {name: one number per prompt}}.
 Evaluation = dict[str, Any]
-# What a reader of a run wants first of an evaluation, and what says whether the text is still good.
-FLUENCY = ("start_perplexity", "start_kl", "ended_frac", "len_mean", "distinct_1", "distinct_2")
+# Metrics that show whether the text is still natural.
+TEXT_QUALITY = (
+    "start_perplexity",
+    "start_kl",
+    "ended_frac",
+    "len_mean",
+    "distinct_1",
+    "distinct_2",
+)
 
 
 class Summary(Callback):
     """Writes `summary.json` and prints a table: the held-out evaluation before and after training.
 
-    Before is the validation that runs before the first iteration (`trainer.num_sanity_val_steps`
-    is -1 by default here); after is the one that follows the last iteration. Both answer the same
-    prompts, so what changed is stated prompt by prompt. The verbs validate and test print their
-    evaluation and write it to `validate.json` and `test.json`, or beside one of another checkpoint.
+    Before is the validation that runs before the first iteration (`cli.py` sets
+    `trainer.num_sanity_val_steps` to -1); after is the one that follows the last iteration. Both
+    use the same prompts, so changes are paired by prompt. The commands validate and test print
+    their evaluation and write it to `validate.json` and `test.json`; if that file is of another
+    checkpoint, the name of the checkpoint is added.
 
     Args:
-        num_samples: how many prompts to show with one completion each, before and after.
+        num_samples: number of prompts to show with one completion each, before and after.
+
+    Example:
+        `Trainer(callbacks=[Summary(num_samples=5)], num_sanity_val_steps=-1)`
     """
 
     def __init__(self, num_samples: int = 3) -> None:
@@ -54,108 +67,112 @@ class Summary(Callback):
         self.after: Evaluation | None = None
         self.after_iteration = -1
         self.trained_s = 0.0
-        self.trains_since: float | None = None
+        self.training_since: float | None = None  # None while the clock is stopped
         self.num_prompts = 0
         self.reward_names: list[str] = []
         self.samples: list[dict[str, Any]] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Start the clock."""
-        self.trains_since = time.monotonic()
+        self.training_since = time.monotonic()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Stop the clock: validation is not training."""
-        self.trained_s, self.trains_since = self._elapsed_s(), None
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Stop the clock: validation does not count as training time."""
+        self.trained_s, self.training_since = self._elapsed_s(), None
         self.num_prompts, self.reward_names, self.samples = 0, [], []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
         """Keep the first completions and count the prompts."""
-        if "rollout" not in (outputs or {}):  # supervised training samples nothing
+        if "rollout" not in (outputs or {}):  # SFT samples nothing
             return
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         self.num_prompts += len(rollout.prompts)
         self.reward_names = list(rewards.parts)
         missing = self.num_samples - len(self.samples)
         for b in range(min(missing, len(rollout.prompts))):
-            values = {name: finite(part[b, :1])[0] for name, part in rewards.parts.items()}
-            episode = episodes.of_row(rollout, b * rollout.group_size)
-            self.samples.append(
-                {
-                    "prompt": rollout.prompts.prompts[b],
-                    "completion": marked(
-                        rollout.completions[b * rollout.group_size],
-                        bool(rollout.truncated[b * rollout.group_size]),
-                    ),
-                    "rewards": values,
-                }
-                | ({"reward": float(rewards.total[b, 0]), **episode} if episode else {})
-            )
+            row = b * rollout.group_size  # the first completion of the group
+            is_truncated = bool(rollout.truncated[row])
+            parts = rewards.parts.items()
+            sample = {
+                "prompt": rollout.prompts.prompts[b],
+                "completion": mark_truncated(rollout.completions[row], is_truncated),
+                "rewards": {name: finite_or_none(part[b, :1])[0] for name, part in parts},
+            }
+            episode = episode_row(rollout, row)
+            if episode:
+                sample |= {"reward": float(rewards.total[b, 0]), **episode}
+            self.samples.append(sample)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remember the evaluation and let the clock run on."""
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Keep the evaluation and restart the clock."""
         evaluation = self._evaluation(trainer, pl_module)
         if trainer.state.fn != "fit":
-            evaluation["report"] |= plain_names(pl_module.complete_evaluation())
-            self._tell(trainer, pl_module, evaluation)
+            evaluation["report"] |= strip_stage(pl_module.complete_evaluation())
+            self._report_command(trainer, pl_module, evaluation)
         elif trainer.sanity_checking and self.before is None:  # else resumed before iteration 1
             self.before = evaluation
-            # Lightning logs nothing while it checks; with this the curves begin before training.
+            # Lightning logs nothing in a sanity check; with this the curves start at iteration 0.
             for logger in trainer.loggers:
                 logger.log_metrics({f"val/{k}": v for k, v in evaluation["report"].items()}, step=0)
         elif not trainer.sanity_checking:
             self.after, self.after_iteration = evaluation, pl_module.iteration
-            self.trains_since = time.monotonic()
+            self.training_since = time.monotonic()
 
-    on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
-    on_test_end = on_validation_end
+    on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end  # type: ignore[assignment]
+    on_test_end = on_validation_end  # type: ignore[assignment]
 
-    def _evaluation(self, trainer: Trainer, pl_module: Any) -> Evaluation:
+    def _evaluation(self, trainer: Trainer, pl_module: TrainedModule) -> Evaluation:
         count = self.num_prompts
         if trainer.world_size > 1:
             mine = torch.tensor(count, device=pl_module.device)
             count = int(trainer.strategy.reduce(mine, reduce_op="sum"))
         return {
-            "report": plain_names(pl_module.evaluation_report),
+            "report": strip_stage(pl_module.evaluation_report),
             "n": count,
             "reward_names": self.reward_names,
             "samples": self.samples,
             "of_prompts": pl_module.evaluated_prompts,
         }
 
-    def _tell(self, trainer: Trainer, pl_module: Any, evaluation: Evaluation) -> None:
+    def _report_command(
+        self, trainer: Trainer, pl_module: TrainedModule, evaluation: Evaluation
+    ) -> None:
+        """Print and write the evaluation of `validate` or `test`."""
         assert trainer.state.fn is not None
-        of = measured(trainer)
-        path = report_file(run_folder(trainer), trainer.state.fn.value, of)
-        what = {"checkpoint": of, "iteration": pl_module.iteration}
-        _write(trainer, path, (_measures(evaluation) or {}) | what)
-        untrained = "Evaluated: the start, untrained; for a trained model give --ckpt_path.\n"
-        title = untrained if of == "start" else f"Evaluated: {of}\n"
-        pl_module.print(f"{title}{table({'evaluated': evaluation})}\n\nwritten to {path}")
+        checkpoint = checkpoint_name(trainer)
+        path = report_file(run_folder(trainer), trainer.state.fn.value, checkpoint)
+        source = {"checkpoint": checkpoint, "iteration": pl_module.iteration}
+        _write(trainer, path, (_summarize(evaluation) or {}) | source)
+        title = f"Evaluated: {checkpoint}"
+        if checkpoint == "start":
+            title = "Evaluated: the initial policy; for a trained one pass --ckpt_path."
+        table = format_table({"evaluated": evaluation})
+        pl_module.print(f"{title}\n{table}\n\nwritten to {path}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate once more, if the last validation is older, and write it all down."""
+    def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Evaluate again if the last validation is older, then write and print the summary."""
         if trainer.enable_validation and self.after_iteration != pl_module.iteration:
             validate_now(trainer)
-        self.trained_s, self.trains_since = self._elapsed_s(), None
+        self.trained_s, self.training_since = self._elapsed_s(), None
         self._complete(trainer, pl_module)
         self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
         _write(trainer, folder / "summary.json", self.content())
         pl_module.print("\n" + visible(self.page(folder, pl_module.iteration)))
 
-    def _complete(self, trainer: Trainer, pl_module: Any) -> None:
-        """Add to the last evaluation what the start's weights say, which are loaded for it."""
+    def _complete(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Add metrics of the last evaluation that need the initial policy, which is loaded."""
         missing = pl_module.complete_evaluation()
         if self.after is None or not missing:
             return
-        self.after["report"] |= plain_names(missing)
+        self.after["report"] |= strip_stage(missing)
         for logger in trainer.loggers:
             logger.log_metrics(missing, step=pl_module.iteration)
 
     def _log_summary(self, trainer: Trainer, iteration: int) -> None:
-        """Hand before, after and change to loggers that compare runs; the file has its own."""
+        """Log before, after and change, by which loggers compare runs."""
         known = {"before": self.before, "after": self.after}
         reports = {when: e["report"] for when, e in known.items() if e is not None}
         numbers = {
@@ -165,53 +182,54 @@ class Summary(Callback):
             if not name.endswith(BOUNDS)
         }
         for set_name, comparison in self.comparisons().items():
-            start = f"summary/{set_name}/" if set_name else "summary/"
+            prefix = f"summary/{set_name}/" if set_name else "summary/"
             changes = comparison.changes.items()
-            numbers |= {f"{start}{name}/change": change.mean for name, change in changes}
+            numbers |= {f"{prefix}{name}/change": change.mean for name, change in changes}
         for logger in trainer.loggers:
-            if numbers and not isinstance(logger, MetricsCSV):
+            if numbers and not isinstance(logger, MetricsCSV):  # summary.json has them
                 logger.log_metrics(numbers, step=iteration)
 
     def comparisons(self) -> dict[str, Comparison]:
-        """{set: what changed from before to after, prompt by prompt}."""
+        """{validation set: paired changes from before to after}."""
         before, after = ((each or {}).get("of_prompts", {}) for each in (self.before, self.after))
         found = {name: compared(before[name], after[name]) for name in after if name in before}
         return {name: comparison for name, comparison in found.items() if comparison is not None}
 
     def content(self) -> dict[str, Any]:
-        """What `summary.json` holds."""
+        """Content of `summary.json`."""
         return {
-            "before": _measures(self.before),
-            "after": _measures(self.after),
+            "before": _summarize(self.before),
+            "after": _summarize(self.after),
             "change": {name: as_json(each) for name, each in self.comparisons().items()},
             "seconds": round(self.trained_s, 1),
-            # Left there by lightning.seed_everything.
+            # Set by lightning.seed_everything.
             "seed": json.loads(os.environ.get("PL_GLOBAL_SEED", "null")),
             "versions": versions(),
             "samples": {"before": _samples(self.before), "after": _samples(self.after)},
         }
 
     def page(self, folder: Path, iterations: int) -> str:
-        """What the terminal shows at the end of a run."""
+        """Text that the terminal shows at the end of a run."""
         parts = [f"{iterations} iterations, {self.trained_s:.0f} s of training"]
         if self.after is not None:
             evaluations = {"before": self.before, "after": self.after}
             known = {name: e for name, e in evaluations.items() if e is not None}
-            parts.append(table(known, self.comparisons()))
-            parts.append(samples_page(_samples(self.before), _samples(self.after)))
-        parts.append(commands(folder, answers=bool((self.after or {}).get("reward_names"))))
+            parts.append(format_table(known, self.comparisons()))
+            parts.append(format_samples(_samples(self.before), _samples(self.after)))
+        samples_text = bool((self.after or {}).get("reward_names"))
+        parts.append(next_commands(folder, can_predict=samples_text))
         return "\n\n".join(part for part in parts if part)
 
     def _elapsed_s(self) -> float:
-        running = 0.0 if self.trains_since is None else time.monotonic() - self.trains_since
+        running = 0.0 if self.training_since is None else time.monotonic() - self.training_since
         return self.trained_s + running
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run cannot measure again."""
+        """The first evaluation and the training time, which a resumed run cannot measure again."""
         return {"before": self.before, "trained_s": self._elapsed_s()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the first evaluation and the clock up."""
+        """Restore them."""
         self.before, self.trained_s = state_dict["before"], state_dict["trained_s"]
 
 
@@ -223,25 +241,26 @@ def _write(trainer: Trainer, path: Path, content: dict[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _measures(evaluation: Evaluation | None) -> dict[str, Any] | None:
+def _summarize(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    """Nest the numbers of an evaluation, by validation set if there are several."""
     if evaluation is None:
         return None
     report, sets = evaluation["report"], list(evaluation.get("of_prompts", {}))
     if not any(sets):
-        return _of_set(evaluation, report)
-    starts = {name: f"{name}/" for name in sets}
-    return {
-        name: _of_set(
-            evaluation, {k.removeprefix(s): x for k, x in report.items() if k.startswith(s)}
-        )
-        for name, s in starts.items()
-    }
+        return _summarize_set(evaluation, report)
+    summary = {}
+    for name in sets:
+        prefix = f"{name}/"
+        own = {k.removeprefix(prefix): x for k, x in report.items() if k.startswith(prefix)}
+        summary[name] = _summarize_set(evaluation, own)
+    return summary
 
 
-def _of_set(evaluation: Evaluation, report: dict[str, float]) -> dict[str, Any]:
-    average = next((k for k in report if k.startswith("avg@") and not k.endswith(BOUNDS)), None)
-    if average is None:  # supervised training: its own names are the clearest
+def _summarize_set(evaluation: Evaluation, report: dict[str, float]) -> dict[str, Any]:
+    averages = [k for k in report if k.startswith("avg@") and not k.endswith(BOUNDS)]
+    if not averages:  # SFT: loss, perplexity and accuracy
         return dict(report)
+    average = averages[0]
     return {
         "avg_at_k": report[average],
         "low": report.get(average + "_low"),
@@ -254,13 +273,13 @@ def _of_set(evaluation: Evaluation, report: dict[str, float]) -> dict[str, Any]:
             "high": report.get("reward_high"),
         },
         "rewards": {k: report[k] for k in evaluation["reward_names"] if k in report},
-        "fluency": {k: report[k] for k in FLUENCY if k in report},
+        "text_quality": {k: report[k] for k in TEXT_QUALITY if k in report},
         **{k: report[k] for k in report if k.startswith("corpus_")},
     }
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as `summary.json` holds it; prompts by their number in the data."""
+    """A comparison as plain values; prompts by their index in the data."""
     return {
         **{name: vars(change) for name, change in comparison.changes.items()},
         "solved_by": comparison.solved_by,
@@ -270,41 +289,42 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def report_file(folder: Path, verb: str, of: str) -> Path:
-    """Where a verb writes what it measured: `validate.json`, unless that is of another checkpoint.
+def report_file(folder: Path, command: str, checkpoint: str) -> Path:
+    """File for the evaluation of a command: `validate.json`, unless another checkpoint has it.
 
     Args:
         folder: the run folder.
-        verb: validate or test.
-        of: name of the checkpoint, or `start`.
+        command: validate or test.
+        checkpoint: name of the checkpoint, or `start`.
     """
-    path = folder / f"{verb}.json"
+    path = folder / f"{command}.json"
     if not path.exists():
         return path
-    earlier = json.loads(path.read_text(encoding="utf-8")).get("checkpoint", of)
-    return path if earlier == of else folder / f"{verb}-{of}.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")).get("checkpoint", checkpoint)
+    return path if earlier == checkpoint else folder / f"{command}-{checkpoint}.json"
 
 
 def _samples(evaluation: Evaluation | None) -> list[dict[str, Any]]:
-    return (evaluation or {"samples": []})["samples"]
+    return [] if evaluation is None else evaluation["samples"]
 
 
-def table(
+def format_table(
     evaluations: dict[str, Evaluation], comparisons: dict[str, Comparison] | None = None
 ) -> str:
-    """One line per number and one column per evaluation, 95 % intervals in brackets.
+    """One line per metric and one column per evaluation, 95 % intervals in brackets.
 
     Args:
-        evaluations: {heading: evaluation}, of which the last is complete.
-        comparisons: {set: what changed from the first to the last, prompt by prompt}.
+        evaluations: {heading: evaluation}; the last one is complete.
+        comparisons: {validation set: paired changes from the first to the last}.
     """
-    columns = {heading: entries(e["report"]) for heading, e in evaluations.items()}
+    columns = {heading: format_report(e["report"]) for heading, e in evaluations.items()}
     changes = change_column(comparisons or {})
-    columns |= {"change": changes} if changes else {}
+    if changes:
+        columns["change"] = changes
     last = list(evaluations.values())[-1]
-    numbers = entries(last["report"])
+    numbers = format_report(last["report"])
     rows = [[name, *(column.get(name, "") for column in columns.values())] for name in numbers]
-    head, *lines = aligned([["", *columns], *rows])
+    head, *lines = align_columns([["", *columns], *rows])
     title = f"{last['n']} held-out prompts" if last["n"] else "held-out data"
     if any("[" in text for text in numbers.values()):
         title += " (95 % intervals in brackets)"
@@ -313,17 +333,19 @@ def table(
 
 
 def change_column(comparisons: dict[str, Comparison]) -> dict[str, str]:
-    """{name of a number: paired difference with its interval}."""
-    return {
-        f"{name}/{number}" if name else number: f"{signed(change.mean)}"
-        + (f" [{signed(change.low)}, {signed(change.high)}]" if isfinite(change.low) else "")
-        for name, comparison in comparisons.items()
-        for number, change in comparison.changes.items()
-    }
+    """{metric: paired difference with its interval, as text}."""
+    texts = {}
+    for set_name, comparison in comparisons.items():
+        for metric, change in comparison.changes.items():
+            text = format_change(change.mean)
+            if isfinite(change.low):
+                text += f" [{format_change(change.low)}, {format_change(change.high)}]"
+            texts[f"{set_name}/{metric}" if set_name else metric] = text
+    return texts
 
 
 def solved_lines(comparisons: dict[str, Comparison]) -> list[str]:
-    """One line for each set of prompts of which some were gained or lost."""
+    """One line for each validation set with newly solved or no longer solved prompts."""
     return [
         f"{name + ': ' if name else ''}prompts solved ({each.solved_by}): {len(each.gained)} "
         f"gained, {len(each.lost)} lost (McNemar's exact p {each.p_value:.2g})"
@@ -332,8 +354,8 @@ def solved_lines(comparisons: dict[str, Comparison]) -> list[str]:
     ]
 
 
-def samples_page(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """The same prompts with their completions before (where known) and after; episodes as a whole.
+def format_samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
+    """Completions of the same prompts before (if known) and after training; whole episodes.
 
     Args:
         before: samples of an evaluation, or none.
@@ -343,7 +365,7 @@ def samples_page(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> s
     for n, sample in enumerate(after):
         if "messages" in sample:
             known = [("before", old) for old in before[n : n + 1]] + [("after", sample)]
-            blocks += [f"{when}:\n{episodes.readable(row)}" for when, row in known]
+            blocks += [f"{when}:\n{format_episode(row)}" for when, row in known]
             continue
         lines = [f"before: {old['completion'].strip()}" for old in before[n : n + 1]]
         prompt, now = sample["prompt"].strip(), sample["completion"].strip()
@@ -351,15 +373,15 @@ def samples_page(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> s
     return "\n\n".join(blocks)
 
 
-def commands(folder: Path, *, answers: bool) -> str:
-    """What to type to look further.
+def next_commands(folder: Path, *, can_predict: bool) -> str:
+    """Commands to inspect the run.
 
     Args:
         folder: the run folder.
-        answers: whether the module can be asked (supervised training only learns).
+        can_predict: the module generates completions; SFT does not.
     """
-    lines = [f"everything is in {folder}; look further with", f"  tensorboard --logdir {folder}"]
-    if answers and (folder / CONFIG).exists():
+    lines = [f"results are in {folder}; inspect them with", f"  tensorboard --logdir {folder}"]
+    if can_predict and (folder / CONFIG).exists():
         program = "python cli.py" if sys.argv[0].endswith(".py") else "litgrpo"
         predict = f"{program} predict -c {folder / CONFIG} --ckpt_path last"
         lines.append(f"""  {predict} --data.prompts '["your prompt"]'""")

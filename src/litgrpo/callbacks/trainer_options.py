@@ -1,48 +1,218 @@
-"""Lightning's options that cannot go with our modules, and the keys of ours that do the same."""
+"""Lightning's trainer options and callbacks: which ones work, which are rejected, and why.
+
+docs/lightning.md shows `OPTIONS`; `tests/training/test_lightning_options.py` tests every row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    Callback,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 
 from litgrpo.arguments import did_you_mean, require
-
-# Parts of the names of strategies that cut weights over processes.
-SHARDING = ("fsdp", "modelparallel", "deepspeed")
-OURS = "FSDP2Strategy"
-INSTEAD_OF_SHARDING = (
-    "FSDP1, tensor parallelism and DeepSpeed are not supported: to divide the weights over "
-    "processes take trainer.strategy {class_path: litgrpo.distributed.fsdp.strategy.FSDP2Strategy} "
-    "(configs/hardware/fsdp2.yaml)."
-)
-INSTEAD_OF_CALLBACKS: dict[type, str] = {
-    StochasticWeightAveraging: "its mean of weights is none that sampled; leave it out, and let "
-    "model.lr_scheduler lower the learning rate",
-    GradientAccumulationScheduler: "an optimizer step has all rows of its batch here; its size is "
-    "data.batch_size, and what goes through the model at once model.update.micro_batch_tokens",
-    LearningRateFinder: "its trial steps would be iterations of the run; give "
-    "model.optimizer.init_args.lr, and compare several by `compare`",
-    BatchSizeFinder: "its trial steps would be iterations of the run; give data.batch_size, and "
-    "model.update.micro_batch_tokens for memory",
-}
+from litgrpo.training.lightning_compat import is_compiled
 
 
-def name_of(strategy: Any) -> str:
-    """The word or the class of a strategy.
+class Option(NamedTuple):
+    """One row of the table in docs/lightning.md.
 
     Example:
-        >>> name_of("ddp"), name_of({"class_path": "lightning.pytorch.strategies.FSDPStrategy"})
-        ('ddp', 'FSDPStrategy')
+        >>> OPTIONS["overfit_batches"].works
+        False
+    """
+
+    works: bool
+    note: str
+
+
+_AVERAGES = "averaged weights differ from the weights that generate rollouts; let "
+_AVERAGES += "`model.lr_scheduler` lower the learning rate"
+_TRIALS = "its trial steps would be iterations of the run; set "
+_STEP = "an optimizer step uses all rows of its batch: set `data.batch_size`, and "
+_STEP += "`model.update.micro_batch_tokens` for memory"
+
+# {name: row}. Without a note an option does what Lightning documents. One iteration is one batch.
+OPTIONS: dict[str, Option] = {
+    "max_epochs": Option(
+        True, "passes over the prompts; `model.max_iterations` is the usual limit"
+    ),
+    "max_steps": Option(True, "counts optimizer steps; a started iteration is finished"),
+    "min_epochs, min_steps": Option(True, "also postpone the end by `model.max_iterations`"),
+    "max_time": Option(
+        True, "`cli.py` stops early enough for the last validation and checkpoint (`TimeBudget`)"
+    ),
+    "fast_dev_run": Option(True, "one iteration and one validation batch; no file is written"),
+    "limit_train_batches": Option(True, "iterations of a pass over the prompts"),
+    "limit_val_batches, limit_test_batches, limit_predict_batches": Option(True, ""),
+    "overfit_batches": Option(
+        False, "to train on few prompts set `data.train.limit`, and `data.val: null`"
+    ),
+    "val_check_interval, check_val_every_n_epoch": Option(
+        True, "with `check_val_every_n_epoch: null` the interval counts iterations"
+    ),
+    "num_sanity_val_steps": Option(
+        True, "-1 evaluates all held-out prompts before training, for the summary's `before`"
+    ),
+    "log_every_n_steps": Option(True, "counts iterations; `cli.py` sets it to 1"),
+    "accumulate_grad_batches": Option(False, f"{_STEP}; it works for SFT"),
+    "gradient_clip_val, gradient_clip_algorithm": Option(
+        False, "set `model.update.max_grad_norm` (SFT: `model.max_grad_norm`)"
+    ),
+    "precision": Option(True, "32-true, bf16-mixed, 16-mixed; see also `model.precision`"),
+    "strategy: auto, ddp": Option(True, ""),
+    "strategy: fsdp, deepspeed, ModelParallelStrategy": Option(
+        False, "to shard weights use `litgrpo.distributed.fsdp.strategy.FSDP2Strategy`"
+    ),
+    "strategy: ddp_spawn": Option(
+        False, "its processes get copies of the module and return no results; use `ddp`"
+    ),
+    "profiler": Option(True, ""),
+    "detect_anomaly": Option(True, ""),
+    "deterministic": Option(True, ""),
+    "inference_mode": Option(True, ""),
+    "logger": Option(True, "any Lightning logger; in `cli.py` a failing one stops no training"),
+    "enable_progress_bar": Option(
+        True, "Lightning's own bars are replaced by one that counts iterations; subclasses stay"
+    ),
+    "enable_checkpointing": Option(True, ""),
+    "enable_model_summary": Option(True, ""),
+    "barebones": Option(
+        False,
+        "it disables logging, which training needs; for less output use `--tensorboard false`, "
+        "`--csv false`, `trainer.enable_progress_bar: false`",
+    ),
+    "ModelCheckpoint": Option(
+        True,
+        "`every_n_train_steps` counts optimizer steps; `IterationCheckpoint` counts iterations, "
+        "verifies files, and resumes exactly",
+    ),
+    "OnExceptionCheckpoint": Option(True, ""),
+    "EarlyStopping": Option(True, "monitor a metric of the evaluation, such as `val/reward`"),
+    "LearningRateMonitor": Option(True, "`optim/lr` is logged in any case"),
+    "DeviceStatsMonitor": Option(True, ""),
+    "Timer": Option(True, "a started iteration is finished"),
+    "ModelSummary, RichModelSummary": Option(True, ""),
+    "LambdaCallback": Option(True, ""),
+    "TQDMProgressBar, RichProgressBar": Option(True, "replaced, see `enable_progress_bar`"),
+    "StochasticWeightAveraging, WeightAveraging": Option(False, _AVERAGES),
+    "GradientAccumulationScheduler": Option(False, _STEP),
+    "LearningRateFinder": Option(False, f"{_TRIALS}`model.optimizer.init_args.lr`"),
+    "BatchSizeFinder": Option(False, f"{_TRIALS}`data.batch_size`"),
+    "torch.compile(module)": Option(
+        False, "shapes change in every iteration; pass the module itself"
+    ),
+}
+REJECTED_CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "StochasticWeightAveraging, WeightAveraging",
+    WeightAveraging: "StochasticWeightAveraging, WeightAveraging",
+    GradientAccumulationScheduler: "GradientAccumulationScheduler",
+    LearningRateFinder: "LearningRateFinder",
+    BatchSizeFinder: "BatchSizeFinder",
+}
+# Lower-case parts of the names of strategies that shard weights.
+SHARDING = ("fsdp", "modelparallel", "deepspeed")
+
+
+def page() -> str:
+    """The table as the Markdown of docs/lightning.md."""
+    lines = ["| option or callback | | note |", "| --- | --- | --- |"]
+    for name, option in OPTIONS.items():
+        names = ", ".join(f"`{each}`" for each in name.split(", "))
+        lines.append(f"| {names} | {'works' if option.works else 'rejected'} | {option.note} |")
+    return "\n".join(lines)
+
+
+def check_trainer_options(given: Mapping[str, Any], module: Any) -> None:
+    """Reject options of the trainer that do not work; see `OPTIONS`.
+
+    Args:
+        given: arguments of the trainer.
+        module: the module that it will train.
+
+    Raises:
+        ValueError: with the option and what to set instead.
+    """
+    check_strategy(given.get("strategy", "auto"))
+    accumulates = given.get("accumulate_grad_batches", 1) != 1
+    if accumulates and not module.automatic_optimization:
+        _reject("accumulate_grad_batches", given["accumulate_grad_batches"])
+    clipping = "gradient_clip_val, gradient_clip_algorithm"
+    for name in clipping.split(", "):
+        if given.get(name) is not None:
+            _reject(name, given[name], row=clipping)
+    for name in ("overfit_batches", "barebones"):
+        if given.get(name):
+            _reject(name, given[name])
+    accelerator = given.get("accelerator", "auto")
+    is_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+    if str(given.get("devices")) == "-1" and is_cpu:
+        raise ValueError(
+            "trainer.devices is -1, which is not supported on CPU: set the number of processes."
+        )
+    callbacks = given.get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        for kind, row in REJECTED_CALLBACKS.items():
+            if isinstance(callback, kind):
+                _reject("callbacks", type(callback).__name__, row=row)
+
+
+def check_trainer(module: Any) -> None:
+    """Reject options of the trainer that a module is attached to; for `setup`.
+
+    Raises:
+        ValueError: with the option and what to set instead.
+    """
+    if is_compiled(module):
+        _reject("fit", "torch.compile(module)", row="torch.compile(module)")
+    trainer = module.trainer
+    names = "strategy accumulate_grad_batches gradient_clip_val gradient_clip_algorithm "
+    names += "overfit_batches barebones callbacks"
+    check_trainer_options({name: getattr(trainer, name) for name in names.split()}, module)
+
+
+def check_strategy(strategy: Any) -> None:
+    """Reject strategies that shard weights in another way, and ones that copy the module.
+
+    Args:
+        strategy: Lightning's, by name, as `{class_path: ...}` or as an object.
+
+    Raises:
+        ValueError: with the name of a strategy that works.
+    """
+    name = strategy_name(strategy)
+    shards = any(part in name.lower().replace("_", "") for part in SHARDING)
+    if shards and name != "FSDP2Strategy":
+        row = "strategy: fsdp, deepspeed, ModelParallelStrategy"
+        _reject("strategy", f"{name} (FSDP1, tensor parallelism and DeepSpeed)", row=row)
+    if not isinstance(strategy, str):
+        return
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    require(
+        strategy in known,
+        f"trainer.strategy is {strategy!r}{did_you_mean(strategy, known)}: expected a name such "
+        "as auto or ddp, or a class: {class_path: package.module.Class}.",
+    )
+    if "spawn" in strategy:
+        _reject("strategy", strategy, row="strategy: ddp_spawn")
+
+
+def strategy_name(strategy: Any) -> str:
+    """Name of a strategy.
+
+    Example:
+        >>> strategy_name({"class_path": "lightning.pytorch.strategies.FSDPStrategy"})
+        'FSDPStrategy'
     """
     if isinstance(strategy, str):
         return strategy
@@ -51,117 +221,23 @@ def name_of(strategy: Any) -> str:
     return type(strategy).__name__
 
 
-def refuse_sharding(strategy: Any) -> None:
-    """Refuse a strategy that cuts weights in a way that nothing here knows, before training.
-
-    Args:
-        strategy: Lightning's, by name or as an object.
-
-    Raises:
-        ValueError: it is one of them.
-    """
-    name = name_of(strategy)
-    shards = any(part in name.lower().replace("_", "") for part in SHARDING)
-    require(not shards or name == OURS, f"trainer.strategy is {name}. {INSTEAD_OF_SHARDING}")
+def _reject(option: str, value: Any, row: str = "") -> None:
+    note = OPTIONS[row or option].note.replace("`", "")
+    raise ValueError(f"trainer.{option} is {value}, which does not work with litgrpo: {note}.")
 
 
 def cluster_plugins(given: Any) -> list[Any]:
-    """Lightning's plugins; under SLURM its own answer to SIGUSR1 is off.
+    """Plugins of the trainer; under SLURM with Lightning's own answer to SIGUSR1 disabled.
 
-    It would save in the middle of an iteration and requeue the job, while the training goes on.
-    Ours saves between two iterations and ends; the batch script requeues (docs/scale.md).
+    Lightning would save in the middle of an iteration and requeue the job while the training
+    continues. `IterationCheckpoint` saves between two iterations and exits; the batch script
+    requeues (docs/scale.md).
 
     Args:
-        given: `trainer.plugins`.
+        given: value of `trainer.plugins`.
     """
     plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
-    chosen = any(isinstance(each, ClusterEnvironment) for each in plugins)
-    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-    return plugins if chosen else plugins + slurm
-
-
-def refuse_compiled(module: Any) -> None:
-    """Refuse a module that was compiled as a whole.
-
-    Raises:
-        ValueError: it was given to the trainer as `torch.compile(module)`.
-    """
-    require(
-        module._compiler_ctx is None,
-        f"{type(module).__name__} was given as torch.compile(module), but an iteration samples, "
-        "rewards and learns in shapes that change, which no compiler holds together: hand the "
-        "trainer the module itself.",
-    )
-
-
-def check_trainer_options(given: Mapping[str, Any], module: Any) -> None:
-    """Refuse options of Lightning's trainer that fight our modules; name what to give instead.
-
-    Args:
-        given: the trainer's arguments.
-        module: the module that it will train.
-
-    Raises:
-        ValueError: one of them.
-    """
-    refuse_sharding(given["strategy"])
-    _check_launch(given["strategy"])
-    by_hand = not module.automatic_optimization
-    clipping = "model.update.max_grad_norm" if by_hand else "model.max_grad_norm"
-    instead: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-        (
-            "accumulate_grad_batches",
-            lambda value: by_hand and value != 1,
-            "An optimizer step has all rows of its batch here: their number is data.batch_size, "
-            "and what goes through the model at once model.update.micro_batch_tokens.",
-        ),
-        ("gradient_clip_val", lambda value: value is not None, f"Give {clipping} instead."),
-        ("gradient_clip_algorithm", lambda value: value is not None, f"Give {clipping} instead."),
-        (
-            "overfit_batches",
-            bool,
-            "To train on few prompts give data.train.limit, and data.val null.",
-        ),
-        (
-            "barebones",
-            bool,
-            "It takes away what a run is made of. For less output give --tensorboard false, "
-            "--csv false, trainer.enable_progress_bar false.",
-        ),
-        (
-            "devices",
-            lambda value: str(value) == "-1" and _on_cpu(given["accelerator"]),
-            "A CPU has no number of devices to take all of: say how many processes.",
-        ),
-    )
-    for name, is_meant, advice in instead:
-        value = given[name]
-        require(not is_meant(value), f"trainer.{name} is {value}. {advice}")
-    _check_callbacks(given["callbacks"])
-
-
-def _check_launch(strategy: Any) -> None:
-    if not isinstance(strategy, str):
-        return
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    require(
-        strategy in known,
-        f"trainer.strategy is {strategy!r}{did_you_mean(strategy, known)}: it can be a word such "
-        "as auto or ddp, or a class: {class_path: package.module.Class}.",
-    )
-    require(
-        "spawn" not in strategy,
-        f"trainer.strategy is {strategy}, whose processes get copies of what this one has built "
-        "and hand no results back. Take trainer.strategy ddp.",
-    )
-
-
-def _on_cpu(accelerator: Any) -> bool:
-    return accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-
-
-def _check_callbacks(callbacks: Any) -> None:
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        for kind, advice in INSTEAD_OF_CALLBACKS.items():
-            unfit = isinstance(callback, kind)
-            require(not unfit, f"trainer.callbacks has {kind.__name__}: {advice}.")
+    has_environment = any(isinstance(each, ClusterEnvironment) for each in plugins)
+    if not has_environment and SLURMEnvironment.detect():
+        plugins.append(SLURMEnvironment(auto_requeue=False))
+    return plugins

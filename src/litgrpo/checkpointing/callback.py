@@ -1,10 +1,10 @@
-"""Checkpoints between iterations: the newest, the best, and whole files only."""
+"""Checkpoints between iterations: the newest and the best, each file complete."""
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,53 +12,51 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from litgrpo.arguments import at_least, one_of, require
-from litgrpo.callbacks.number_texts import plain_names
+from litgrpo.arguments import at_least, require
+from litgrpo.callbacks.formatting import strip_stage
+from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import (
     BEST,
     LAST,
     NotSaved,
-    by_age,
-    checkpoints_of,
-    newest_checkpoint,
+    checkpoint_folder,
+    find_newest_checkpoint,
     run_folder,
+    sort_by_age,
     writes_files,
 )
-from litgrpo.callbacks.trainer_options import refuse_sharding
-from litgrpo.checkpointing.disk_use import checkpoint_bytes, say_disk_use
-from litgrpo.checkpointing.io import CheckedIO, point
-from litgrpo.checkpointing.manifest import TO_GO_ON, positions_of
-from litgrpo.checkpointing.rng_state import all_random_state, set_all_random_state
-from litgrpo.checkpointing.shards import remove
+from litgrpo.callbacks.trainer_options import check_strategy
+from litgrpo.checkpointing.files import NEEDED_TO_RESUME, loader_states
+from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
+from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
+from litgrpo.checkpointing.shards import remove_checkpoint
 from litgrpo.checkpointing.signals import Stopped, StopRequest
 from litgrpo.data.sampler import BatchLoader
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.loading import check_weights
 from litgrpo.training.lightning_compat import validate_now, validation_is_due
 
-SIGN = {"max": 1.0, "min": -1.0}
-# What a checkpoint of `save: weights` does not hold.
-ONLY_TO_GO_ON = ("optimizer_states", "lr_schedulers", "loops", "random_state", "loggers")
-STOPPED = {
-    "everything": "`--ckpt_path last` goes on from there.",
-    "weights": "its weights are saved; with checkpoint.save weights no run goes on from there.",
-}
+# Parts of a checkpoint that only a resumed run needs.
+ONLY_TO_RESUME = ("optimizer_states", "lr_schedulers", "loops", "random_state", "loggers")
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What changes before the first optimizer step of an iteration, as it was before it.
+    """State at the end of an iteration that the next one changes before its first optimizer step.
 
-    Weights, moments, schedules and the module's own numbers change with the first step or later,
-    so a dropped iteration leaves them as they were. Two things it does change: the batch is counted
-    and fetched, and random numbers are drawn. These are small and kept after every iteration; all
-    else is asked for when a file is written.
+    A signal may drop an iteration that has not stepped yet. Weights, optimizer state, schedules
+    and the module's own counters are then unchanged. Two things are not: a batch has been counted
+    and fetched, and random numbers have been drawn. Both are small and copied after every
+    iteration; everything else is read when a file is written.
 
     Args:
         iteration: number of finished iterations.
-        epoch: Lightning's; nothing reads it from the file.
+        epoch: Lightning's epoch; nothing reads it from the file.
         fit_loop: progress of Lightning's loops and the position in the data.
-        random: where this process's random numbers stand.
+        random: state of this rank's random number generators.
+
+    Example:
+        `Boundary(iteration=7, epoch=0, fit_loop={"state_dict": ...}, random={"torch": ...})`
     """
 
     iteration: int
@@ -67,33 +65,38 @@ class Boundary:
     random: dict[str, Any]
 
     @classmethod
-    def of(cls, trainer: Any) -> Boundary:
-        """The state of now; call it at the end of a batch, from where Lightning resumes."""
+    def capture(cls, trainer: Any) -> Boundary:
+        """Copy the current state; called at the end of a batch, where Lightning resumes."""
         fit_loop = copy.deepcopy(trainer.fit_loop.state_dict())
-        n = trainer.lightning_module.iteration
-        return cls(n, trainer.current_epoch, fit_loop, all_random_state())
+        iteration = trainer.lightning_module.iteration
+        return cls(iteration, trainer.current_epoch, fit_loop, get_all_random_state())
 
 
 class IterationCheckpoint(Checkpoint):
     """Saves the whole state of the training between two iterations, to `checkpoints/`.
 
-    `last.ckpt` and `best.ckpt` point to the newest and the best. The file is written beside the
-    training, which waits for the copy to the host's memory only. On SIGTERM, SIGINT or SIGHUP the
-    iteration is dropped before its first optimizer step and finished after it, then the state is
-    saved and the program ends with 143, 130 or 129; a second signal ends it at once. (Lightning's
-    ModelCheckpoint counts optimizer steps, of which an iteration may take many or none.)
+    `last.ckpt` and `best.ckpt` are links to the newest and the best. Files are written in the
+    background; training waits only for the copy to the host's memory. On SIGTERM, SIGINT or SIGHUP
+    the current iteration is dropped if it has not taken an optimizer step, and finished otherwise.
+    Then the state is saved and the program exits with 143, 130 or 129; a second signal exits at
+    once. (Lightning's ModelCheckpoint counts optimizer steps, of which an iteration may take
+    several or none.)
 
     Args:
-        every_n_iterations: how often to save; 0 saves the best and the final state only.
-        keep_last: how many of the newest to keep.
-        keep_best: how many of the best to keep; 0 keeps none for being good.
-        monitor: which number of an evaluation says how good. When not given, the first one (avg@k),
-            and among equals the mean reward: so graded rewards that never reach the threshold of a
-            success are ranked, too. With several validation sets: the mean over them.
-        mode: whether the largest or the smallest is best; when not given, the smallest of a loss
-            and the largest of anything else.
-        save: `everything` that a run needs to go on; or `weights`, about a third, to evaluate and
-            export, for a run that will not be resumed.
+        every_n_iterations: interval; 0 saves only the best and the final state.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: number of best checkpoints to keep; 0 keeps none for its score.
+        monitor: metric of the evaluation that ranks checkpoints. Default: the first one (avg@k),
+            with the mean reward as tie-breaker, which also ranks graded rewards that never reach
+            the success threshold. With several validation sets: the mean over them.
+        mode: `max` or `min`; default: min for a loss, else max.
+        save_weights_only: leave out optimizer state and progress (about a third of the size): to
+            evaluate and export, but a run cannot resume from it.
+
+    Example:
+        >>> checkpoint = IterationCheckpoint(every_n_iterations=100, keep_last=3, monitor="greedy")
+        >>> checkpoint.keep_best
+        1
     """
 
     def __init__(
@@ -103,9 +106,8 @@ class IterationCheckpoint(Checkpoint):
         keep_best: int = 1,
         monitor: str | None = None,
         mode: Literal["max", "min"] | None = None,
-        save: Literal["everything", "weights"] = "everything",
+        save_weights_only: bool = False,
     ) -> None:
-        one_of("checkpoint.save", save, STOPPED)
         at_least("checkpoint.every_n_iterations", every_n_iterations, 0)
         at_least("checkpoint.keep_last", keep_last, 1)
         at_least("checkpoint.keep_best", keep_best, 0)
@@ -114,86 +116,82 @@ class IterationCheckpoint(Checkpoint):
         self.keep_best = keep_best
         self.monitor = monitor
         self.mode = mode
-        self.parts = save
-        self.falls_back = False  # whether a damaged file is passed over: cli.py fit --auto_resume
+        self.save_weights_only = save_weights_only
+        self.fall_back = False  # skip damaged files; set by `--auto_resume`
         self.scores: dict[int, list[float]] = {}
         self.best_model_path = ""  # read by Trainer.validate(ckpt_path="best")
         self.last_saved = -1
-        self.failed = False  # whether the newest file could not be written
+        self.has_failed = False  # the newest file could not be written
         self.validation_due = False
-        self.io = CheckedIO(None)
+        self.io = VerifiedCheckpointIO()
         self.stop = StopRequest()
-        self.boundary: Boundary | None = None  # after the newest iteration, once training started
+        self.boundary: Boundary | None = None  # of the newest iteration, once training started
 
-    # --- starting and ending ---
+    # --- start and end ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have files verified, before Lightning reads the first.
+        """Install `VerifiedCheckpointIO` unless the trainer was built with one.
 
         Raises:
-            ValueError: no checkpoint could hold what the trainer's strategy has, or none would hold
-                what --auto_resume needs.
+            ValueError: the trainer's strategy shards weights in an unknown way, or the options
+                exclude each other.
         """
-        refuse_sharding(trainer.strategy)
-        self.io = CheckedIO(trainer.strategy.checkpoint_io)
+        check_strategy(trainer.strategy)
+        if isinstance(trainer.strategy.checkpoint_io, VerifiedCheckpointIO):
+            self.io = trainer.strategy.checkpoint_io
+        else:
+            trainer.strategy.checkpoint_io = self.io
         if isinstance(trainer.strategy, FSDP2Strategy):
             self.io.shards_for = trainer.strategy.shards_for
-        trainer.strategy.checkpoint_io = self.io
         if stage == "fit":
             require(
-                self.parts == "everything" or not self.falls_back,
-                "--auto_resume needs whole checkpoints, but checkpoint.save is weights: leave one "
-                "of them out.",
+                not (self.save_weights_only and self.fall_back),
+                "--auto_resume needs complete checkpoints, but checkpoint.save_weights_only is "
+                "true: remove one of them.",
             )
-            self.io.leaves_out = ONLY_TO_GO_ON if self.parts == "weights" else ()
-            self.io.falls_back = self.falls_back
-            self.io.needs = TO_GO_ON
-            self.io.fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
+            self.io.excluded = ONLY_TO_RESUME if self.save_weights_only else ()
+            self.io.fall_back = self.fall_back
+            self.io.required = NEEDED_TO_RESUME
+            self.io.check_fits = lambda checkpoint: check_fits(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove what a killed run left half written; say what the disk will hold.
-
-        Raises:
-            ValueError: the disk has no room for a checkpoint.
-        """
+        """Remove incomplete files of a killed run."""
         self.boundary = None
-        # Asked of all processes: what each has pending goes into the file.
-        size = checkpoint_bytes(trainer, pl_module, weights_only=self.parts == "weights")
         if writes_files(trainer):
-            for path in folder_of(trainer).glob(".*.tmp"):
-                remove(path)
-            say_disk_use(folder_of(trainer), size, self.keep_last + self.keep_best + 1)
+            for path in checkpoint_folder(run_folder(trainer)).glob(".*.tmp"):
+                remove_checkpoint(path)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Signals do again what they did before."""
-        self.stop.let_go()
+        """Restore the previous signal handlers."""
+        self.stop.restore()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """From here on our answer to signals replaces Lightning's."""
-        self.stop.listen(trainer)
+        """Replace Lightning's signal handlers."""
+        self.stop.install(trainer)
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Go on from the file that was read, first with the validation that it had yet to see."""
-        self.stop.listen(trainer)
+    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Resume from the file that was read, first with the validation that it lacks."""
+        self.stop.install(trainer)
         source = self.io.loaded_from
         if source is not None:
-            rank_zero_info(f"Going on after iteration {pl_module.iteration}, from {source}")
+            rank_zero_info(f"Resuming from iteration {pl_module.iteration} ({source})")
             self.last_saved = pl_module.iteration
-            if writes_files(trainer) and source.parent == folder_of(trainer).resolve():
-                make_newest(source)
-        self.boundary = Boundary.of(trainer)
+            folder = checkpoint_folder(run_folder(trainer))
+            if writes_files(trainer) and source.parent == folder.resolve():
+                mark_as_newest(source)
+        self.boundary = Boundary.capture(trainer)
         if self.validation_due:
             validate_now(trainer)
 
     # --- saving ---
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Until its first optimizer step an iteration can be dropped."""
+        """Allow the iteration to be dropped until its first optimizer step."""
         self.stop.check(trainer)
         self.stop.droppable = True
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        """From its first optimizer step on an iteration is finished."""
+        """Finish the iteration from its first optimizer step on."""
         if self.stop.droppable:
             self.stop.check(trainer)
             self.stop.droppable = False
@@ -201,192 +199,208 @@ class IterationCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save when it is time, at the last iteration, and when the process was asked to stop."""
+        """Save if it is due, at the last iteration, and if a signal asked the run to stop."""
         self.stop.droppable = False
         assert self.boundary is not None
         n, every = pl_module.iteration, self.every_n_iterations
-        # An iteration may have several batches (accumulate_grad_batches); it ends with its step.
+        # An iteration of SFT may have several batches (accumulate_grad_batches).
         if n == self.boundary.iteration:
             return
-        log_written(pl_module, self.io)
+        self._log_saves(pl_module)
         self.validation_due = validation_is_due(trainer)
-        self.boundary = Boundary.of(trainer)
-        if (every and n % every == 0) or n == pl_module.max_iterations:
+        self.boundary = Boundary.capture(trainer)
+        if (every > 0 and n % every == 0) or n == pl_module.max_iterations:
             self.save(trainer, n)
         self.stop.check(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """A validation can be dropped; the resumed run repeats it."""
+        """Allow the validation to be dropped; the resumed run repeats it."""
         if trainer.state.fn != "fit":
-            self.stop.listen(trainer)
+            self.stop.install(trainer)
         self.stop.check(trainer)
         self.stop.droppable = True
 
-    # Test and predictions can be dropped, too.
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """From here on it is finished: its numbers are about to be logged and counted."""
+        """Finish the validation: its metrics are about to be logged and counted."""
         self.stop.droppable = False
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save when it is among the best, or over a file that does not know its score yet."""
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Save if the score is among the best, or if the file of this iteration lacks it."""
         if self.boundary is None or trainer.state.fn != "fit":
             return
         self.validation_due = False
-        n, report = pl_module.iteration, plain_names(pl_module.evaluation_report)
+        n, report = pl_module.iteration, strip_stage(pl_module.evaluation_report)
         if report:
-            self.scores[n] = goodness(report, self.monitor, self.mode)
+            self.scores[n] = score_report(report, self.monitor, self.mode)
         # Reward functions may have drawn random numbers. The loops stay those of the batch's end.
-        self.boundary = replace(self.boundary, random=all_random_state())
-        if n in (self.last_saved, *best_of(self.scores, self.keep_best)):
+        self.boundary = replace(self.boundary, random=get_all_random_state())
+        if n in (self.last_saved, *best_iterations(self.scores, self.keep_best)):
             self.save(trainer, n)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save the final state, if a limit other than `max_iterations` ended the training."""
+    def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        """Save the final state if a limit other than `max_iterations` ended the training."""
         self._save_if_missing(trainer, pl_module.iteration)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """When asked to stop, save what stands between iterations; let no save be cut off."""
+        """Save the last boundary if a signal asked the run to stop, and finish a pending write."""
         if isinstance(exception, Stopped) and self.boundary is not None:
             n = self.boundary.iteration
             set_all_random_state(self.boundary.random)  # a dropped iteration may have drawn
             self._save_if_missing(trainer, n)
-            rank_zero_info(f"Stopped after iteration {n}: {STOPPED[self.parts]}")
-        self._settle()
-        self.stop.let_go()
+            hint = "resume with `--ckpt_path last`."
+            if self.save_weights_only:
+                hint = "saved the weights; a run cannot resume from them (save_weights_only)."
+            rank_zero_info(f"Stopped after iteration {n}: {hint}")
+        self._finish_write()
+        self.stop.restore()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Leave out what a dropped iteration or a validation has added to the loops' progress."""
+        """Undo the progress that a dropped iteration or a validation added to Lightning's loops."""
         if self.boundary is not None and self.boundary.iteration == pl_module.iteration:
             checkpoint["loops"]["fit_loop"] = self.boundary.fit_loop
             checkpoint["epoch"] = self.boundary.epoch
 
     def save(self, trainer: Any, iteration: int) -> None:
-        """Write `iteration=000100.ckpt` in the background, then point to it and tidy up.
+        """Write `iteration=000100.ckpt` in the background, then update links and remove old files.
 
-        A disk that refuses costs this file, not the run; the older ones are still there.
+        A failed write is logged; training continues and earlier checkpoints are kept.
         """
         if trainer.fast_dev_run:
             return
-        folder = folder_of(trainer)
-        best = best_of(self.scores, self.keep_best)
-        self._settle()
-        self.last_saved, self.failed = iteration, False
+        folder = checkpoint_folder(run_folder(trainer))
+        best = best_iterations(self.scores, self.keep_best)
+        self._finish_write()
+        self.last_saved, self.has_failed = iteration, False
 
-        def finish(path: Path) -> None:
-            point(folder / LAST, path)
-            if tidied(folder, best, self.keep_last):
+        def update_folder(path: Path) -> None:
+            update_link(folder / LAST, path)
+            if prune_checkpoints(folder, best, self.keep_last):
                 self.best_model_path = str(folder / BEST)
 
         path = folder / f"iteration={iteration:06d}.ckpt"
-        trainer.save_checkpoint(path, weights_only=False, storage_options=finish)
+        trainer.save_checkpoint(path, weights_only=False, storage_options=update_folder)
 
     def _save_if_missing(self, trainer: Any, iteration: int) -> None:
-        """Save unless this iteration has a file, which the process that writes knows.
+        """Save unless this iteration has a file; the rank that writes knows.
 
         Raises:
             NotSaved: the file could not be written.
         """
-        self._settle()
-        if trainer.strategy.broadcast(self.failed or self.last_saved != iteration):
+        self._finish_write()
+        if trainer.strategy.broadcast(self.has_failed or self.last_saved != iteration):
             self.save(trainer, iteration)
         try:
             self.io.wait()
         except OSError as error:
-            newest = newest_checkpoint(run_folder(trainer))
-            earlier = (
-                "there is no earlier one" if newest is None else f"the last good one: {newest}"
-            )
+            newest = find_newest_checkpoint(run_folder(trainer))
+            earlier = "there is no earlier one"
+            if newest is not None:
+                earlier = f"the newest earlier one is {newest}"
             raise NotSaved(f"checkpoint not saved: {error}; {earlier}") from error
 
-    def _settle(self) -> None:
-        """Wait for the file that is being written; if it fails, a later one may succeed."""
+    def _finish_write(self) -> None:
+        """Wait for the pending write; if it failed, a later one may succeed."""
         try:
             self.io.wait()
         except OSError as error:
-            self.failed = True
+            self.has_failed = True
             rank_zero_warn(
-                f"checkpoint not saved: {error}; training goes on, and the next one is tried"
+                f"checkpoint not saved: {error}; training continues, and the next save tries again"
             )
 
+    def _log_saves(self, pl_module: Any) -> None:
+        """Log size and time of each finished save, once."""
+        while self.io.stats:
+            numbers = asdict(self.io.stats.pop(0))
+            named = {f"checkpoint/{name}": value for name, value in numbers.items()}
+            pl_module.log_dict(named, rank_zero_only=True)
+
     def state_dict(self) -> dict[str, Any]:
-        """The scores so far, and whether the newest iteration has yet to be evaluated."""
+        """Scores so far, and whether the newest iteration has yet to be evaluated."""
         scores = {str(n): list(score) for n, score in self.scores.items()}
         return {"scores": scores, "validation_due": self.validation_due}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them up."""
+        """Restore the scores."""
         self.scores = {int(n): list(score) for n, score in state_dict["scores"].items()}
         self.validation_due = state_dict["validation_due"]
 
 
-def tidied(folder: Path, best: list[int], keep_last: int) -> bool:
-    """Remove checkpoints that are neither new nor good; whether one is now linked as the best."""
-    saved = by_age(folder)
+def prune_checkpoints(folder: Path, best: list[int], keep_last: int) -> bool:
+    """Remove checkpoints that are neither new nor good, and link the best.
+
+    Returns:
+        True if a best checkpoint is linked.
+    """
+    saved = sort_by_age(folder)
     best = [n for n in best if n in saved]
-    for n in best[:1]:
-        point(folder / BEST, saved[n])
+    if best:
+        update_link(folder / BEST, saved[best[0]])
     for n in set(saved) - set(list(saved)[:keep_last]) - set(best):
-        remove(saved[n])
+        remove_checkpoint(saved[n])
     return bool(best)
 
 
-def folder_of(trainer: Trainer) -> Path:
-    """Where a run's checkpoints are."""
-    return checkpoints_of(run_folder(trainer))
+def best_iterations(scores: dict[int, list[float]], number: int) -> list[int]:
+    """Up to `number` iterations with the highest scores, the best first.
 
-
-def best_of(scores: dict[int, list[float]], number: int) -> list[int]:
-    """So many iterations of the highest scores, the best first."""
+    Example:
+        >>> best_iterations({10: [0.5, 0.1], 20: [0.5, 0.3], 30: [0.4, 0.9]}, number=2)
+        [20, 10]
+    """
     known = [n for n, score in scores.items() if not any(map(math.isnan, score))]
-    # Of equals the later is better: it has seen more.
+    # Of equal scores the later iteration is better: it has been trained for longer.
     return sorted(known, key=lambda n: (scores[n], n), reverse=True)[:number]
 
 
-def goodness(report: dict[str, float], monitor: str | None, mode: str | None) -> list[float]:
-    """The monitored number of an evaluation, so that larger is better; then what breaks a tie.
+def score_report(report: dict[str, float], monitor: str | None, mode: str | None) -> list[float]:
+    """Score an evaluation so that larger is better; further entries break ties.
 
-    Without a monitor the mean reward breaks a tie, and each number is its mean over the sets of
-    prompts that have it.
+    Without a monitor the mean reward breaks ties, and each number is its mean over the validation
+    sets that have it.
 
     Raises:
-        ValueError: the evaluation does not have it.
+        ValueError: the evaluation does not have the monitored metric.
+
+    Example:
+        >>> score_report({"avg@4": 0.25, "reward": 0.5}, monitor=None, mode=None)
+        [0.25, 0.5]
+        >>> score_report({"loss": 2.0}, monitor="loss", mode="min")
+        [-2.0]
     """
     name = monitor or next(iter(report))
     require(name in report, f"checkpoint.monitor is {name!r}; the evaluation has {list(report)}.")
-    sign = SIGN[mode or ("min" if name.endswith("loss") else "max")]
+    if mode is None:
+        mode = "min" if name.endswith("loss") else "max"
+    sign = 1.0 if mode == "max" else -1.0
     if monitor is not None:
         return [sign * report[name]]
-    wanted = (name.rpartition("/")[2], "reward")
-    found = [[x for key, x in report.items() if key.rpartition("/")[2] == own] for own in wanted]
-    return [sign * sum(values) / len(values) for values in found if values]
+    score = []
+    for wanted in (name.rpartition("/")[2], "reward"):
+        values = [x for key, x in report.items() if key.rpartition("/")[2] == wanted]
+        if values:
+            score.append(sign * sum(values) / len(values))
+    return score
 
 
-def log_written(pl_module: Any, io: Any) -> None:
-    """Log what each finished save took, once."""
-    while io.written:
-        written = io.written.pop(0)
-        numbers = {f"checkpoint/{name}": value for name, value in vars(written).items()}
-        pl_module.log_dict(numbers, rank_zero_only=True)
-
-
-def make_newest(path: Path) -> None:
-    """Whatever was written after this checkpoint, it is what a run goes on from."""
+def mark_as_newest(path: Path) -> None:
+    """Make the checkpoint that a run resumed from the newest, whatever was written after it."""
     try:
         path.touch()
-        point(path.parent / LAST, path)
+        update_link(path.parent / LAST, path)
     except OSError as error:
-        rank_zero_warn(f"{path.parent} cannot be written to: {error}; training goes on")
+        rank_zero_warn(f"cannot write to {path.parent}: {error}; training continues")
 
 
 def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """Refuse the checkpoint of another model or of other data, before anything is loaded.
+    """Reject the checkpoint of another model or of other data, before anything is loaded.
 
     Raises:
-        ValueError: what differs.
+        ValueError: with the difference.
     """
     found = checkpoint["state_dict"]
     trained = {name for name, weight in pl_module.named_parameters() if weight.requires_grad}
@@ -396,5 +410,5 @@ def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None
         return
     loader = trainer.datamodule.train_dataloader()
     if isinstance(loader, BatchLoader):
-        for state in positions_of(checkpoint):
+        for state in loader_states(checkpoint):
             loader.check(state)

@@ -1,38 +1,40 @@
-"""Checkpoint files: written whole in the background, verified when they are read."""
+"""Lightning's CheckpointIO plugin of litgrpo: background writes, verified reads."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from litgrpo.callbacks.run_folder import by_age
-from litgrpo.checkpointing.manifest import (
-    MANIFEST,
-    Damaged,
-    manifest_of,
-    on_host,
+from litgrpo.callbacks.run_folder import sort_by_age
+from litgrpo.checkpointing.files import DamagedCheckpoint, copy_to_host, write_file
+from litgrpo.checkpointing.shards import (
+    allocate_whole,
+    read_checkpoint,
+    remove_checkpoint,
+    write_folder,
 )
-from litgrpo.checkpointing.shards import read_any, sync_folder, whole_room, write_folder
-from litgrpo.training.lightning_compat import WrappingCheckpointIO
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a save took.
+class SaveStats:
+    """Size and time of one save, logged as `checkpoint/<name>`.
 
     Args:
-        size_mib: of the file.
-        wait_s: how long training waited: for an earlier save and the copy to the host's memory.
-        write_s: from the copy to the file under its name, beside the training.
+        size_mib: size of the file.
+        wait_s: time that training waited: for an earlier save and the copy to the host's memory.
+        write_s: time from the copy to the complete file, in the background.
+
+    Example:
+        >>> SaveStats(size_mib=76.3, wait_s=0.02, write_s=0.4).wait_s
+        0.02
     """
 
     size_mib: float
@@ -40,193 +42,164 @@ class Written:
     write_s: float
 
 
-def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint with its manifest; the file gets its name when all of it is on the disk.
+class VerifiedCheckpointIO(AsyncCheckpointIO):
+    """Writes checkpoints in the background with a manifest, and verifies them when they are read.
 
-    A process that is killed on the way leaves a file whose name begins with a dot, and every older
-    checkpoint as it was.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    checkpoint = {**checkpoint, MANIFEST: manifest_of(checkpoint)}
-    try:
-        with unfinished.open("wb") as file:
-            _save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
-    try:
-        torch.save(checkpoint, file)
-    except RuntimeError as error:
-        # torch complains of where the file ends; what the disk said stands behind that.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
-
-
-def _nothing_else(_: Any) -> None:
-    """What is done with a file beyond reading or writing it, unless somebody asks for more."""
-
-
-def _one_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-
-class CheckedIO(WrappingCheckpointIO):
-    """How Lightning reads and writes checkpoints in our runs.
-
-    (A wrapper in Lightning's sense, because the strategy of some devices takes no other.)
-
-    Args:
-        inner: what the strategy used before; it removes files.
+    `cli.py` passes it to the trainer; in Python `IterationCheckpoint` installs it unless the
+    trainer was built with one. (It derives from Lightning's asynchronous plugin because the XLA
+    strategies accept no other third-party plugin than a subclass of a wrapping one.)
 
     Attributes:
-        leaves_out: parts that are not written.
-        falls_back: whether an older file is read where the given one is damaged.
-        needs: parts that a file must have.
-        shards_for: room for this process's share of a tensor; for all of it if none is divided.
-        fits: raises a ValueError for the checkpoint of another run.
+        excluded: parts of a checkpoint that are not written.
+        fall_back: read the newest older file if the given one is damaged.
+        required: parts that a file must have.
+        shards_for: allocates this rank's shard of a tensor, or all of it if weights are not
+            sharded.
+        check_fits: raises a ValueError for the checkpoint of another run.
         loaded_from: the file that was read.
-        written: what finished saves took, for whoever logs it; taken out when logged.
+        stats: of finished saves, removed by whatever logs them.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(plugins=[VerifiedCheckpointIO()], accelerator="cpu", logger=False)
+        >>> type(trainer.strategy.checkpoint_io).__name__
+        'VerifiedCheckpointIO'
     """
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.leaves_out: tuple[str, ...] = ()
-        self.falls_back = False
-        self.needs: tuple[str, ...] = ()
-        self.fits: Callable[[dict[str, Any]], None] = _nothing_else
-        self.shards_for: Callable[[Tensor], Tensor] = whole_room
+    def __init__(self) -> None:
+        super().__init__()
+        self.excluded: tuple[str, ...] = ()
+        self.fall_back = False
+        self.required: tuple[str, ...] = ()
+        self.shards_for: Callable[[Tensor], Tensor] = allocate_whole
+        self.check_fits: Callable[[dict[str, Any]], None] | None = None
         self.loaded_from: Path | None = None
-        self.written: list[Written] = []
-        self._executor = _one_thread()
-        self._writing: list[Future[None]] = []
+        self.stats: list[SaveStats] = []
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Copy to the host's memory and write; in the background if there is something to do then.
+        """Copy to the host's memory, then write in the background.
 
         Args:
             checkpoint: plain values and tensors.
             path: the final name.
-            storage_options: what to do when the file is complete, a function of its path; None
-                waits for it instead.
+            storage_options: function of the path that is called once the file is complete; None
+                waits for the write instead.
 
         Raises:
-            OSError: an earlier save failed and the disk still refuses.
+            OSError: an earlier save failed, or this one if it is waited for.
         """
-        if self.shards_for is not whole_room:
-            self.save_shards(checkpoint, path, storage_options)
+        kept = {name: part for name, part in checkpoint.items() if name not in self.excluded}
+        if self.shards_for is not allocate_whole:
+            self._save_shards(kept, Path(path), storage_options)
             return
         started = time.perf_counter()
         self.wait()
-        kept = {name: part for name, part in checkpoint.items() if name not in self.leaves_out}
-        copied = on_host(kept)
-        waited = time.perf_counter() - started
-        then = storage_options or _nothing_else
-        self._writing = [self._executor.submit(self._write, copied, Path(path), then, waited)]
+        copied = copy_to_host(kept)
+        wait_s = time.perf_counter() - started
+
+        def write() -> None:
+            started = time.perf_counter()
+            write_file(copied, Path(path))
+            size = Path(path).stat().st_size / 2**20
+            if storage_options is not None:
+                storage_options(Path(path))
+            self.stats.append(SaveStats(size, wait_s, time.perf_counter() - started))
+
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = self._writer.submit(write)
         if storage_options is None:
             self.wait()
 
-    def _write(
-        self,
-        checkpoint: dict[str, Any],
-        path: Path,
-        then: Callable[[Path], None],
-        waited: float,
-    ) -> None:
-        started = time.perf_counter()
-        write(checkpoint, path)
-        size = path.stat().st_size / 2**20
-        then(path)
-        self.written.append(Written(size, waited, time.perf_counter() - started))
+    def _save_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        """Write a folder of shards while training waits; every rank must call this.
 
-    def save_shards(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
-        """Write a folder of shards, while the training waits; every process must take part.
-
-        A disk that refuses is told by `wait`, on all processes.
-
-        Args:
-            checkpoint: as for `save_checkpoint`, with tensors that are divided over processes.
-            path: the final name.
-            storage_options: what the first process does when the folder is complete.
+        `wait` raises the error of a full disk, on all ranks, as for a single file.
         """
         self.wait()
         started, done = time.perf_counter(), Future[None]()
-        self._writing = [done]
-        kept = {name: part for name, part in checkpoint.items() if name not in self.leaves_out}
+        self._pending = done
         try:
-            size = write_folder(kept, Path(path), storage_options or _nothing_else)
+            size = write_folder(checkpoint, path, storage_options)
         except OSError as error:
             done.set_exception(error)
         else:
-            taken = time.perf_counter() - started
-            self.written += [Written(each / 2**20, taken, taken) for each in size]
+            duration_s = time.perf_counter() - started
+            if size is not None:
+                self.stats.append(SaveStats(size / 2**20, duration_s, duration_s))
             done.set_result(None)
         if storage_options is None:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what went wrong in the meantime."""
-        while self._writing:
-            self._writing.pop().result()
+        """Wait for a pending write.
+
+        Raises:
+            OSError: the write failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def teardown(self) -> None:
-        """End the thread; whoever saved has waited already. Another save starts another."""
-        self._executor.shutdown(wait=True)
-        self._executor = _one_thread()
+        """End the thread; a later save starts another."""
+        if self._writer is not None:
+            self._writer.shutdown(wait=True)
+            self._writer = None
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a file or a folder of shards."""
+        remove_checkpoint(Path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint, or with `falls_back` the newest older one that is good.
+        """Read and verify a checkpoint, or with `fall_back` the newest older one that is sound.
 
         Args:
             path: the file.
-            map_location: not used: everything comes to the host first.
-            weights_only: not used: nothing else is ever loaded.
+            map_location: unused: everything is read into the host's memory first.
+            weights_only: unused: always True.
 
         Raises:
-            Damaged: the file, or every candidate, is damaged or of another run.
+            DamagedCheckpoint: the file, or every candidate, is damaged or of another run.
         """
         problems = []
         for candidate in self._candidates(Path(path)):
             try:
-                checkpoint = read_any(candidate, self.needs, self.fits, self.shards_for)
+                checkpoint = read_checkpoint(
+                    candidate, self.required, self.check_fits, self.shards_for
+                )
             except ValueError as problem:
-                said = str(problem)
-                said = said if str(candidate) in said else f"{candidate}: {said}"
-                if not self.falls_back:
-                    raise Damaged(said) from problem
-                rank_zero_warn(f"not resumed from {said}")
-                problems.append(said)
+                reason = str(problem)
+                if str(candidate) not in reason:
+                    reason = f"{candidate}: {reason}"
+                if not self.fall_back:
+                    raise DamagedCheckpoint(reason) from problem
+                rank_zero_warn(f"not resumed from {reason}")
+                problems.append(reason)
             else:
                 self.loaded_from = candidate.resolve()
                 return checkpoint
-        raise Damaged(
-            "no checkpoint of this run is good: " + "; ".join(problems) + ". Remove them, or give "
-            "another --run_dir, to start anew."
+        raise DamagedCheckpoint(
+            "no checkpoint of this run can be used: " + "; ".join(problems) + ". To start a new "
+            "run, remove them or choose another --run_dir."
         )
 
     def _candidates(self, path: Path) -> Iterator[Path]:
         yield path
-        if self.falls_back:
-            others = by_age(path.parent).values()
-            yield from (other for other in others if other.resolve() != path.resolve())
+        if self.fall_back:
+            for other in sort_by_age(path.parent).values():
+                if other.resolve() != path.resolve():
+                    yield other
 
 
-def point(link: Path, target: Path) -> None:
-    """Make `link` a link to `target` in the same folder, in one step."""
+def update_link(link: Path, target: Path) -> None:
+    """Make `link` point to `target`, a file in the same folder, in one atomic step."""
     unfinished = link.with_name(f".{link.name}.tmp")
     unfinished.unlink(missing_ok=True)
     unfinished.symlink_to(target.name)

@@ -1,17 +1,16 @@
-"""Checkpoints of weights that are divided over processes: a folder, of which each writes its part.
+"""Checkpoints of sharded weights: a folder to which every rank writes its shards.
 
-`rest.pt` holds everything but divided tensors, of which it has shape and dtype, and the manifest:
-digests of its parts, and of every other file of the folder. These are written and read by
-torch.distributed.checkpoint, so that any number of processes can go on, one too.
+`rest.pt` holds everything except the sharded tensors, of which it has shape and dtype, and the
+manifest: digests of its parts, and of every other file of the folder. The other files are written
+and read by torch.distributed.checkpoint, so that a run can resume on any number of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,139 +22,145 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from litgrpo.callbacks.run_folder import REST
-from litgrpo.checkpointing.manifest import (
+from litgrpo.checkpointing.files import (
     MANIFEST,
-    Damaged,
+    DamagedCheckpoint,
+    build_manifest,
     check_finite,
-    manifest_of,
-    opened,
-    rebuilt,
+    map_tensors,
+    read_with_manifest,
+    sync_folder,
+    write_synced,
 )
 
-FILES = "files"  # of a manifest
-CHUNK = 2**24  # bytes hashed at once
+FILES = "files"  # entry of the manifest
+CHUNK = 2**24  # bytes that are hashed at once
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint, a folder in such a way that no half of it keeps the name."""
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; a folder is renamed first, so that no incomplete one keeps the name."""
     if path.is_dir():
-        shutil.rmtree(_renamed(path))
+        shutil.rmtree(_rename_unwanted(path))
     else:
         path.unlink(missing_ok=True)
 
 
-def _renamed(folder: Path) -> Path:
-    """A folder under a name that says that nobody wants it."""
+def _rename_unwanted(folder: Path) -> Path:
+    """Rename a folder to a hidden name, which the next start removes."""
     unwanted = folder.with_name(f".{folder.name}.old.tmp")
     shutil.rmtree(unwanted, ignore_errors=True)
     return folder.rename(unwanted)
 
 
-def whole_room(tensor: Tensor) -> Tensor:
-    """Room for all of a tensor, of which shape and dtype are given."""
+def allocate_whole(tensor: Tensor) -> Tensor:
+    """Allocate memory for a whole tensor of the given shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nested value, in the order of `rebuilt`, each with where it stands."""
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested value with their dotted paths, in the order of `map_tensors`.
+
+    Example:
+        >>> [name for name, _ in named_tensors({"a": [torch.zeros(1), {"b": torch.zeros(1)}]})]
+        ['a.0', 'a.1.b']
+    """
     if isinstance(value, Tensor):
         yield path, value
-    inner = value.items() if isinstance(value, Mapping) else ()
-    listed = enumerate(value) if isinstance(value, list | tuple) else inner
-    for key, each in listed:
-        yield from tensors_of(each, f"{path}.{key}" if path else str(key))
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    for key, each in inner:
+        yield from named_tensors(each, f"{path}.{key}" if path else str(key))
 
 
 # --- writing ---
 
 
-def write_folder(checkpoint: dict[str, Any], path: Path, then: Callable[[Path], None]) -> list[int]:
-    """Write a checkpoint as a folder, which gets its name when all of it is on the disk.
+def write_folder(
+    checkpoint: dict[str, Any], path: Path, when_done: Callable[[Path], None] | None = None
+) -> int | None:
+    """Write a checkpoint as a folder, which gets its name once all of it is on the disk.
 
     Args:
-        checkpoint: with tensors that are divided over processes; every process calls this.
-        path: of the folder.
-        then: what the first process does with the complete folder.
+        checkpoint: with sharded tensors; every rank calls this.
+        path: final name of the folder.
+        when_done: called by rank 0 with the complete folder.
 
     Returns:
-        Bytes of the folder, on the first process.
+        Bytes of the folder on rank 0, else None.
 
     Raises:
-        OSError: on all processes, if the disk of one refused.
+        OSError: on all ranks, if the write of one failed.
     """
-    unfinished, first = path.with_name(f".{path.name}.tmp"), dist.get_rank() == 0
-    divided = {name: each for name, each in tensors_of(checkpoint) if isinstance(each, DTensor)}
-    _together(lambda: _emptied(unfinished) if first else None)
+    unfinished, is_first = path.with_name(f".{path.name}.tmp"), dist.get_rank() == 0
+    sharded = {name: each for name, each in named_tensors(checkpoint) if isinstance(each, DTensor)}
+
+    def prepare() -> None:
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    _run_on_all_ranks(prepare)
     try:
-        dcp.save(divided, storage_writer=dcp.FileSystemWriter(unfinished))
-    except CheckpointException as error:  # the same on all processes
-        raise _reason(error) from error
+        dcp.save(sharded, storage_writer=dcp.FileSystemWriter(unfinished))
+    except CheckpointException as error:  # the same on all ranks
+        raise _cause(error) from error
     mine = sorted(unfinished.glob(f"__{dist.get_rank()}_*"))
-    digests = _together(lambda: {each.name: sha256_of(each) for each in mine})
+    digests = _run_on_all_ranks(lambda: {each.name: hash_file(each) for each in mine})
 
     def complete() -> None:
+        if not is_first:
+            return
         metadata = unfinished / ".metadata"
-        files = {metadata.name: sha256_of(metadata)}
+        files = {metadata.name: hash_file(metadata)}
         for each in digests:
             files |= each
-        rest = rebuilt(checkpoint, _outline)
-        _write_rest({**rest, MANIFEST: manifest_of(rest, **{FILES: files})}, unfinished / REST)
-        before = _renamed(path) if path.is_dir() else path.with_name(f".{path.name}.old.tmp")
+        rest = map_tensors(checkpoint, _without_shards)
+        manifest = build_manifest(rest, **{FILES: files})
+        write_synced({**rest, MANIFEST: manifest}, unfinished / REST)
+        replaced = _rename_unwanted(path) if path.is_dir() else None
         unfinished.rename(path)
         sync_folder(path.parent)
-        shutil.rmtree(before, ignore_errors=True)
-        then(path)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        if when_done is not None:
+            when_done(path)
 
-    _together(lambda: complete() if first else None)
-    return [sum(each.stat().st_size for each in path.iterdir())] if first else []
-
-
-def _emptied(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    _run_on_all_ranks(complete)
+    return sum(each.stat().st_size for each in path.iterdir()) if is_first else None
 
 
-def _outline(tensor: Tensor) -> Tensor:
-    """Shape and dtype of a divided tensor; others as they are, in the host's memory."""
+def _without_shards(tensor: Tensor) -> Tensor:
+    """Return shape and dtype of a sharded tensor, and a copy of any other on the host."""
     if isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return tensor.detach().cpu()
 
 
-def _write_rest(content: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _cause(error: CheckpointException) -> OSError:
+    """Return the disk's error on the first rank that failed."""
+    failures = [each[0] for each in error.failures.values()]
+    for each in failures:
+        if isinstance(each, OSError):
+            return each
+    return OSError(str(failures[0]).partition("\n")[0])
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a new name survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
+    """Call a function on every rank and gather what it returns; a failure on one fails all.
 
-
-def _reason(error: CheckpointException) -> OSError:
-    """What the disk said to the first process that failed."""
-    failed = [each[0] for each in error.failures.values()]
-    said = [each for each in failed if isinstance(each, OSError)]
-    return said[0] if said else OSError(str(failed[0]).partition("\n")[0])
-
-
-def _together(function: Callable[[], Any]) -> list[Any]:
-    """What a function returns on each process; if it fails on one, it fails on all.
+    (Ranks that continued alone would wait for the failed one in their next collective.)
 
     Raises:
-        OSError: of the first process that failed.
-        Damaged: likewise.
+        OSError: of the first rank that failed.
+        DamagedCheckpoint: of the first rank that failed.
     """
     result: tuple[Any, Exception | None]
     try:
         result = function(), None
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedCheckpoint) as error:
         result = None, error
     results = [result]
     if dist.is_initialized():
@@ -170,74 +175,79 @@ def _together(function: Callable[[], Any]) -> list[Any]:
 # --- reading ---
 
 
-def read_any(
+def read_checkpoint(
     path: Path,
-    needs: tuple[str, ...] = (),
-    fits: Callable[[dict[str, Any]], None] = lambda _: None,
-    shards_for: Callable[[Tensor], Tensor] = whole_room,
+    required: tuple[str, ...] = (),
+    check_fits: Callable[[dict[str, Any]], None] | None = None,
+    shards_for: Callable[[Tensor], Tensor] = allocate_whole,
 ) -> dict[str, Any]:
-    """A checkpoint, file or folder, that holds what its manifest says, without the manifest.
+    """Read and verify a checkpoint, file or folder, without its manifest.
 
     Args:
-        path: of the file, or of the folder, which every process reads.
-        needs: parts that must be there.
-        fits: raises a ValueError for the checkpoint of another run, before shards are read: of
-            these it sees shape and dtype.
-        shards_for: where this process wants its share of a divided tensor.
+        path: the file, or the folder, which every rank reads.
+        required: parts that must be there.
+        check_fits: raises a ValueError for the checkpoint of another run. It is called before
+            shards are read, of which it sees shape and dtype.
+        shards_for: allocates this rank's shard of a sharded tensor.
 
     Raises:
-        Damaged: it does not, on all processes; the message names the part or the file.
+        DamagedCheckpoint: on all ranks, with the name of the part or the file.
     """
-    folder = path.is_dir()
-    checkpoint = opened(path / REST if folder else path, needs)
+    is_folder = path.is_dir()
+    checkpoint = read_with_manifest(path / REST if is_folder else path, required)
     manifest = checkpoint.pop(MANIFEST)
-    if folder:
-        _together(lambda: _verify_files(path, manifest[FILES]))
-    fits(checkpoint)
-    return _filled(checkpoint, path, shards_for) if folder else checkpoint
+    if is_folder:
+        _run_on_all_ranks(lambda: _verify_files(path, manifest[FILES]))
+    if check_fits is not None:
+        check_fits(checkpoint)
+    return _read_shards(checkpoint, path, shards_for) if is_folder else checkpoint
 
 
 def _verify_files(folder: Path, digests: dict[str, str]) -> None:
-    """Compare files with the manifest; processes share the work."""
+    """Compare files with the manifest; the ranks share the work."""
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name in sorted(digests)[rank::processes]:
         file = folder / name
         if not file.is_file():
-            raise Damaged(f"{folder}: {name} is missing")
-        if sha256_of(file) != digests[name]:
-            raise Damaged(f"{folder}: {name} is damaged (its sha256 is not the manifest's)")
+            raise DamagedCheckpoint(f"{folder}: {name} is missing")
+        if hash_file(file) != digests[name]:
+            raise DamagedCheckpoint(
+                f"{folder}: {name} is damaged (its sha256 differs from the manifest's)"
+            )
 
 
-def _filled(
+def _read_shards(
     checkpoint: dict[str, Any], folder: Path, shards_for: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """The checkpoint with this process's shards in place of shapes."""
-    room = {name: shards_for(each) for name, each in tensors_of(checkpoint) if each.is_meta}
+    """Replace the tensors of which only the shape is known by this rank's shards."""
+    shards = {name: shards_for(each) for name, each in named_tensors(checkpoint) if each.is_meta}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
             reader = dcp.FileSystemReader(folder)
-            dcp.load(room, storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(shards, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        said = str(_reason(error)).partition("\n")[0]
-        raise Damaged(f"{folder} cannot be read: it is no whole checkpoint ({said:.90})") from error
-    places = iter(tensors_of(checkpoint))
+        reason = str(_cause(error)).partition("\n")[0]
+        raise DamagedCheckpoint(
+            f"{folder} cannot be read: it is not a complete checkpoint ({reason:.90})"
+        ) from error
+    names = iter(named_tensors(checkpoint))
 
     def fill(_: Tensor) -> Tensor:
-        name, tensor = next(places)
-        return room.get(name, tensor)
+        name, tensor = next(names)
+        return shards.get(name, tensor)
 
-    found = rebuilt(checkpoint, fill)
+    found = map_tensors(checkpoint, fill)
     weights = {
         name: each.to_local() if isinstance(each, DTensor) else each
         for name, each in found.get("state_dict", {}).items()
     }
-    _together(lambda: check_finite(weights, folder))
+    _run_on_all_ranks(lambda: check_finite(weights, folder))
     return dict(found)
 
 
-def sha256_of(file: Path) -> str:
-    """Of a file, a part at a time."""
+def hash_file(file: Path) -> str:
+    """SHA-256 of a file, read in chunks."""
     content = hashlib.sha256()
     with file.open("rb") as stream:
         while part := stream.read(CHUNK):

@@ -1,6 +1,7 @@
-"""What SIGTERM, SIGINT, SIGHUP and SIGUSR1 do: an iteration is dropped or finished, not half done.
+"""Signals that stop a run: an iteration is dropped or finished, never left half done.
 
-SIGUSR1 is what SLURM sends before a job's time is up (`--signal=USR1@90`).
+SIGTERM, SIGINT, SIGHUP, and SIGUSR1, which SLURM sends before a job's time is up
+(`--signal=USR1@90`).
 """
 
 from __future__ import annotations
@@ -13,84 +14,83 @@ from contextlib import suppress
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# They come twice: of a terminal that closes from the shell and the kernel, of SLURM from srun too.
-TWICE = (signal.SIGHUP, signal.SIGUSR1)
-EXIT = 128  # a process that a signal ended has 128 + its number as exit code, as in a shell
+# These arrive twice: from the shell and the kernel when a terminal closes, from SLURM and srun.
+SENT_TWICE = (signal.SIGHUP, signal.SIGUSR1)
+EXIT = 128  # a shell reports 128 + the signal's number for a process that a signal terminated
 
 
 class Stopped(SystemExit):
-    """The process was asked to stop; everything is saved on the way out.
+    """A signal asked the process to stop; everything is saved on the way out.
 
-    It is no `Exception`, so that no reward function or logger can take it for an error of its own.
+    It is not an `Exception`, so that no reward function or logger can catch it as its own error.
     """
 
 
 class StopRequest:
-    """Remembers that the process was asked to stop, and acts when nothing is half done.
+    """Remembers that a signal arrived, and stops the run when nothing is half done.
 
-    Where an iteration may be dropped (`droppable`: before its first optimizer step, and in a
-    validation) one process stops in the middle of whatever it does; several first agree, at the
-    next `check`.
+    While an iteration can be dropped (`droppable`: before its first optimizer step, and in a
+    validation) a single process stops at once. Several ranks first agree, at the next `check`.
     """
 
     def __init__(self) -> None:
-        """Not asked."""
         self.signum = 0
         self.droppable = False
-        self.alone = True
-        self.before: dict[int, Any] = {}  # what signals did that Lightning does not know
+        self.is_single_process = True
+        self.previous: dict[int, Any] = {}  # handlers that were installed before
 
-    def listen(self, trainer: Any) -> None:
-        """Take the signals over; a SIGHUP that is ignored, as under `nohup`, stays so.
+    def install(self, trainer: Any) -> None:
+        """Install the handlers; a SIGHUP that is ignored, as under `nohup`, stays ignored.
 
-        Lightning, which took SIGTERM and SIGINT before, puts the old handlers back.
+        Lightning, which handled SIGTERM and SIGINT before, restores the old handlers itself.
         """
-        self.alone = trainer.world_size == 1
+        self.is_single_process = trainer.world_size == 1
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in SIGNALS:
-            before = signal.getsignal(signum)
-            if (signum, before) == (signal.SIGHUP, signal.SIG_IGN) or before == self._received:
+            previous = signal.getsignal(signum)
+            is_ignored_hangup = signum == signal.SIGHUP and previous == signal.SIG_IGN
+            if is_ignored_hangup or previous == self._receive:
                 continue
-            self.before[signum] = before
-            signal.signal(signum, self._received)
+            self.previous[signum] = previous
+            signal.signal(signum, self._receive)
 
-    def let_go(self) -> None:
-        """Give back SIGHUP and SIGUSR1, which Lightning does not know."""
+    def restore(self) -> None:
+        """Restore the handlers of SIGHUP and SIGUSR1, which Lightning does not know."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for signum in TWICE:
-            if signal.getsignal(signum) == self._received:
-                signal.signal(signum, self.before.get(signum, signal.SIG_DFL))
+        for signum in SENT_TWICE:
+            if signal.getsignal(signum) == self._receive:
+                signal.signal(signum, self.previous.get(signum, signal.SIG_DFL))
 
-    def _received(self, signum: int, _: Any) -> None:
-        if self.signum and signum in TWICE:
+    def _receive(self, signum: int, _: Any) -> None:
+        if self.signum and signum in SENT_TWICE:
             return
         if self.signum:
             os._exit(EXIT + signum)
         self.signum = signum
         if signum == signal.SIGHUP:
-            leave_terminal()
+            detach_from_terminal()
         name = signal.Signals(signum).name
-        at_once = "SIGTERM" if signum in TWICE else "once more"
-        with suppress(OSError):  # nobody reads any more
-            os.write(2, f"{name}: saving and stopping; {at_once} ends at once\n".encode())
-        if self.droppable and self.alone:
+        again = "SIGTERM" if signum in SENT_TWICE else "once more"
+        with suppress(OSError):  # the reader of stderr may be gone
+            os.write(2, f"{name}: saving and stopping; {again} exits at once\n".encode())
+        if self.droppable and self.is_single_process:
             raise Stopped(EXIT + signum)
 
     def check(self, trainer: Any) -> None:
-        """Stop here if this process, or any other, was asked to."""
-        asked = bool(self.signum)
-        if not self.alone:
-            asked = trainer.strategy.reduce_boolean_decision(asked, all=False)
-        if asked:
+        """Raise `Stopped` if this rank, or any other, received a signal."""
+        is_asked = bool(self.signum)
+        if not self.is_single_process:
+            is_asked = trainer.strategy.reduce_boolean_decision(is_asked, all=False)
+        if is_asked:
             raise Stopped(EXIT + (self.signum or signal.SIGTERM))
 
 
-def leave_terminal() -> None:
-    """Write to nowhere what would go to a terminal that has been closed: that would fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def detach_from_terminal() -> None:
+    """Redirect output to /dev/null if it goes to a closed terminal, where writing would fail."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         if stat.S_ISCHR(os.fstat(output).st_mode):
-            os.dup2(nowhere, output)
-    os.close(nowhere)
+            os.dup2(devnull, output)
+    os.close(devnull)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.run_folder import checkpoint_file
+from litgrpo.callbacks.run_folder import resolve_checkpoint
 from litgrpo.cli.console import keep_quiet
 from litgrpo.cli.lightning_cli import load_module
 from litgrpo.models.export import export as write
@@ -36,7 +36,7 @@ def export(
         f"An adapter keeps the dtype of its training: leave --dtype {dtype} out, or export the "
         "merged weights (without --adapter).",
     )
-    path, target = checkpoint_file(checkpoint, advice=ADVICE), Path(folder)
+    path, target = resolve_checkpoint(checkpoint, advice=ADVICE), Path(folder)
     require(
         force or not target.exists(),
         f"{target} exists: choose another folder, or let files of the same names be replaced with "

@@ -18,25 +18,29 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from litgrpo.arguments import import_by_path, require
-from litgrpo.callbacks.loggers import Board, Hyperparameters, name_runs, with_allowed_names
-from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.guards import TimeBudget
+from litgrpo.callbacks.loggers import (
+    Hyperparameters,
+    MetricsCSV,
+    SafeLogger,
+    TensorBoard,
+    name_runs,
+)
 from litgrpo.callbacks.run_folder import (
     RunFolder,
-    checkpoint_file,
-    mark,
-    newest_checkpoint,
-    refuse_if_taken,
+    check_is_free,
+    claim_folder,
+    find_newest_checkpoint,
+    find_run_files,
+    lock_run_folder,
+    resolve_checkpoint,
     saved_config,
-    written,
 )
-from litgrpo.callbacks.run_lock import held
-from litgrpo.callbacks.time_budget import TimeBudget
 from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.logger_state import LoggerState, never_failing
-from litgrpo.checkpointing.recipe_settings import RecipeSettings
-from litgrpo.checkpointing.rng_state import RngState
-from litgrpo.checkpointing.shards import read_any
+from litgrpo.checkpointing.io import VerifiedCheckpointIO
+from litgrpo.checkpointing.resume import LoggerState, OptimizerOptions, RngState
+from litgrpo.checkpointing.shards import read_checkpoint
 from litgrpo.cli.mistakes import root_cause
 from litgrpo.cli.parser import CALLBACKS, RecipeCLI
 from litgrpo.distributed.machine import check_machine
@@ -95,9 +99,9 @@ class LitGRPOCLI(RecipeCLI):
             f"--auto_resume finds the checkpoint itself, but --ckpt_path names {given}: leave one "
             "of them out.",
         )
-        path = newest_checkpoint(Path(run_dir)) if self.resumes_automatically else None
+        path = find_newest_checkpoint(Path(run_dir)) if self.resumes_automatically else None
         if given is not None:
-            path = checkpoint_file(str(given), Path(run_dir))
+            path = resolve_checkpoint(str(given), Path(run_dir))
         settings.ckpt_path = None if path is None else str(path)
 
     @property
@@ -142,12 +146,12 @@ class LitGRPOCLI(RecipeCLI):
         if self.starts_from_scratch:
             # A run that died before its first checkpoint left nothing to resume from.
             overwrite = settings.overwrite or self.resumes_automatically
-            rank_zero_only(refuse_if_taken)(folder, overwrite=overwrite)
+            rank_zero_only(check_is_free)(folder, overwrite=overwrite)
 
     def lock(self, folder: Path) -> None:
         """Lock the run folder until the command has ended."""
         patience_s = LOCK_PATIENCE_S if self.resumes_automatically else 0.0
-        self.until_the_end.enter_context(held(folder, patience_s))
+        self.until_the_end.enter_context(lock_run_folder(folder, patience_s))
 
     def replace_null_by_default(self, node: Any) -> None:
         """Let a config override take back what a recipe sets, as by `episode: null`."""
@@ -185,9 +189,9 @@ class LitGRPOCLI(RecipeCLI):
         """Write the configuration to the run folder, now that the recipe is known to be valid."""
         if self.command != "fit" and self.config.ckpt_path and isinstance(self.model, SFT):
             # The data are read with the checkpoint's tokenizer; fit builds the same from its data.
-            self.model.take_tokenizer(read_any(Path(self.config.ckpt_path)))
+            self.model.take_tokenizer(read_checkpoint(Path(self.config.ckpt_path)))
         if self.starts_from_scratch:
-            rank_zero_only(mark)(Path(self.config.run_dir), self.config_text)
+            rank_zero_only(claim_folder)(Path(self.config.run_dir), self.config_text)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with our loggers and callbacks, unless the recipe turns them off."""
@@ -207,12 +211,12 @@ class LitGRPOCLI(RecipeCLI):
             ours.append(TimeBudget(max_time))
         for callback in ours:
             if isinstance(callback, IterationCheckpoint):
-                callback.falls_back = self.resumes_automatically
-        replaced = written(Path(self.config.run_dir)) if self.starts_from_scratch else []
+                callback.fall_back = self.resumes_automatically
+        replaced = find_run_files(Path(self.config.run_dir)) if self.starts_from_scratch else []
         always = [
             RunFolder(self.config_text, replaced),
             Hyperparameters(self.config_text),
-            RecipeSettings(),
+            OptimizerOptions(),
             RngState(),
             LoggerState(self.config.run_dir),
         ]
@@ -220,7 +224,7 @@ class LitGRPOCLI(RecipeCLI):
         # loggers is noted before a file is written; HFCheckpoints follows IterationCheckpoint.
         options["callbacks"] = [*ours, *always, *given]
         options["logger"] = self.loggers(options["logger"])
-        options["plugins"] = cluster_plugins(options["plugins"])
+        options["plugins"] = [*cluster_plugins(options["plugins"]), VerifiedCheckpointIO()]
         return Trainer(**options)
 
     def loggers(self, given: Any) -> list[Logger] | bool:
@@ -230,12 +234,12 @@ class LitGRPOCLI(RecipeCLI):
         folder = self.config.run_dir
         loggers: list[Logger] = []
         if self.config.tensorboard:
-            loggers.append(Board(folder))
+            loggers.append(TensorBoard(folder))
         if self.config.csv:
             loggers.append(MetricsCSV(folder))
         extra = given if isinstance(given, list) else [given]
         loggers += [logger for logger in extra if isinstance(logger, Logger)]
-        return [never_failing(with_allowed_names(logger)) for logger in loggers]
+        return [SafeLogger(logger) for logger in loggers]
 
     @cached_property
     def config_text(self) -> str:
@@ -261,7 +265,7 @@ def load_module(path: Path) -> Any:
     Args:
         path: a checkpoint of a run.
     """
-    checkpoint = read_any(path)
+    checkpoint = read_checkpoint(path)
     node = yaml.safe_load(saved_config(checkpoint))["model"]
     module = instantiate_module(
         LightningModule, {"_class_path": node["class_path"], **node["init_args"]}

@@ -16,14 +16,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from litgrpo.arguments import require
 from litgrpo.callbacks.completions import Completions
-from litgrpo.callbacks.evaluation_files import EvaluationFiles
+from litgrpo.callbacks.evaluation_files import EvaluationFiles, Predictions
 from litgrpo.callbacks.export import Export, HFCheckpoints
-from litgrpo.callbacks.non_finite import NonFinite
-from litgrpo.callbacks.predictions import Predictions
+from litgrpo.callbacks.guards import NonFinite, Recompilation, Watchdog
 from litgrpo.callbacks.progress import Progress
-from litgrpo.callbacks.recompilation import Recompilation
 from litgrpo.callbacks.summary import Summary
-from litgrpo.callbacks.watchdog import Watchdog
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.cli.mistakes import find_mistake, last_line
 from litgrpo.cli.options import members, options_of

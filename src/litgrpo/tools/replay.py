@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.episodes import readable
+from litgrpo.callbacks.completions import format_episode
 from litgrpo.text.visible import visible
 
 SAMPLES, PREDICTIONS = "samples", "predictions.jsonl"
@@ -26,7 +26,7 @@ def replay(run: str, iteration: int | None = None, row: str = "0") -> None:
     rows = rows_of(path)
     number = chosen(rows, row, path)
     print(f"{path}, row {number} of {len(rows)}\n")
-    print(visible(readable(rows[number])))
+    print(visible(format_episode(rows[number])))
 
 
 def samples_of(run: Path, iteration: int | None) -> Path:

@@ -21,7 +21,6 @@ from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.arguments import at_least, require
-from litgrpo.callbacks.trainer_options import refuse_compiled
 from litgrpo.data.sampler import BatchLoader
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.strategy import strategy_of
@@ -343,7 +342,6 @@ def prepare_device(module: Any, device: torch.device) -> None:
     Raises:
         ValueError: device or precision cannot compute what the recipe asks for.
     """
-    refuse_compiled(module)
     check_trainer_precision(str(module.trainer.precision))
     check_device(module.settings, module.coefficients.objective, device)
     backend(device).prepare()

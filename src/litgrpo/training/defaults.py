@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.time_budget import TimeBudget
+from litgrpo.callbacks.guards import TimeBudget
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.optim import DefaultAdamW, Warmup

@@ -12,7 +12,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.invariant_checks import InvariantChecks
-from litgrpo.callbacks.run_numbers import watching
+from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
+from litgrpo.callbacks.progress import replace_stock_bar
+from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.source_data import reward_columns, set_names
 from litgrpo.distributed.device import backend
 from litgrpo.environments.base import shown_schemas_of
@@ -50,7 +52,7 @@ from litgrpo.training.controllers import Controllers, coefficients_of
 from litgrpo.training.defaults import GRPO_RATES, refuse_greedy_training, settled
 from litgrpo.training.episode_setup import checked, close_episodes
 from litgrpo.training.learner import advantage_stats, advantages_of, averages
-from litgrpo.training.lightning_compat import log_numbers
+from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_numbers
 from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.optimizers import optimizer_and_schedule
 from litgrpo.training.state import load, save
@@ -139,6 +141,7 @@ class GRPO(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        ignore_harmless_warnings()
         self.arguments = arguments_kept.kept(locals())
         check_sizes(group_size, max_completion_length, max_iterations, objective)
         self.automatic_optimization = False
@@ -178,6 +181,7 @@ class GRPO(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what the trainer's device or precision cannot compute; load judges."""
+        check_trainer(self)
         device = self.trainer.strategy.root_device
         if stage == "fit":
             refuse_greedy_training(self.settings.sampling, self.settings.group_size)
@@ -213,8 +217,11 @@ class GRPO(LightningModule):
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
-        """The checks at the start of a fit, and a word where nothing is learned."""
-        return [*[InvariantChecks()] * self.check_invariants, *watching()]
+        """Start-up checks, metrics of an iteration, a progress bar that counts iterations."""
+        callbacks: list[Callback] = [IterationMetrics(), NoLearningSignal()]
+        if self.check_invariants:
+            callbacks.insert(0, InvariantChecks())
+        return callbacks + replace_stock_bar(self)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in optimizer steps."""

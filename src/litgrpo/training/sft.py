@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import MeanMetric
 
 from litgrpo.arguments import at_least, require
-from litgrpo.callbacks.trainer_options import refuse_compiled
+from litgrpo.callbacks.progress import replace_stock_bar
+from litgrpo.callbacks.trainer_options import check_trainer
 from litgrpo.data.source_data import set_names
 from litgrpo.distributed.device import backend
 from litgrpo.models.loading import LoRA, Precision, save_in_memory_model
@@ -23,6 +24,7 @@ from litgrpo.training import saved_arguments as arguments_kept
 from litgrpo.training.assembly import make_sharding
 from litgrpo.training.context import check_data
 from litgrpo.training.defaults import SFT_RATES, settled
+from litgrpo.training.lightning_compat import ignore_harmless_warnings
 from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.optimizers import optimizer_and_schedule
 from litgrpo.training.trainer_adapters import is_attached
@@ -68,6 +70,7 @@ class SFT(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        ignore_harmless_warnings()
         self.arguments = arguments_kept.kept(locals())
         if (pretrained is None) == (scratch is None):
             raise ValueError(
@@ -103,7 +106,7 @@ class SFT(LightningModule):
         Raises:
             ValueError: it would; GRPO alone learns in fixed shapes.
         """
-        refuse_compiled(self)
+        check_trainer(self)
         device = self.trainer.strategy.root_device
         self.means = {
             name: (MeanMetric().to(device), MeanMetric().to(device))
@@ -158,6 +161,10 @@ class SFT(LightningModule):
         if is_attached(self):
             check_data(self, self.policy, 0, "max_length")
             kernel_choice.use_everywhere(self, self.policy)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """A progress bar that counts iterations."""
+        return replace_stock_bar(self)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in iterations."""

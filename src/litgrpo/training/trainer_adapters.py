@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from litgrpo.distributed.agreement import check_others
 from litgrpo.distributed.device import backend
+from litgrpo.training.lightning_compat import find_trainer
 from litgrpo.training.stepper import Result
 
 
@@ -54,8 +55,8 @@ class TrainerComm:
 
 
 def is_attached(module: LightningModule) -> bool:
-    """Whether a module has a trainer; `module.trainer` raises where it has none."""
-    return module._trainer is not None
+    """Return True for a module that has a trainer."""
+    return find_trainer(module) is not None
 
 
 def passes_over_data(module: LightningModule) -> float:

@@ -8,8 +8,7 @@ from lightning import Trainer
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.checkpointing.recipe_settings import RecipeSettings
-from litgrpo.checkpointing.rng_state import RngState
+from litgrpo.checkpointing.resume import OptimizerOptions, RngState
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
@@ -201,7 +200,7 @@ def train(processes, folder, name, source=None, replicas=1, fallback=False):
         processes,
         replicas,
         enable_checkpointing=True,
-        callbacks=[RecipeSettings(), RngState(), keeper],
+        callbacks=[OptimizerOptions(), RngState(), keeper],
         default_root_dir=folder / name,
     )
     torch.manual_seed(0)

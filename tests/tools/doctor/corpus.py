@@ -22,8 +22,8 @@ from lightning import Callback, Trainer
 
 from litgrpo.algorithms.losses import Objective, TokenMean
 from litgrpo.callbacks.completions import Completions
-from litgrpo.callbacks.metrics_csv import MetricsCSV
-from litgrpo.callbacks.non_finite import NonFinite
+from litgrpo.callbacks.guards import NonFinite
+from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.rewards.reward import Reward

@@ -2,8 +2,7 @@ import logging
 
 import pytest
 
-from litgrpo.callbacks.loggers import Board
-from litgrpo.callbacks.metrics_csv import MetricsCSV
+from litgrpo.callbacks.loggers import MetricsCSV, TensorBoard
 from litgrpo.tools.doctor.callback import Doctor
 from litgrpo.tools.doctor.diagnosis import diagnose
 from tests.support.training import batches, letters, module, train
@@ -26,7 +25,7 @@ def test_a_finding_is_logged_once_with_its_section(caplog):
 
 
 def test_the_callback_finds_what_the_command_finds(caplog, tmp_path):
-    loggers = [MetricsCSV(tmp_path), Board(str(tmp_path))]
+    loggers = [MetricsCSV(tmp_path), TensorBoard(str(tmp_path))]
     lines = train_with(caplog, Doctor(10), logger=loggers, log_every_n_steps=1)
     rules = [each.rule for each in diagnose(tmp_path)]
     assert rules

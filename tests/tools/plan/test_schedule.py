@@ -29,7 +29,7 @@ def settings():
         ({"val_prompts": 7}, "held_out", 7),
         ({"iterations": 10}, "saves", 1),
         ({"model.init_args.max_iterations": None}, "open_end", True),
-        ({"checkpoint.save": "weights"}, "whole_checkpoints", False),
+        ({"checkpoint.save_weights_only": True}, "whole_checkpoints", False),
     ],
 )
 def test_a_recipe_says_how_often(settings, changed, name, value):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import empty as empty_shards
 from litgrpo.arguments import at_least, require
 from litgrpo.distributed.fsdp.units import divide, gathered
 from litgrpo.distributed.restarts import meet_anew
+from litgrpo.training.lightning_compat import find_trainer
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -162,5 +163,6 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 def strategy_of(module: Any) -> FSDP2Strategy | None:
     """The strategy that divides a LightningModule; None where none does."""
-    strategy = None if module._trainer is None else module.trainer.strategy
+    trainer = find_trainer(module)
+    strategy = None if trainer is None else trainer.strategy
     return strategy if isinstance(strategy, FSDP2Strategy) else None

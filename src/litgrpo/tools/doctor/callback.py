@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from litgrpo.arguments import at_least
-from litgrpo.callbacks.completions import sample_rows
-from litgrpo.callbacks.metrics_csv import loggers_of
+from litgrpo.callbacks.completions import completion_rows
+from litgrpo.callbacks.loggers import loggers_of
 from litgrpo.callbacks.run_folder import CONFIG, run_folder
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.tools.doctor.diagnosis import examine
@@ -71,7 +71,7 @@ class Doctor(Callback):
         """Keep the completions of an iteration after which the rules are due."""
         due = self.every_n_iterations and pl_module.iteration % self.every_n_iterations == 0
         if due and isinstance(outputs, dict) and "rollout" in outputs:
-            self.samples = sample_rows(
+            self.samples = completion_rows(
                 pl_module.iteration, outputs["rollout"], outputs["rewards"], outputs["advantages"]
             )
 

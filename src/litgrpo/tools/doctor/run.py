@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from litgrpo.arguments import require
-from litgrpo.callbacks.metric_readings import TRL, VERL
+from litgrpo.callbacks.metric_table import TRL, VERL
 from litgrpo.callbacks.run_folder import CONFIG
 from litgrpo.tools.run_folder import (
     METRICS,

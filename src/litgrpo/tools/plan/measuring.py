@@ -19,7 +19,7 @@ import yaml
 
 import litgrpo
 from litgrpo.arguments import require
-from litgrpo.callbacks.stopwatch import Stopwatch, now
+from litgrpo.callbacks.progress import Stopwatch, clock
 from litgrpo.tools.plan.schedule import Schedule
 
 # One warms up, three are measured, one ends the run.
@@ -74,7 +74,7 @@ def measured(config: dict[str, Any]) -> dict[str, Measured]:
         folder = Path(name)
         recipe, log, events = folder / "recipe.yaml", folder / "log", folder / "events.jsonl"
         recipe.write_text(yaml.safe_dump(shortened(config, folder)), encoding="utf-8")
-        before = now()
+        before = clock()
         command = [sys.executable, "-m", "litgrpo", "fit", "-c", str(recipe)]
         with log.open("w") as output:
             child = subprocess.Popen(command, stdout=output, stderr=output, env=_environment())
@@ -85,7 +85,7 @@ def measured(config: dict[str, Any]) -> dict[str, Measured]:
                 child.wait()
                 raise
         child.returncode = os.waitstatus_to_exitcode(status)
-        after = now()
+        after = clock()
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         require(
             child.returncode == 0,

@@ -77,7 +77,7 @@ def schedule_of(settings: Namespace, samples: bool) -> Schedule:
         "validate_every": interval if isinstance(interval, int) and batches != 0 else 0,
         "held_out": settings.get("val_prompts") or counted or HELD_OUT,
         "save_every": settings.checkpoint.every_n_iterations,
-        "whole_checkpoints": settings.checkpoint.save == "everything",
+        "whole_checkpoints": not settings.checkpoint.save_weights_only,
     }
     return Schedule(**common, **(_of_grpo(model) if samples else {"supervised": True}))
 

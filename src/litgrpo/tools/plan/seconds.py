@@ -47,7 +47,7 @@ KEYS = {
         STEPPING: "model.lora.rank, model.update.num_mini_batches",
     },
     "validations": {WRITING: "trainer.val_check_interval up, model.evaluation.samples"},
-    "saves": {WRITING: "checkpoint.every_n_iterations up, checkpoint.save weights"},
+    "saves": {WRITING: "checkpoint.every_n_iterations up, checkpoint.save_weights_only true"},
     "start": {WRITING: ""},
 }
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from litgrpo.callbacks.formatting import BOUNDS
 from litgrpo.callbacks.metric_table import definition
-from litgrpo.callbacks.number_texts import BOUNDS
 from litgrpo.tools.report.run_files import Points
 
 Point = tuple[float, float]

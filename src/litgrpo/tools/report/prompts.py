@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from litgrpo.callbacks.number_texts import digits
+from litgrpo.callbacks.formatting import format_number
 from litgrpo.tools.report.results import prompt_key
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
 from litgrpo.tools.report.texts import MessageDiff, diff_messages, visible
@@ -101,7 +101,7 @@ def _describe_calls(tool: str, counts: Any) -> str:
 
 
 def _format(value: Any) -> str:
-    return digits(value) if finite_numbers([value]) else "unknown"
+    return format_number(value) if finite_numbers([value]) else "unknown"
 
 
 def follow_prompts(run: RunFiles) -> list[PromptHistory]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import nan
 from typing import Literal
 
-from litgrpo.callbacks.number_texts import BOUNDS, digits, signed
+from litgrpo.callbacks.formatting import BOUNDS, format_change, format_number
 from litgrpo.evaluation.intervals import paired_difference
 from litgrpo.evaluation.paired import Comparison, compared
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
@@ -72,8 +72,8 @@ class PairedEvaluation:
         return [
             [
                 name,
-                digits(self.before[name]),
-                digits(self.after[name]),
+                format_number(self.before[name]),
+                format_number(self.after[name]),
                 format_interval(change.mean, change.low, change.high),
                 format_p_value(self.p_values[name]),
             ]
@@ -88,8 +88,8 @@ def format_interval(mean: float, low: float, high: float) -> str:
         >>> format_interval(0.5, 0.25, 0.75), format_interval(0.5, nan, nan)
         ('+0.500 [+0.250, +0.750]', '+0.500')
     """
-    interval = f" [{signed(low)}, {signed(high)}]" if math.isfinite(low) else ""
-    return signed(mean) + interval
+    interval = f" [{format_change(low)}, {format_change(high)}]" if math.isfinite(low) else ""
+    return format_change(mean) + interval
 
 
 def format_p_value(p_value: float) -> str:
@@ -224,10 +224,11 @@ def write_verdict(run: RunFiles, pairs: Sequence[PairedEvaluation]) -> str:
     on_set = f" on {pair.set_name}" if pair.set_name else ""
     interval = ""
     if math.isfinite(change.low):
-        interval = f"95 % interval {signed(change.low)} to {signed(change.high)}, "
+        interval = f"95 % interval {format_change(change.low)} to {format_change(change.high)}, "
     return (
-        f"Held-out {name}{on_set} {DIRECTIONS[pair.direction]}: {digits(pair.before[metric])} "
-        f"before, {digits(pair.after[metric])} after ({signed(change.mean)}, {interval}paired p "
+        f"Held-out {name}{on_set} {DIRECTIONS[pair.direction]}: "
+        f"{format_number(pair.before[metric])} before, {format_number(pair.after[metric])} after "
+        f"({format_change(change.mean)}, {interval}paired p "
         f"{format_p_value(pair.p_values[metric])}, {pair.count:,} prompts).{unfinished}"
     )
 
@@ -270,5 +271,5 @@ def _format_logged(run: RunFiles, name: str, place: int) -> str:
     """Format a logged value with its interval."""
     step, value = run.series[name][place]
     bounds = [dict(run.series.get(name + end, ())).get(step) for end in BOUNDS]
-    ends = ", ".join(digits(bound) for bound in bounds if bound is not None)
-    return digits(value) + (f" [{ends}]" if ends else "")
+    ends = ", ".join(format_number(bound) for bound in bounds if bound is not None)
+    return format_number(value) + (f" [{ends}]" if ends else "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from litgrpo.callbacks.loggers import flat
+from litgrpo.callbacks.loggers import flatten
 from litgrpo.cli.recipes import recipe_file
 from litgrpo.tools.report.run_files import RunFiles
 from litgrpo.tools.report.texts import visible
@@ -72,10 +72,10 @@ def list_settings(run: RunFiles) -> tuple[list[str], list[UsedSetting]]:
     recipe: dict[str, Any] = {}
     try:
         for name in names:
-            recipe |= dict(flat(yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))))
+            recipe |= dict(flatten(yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))))
     except (ValueError, OSError, yaml.YAMLError):
         return [], []
-    used = dict(flat(run.config.values))
+    used = dict(flatten(run.config.values))
     on_command_line = sorted(keys_in_command(run.command, used) - PER_FOLDER)
     settings = [
         UsedSetting(key, _format_value(recipe.get(key, "")), _format_value(used[key]))

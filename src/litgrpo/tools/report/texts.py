@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from litgrpo.callbacks.episodes import lines
+from litgrpo.callbacks.completions import episode_messages
 from litgrpo.text.visible import visible as show_every_character
 
 MAX_CHARS = 1200  # shown of a text
@@ -95,5 +95,5 @@ def diff_messages(row: dict[str, Any], earlier: dict[str, Any] | None = None) ->
 
 def _messages(row: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return role, text and reward of each message after the prompt."""
-    _, *messages = lines({**row, "prompt": ""})
+    _, *messages = episode_messages({**row, "prompt": ""})
     return [(visible(role), visible(text), reward) for role, text, reward in messages]

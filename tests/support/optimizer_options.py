@@ -1,4 +1,4 @@
-"""Shared by tests of checkpointing.recipe_settings."""
+"""A stand-in that takes optimizer steps."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ STEPS = 3  # optimizer steps of an iteration of the stand-in
 
 
 class Learns(StandIn):
-    """Takes real steps, and notes the options of each."""
+    """Takes optimizer steps, and records the options of each."""
 
     gradient = torch.ones(2)
 

@@ -1,0 +1,128 @@
+"""Format numbers, reports and tables as text."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+BOUNDS = ("_low", "_high")
+DECIMALS = {100: 1, 10: 3}  # of numbers below the limit
+
+
+def strip_stage(report: dict[str, float]) -> dict[str, float]:
+    """Remove the stage from the names of a report.
+
+    Example:
+        >>> strip_stage({"val/loss": 1.0, "val/hard/greedy": 0.25, "greedy": 0.5})
+        {'loss': 1.0, 'hard/greedy': 0.25, 'greedy': 0.5}
+    """
+    return {name.split("/", maxsplit=1)[-1]: float(value) for name, value in report.items()}
+
+
+def format_report(report: dict[str, float]) -> dict[str, str]:
+    """Format each number of a report, with its interval in brackets if it has one.
+
+    Example:
+        >>> format_report({"avg@4": 0.5, "avg@4_low": 0.45, "avg@4_high": 0.55, "greedy": 0.6})
+        {'avg@4': '0.500 [0.450, 0.550]', 'greedy': '0.600'}
+    """
+    texts = {}
+    for name, value in report.items():
+        if name.endswith(BOUNDS):
+            continue
+        texts[name] = format_number(value)
+        bounds = [format_number(report[name + end]) for end in BOUNDS if name + end in report]
+        if bounds:
+            texts[name] += f" [{', '.join(bounds)}]"
+    return texts
+
+
+def format_number(value: float) -> str:
+    """Three decimals below 10, one below 100, none above.
+
+    Example:
+        >>> format_number(0.51234), format_number(13.896), format_number(15234.4)
+        ('0.512', '13.9', '15234')
+    """
+    places = 0
+    for limit, decimals in DECIMALS.items():
+        if abs(value) < limit:
+            places = decimals
+    return f"{round(value, places) + 0.0:.{places}f}"  # + 0.0: no minus sign before a zero
+
+
+def format_change(value: float) -> str:
+    """A difference, with its sign.
+
+    Example:
+        >>> format_change(0.5), format_change(-13.896)
+        ('+0.500', '-13.9')
+    """
+    text = format_number(value)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def mark_truncated(text: str, truncated: bool) -> str:
+    """Append ` [cut]` to a completion that the length limit cut off.
+
+    Example:
+        >>> mark_truncated("once upon a", True), mark_truncated("the end", False)
+        ('once upon a [cut]', 'the end')
+    """
+    return f"{text} [cut]" if truncated else text
+
+
+def finite_or_none(values: Tensor) -> list[float | None]:
+    """Flatten to a list, with None for NaN and infinity, which JSON does not have.
+
+    Example:
+        >>> import torch
+        >>> finite_or_none(torch.tensor([1.5, float("nan")]))
+        [1.5, None]
+    """
+    return [value if math.isfinite(value) else None for value in values.flatten().tolist()]
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Pad cells so that columns are aligned, and join each row to a line.
+
+    Example:
+        >>> align_columns([["", "before"], ["loss", "1.5"]])
+        ['      before', 'loss  1.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose head is the first row.
+
+    Example:
+        >>> print(markdown_table([["a", "b"], ["1", "2"]]))
+        | a | b |
+        | --- | --- |
+        | 1 | 2 |
+    """
+    head, *others = rows
+    lines = [head, ["---"] * len(head), *others]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def escape_cell(text: str) -> str:
+    r"""Escape text so that a cell of a Markdown table shows it literally.
+
+    Example:
+        >>> escape_cell("<answer>a|b</answer>\nend")
+        '&lt;answer&gt;a&#124;b&lt;/answer&gt;<br>end'
+    """
+    # TensorBoard renders Markdown, then HTML: a tag would vanish, a bar or a line break would end
+    # the cell, and stars, underlines and backticks would format.
+    entities = {"|": "&#124;", "*": "&#42;", "_": "&#95;", "`": "&#96;", "\\": "&#92;"}
+    escaped = html.escape(text, quote=False)
+    for character, entity in entities.items():
+        escaped = escaped.replace(character, entity)
+    return escaped.replace("\r", "").replace("\n", "<br>")

@@ -1,0 +1,321 @@
+"""Checkpoint files: written completely or not at all, with a manifest of digests, verified on read.
+
+A manifest holds the SHA-256 of every part of the checkpoint, the shapes of the weights, the
+versions of the libraries and the identity of the data. It has its own digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from functools import singledispatch
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from litgrpo.callbacks.run_folder import versions
+from litgrpo.distributed.device import backend, to_host
+
+MANIFEST, OWN_DIGEST = "manifest", "sha256"
+# A run cannot resume without these parts.
+NEEDED_TO_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks")
+# Entries of a loader's state that say where it is; the others identify the data and their order.
+POSITION = ("epoch", "batches", "drawn")
+PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose content differs from its manifest, or that lacks a part this run needs."""
+
+
+# --- digests ---
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of nested plain values and tensors; equal for equal content, however it is stored.
+
+    Args:
+        value: anything a checkpoint can hold, which is loaded with `weights_only=True`.
+
+    Raises:
+        TypeError: another type, such as a function, which no later run could load.
+
+    Example:
+        >>> digest({"a": [1, torch.zeros(2)]}) == digest({"a": [1, torch.zeros(2)]})
+        True
+    """
+    content = hashlib.sha256()
+    _feed(value, content)
+    return content.hexdigest()
+
+
+@singledispatch
+def _feed(value: Any, content: Any) -> None:
+    # A subclass, such as an enumeration, would load as an object. `torch.save` writes b"" as a call
+    # of bytes(), which weights_only=True rejects.
+    if type(value) not in PLAIN or value == b"":
+        raise TypeError(
+            f"a checkpoint cannot hold a {type(value).__name__} ({value!r:.60}): only plain "
+            "values and tensors can be loaded with weights_only=True"
+        )
+    content.update(f"{type(value).__name__} {value!r} ".encode())
+
+
+@_feed.register
+def _(value: Tensor, content: Any) -> None:
+    content.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
+    if value.is_meta:  # its values are in shard files, which have their own digests
+        return
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    content.update(flat.view(torch.uint8).numpy())
+
+
+@_feed.register(Mapping)
+def _(value: Mapping[Any, Any], content: Any) -> None:
+    content.update(f"dict {len(value)} ".encode())
+    for key, inner in value.items():
+        _feed(key, content)
+        _feed(inner, content)
+
+
+@_feed.register(list)
+@_feed.register(tuple)
+def _(value: Sequence[Any], content: Any) -> None:
+    content.update(f"list {len(value)} ".encode())
+    for inner in value:
+        _feed(inner, content)
+
+
+@_feed.register(set)
+@_feed.register(frozenset)
+def _(value: Set[Any], content: Any) -> None:
+    _feed(sorted(value, key=repr), content)
+
+
+# --- nested values ---
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a nested value; containers are new.
+
+    Later changes of the old containers do not reach the result.
+
+    Args:
+        value: as for `digest`.
+        function: gives the new tensor.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(inner, function) for key, inner in value.items()}
+    for kind in (list, tuple):
+        if isinstance(value, kind):
+            return kind(map_tensors(inner, function) for inner in value)
+    return value
+
+
+def copy_to_host(value: Any) -> Any:
+    """Copy a nested value, with its tensors in the host's memory.
+
+    Tensors on a device that compiles every shape are fetched together, in one wait. Tied weights
+    are copied once, so that a file holds them once.
+
+    Args:
+        value: as for `digest`.
+    """
+    compiled: list[Tensor] = []
+    copies: dict[Hashable, Tensor] = {}
+
+    def collect(tensor: Tensor) -> Tensor:
+        if backend(tensor.device).static_shapes:
+            compiled.append(tensor)
+        return tensor
+
+    map_tensors(value, collect)
+    fetched = iter(to_host(compiled))
+
+    def copy(tensor: Tensor) -> Tensor:
+        if backend(tensor.device).static_shapes:
+            return next(fetched)
+        storage = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if storage not in copies:
+            copies[storage] = tensor.detach().to("cpu", copy=True)
+        return copies[storage]
+
+    return map_tensors(value, copy)
+
+
+# --- the manifest ---
+
+
+def build_manifest(checkpoint: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Digests of all parts, shapes of the weights, versions, identity of the data; its own digest.
+
+    Args:
+        checkpoint: everything else that the file will hold.
+        more: further entries of the manifest.
+
+    Example:
+        >>> manifest = build_manifest({"state_dict": {"w": torch.zeros(2, 3)}, "iteration": 7})
+        >>> sorted(manifest["parts"]), manifest["shapes"]
+        (['iteration', 'state_dict'], {'w': [2, 3]})
+    """
+    weights = checkpoint["state_dict"]
+    manifest = {
+        "parts": {name: digest(part) for name, part in checkpoint.items() if name != MANIFEST},
+        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
+        "versions": versions(),
+        "config": digest(checkpoint.get("callbacks", {}).get("RunFolder", {}).get("config")),
+        "data": identify_data(checkpoint),
+        **more,
+    }
+    return {**manifest, OWN_DIGEST: digest(manifest)}
+
+
+def identify_data(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """State of each training loader without its position: the data and their order."""
+    return [
+        {name: value for name, value in state.items() if name not in POSITION}
+        for state in loader_states(checkpoint)
+    ]
+
+
+def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """State of each training loader that has one, from where Lightning stores them."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    return list(loop.get("state_dict", {}).get("combined_loader", []))
+
+
+# --- writing ---
+
+
+def write_file(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint with its manifest; the file gets its name once it is on the disk.
+
+    A process that is killed meanwhile leaves a file whose name begins with a dot. Every older
+    checkpoint stays as it was.
+
+    Raises:
+        OSError: the disk is full, for example.
+        TypeError: the checkpoint holds an object that could not be loaded.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    checkpoint = {**checkpoint, MANIFEST: build_manifest(checkpoint)}
+    try:
+        write_synced(checkpoint, unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_synced(content: dict[str, Any], path: Path) -> None:
+    """Write with `torch.save` and wait until the disk has the content."""
+    with path.open("wb") as file:
+        _save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save(content: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        # torch reports an unexpected position in the file; the cause is the disk's error.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a new name in a folder survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- reading ---
+
+
+def read_file(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read and verify a checkpoint; see `read_with_manifest`, whose manifest is left out."""
+    content = read_with_manifest(path, required)
+    return {name: part for name, part in content.items() if name != MANIFEST}
+
+
+def read_with_manifest(path: Path, required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a checkpoint and compare it with its manifest.
+
+    Args:
+        path: the file.
+        required: parts that the file must have.
+
+    Raises:
+        DamagedCheckpoint: it differs; the message names the part.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        _check(
+            isinstance(checkpoint, dict) and MANIFEST in checkpoint,
+            f"{path} has no manifest: it was not written by litgrpo",
+        )
+        verify(checkpoint, path, required)
+    except (FileNotFoundError, DamagedCheckpoint):
+        raise
+    except Exception as error:  # a damaged file can fail anywhere in the reader
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DamagedCheckpoint(
+            f"{path} cannot be read: it is cut off, damaged or not a checkpoint ({reason:.90})"
+        ) from error
+    return dict(checkpoint)
+
+
+def verify(checkpoint: Mapping[str, Any], path: Path, required: tuple[str, ...]) -> None:
+    """Compare every part with the manifest, and search the weights for NaN and infinity.
+
+    Raises:
+        DamagedCheckpoint: with the name of the first part that differs.
+    """
+    manifest = checkpoint[MANIFEST]
+    parts: dict[str, str] = manifest.get("parts", {})
+    # One flipped bit can rename a part and its entry alike, as pickle stores equal strings once;
+    # only the manifest's own digest finds that.
+    own = digest({name: value for name, value in manifest.items() if name != OWN_DIGEST})
+    _check(manifest.get(OWN_DIGEST) == own, f"{path}: the manifest is damaged")
+    _check(
+        set(required) <= parts.keys(),
+        f"{path} holds only weights (checkpoint.save_weights_only), so a run cannot resume from "
+        "it. Evaluate or export it; to train it further pass the exported folder as "
+        "model.pretrained.",
+    )
+    for name in parts:
+        _check(name in checkpoint, f"{path}: {name} is missing")
+    for name, part in checkpoint.items():
+        is_sound = name == MANIFEST or digest(part) == parts.get(name)
+        _check(is_sound, f"{path}: {name} is damaged (its sha256 differs from the manifest's)")
+    check_finite(checkpoint.get("state_dict", {}), path)
+
+
+def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise for weights that are NaN or infinite.
+
+    Raises:
+        DamagedCheckpoint: with the name of the first.
+    """
+    for name, weight in weights.items():
+        bad = 0 if weight.is_meta else int((~weight.isfinite()).sum())
+        size = weight.numel()
+        _check(bad == 0, f"{path}: {name} has {bad} of {size} values that are NaN or inf")
+
+
+def _check(is_sound: bool, otherwise: str) -> None:
+    if not is_sound:
+        raise DamagedCheckpoint(otherwise)

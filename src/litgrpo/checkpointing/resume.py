@@ -1,0 +1,319 @@
+"""Callbacks that make a resumed run equal to one that was never interrupted.
+
+`RngState` restores random numbers, `OptimizerOptions` lets the recipe set the learning rate of the
+rest of the run, and `LoggerState` continues the log files.
+
+`LoggerState` shortens log files because the loggers' own step handling does not suffice. A killed
+run has logged iterations after its last checkpoint, and the resumed run logs them again:
+`metrics.csv`, which report, doctor and compare read, would hold them twice. TensorBoard's
+`purge_step` only hides them, and must be known before the checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from litgrpo.arguments import require
+from litgrpo.callbacks.loggers import MetricsCSV, loggers_of, warn_once_on_failure
+from litgrpo.callbacks.run_folder import run_folder, writes_files
+from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.distributed.random_state import random_state, set_random_state
+from litgrpo.training.lightning_compat import find_pending_metrics
+
+RANDOM_STATE, OPTIMIZER_CLASSES, LOGGERS = "random_state", "optimizers", "loggers"  # in the file
+PARAMS = "params"
+EVENTS = "events.out.tfevents.*"
+
+
+# --- random numbers ---
+
+
+def get_all_random_state() -> dict[str, Any]:
+    """State of Python, numpy, torch and the device, as plain values and tensors."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, torch.tensor(np.asarray(keys, dtype=np.int64)), *rest],
+        "torch": random_state(),
+    }
+
+
+def set_all_random_state(state: dict[str, Any]) -> None:
+    """Restore a state that `get_all_random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    set_random_state(state["torch"])
+
+
+class RngState(Callback):
+    """Stores the random state of every rank in the checkpoint.
+
+    Lightning stores none. Sampling does not need it, but dropout and the user's own functions draw
+    from it. If there are more ranks than the checkpoint had, the others keep their fresh state.
+
+    Example:
+        `Trainer(callbacks=[IterationCheckpoint(), RngState(), OptimizerOptions()])`
+    """
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Gather the states of all ranks; every rank calls this."""
+        states: list[Any] = [get_all_random_state()]
+        if trainer.world_size > 1:
+            states *= trainer.world_size
+            torch.distributed.all_gather_object(states, get_all_random_state())
+        checkpoint[RANDOM_STATE] = states
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Defer restoring until training starts: loading may draw random numbers."""
+        self.states = checkpoint.get(RANDOM_STATE, [])  # a checkpoint of only weights has none
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Restore the state of this rank."""
+        if trainer.global_rank < len(self.states):
+            set_all_random_state(self.states[trainer.global_rank])
+        self.states = []
+
+
+# --- optimizer and schedule ---
+
+
+class OptimizerOptions(Callback):
+    """Lets the recipe set the optimizer's options and the schedule of a resumed run.
+
+    Lightning restores an optimizer with its learning rate, weight decay and so on, and a schedule
+    with its length. Here only the optimizer state (such as Adam's averages) comes from the
+    checkpoint. All options of the parameter groups are the recipe's, and the recipe's schedule is
+    advanced to the run's position, as if the run had used it from the beginning. If the recipe
+    names another class of optimizer, its state starts from zero, which is logged.
+
+    Example:
+        `Trainer(callbacks=[IterationCheckpoint(), RngState(), OptimizerOptions()])`
+    """
+
+    def __init__(self) -> None:
+        self.checkpoint: dict[str, Any] = {}
+        self.options: list[list[dict[str, Any]]] = []  # of the recipe, per optimizer and group
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Store the classes of the optimizers."""
+        checkpoint[OPTIMIZER_CLASSES] = optimizer_classes(trainer)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep Lightning from restoring schedules; see `on_train_start`."""
+        if trainer.state.fn == "fit":
+            self.checkpoint = checkpoint
+            checkpoint["lr_schedulers"] = []
+            self._drop_foreign_state(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Copy the recipe's options before a checkpoint changes them."""
+        self.options = [group_options(optimizer) for optimizer in trainer.optimizers]
+        self._drop_foreign_state(trainer)
+
+    def _drop_foreign_state(self, trainer: Trainer) -> None:
+        """Drop the state of another class of optimizer.
+
+        Strategies differ in what comes first, the optimizers or the checkpoint; this acts once
+        both are known.
+        """
+        if not self.checkpoint or not self.options:
+            return
+        ours = optimizer_classes(trainer)
+        theirs = self.checkpoint.get(OPTIMIZER_CLASSES, ours)  # a plain Trainer stores none
+        if ours != theirs:
+            rank_zero_info(
+                f"The checkpoint's optimizer is {', '.join(map(_class_name, theirs))}, the "
+                f"recipe's {', '.join(map(_class_name, ours))}: its state starts from zero."
+            )
+            self.checkpoint["optimizer_states"] = []
+        for state, groups in zip(self.checkpoint["optimizer_states"], self.options, strict=False):
+            check_groups(state["param_groups"], groups)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Restore the recipe's options, and advance its schedules to the run's position."""
+        if not self.checkpoint:
+            return
+        stored, options = self.checkpoint["optimizer_states"], self.options
+        self.checkpoint, self.options = {}, []
+        for optimizer, groups in zip(trainer.optimizers, options, strict=True):
+            for group, ours in zip(optimizer.param_groups, groups, strict=True):
+                params = group[PARAMS]
+                group.clear()
+                group.update(ours, **{PARAMS: params})
+        for config in trainer.lr_scheduler_configs:
+            advance(config.scheduler, trainer.global_step)
+        for optimizer, state in zip(trainer.optimizers, stored, strict=False):
+            log_changed_options(state["param_groups"], group_options(optimizer))
+
+
+def optimizer_classes(trainer: Any) -> list[str]:
+    """Import paths of the optimizers' classes."""
+    classes = [type(optimizer) for optimizer in trainer.optimizers]
+    return [f"{each.__module__}.{each.__qualname__}" for each in classes]
+
+
+def group_options(optimizer: Any) -> list[dict[str, Any]]:
+    """Options of each parameter group, without its parameters."""
+    groups = optimizer.param_groups
+    return [{name: value for name, value in g.items() if name != PARAMS} for g in groups]
+
+
+def advance(scheduler: Any, steps: int) -> None:
+    """Step a new schedule to a run's position.
+
+    Raises:
+        ValueError: the schedule is shorter than that.
+    """
+    with warnings.catch_warnings():
+        # torch expects an optimizer step before the first step of a schedule.
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step")
+        try:
+            for _ in range(steps):
+                scheduler.step()
+        except ValueError as error:
+            raise ValueError(
+                f"lr_scheduler {type(scheduler).__name__} cannot be advanced to this run's "
+                f"{steps} optimizer steps: {error}. Give it a greater length."
+            ) from error
+
+
+def check_groups(stored: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Reject an optimizer with another number of parameter groups.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    require(
+        len(stored) == len(groups),
+        f"optimizer: the checkpoint has {len(stored)} parameter groups, the recipe "
+        f"{len(groups)}. Use the optimizer that the checkpoint was written with.",
+    )
+
+
+def log_changed_options(stored: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Log options that the recipe changes, in one line."""
+    changes: list[str] = []
+    for before, now in zip(stored, groups, strict=True):
+        for name, value in now.items():
+            change = f"{name} {before.get(name)} -> {value}"
+            if before.get(name) != value and change not in changes:
+                changes.append(change)
+    if changes:
+        rank_zero_info(f"Optimizer options changed by the recipe: {', '.join(changes)}")
+
+
+def _class_name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+# --- log files ---
+
+
+class LoggerState(Callback):
+    """Stores the position of the log files in the checkpoint, and returns to it on resume.
+
+    A resumed run removes what was logged after its checkpoint, so that no iteration is logged
+    twice. Lightning logs an iteration after the checkpoint is written; the checkpoint therefore
+    holds the metrics of that iteration, so that none is missing.
+
+    Args:
+        folder: the run folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        # TensorBoard opens a new event file for every process; these are of earlier ones.
+        self.earlier_events = sorted(Path(folder).glob(EVENTS))
+        self.is_pending = False  # an iteration is not yet logged
+        self.stored: dict[str, Any] | None = None
+        self.has_started = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Mark the iteration as pending: Lightning logs it after all callbacks."""
+        self.is_pending = True
+
+    def _mark_logged(self, *_: Any, **__: Any) -> None:
+        self.is_pending = False
+
+    on_train_batch_start = on_validation_start = on_train_end = _mark_logged
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Store the sizes of the files and the pending metrics."""
+        rows, sizes, pending = 0, {}, {}
+        if self.is_pending:
+            pending = {name: float(x) for name, x in find_pending_metrics(trainer).items()}
+        if writes_files(trainer):
+            for board in loggers_of(trainer, TensorBoardLogger):
+                with warn_once_on_failure("logger TensorBoardLogger"):
+                    board.experiment.flush()
+            for table in loggers_of(trainer, MetricsCSV):
+                rows = table.num_rows
+            files = run_folder(trainer).glob(EVENTS)
+            sizes = {path.name: path.stat().st_size for path in files}
+        checkpoint[LOGGERS] = {"rows": rows, "sizes": sizes, "pending": pending}
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Defer the change of files until training starts: the checkpoint may yet be rejected."""
+        self.stored = checkpoint.get(LOGGERS)  # a checkpoint of only weights has none
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Shorten the log files to the checkpoint's position, and log its pending metrics."""
+        self.has_started = True
+        stored, self.stored = self.stored, None
+        if stored is None or not writes_files(trainer):
+            return
+        for path in self.earlier_events:
+            if path.exists():  # --overwrite has removed those of an earlier run
+                truncate(path, stored["sizes"].get(path.name, 0))
+        numbers = dict(stored["pending"])
+        step = int(numbers.pop("step", pl_module.iteration))
+        for table in loggers_of(trainer, MetricsCSV):
+            table.truncate(stored["rows"])
+        if numbers:
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step)
+                logger.save()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Remove the event file of a run that failed at start, which TensorBoard would list."""
+        if self.has_started or not writes_files(trainer):
+            return
+        for board in loggers_of(trainer, TensorBoardLogger):
+            with warn_once_on_failure("logger TensorBoardLogger"):
+                board.experiment.close()
+        for path in set(run_folder(trainer).glob(EVENTS)) - set(self.earlier_events):
+            path.unlink()
+
+
+def truncate(path: Path, size: int) -> None:
+    """Shorten a file to an earlier size; remove it if it did not exist then."""
+    if size == 0:
+        path.unlink()
+    elif path.stat().st_size > size:
+        with path.open("r+b") as file:
+            file.truncate(size)

@@ -1,0 +1,205 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from litgrpo.callbacks import guards
+from litgrpo.callbacks.guards import NonFinite, Recompilation, TimeBudget, Watchdog
+from litgrpo.distributed.device import Backend
+from litgrpo.types import StepReport
+from tests.support.fitting import fit
+from tests.support.raises import raises_for
+from tests.support.standin import StandIn
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*eval mode")
+
+
+class Skips(StandIn):
+    """Reports given steps, one list for each iteration."""
+
+    def __init__(self, *iterations):
+        super().__init__(len(iterations))
+        self.skipped = iterations
+
+    def training_step(self, batch, batch_idx):
+        skipped = self.skipped[self.iteration]
+        reports = [StepReport(lr=0.1, skipped=each) for each in skipped]
+        return super().training_step(batch, batch_idx) | {"reports": reports}
+
+
+@pytest.mark.filterwarnings("ignore:.*optimizer steps skipped because of NaN")
+def test_a_step_that_is_taken_resets_the_count(tmp_path):
+    callback = NonFinite(stop_after=2)
+    module = fit(tmp_path, callback, module=Skips([{}], [None, {}], [None]))
+    assert module.trainer.logged_metrics["optim/skipped_steps"] == 2
+    state = callback.state_dict()
+    assert state == {"skipped": 2, "in_a_row": 0}
+    other = NonFinite()
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+
+
+@pytest.mark.filterwarnings("ignore:.*optimizer steps skipped because of NaN")
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
+    with pytest.raises(ValueError, match=r"iteration 2: 3 consecutive .*non_finite\.stop_after"):
+        fit(tmp_path, NonFinite(stop_after=3), module=Skips([{}], [{}, {}], [None]))
+    with raises_for("non_finite.stop_after", "0"):
+        NonFinite(stop_after=0)
+
+
+def test_the_rows_behind_a_skipped_step_are_named_and_written(tmp_path):
+    with pytest.warns(UserWarning, match="iteration 1: 1 of 2 .* loss of 1 rows.*non_finite"):
+        fit(tmp_path, NonFinite(), module=Skips([{2: "loss"}, None]))
+    (line,) = (tmp_path / "non_finite/iteration-000001.jsonl").read_text().splitlines()
+    assert '"not_finite": "loss"' in line
+    assert '"prompt": "B"' in line
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class Hangs(StandIn):
+    def training_step(self, batch, batch_idx):
+        if self.iteration == 1:
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
+
+
+def hang(folder: str) -> None:
+    fit(Path(folder), Watchdog(1.0), module=Hangs(4))
+
+
+def test_a_run_that_hangs_prints_its_stacks_and_exits(tmp_path):
+    code = "import sys; from tests.callbacks.test_guards import hang; hang(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=500,  # it would sleep longer
+    )
+    assert done.returncode == 1
+    assert "Timeout (0:00:01)!" in done.stderr
+    assert "in training_step" in done.stderr
+
+
+def test_a_run_that_makes_progress_is_not_terminated(tmp_path):
+    assert fit(tmp_path, Watchdog(30.0), module=StandIn(3)).iteration == 3
+    with raises_for("watchdog.timeout_s", "0"):
+        Watchdog(0)
+
+
+class Slow(StandIn):
+    """An iteration takes a tenth of a second, a validation six."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        time.sleep(0.6)
+        super().on_validation_epoch_end()
+
+
+def test_a_run_stops_early_enough_for_the_last_validation(tmp_path):
+    started = time.monotonic()
+    module = fit(tmp_path, TimeBudget({"seconds": 3}), module=Slow(None))
+    assert time.monotonic() - started < 3.5
+    # One validation before and one after: about a second and a half is left for iterations.
+    assert module.evaluations == 2
+    assert 3 <= module.iteration <= 18
+
+
+def test_the_duration_is_written_as_lightning_does():
+    assert TimeBudget("00:01:00:30").limit_s == 3630
+
+
+class Module:
+    """Keeps the logged numbers."""
+
+    device = torch.device("cpu")
+    iteration = 0
+
+    def __init__(self):
+        self.logged = []
+
+    def log_dict(self, numbers):
+        self.logged.append(numbers)
+
+
+class Compiling(Backend):
+    """A device with given counts of programs and given new shapes."""
+
+    compiled, shapes = 5, ()
+
+    def counters(self):
+        return {"compilations": self.compiled, "host_reads": 0, "cpu_fallbacks": 0}
+
+    def new_shapes(self):
+        return list(self.shapes)
+
+
+def run(monkeypatch, callback, compilations, shapes=()):
+    """Run iterations that compile these numbers of programs, the last one for new shapes."""
+    module, device = Module(), Compiling(Module.device)
+    monkeypatch.setattr(guards, "backend", lambda _: device)
+    callback.on_train_start(SimpleNamespace(), module)
+    for number in compilations:
+        device.compiled += number
+        module.iteration += 1
+        device.shapes = shapes if module.iteration == len(compilations) else ()
+        callback.on_train_batch_end(SimpleNamespace(), module, None, None, 0)
+    return module
+
+
+def test_each_iteration_logs_its_counts(monkeypatch):
+    module = run(monkeypatch, Recompilation(), [7, 3, 0])
+    assert [each["perf/compilations"] for each in module.logged] == [7, 3, 0]
+    assert module.logged[0]["perf/host_reads"] == 0
+
+
+def test_repeated_compilation_warns_with_the_new_shape(monkeypatch):
+    callback = Recompilation(warm_up=2, allowed=1)
+    with pytest.warns(UserWarning, match=r"2 programs .* New shapes: micro-batch: ids \[4, 96\]"):
+        run(monkeypatch, callback, [7, 3, 0, 2], ["micro-batch: ids [4, 96]"])
+
+
+def test_many_new_shapes_are_counted_and_some_are_named(monkeypatch):
+    callback = Recompilation(warm_up=0, allowed=0)
+    with pytest.warns(UserWarning, match=r"New shapes: a; b; c; and 2 more\. Give fewer widths"):
+        run(monkeypatch, callback, [1], list("abcde"))
+
+
+def test_without_a_new_shape_the_cause_is_outside_of_the_programs(monkeypatch):
+    with pytest.warns(UserWarning, match="No program has a new shape"):
+        run(monkeypatch, Recompilation(warm_up=0, allowed=0), [1])
+
+
+def test_repeated_compilation_stops_the_run_if_asked(monkeypatch):
+    callback = Recompilation(warm_up=1, allowed=0, stop=True)
+    with pytest.raises(ValueError, match=r"iteration 2: 1 programs.*recompilation\.allowed"):
+        run(monkeypatch, callback, [7, 1])
+
+
+def test_allowed_compilation_does_not_warn(monkeypatch):
+    run(monkeypatch, Recompilation(warm_up=1, allowed=3), [7, 1, 2])
+
+
+def test_a_device_that_does_not_compile_logs_nothing():
+    module, callback = Module(), Recompilation()
+    callback.on_train_start(SimpleNamespace(), module)
+    callback.on_train_batch_end(SimpleNamespace(), module, None, None, 0)
+    assert not any(module.logged)
+
+
+@pytest.mark.parametrize("name", ["warm_up", "allowed"])
+def test_negative_numbers_raise(name):
+    with raises_for(f"recompilation.{name}", "-1"):
+        Recompilation(**{name: -1})

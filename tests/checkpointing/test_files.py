@@ -1,0 +1,186 @@
+"""A checkpoint that is read equals the one that was written, or reading it raises."""
+
+import enum
+import resource
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from litgrpo.checkpointing.files import (
+    MANIFEST,
+    DamagedCheckpoint,
+    build_manifest,
+    copy_to_host,
+    digest,
+    map_tensors,
+    read_file,
+    write_file,
+)
+from tests.support.checkpoints import state
+
+ROOT = Path(__file__).parents[2]
+
+
+def rewrite(path, change):
+    """Change the content of a file, but not its manifest."""
+    checkpoint = torch.load(path, weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, path)
+
+
+def test_reading_returns_what_was_written(tmp_path):
+    write_file(state(), tmp_path / "a.ckpt")
+    found = read_file(tmp_path / "a.ckpt")
+    assert digest(found) == digest(state())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_an_object_that_could_not_be_loaded_raises_on_write(tmp_path):
+    with pytest.raises(TypeError, match="function"):
+        write_file(state(extra=lambda: None), tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def _flip(checkpoint):
+    checkpoint["state_dict"]["a"].view(torch.int32)[1, 1] ^= 1 << 3
+
+
+def _nan(checkpoint):
+    checkpoint["state_dict"]["a"][0, 1] = torch.nan
+    checkpoint[MANIFEST] = build_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_flip, r"a\.ckpt: state_dict is damaged"),
+        (lambda c: c["lr_schedulers"][0].update(last_epoch=4), "lr_schedulers is damaged"),
+        (lambda c: c.pop("optimizer_states"), "optimizer_states is missing"),
+        (lambda c: c.update(more=1), "more is damaged"),
+        (lambda c: c.pop(MANIFEST), "no manifest"),
+        (_nan, "a has 1 of 6 values that are NaN or inf"),
+    ],
+)
+def test_the_error_names_the_changed_part(tmp_path, change, message):
+    path = tmp_path / "a.ckpt"
+    write_file(state(), path)
+    rewrite(path, change)
+    with pytest.raises(DamagedCheckpoint, match=message):
+        read_file(path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_file_that_was_cut_off_cannot_be_read(tmp_path, share):
+    path = tmp_path / "a.ckpt"
+    write_file(state(), path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        read_file(path)
+
+
+def test_any_flipped_bit_is_found_or_changes_nothing(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write_file(state(), path)
+    content, known = path.read_bytes(), digest(state())
+    found = 0
+    for position in range(0, len(content), 3):
+        path.write_bytes(
+            content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :]
+        )
+        try:
+            assert digest(read_file(path)) == known  # a name or a padding of the container
+        except DamagedCheckpoint:
+            found += 1
+    assert found > 100
+
+
+def test_a_missing_file_is_not_reported_as_damaged(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "a.ckpt")
+
+
+def full_disk(folder: str) -> None:
+    """Write a sound checkpoint, then one that is larger than the limit of a file."""
+    write_file(state(), Path(folder) / "good.ckpt")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    write_file(state(more=torch.zeros(100_000)), Path(folder) / "large.ckpt")
+
+
+def test_a_full_disk_leaves_no_incomplete_file(tmp_path):
+    code = "import sys; from tests.checkpointing.test_files import full_disk\n"
+    code += "full_disk(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert "OSError: [Errno 27] File too large" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["good.ckpt"]
+    assert digest(read_file(tmp_path / "good.ckpt")) == digest(state())
+
+
+def test_a_tokenizer_as_text_and_bytes_comes_back(tmp_path):
+    tokenizer = {"tokenizer.json": '{"a": "\u00e9"}', "vocabulary": b"\x00\xff"}
+    write_file(state(tokenizer=tokenizer), tmp_path / "a.ckpt")
+    assert read_file(tmp_path / "a.ckpt")["tokenizer"] == tokenizer
+    with pytest.raises(TypeError, match="bytes"):
+        write_file(state(tokenizer=b""), tmp_path / "b.ckpt")
+
+
+# --- digests and manifests ---
+
+
+def test_the_manifest_holds_parts_shapes_versions_config_and_data():
+    manifest = build_manifest(state())
+    assert list(manifest["parts"]) == list(state())
+    assert manifest["shapes"] == {"a": [2, 3], "b": [4]}
+    assert manifest["versions"]["torch"] == version("torch")
+    assert manifest["config"] == digest("a: 1")
+    assert manifest["data"] == [{"prompts": "abc", "seed": 0}]
+
+
+def test_a_digest_depends_on_every_value_and_on_nothing_else():
+    known = digest(state())
+    assert digest(map_tensors(state(), torch.clone)) == known
+    for name, part in {
+        "state_dict": {"a": torch.arange(6.0), "b": torch.ones(4, dtype=torch.bfloat16)},
+        "optimizer_states": [],
+        "lr_schedulers": [{"last_epoch": 3.0}],
+    }.items():
+        assert digest(state(**{name: part})) != known
+    # A list of two is not two lists of one, 1 is not "1" nor True.
+    assert len({digest(x) for x in ([1, 1], [[1], [1]], [1, "1"], [1, True], [1, 1.0])}) == 5
+
+
+def test_an_enumeration_is_not_a_plain_value():
+    kind = enum.IntEnum("kind", "A")
+    with pytest.raises(TypeError, match="kind"):
+        digest([kind.A])
+
+
+def test_a_tokenizer_as_text_or_bytes_is_part_of_the_digest():
+    texts = ({"tokenizer.json": "{}"}, {"tokenizer.json": b"{}"}, {"tokenizer.json": "{ }"})
+    assert len({digest(each) for each in texts}) == 3
+
+
+def test_copies_on_the_host_share_no_memory_and_no_container():
+    inner = {"a": [torch.zeros(2)], "b": (1, "x")}
+    copied = copy_to_host(inner)
+    inner["a"][0] += 1
+    inner["a"].append(2)
+    assert copied["b"] == (1, "x")
+    assert len(copied["a"]) == 1
+    assert copied["a"][0].sum() == 0
+
+
+def test_tied_weights_are_in_a_file_once(tmp_path):
+    table, other = torch.zeros(1000, 50), torch.ones(1000, 50)
+    weights = {"embedding": table, "head": table.detach(), "other": other}
+    for name, state_dict in {"tied": weights, "twice": weights | {"head": table.clone()}}.items():
+        torch.save(copy_to_host(state_dict), tmp_path / name)
+    sizes = [(tmp_path / name).stat().st_size for name in ("tied", "twice")]
+    assert sizes[1] - sizes[0] >= table.nbytes
+    found = torch.load(tmp_path / "tied", weights_only=True)
+    assert digest(found) == digest(weights)
