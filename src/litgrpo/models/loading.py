@@ -267,7 +267,7 @@ def load_policy(
     Example:
         >>> policy = load_policy("builtin:tiny-gemma2")
         >>> policy.model.config.model_type, policy.vocab_size
-        ('gemma2', 259)
+        ('gemma2', 436)
     """
     from transformers import AutoConfig
 

@@ -40,11 +40,12 @@ class Policy(nn.Module, ABC):
         >>> from litgrpo.models.loading import load_policy
         >>> policy = load_policy("builtin:tiny-gemma2")
         >>> prompt = policy.tokenizer(["12+7="], return_tensors="pt")
-        >>> logits, state = policy.prefill(
-        ...     prompt.input_ids, prompt.attention_mask.bool(), group_size=2, capacity=8
-        ... )
-        >>> tokens = logits.argmax(-1).repeat_interleave(2)  # both rows of the group
-        >>> policy.step(tokens, state).shape == (2, policy.vocab_size)
+        >>> with policy.decoding(rows=2):
+        ...     logits, state = policy.prefill(
+        ...         prompt.input_ids, prompt.attention_mask.bool(), group_size=2, capacity=8
+        ...     )
+        ...     tokens = logits.argmax(-1).repeat_interleave(2)  # both rows of the group
+        ...     policy.step(tokens, state).shape == (2, policy.vocab_size)
         True
     """
 
