@@ -17,15 +17,20 @@ Message = dict[str, Any]  # {"role": "user" | "tool", "content": ...}, as chat t
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a turn of the policy is answered with.
+    """Answer of an environment to one turn of the policy.
 
     Args:
-        observation: a text that stands as it is, or messages that go through the chat template.
-        reward: for this turn; None abstains.
-        done: the episode is over; nothing of `observation` is read any more.
-        state: equal states of a group are compared turn by turn (GiGPO, arXiv:2505.10978).
-        log: {name: number} for the logs, averaged over turns.
-        calls: {tool: (calls, calls that failed)} of this turn.
+        observation: text that is inserted as it is, or messages that go through the chat template.
+        reward: reward of this turn; None abstains.
+        done: the episode is over; the policy does not see `observation`.
+        state: turns of a group with equal states are compared with each other (GiGPO,
+            arXiv:2505.10978).
+        log: {name: number} to log, averaged over turns.
+        calls: {tool: (calls, failed calls)} of this turn.
+
+    Example:
+        >>> StepResult("too low", reward=0.0, state=(8, 15), calls={"guess": (1, 0)}).done
+        False
     """
 
     observation: str | list[Message] = ""
@@ -38,10 +43,21 @@ class StepResult:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode at a time; a function of row, seed and what was said.
+    """One episode at a time; a pure function of row, seed and the policy's turns.
 
-    An object that a recipe names is the pattern: every episode is played by a copy of its own.
+    The object in a recipe is a prototype: every episode is played by its own copy.
     Optional: `tools`, functions that the chat template shows to the model; `close()`.
+
+    Example::
+
+        class Guess:
+            def reset(self, row, seed):
+                self.number = random.Random(seed).randint(1, 7)
+                return "Guess a number from 1 to 7."
+
+            def step(self, action):
+                correct = action.strip() == str(self.number)
+                return StepResult("Try again.", reward=float(correct), done=correct)
     """
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
@@ -49,33 +65,33 @@ class Environment(Protocol):
 
         Args:
             row: {column: value} of the prompt's row; `prompt` is its text.
-            seed: the same for all episodes of a group, so that they begin in the same state.
+            seed: equal for all episodes of a group, so that they begin in the same state.
 
         Returns:
-            What is added to the prompt: a text, at the end of its last user message, or messages;
-            "" for nothing.
+            Addition to the prompt: a text, appended to its last user message, or messages; "" for
+            nothing.
         """
 
     def step(self, action: str) -> StepResult:
         """Answer one turn.
 
         Args:
-            action: what the policy action in it, without the token that ended the turn.
+            action: text that the policy generated in this turn, without its end token.
         """
 
 
 @runtime_checkable
 class ShowsTools(Protocol):
-    """What has tools for the model to see: `tools`, typed functions or their JSON schemas."""
+    """Object with `tools` for the model: typed functions or their JSON schemas."""
 
     tools: Sequence[Any]
 
 
 def schemas_of(environment: object) -> list[dict[str, Any]]:
-    """JSON schemas of the tools that an environment shows to the model; of any other object, none.
+    """Return the JSON schemas of an environment's tools; [] for other objects.
 
     Raises:
-        ValueError: a function lacks what a schema is made of: types and a docstring.
+        ValueError: a function has no type hints or no docstring.
     """
     if not isinstance(environment, ShowsTools):
         return []
@@ -96,25 +112,25 @@ def schemas_of(environment: object) -> list[dict[str, Any]]:
 
 @runtime_checkable
 class DescribesTools(Protocol):
-    """What may tell of its tools in the prompt itself, as text: `list_tools_in_prompt`."""
+    """Object that can list its tools in the prompt text itself."""
 
     list_tools_in_prompt: bool
 
 
 def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
-    """The same for chat templates to show: none where the environment tells of them itself."""
+    """Return the schemas that the chat template shows: [] if the prompt text lists the tools."""
     told = isinstance(environment, DescribesTools) and environment.list_tools_in_prompt
     return [] if told else schemas_of(environment)
 
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """How an episode begins.
+    """Start of an episode.
 
     Args:
         row: {column: value} of its prompt.
-        seed: of its environment; the same in a group.
-        key: (iteration, attempt, prompt, completion): names the episode in journals and messages.
+        seed: of its environment; equal within a group.
+        key: (iteration, attempt, prompt, completion): identifies the episode in logs and messages.
     """
 
     row: dict[str, Any]
@@ -124,7 +140,7 @@ class EpisodeStart:
 
 @dataclass(frozen=True)
 class FailedEpisode:
-    """An episode that the environment could not go on with; its row teaches nothing.
+    """Episode whose environment failed; it does not contribute to the loss.
 
     Args:
         reason: one line, such as `timed out` or `ValueError: ...`.
@@ -134,7 +150,7 @@ class FailedEpisode:
 
 
 class EpisodePool(ABC):
-    """Plays episodes of one environment side by side; knows texts and no tokens."""
+    """Plays episodes of one environment in parallel, as texts without tokens."""
 
     @abstractmethod
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
@@ -181,16 +197,16 @@ log = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(RuntimeError):
-    """So many episodes failed that going on would train on few. The message is one line."""
+    """Too many episodes failed. The message is one line."""
 
     exit_code = 2
 
 
 class FailureCounter:
-    """Counts the episodes that failed, shows the first, stops the run where too many do.
+    """Counts failed episodes, logs the first, and stops the run if too many fail.
 
     Args:
-        max_failed_frac: share of the episodes of a batch that may fail.
+        max_failed_frac: allowed fraction of failed episodes per batch.
     """
 
     def __init__(self, max_failed_frac: float) -> None:

@@ -58,37 +58,38 @@ class EpisodeTools:
 
 @dataclass(eq=False)
 class Tools:
-    """The policy calls tools and hears what they return; a turn without a call ends the episode.
+    """Runs the model's tool calls and returns the results; a turn without a call ends the episode.
 
-    Tools are typed Python functions with docstrings, or the public methods of a class: one that was
-    written for `environment_factory` of TRL is taken unchanged.
+    Tools are typed Python functions with docstrings, or the public methods of a class. Classes for
+    TRL's `environment_factory` run unchanged.
 
     Args:
         functions: functions, plain or async, or their import paths.
-        factory: a class, a function that makes instances, or an import path of one. Its instances
-            have
-            `reset`, which gets the row's columns and returns None or a text for the end of the last
-            user message; perhaps `get_reward()`; `close()`; and public methods, which are tools.
-            Or {name: class}: the column `environment` names a row's.
-        kwargs: arguments of `make`.
-        call_format: how tools are called: `hermes`, `tags` or `python`; or a format of its own,
-            such as
-            `litgrpo.environments.tool_calls.TagFormat` with other tags.
-        call_cost: is taken off the reward for each call, also one that fails.
-        reward_attribute: attribute or method of the class that holds the reward; by default
-            `get_reward`,
-            where it has one.
-        reward_timing: when the class is asked for its reward. `turn`: after each turn, and the
-            change since the
-            turn before is paid, so that an episode that a limit cuts off has its reward, too;
-            `episode`: once, after a turn without a call.
-        list_tools_in_prompt: tell the tools in the prompt, for chat templates that do not show
-            them.
-        max_calls_per_turn: calls of one turn that are made; the rest is answered by an error.
-        max_calls: the same over an episode.
-        max_result_chars: characters of an answer that are heard; of a longer one the middle is left
-            out, and said so.
-        error_text: what every error is heard as, for vocabularies that cannot spell the others.
+        factory: a class, a function that returns instances, or its import path. Instances have
+            `reset`, which gets the row's columns and returns None or a text to append to the last
+            user message; optionally `get_reward()` and `close()`; their other public methods are
+            tools. Or {name: class}, selected by the column `environment`.
+        kwargs: arguments of `factory`.
+        call_format: `hermes`, `tags` or `python`, or a format object, such as
+            `litgrpo.environments.TagFormat` with other tags.
+        call_cost: subtracted from the reward per call, including failed ones.
+        reward_attribute: attribute or method of the class with the reward; default: `get_reward`
+            if the class has it.
+        reward_timing: `turn` reads the reward after each turn and pays the change since the turn
+            before, so a truncated episode has its reward; `episode` reads it once, after a turn
+            without a call.
+        list_tools_in_prompt: describe the tools in the prompt, for chat templates that do not.
+        max_calls_per_turn: maximal executed calls per turn; the rest get an error message.
+        max_calls: the same per episode.
+        max_result_chars: maximal characters of a result; longer ones are cut in the middle.
+        error_text: replaces every error message, for vocabularies that cannot encode them.
+
+    Example:
+        >>> tools = Tools(["litgrpo.environments.examples.calculate"], call_format="tags")
+        >>> tools.reset({}, seed=0)
+        ''
+        >>> tools.step("<call>6*7</call>").observation
+        '<res>42</res>'
     """
 
     functions: Sequence[Function] | str = ()

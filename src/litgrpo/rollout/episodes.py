@@ -27,33 +27,33 @@ OnTimeout = Literal["fail", "reply"]
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Limits of an episode, and how turns follow each other.
+    """Limits of an episode, and the format between turns.
 
     Args:
-        max_turns: turns of the policy in an episode at most.
-        max_turn_tokens: tokens of a turn at most. A turn that ends so has no end token: the
-            environment still rewards it, and the episode ends.
-        max_observation_tokens: tokens that are heard between two turns at most; more are cut in the
+        max_turns: maximal number of turns of the policy per episode.
+        max_turn_tokens: maximal tokens per turn. A turn that reaches the limit has no end token:
+            the environment still rewards it, and the episode ends.
+        max_observation_tokens: maximal tokens of an observation; longer ones are cut in the middle.
+        turn_format: `template` renders observations with the tokenizer's chat template; `inline`
+            inserts them as plain text, for models without a chat format.
+        tool_role: role of tool results in chat templates; `user` for templates without `tool`.
+        split_special_tokens: encode special tokens in observations, such as `<eos>`, as plain text,
+            so that tool output can neither end a turn nor begin a message.
+        close_truncated_turns: append an end token, masked out of the loss, to a turn that reaches
+            its token limit, and continue the episode.
+        timeout_s: seconds that an environment may take per turn.
+        on_timeout: `fail` leaves the episode out of the loss; `reply` sends the policy a message,
+            and the episode continues.
+        workers: processes for environments; 0: the training process, which a slow environment
+            blocks. None: one per episode, at most 64.
+        max_observation_chars: maximal characters of an observation; longer ones are cut in the
             middle.
-        turn_format: what stands between two turns. `template`: the tokenizer's chat template says
-            it;
-            `inline`: the environment's text as it is, for models without a chat format.
-        tool_role: role of what tools say, in chat templates; `user` where a template knows no
-            `tool`.
-        split_special_tokens: special tokens that an environment writes, such as `<eos>`, are read
-            as plain text, so that nothing that a tool says ends a turn or begins a message.
-        close_truncated_turns: a turn that ends by its limit of tokens gets an end token, which is
-            not learned
-            from, and the episode goes on.
-        timeout_s: seconds in which an environment has to answer a turn.
-        on_timeout: `fail` leaves the episode out of learning; `reply` tells the policy, and the
-            episode goes on.
-        workers: processes in which environments run; 0: this process, which a slow one holds up.
-            None: one for each episode, at most 64.
-        max_observation_chars: characters of an answer at most; more are cut in the middle.
-        record_responses: keep the answers in the run's folder, and give them again when an
-            iteration is
-            repeated: for tools that are no functions, such as a search.
+        record_responses: keep responses in the run's folder and replay them when an iteration is
+            repeated after a resume: for non-deterministic tools, such as a search.
+
+    Example:
+        >>> EpisodeSettings(max_turns=4, turn_format="inline").max_turn_tokens
+        128
     """
 
     max_turns: int = 8
@@ -85,18 +85,32 @@ class EpisodeSettings:
 
 @dataclass(frozen=True)
 class Episode:
-    """What was said in one row of a rollout, spoken and heard apart.
+    """Record of the episode in one row of a rollout.
 
     Args:
-        messages: in order; the policy's have the role `assistant`, those that it heard any other.
-        spans: of each message, its columns [first, end) in the row.
-        calls: {tool: (calls, calls that failed)}.
+        messages: in order; the policy's have the role `assistant`, observations any other.
+        spans: columns [first, end) of each message in the row.
+        calls: {tool: (calls, failed calls)}.
         log: {name: (sum, turns)} of what the environment logged.
-        seconds: that its turns waited for answers.
-        failed: why its environment could not go on; "": it could.
-        observation_tokens_cut: tokens that were left out of what it heard, by the limit.
-        done: the environment said that it is over.
-        turn_calls: calls of tools in each turn that was answered.
+        seconds: time spent waiting for the environment.
+        failed: reason of an environment failure; "": none.
+        observation_tokens_cut: tokens removed from observations by the limit.
+        done: the environment ended the episode.
+        turn_calls: tool calls in each answered turn.
+
+    Example::
+
+        Episode(
+            messages=[
+                {"role": "assistant", "content": "<call>6*7</call>"},
+                {"role": "tool", "content": "42"},
+                {"role": "assistant", "content": "42"},
+            ],
+            spans=[(0, 9), (9, 14), (14, 17)],
+            calls={"calculate": (1, 0)},
+            done=True,
+            turn_calls=[1, 0],
+        )
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -111,7 +125,7 @@ class Episode:
 
     @property
     def assistant_texts(self) -> list[str]:
-        """The texts of the policy's turns."""
+        """Texts of the policy's turns."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"]
 
 
@@ -177,13 +191,13 @@ Opener = Callable[[PromptBatch, int, str | list[Message]], list[int]]
 
 
 class RolloutKey(NamedTuple):
-    """What a rollout is for, which names its random numbers and its episodes.
+    """Key of a rollout's random numbers and episodes.
 
     Args:
         seed: of the run.
-        purpose: of the rollout.
+        purpose: train, val, test or predict.
         iteration: number of finished iterations.
-        attempt: number of the resampling of dynamic sampling.
+        attempt: number of the attempt of dynamic sampling.
     """
 
     seed: int

@@ -519,11 +519,11 @@ class WeightTransfer(ABC):
 
 @dataclass(frozen=True)
 class FolderTransfer(WeightTransfer):
-    """WeightTransfer by a folder that trainer and servers see under the same path.
+    """Transfer weights through a folder that trainer and servers see under the same path.
 
     Args:
-        path: where versions are written, each in a folder of its own that lives until the next is
-            taken; None: a temporary folder, for servers on the same machine.
+        path: folder for the versions; each has a subfolder that is kept until the next version is
+            loaded. None: a temporary folder, for servers on the same machine.
         dtype: of the weights in the files; None: as they are trained. Servers convert to their own.
     """
 
@@ -725,26 +725,25 @@ AWAY_S = 5.0  # for which a server that is away is not asked while others are th
 
 @dataclass(frozen=True)
 class ServerEngine(ServedEngine):
-    """Samples with vLLM servers, which take over the policy's weights before each rollout.
+    """Samples with vLLM servers, which receive the policy's weights before each rollout.
 
-    Every answer names the weights that sampled it: others than those of the last publish are not
-    learned from. A server that came back without them gets them again, and its rows are asked
-    again. Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; see docs/scale.md.
+    Every answer names the version of the weights that sampled it, and answers of another version
+    are rejected. A restarted server gets the weights again, and its rows are requested again.
+    Servers need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; see docs/scale.md.
 
     Args:
-        urls: addresses of the servers, in a private network; the prompts are dealt out among them.
-        weight_transfer: how the weights get there.
+        urls: addresses of the servers, in a private network; prompts are distributed over them.
+        weight_transfer: how servers receive the weights.
         send_uniforms: send each row's random numbers to servers that sample with them
             (`vllm_uniforms`): tokens are then those of `LocalEngine` up to rounding, and
             log-probabilities count as the policy's own, which holds in float32. By default each
             row gets a seed derived from its random numbers.
-        timeout_s: seconds that an answer, or a publish, may take.
-        wait_s: seconds to wait for a server to come back where no other can answer.
-        retries: how often a server that has other weights gets them again, for one row.
-        max_concurrent_requests: rows that are asked at the same time by this process; servers
+        timeout_s: seconds that an answer or a weight update may take.
+        wait_s: if no server answers, retry for this many seconds.
+        retries: how often a server with stale weights gets them again, per row.
+        max_concurrent_requests: maximal rows requested at the same time by this process; servers
             queue them.
-        allow_public: let addresses be public ones. Whoever reaches such a server can run code
-            there.
+        allow_public: allow public addresses. Anyone who reaches such a server can run code there.
     """
 
     urls: list[str]
@@ -1001,16 +1000,15 @@ class RetryTimer:
 
 @dataclass(frozen=True)
 class ColocatedEngine(ServedEngine):
-    """Samples with a vLLM of its own, beside the policy in the same process.
+    """Samples with vLLM inside the trainer's process.
 
-    Needs `pip install vllm` in the trainer's environment. One process; prompts and completions
-    together are at most `max_model_len` tokens.
+    Needs `pip install vllm` in the trainer's environment, and a single process. Prompt and
+    completion together have at most `max_model_len` tokens.
 
     Args:
-        gpu_memory_utilization: share of the device's memory that vLLM may take
-            (`gpu_memory_utilization`).
-        max_model_len: tokens of a row at most; None: as the model.
-        enable_sleep_mode: give the memory back while the policy learns; GPUs only.
+        gpu_memory_utilization: fraction of the device's memory for vLLM.
+        max_model_len: maximal tokens of a row; None: the model's limit.
+        enable_sleep_mode: release vLLM's memory during training; GPUs only.
         engine_args: further arguments of vLLM's `LLM`.
     """
 
