@@ -7,9 +7,9 @@ import yaml
 from litgrpo.cli.recipes import (
     CommandLine,
     built_in_recipes,
+    find_repeated_keys,
     read_recipe,
     recipe_file,
-    repeated_keys,
     written_out,
 )
 from tests.cli.running import ROOT, cli  # noqa: F401 (a fixture)
@@ -121,8 +121,8 @@ def test_a_key_that_appears_twice_is_rejected_with_both_lines(tmp_path):
 
 def test_equal_keys_in_different_places_are_not_a_repetition():
     text = "a: {x: 1}\nb: {x: 1}\nc: [{x: 1}, {x: 2}]\n"
-    assert list(repeated_keys(yaml.compose(text))) == []
-    assert len(list(repeated_keys(yaml.compose("c: [{x: 1, x: 2}]\n")))) == 1
+    assert list(find_repeated_keys(yaml.compose(text))) == []
+    assert len(list(find_repeated_keys(yaml.compose("c: [{x: 1, x: 2}]\n")))) == 1
 
 
 def source_of(tmp_path, value, *words: str):

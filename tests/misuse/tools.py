@@ -78,9 +78,9 @@ PROBES = [
     given(
         "an unknown format",
         "functions: [my_tools.multiply], calls: json",
-        "calls is 'json'; it must be one of: hermes, tags, python",
+        "call_format",
     ),
-    given("a class among functions", "functions: [my_tools.Game]", "is given as make"),
+    given("a class among functions", "functions: [my_tools.Game]", "my_tools.Game"),
     given("a class that cannot begin", "factory: my_tools.Still", "Still has no method reset"),
     given("a column that is not there", "factory: my_tools.Game", "needs the column 'level'"),
     given("a wrong key", "function: [my_tools.multiply]", "functions"),

@@ -1,4 +1,4 @@
-"""What reaches the terminal: no routine messages of libraries, no failure when a reader is gone."""
+"""Terminal output: hide routine messages of libraries, survive a closed pipe or terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ROUTINE_LINES += (
 HARMLESS_WARNINGS = (
     r".*does not have many workers",
     r".*in eval mode at the start of training",
-    r".*sync_dist=True",  # our modules average over processes before they log
+    r".*sync_dist=True",  # the modules average over processes before they log
     r".*You have overridden `transfer_batch_to_device`",
     r".*isinstance\(treespec, LeafSpec\)",
     r".*is_gradient_checkpointing. is deprecated",  # peft asks transformers by the old name
-    # Lightning's calls of jsonargparse, not ours.
+    # Lightning's calls of jsonargparse.
     r"(?s).*(JsonargparseDeprecationWarning|deprecated in v4\.\d+\.\d+ and will be removed in v5)",
 )
 READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that was closed
@@ -61,7 +61,7 @@ class PersistentFile(io.FileIO):
 
 
 def survive_closed_output() -> None:
-    """Let a run continue when whoever reads its output closes the pipe or the terminal."""
+    """Let a run continue when the pipe or the terminal of its output is closed."""
     # Streams that a test or a notebook has put in place are left alone.
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = persistent(sys.stdout)

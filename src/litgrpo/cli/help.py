@@ -1,4 +1,4 @@
-"""Help of commands that read recipes: our options first, and the options below any option."""
+"""Help of commands that read recipes, and of the options below any option."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def add(group: Any, flag: str, text: str, default: Any) -> None:
     group.add_argument(flag, metavar="", help=f"{sentence}{shown}".replace("%", "%%"))
 
 
-def asked_option(words: Sequence[str]) -> tuple[str, str] | None:
+def find_question(words: Sequence[str]) -> tuple[str, str] | None:
     """Return the option and the class of the first `--OPTION.help [CLASS]`; None without one.
 
     Example:
-        >>> asked_option(["-c", "a.yaml", "--model.engine.help", "StaticEngine"])
+        >>> find_question(["-c", "a.yaml", "--model.engine.help", "StaticEngine"])
         ('model.engine', 'StaticEngine')
     """
     for word, following in pairwise([*words, ""]):
@@ -142,7 +142,7 @@ def option_page(key: str, name: str, words: Sequence[str]) -> str:
         lines += ["", page.format_help().strip()]
     known = [each for base in classes for each in subclasses(base)]
     if not name and len(known) > 1 and "." in key:
-        lines += ["", f"Classes, each with options of its own (--{key}.help CLASS):"]
+        lines += ["", f"Classes with options (--{key}.help CLASS):"]
         lines += [
             f"  {each.__name__}: {parse(each.__doc__ or '').short_description}" for each in known
         ]

@@ -81,7 +81,7 @@ class LitGRPOCLI(RecipeCLI):
             getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **given)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add our options, with the defaults of the command."""
+        """Add the options of a run, with the defaults of the command."""
         super().add_arguments_to_parser(parser)
         parser.set_defaults(**COMMAND_DEFAULTS.get(self.command, {}))
 
@@ -161,7 +161,7 @@ class LitGRPOCLI(RecipeCLI):
                 del node.init_args[name]
 
     def pass_seed_to(self, node: Any) -> None:
-        """Set the seed of model or data, unless the recipe gives them one of their own."""
+        """Set the seed of model or data, unless the recipe gives them another."""
         parameters = inspect.signature(import_by_path(node.class_path)).parameters
         if "seed" in parameters and node.init_args.seed == parameters["seed"].default:
             node.init_args.seed = self.config.seed_everything
@@ -170,7 +170,7 @@ class LitGRPOCLI(RecipeCLI):
         """Build everything; a class that cannot be built is named.
 
         Raises:
-            ConstructionError: a class of another package raises. Errors of our own classes pass.
+            ConstructionError: a class of another package raises. Errors of litgrpo's classes pass.
         """
         try:
             super().instantiate_classes()
@@ -194,7 +194,7 @@ class LitGRPOCLI(RecipeCLI):
             rank_zero_only(claim_folder)(Path(self.config.run_dir), self.config_text)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer with our loggers and callbacks, unless the recipe turns them off."""
+        """Build the trainer with loggers and callbacks, unless the recipe turns them off."""
         options = {**self.config_init["trainer"], **kwargs}
         check_trainer_options(options, self.model)
         given = options["callbacks"] or []

@@ -244,13 +244,13 @@ def run(name: str, words: list[str]) -> None:
             gc.enable()
     keep_quiet()
     if command.recipe:
-        from litgrpo.cli.help import asked_option, command_page, option_page
+        from litgrpo.cli.help import command_page, find_question, option_page
 
         if HELP_FLAGS.intersection(words):
             extra = None if command.load_extra is None else command.load_extra()
             print(command_page(program_name(), name, command.summary, extra))
             return
-        if question := asked_option(words):
+        if question := find_question(words):
             print(option_page(*question, words))
             return
         # Rewards, environments and data may be in modules beside a recipe.
@@ -262,8 +262,8 @@ def run(name: str, words: list[str]) -> None:
 def user_error(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code of an error that the user can fix; ("", 0) for a bug.
 
-    The user can fix what our own checks raise, and errors that carry an `exit_code`. jsonargparse
-    wraps what constructors raise, so the causes are searched too.
+    The user can fix what the checks of litgrpo raise, and errors that carry an `exit_code`.
+    jsonargparse wraps what constructors raise, so the causes are searched as well.
     """
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 

@@ -51,7 +51,7 @@ LR = "model.optimizer.lr"
 EPOCHS, MINI_BATCHES = "model.update.epochs_per_rollout", "model.update.num_mini_batches"
 MICRO, CLIP = "model.update.micro_batch_size", "model.objective.surrogate.clip_low"
 AGGREGATION = "model.objective.loss_aggregation"
-# {name in TRL (GRPOConfig), verl or transformers: ours}. The last segments count, so that
+# {name in TRL (GRPOConfig), verl or transformers: name in litgrpo}. The last segments count:
 # `--model.num_generations`, `--num_generations` and verl's `actor_rollout_ref.rollout.n` are found.
 OTHER_NAMES = {
     **dict.fromkeys(("output_dir", "out_dir", "folder", "default_local_dir"), "run_dir"),
@@ -310,7 +310,7 @@ def unknown_option_of(key: str, name: str, owner: type, known: Sequence[str]) ->
 
 
 def other_name(key: str) -> str:
-    """Return our name of an option of TRL, verl or transformers; "" if it is none.
+    """Return the name in litgrpo of an option of TRL, verl or transformers; "" if it is none.
 
     Example:
         >>> other_name("model.num_generations"), other_name("actor_rollout_ref.rollout.n")

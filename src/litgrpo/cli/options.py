@@ -83,7 +83,7 @@ def takes_any_option(owner: Any) -> bool:
 
 
 def classes_in(hint: Any) -> list[type]:
-    """Return the classes with options of their own that a type mentions.
+    """Return the classes with options that a type mentions.
 
     Example:
         >>> from litgrpo.models.adapters import LoRA
@@ -92,7 +92,7 @@ def classes_in(hint: Any) -> list[type]:
     """
     arguments = typing.get_args(hint)
     if inspect.isclass(hint) and not arguments:
-        # Enums, paths and the like are plain values; object and Any tell nothing.
+        # Enums, paths and the like are plain values; object and Any say nothing.
         return [] if hint.__module__.partition(".")[0] in sys.stdlib_module_names else [hint]
     if arguments and isinstance(arguments[0], list):  # Callable[[...], X]: a factory of X
         arguments = arguments[1:]
@@ -145,7 +145,7 @@ def find_class(name: str, bases: Sequence[type]) -> type:
     if package:
         return typing.cast("type", import_by_path(name))
     known = {kind.__name__: kind for base in bases for kind in subclasses(base)}
-    listed = f": use one of {', '.join(sorted(known))}, or the import path of your own"
+    listed = f": use one of {', '.join(sorted(known))}, or an import path"
     near = nearest(name, list(known))
     require(
         name in known, f"unknown class {name!r}" + (near and f", did you mean {near!r}?") + listed
@@ -185,7 +185,7 @@ def find_option(key: str, roots: Mapping[str, type]) -> Option:
             option = known[part]
             continue
         values = values_of_mapping(option.hint)
-        listed = f"it takes {', '.join(known)}" if known else "it has no options of its own"
+        listed = f"it takes {', '.join(known)}" if known else "it has no options"
         require(
             values is not UNSET,
             f"unknown option {option.key}.{part}{did_you_mean(part, known)}: {listed}",

@@ -27,7 +27,7 @@ from litgrpo.cli.options import members, options_of
 from litgrpo.cli.recipes import CommandLine
 from litgrpo.tools.doctor.callback import Doctor
 
-# Callbacks with options of their own: {name of the group: class}.
+# Callbacks with options: {name of the group: class}.
 CALLBACKS: dict[str, type[Callback]] = {
     "progress": Progress,
     "completions": Completions,
@@ -48,7 +48,7 @@ TRAINER_DEFAULTS = {
     "check_val_every_n_epoch": None,  # val_check_interval then counts iterations
     "val_check_interval": 50,
     "log_every_n_steps": 1,
-    "use_distributed_sampler": False,  # our samplers keep groups whole and know their position
+    "use_distributed_sampler": False,  # the samplers keep groups whole and know their position
     "enable_model_summary": False,
 }
 # Options of a run that belong to no class: {name: (type, default, help)}.
@@ -187,7 +187,7 @@ class RecipeCLI(LightningCLI):
         for key, value in self.given.options:
             switch = key in self.switches() or key.startswith("print_")
             require(value is not None or switch, f"--{key} needs a value: --{key} VALUE")
-        words = switched_on(self.given.words(), self.switches())
+        words = add_true_to_switches(self.given.words(), self.switches())
         model = self.given.settings["model"]
         is_grpo = isinstance(model, dict) and str(model.get("class_path")).endswith("GRPO")
         for name, value in NOT_REQUIRED.get(self.command, {}).items():
@@ -196,7 +196,7 @@ class RecipeCLI(LightningCLI):
         return words
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of a run, of our callbacks, and of the command."""
+        """Add the options of a run, of its callbacks, and of the command."""
         for key, (kind, default, text) in RUN_OPTIONS.items():
             parser.add_argument(f"--{key}", type=kind, default=default, help=text)
         for name, callback in CALLBACKS.items():
@@ -209,7 +209,7 @@ class RecipeCLI(LightningCLI):
         parser.explain = self.explain  # type: ignore[attr-defined]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse our words; LightningCLI would warn that `sys.argv` has others."""
+        """Parse the words; LightningCLI would warn that `sys.argv` has others."""
         self.config = parser.parse_args(args)
 
     def explain(self) -> str:
@@ -265,11 +265,11 @@ def bool_options(function: Callable[..., Any]) -> list[str]:
     return [name for name, each in options_of(function).items() if bool in members(each.hint)]
 
 
-def switched_on(words: Sequence[str], switches: Sequence[str]) -> list[str]:
+def add_true_to_switches(words: Sequence[str], switches: Sequence[str]) -> list[str]:
     """Return the words with `=true` behind each switch that has no value.
 
     Example:
-        >>> switched_on(["--force", "--adapter", "false"], ["force", "adapter"])
+        >>> add_true_to_switches(["--force", "--adapter", "false"], ["force", "adapter"])
         ['--force=true', '--adapter', 'false']
     """
     values = [*words[1:], "--"]
@@ -293,7 +293,7 @@ def call(function: Callable[..., Any], words: Sequence[str], program: str) -> No
     parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
     known = options_of(function)
 
-    words = switched_on([with_underscores(word) for word in words], bool_options(function))
+    words = add_true_to_switches([with_underscores(word) for word in words], bool_options(function))
 
     def explain() -> str:
         given = [

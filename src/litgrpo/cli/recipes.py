@@ -68,7 +68,7 @@ def read_recipe(word: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         # YAML silently takes the last of two equal keys.
-        for first, second in repeated_keys(yaml.compose(text)):
+        for first, second in find_repeated_keys(yaml.compose(text)):
             raise ValueError(
                 f"{word}, line {second.start_mark.line + 1}: the key {second.value!r} appears "
                 f"twice, first in line {first.start_mark.line + 1}. Keep one of them."
@@ -87,18 +87,18 @@ def read_recipe(word: str) -> dict[str, Any]:
     return content or {}
 
 
-def repeated_keys(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+def find_repeated_keys(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
     """Yield pairs of equal keys of one mapping, in a node and below it."""
     if isinstance(node, yaml.SequenceNode):
         for inner in node.value:
-            yield from repeated_keys(inner)
+            yield from find_repeated_keys(inner)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, yaml.ScalarNode] = {}
         for key, inner in node.value:
             if str(key.value) in seen:
                 yield seen[key.value], key
             seen[str(key.value)] = key
-            yield from repeated_keys(inner)
+            yield from find_repeated_keys(inner)
 
 
 @dataclass(frozen=True)

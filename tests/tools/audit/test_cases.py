@@ -1,4 +1,4 @@
-"""Completions that are right are right, hacks are wrong, and renderings look as they are named."""
+"""Completions that are right are right, exploits are wrong, and variants look as they are named."""
 
 import random
 from fractions import Fraction
@@ -10,54 +10,54 @@ from litgrpo.text.answers import parse_number
 from litgrpo.tools.audit.cases import (
     NASTY_PIECES,
     NEGATIVE,
-    RENDERINGS,
     RIGHT,
-    Form,
+    VARIANTS,
+    AnswerFormat,
     Problem,
+    correct_answers,
     grouped,
-    hacks,
+    incorrect_answers,
+    make_exploits,
+    malformed_answer,
     nasty_texts,
-    out_of_form,
     plain,
-    right_answers,
-    wrong_answers,
 )
 from tests.support.cases import PROBLEMS
 
 
 def test_every_rendering_is_the_same_number() -> None:
     for number in map(Fraction, ("72", "1080", "-7", "0", "1234567", "5/4", "-12345/100")):
-        for kind, render in RENDERINGS.items():
+        for kind, render in VARIANTS.items():
             assert parse_number(render(number)) == number, kind
 
 
 def test_renderings_are_written_as_they_are_named() -> None:
     number = Fraction(-1080)
-    shown = {kind: render(number) for kind, render in RENDERINGS.items()}
+    shown = {kind: render(number) for kind, render in VARIANTS.items()}
     assert shown["commas and dollar sign"] == "-$1,080"
     assert shown["trailing zeros"] == "-1080.00"
     assert shown["Unicode minus"] == "\u22121080"
     assert shown["fraction"] == "-2160/2"
     assert shown["LaTeX fraction"] == r"-\frac{3240}{3}"
     assert grouped(Fraction("1234.5"), ",") == "1,234.5"
-    assert RENDERINGS["trailing zeros"](Fraction("0.5")) == "0.50"
+    assert VARIANTS["trailing zeros"](Fraction("0.5")) == "0.50"
 
 
 def test_a_right_answer_is_right_and_an_attack_is_wrong() -> None:
-    form, rng = Form(), random.Random(0)
+    form, rng = AnswerFormat(), random.Random(0)
     for problem in [*PROBLEMS, Problem("Where?", "Paris"), Problem("Nothing?", 0)]:
-        for case in right_answers(problem, form):
+        for case in correct_answers(problem, form):
             assert correctness(["?"], [case.completion], [case.answer]) == [1.0], case
-        for case in hacks(problem, form, rng):
+        for case in make_exploits(problem, form, rng):
             assert correctness(["?"], [case.completion], [case.answer]) == [0.0], case
-        assert problem.gold not in wrong_answers(problem)
+        assert problem.gold not in incorrect_answers(problem)
 
 
 def test_a_negated_problem_asks_for_the_sign() -> None:
-    cases = {case.kind: case for case in right_answers(PROBLEMS[0], Form())}
+    cases = {case.kind: case for case in correct_answers(PROBLEMS[0], AnswerFormat())}
     assert cases[NEGATIVE].answer == "-12"
     assert "<answer>-12</answer>" in cases[NEGATIVE].completion
-    cases = {case.kind: case for case in right_answers(PROBLEMS[-1], Form())}
+    cases = {case.kind: case for case in correct_answers(PROBLEMS[-1], AnswerFormat())}
     assert cases[NEGATIVE].answer == "7"
 
 
@@ -79,9 +79,9 @@ def test_numbers_are_written_with_as_few_digits_as_they_need() -> None:
 
 def test_kinds_are_unique_and_only_right_answers_have_right_kinds() -> None:
     for problem in [PROBLEMS[0], Problem("Where?", "Paris")]:
-        right = [case.kind for case in right_answers(problem, Form())]
-        wrong = [case.kind for case in hacks(problem, Form(), random.Random(0))]
-        wrong.append(out_of_form(problem).kind)
+        right = [case.kind for case in correct_answers(problem, AnswerFormat())]
+        wrong = [case.kind for case in make_exploits(problem, AnswerFormat(), random.Random(0))]
+        wrong.append(malformed_answer(problem).kind)
         assert len({*right, *wrong}) == len(right) + len(wrong)
         assert RIGHT.issuperset(right)
         assert RIGHT.isdisjoint(wrong)
@@ -96,5 +96,5 @@ def test_nasty_texts_are_as_long_as_asked_and_nested_where_they_have_no_tags() -
 
 def test_a_form_without_a_place_for_the_answer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must contain \{answer\}"):
-        Form("{reasoning}")
-    assert Form("{reasoning} #### {answer}").filled("so", " 7 ") == "so #### 7"
+        AnswerFormat("{reasoning}")
+    assert AnswerFormat("{reasoning} #### {answer}").fill("so", " 7 ") == "so #### 7"

@@ -38,7 +38,7 @@ def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa:
 def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> None:  # noqa: F811
     code, out, _ = cli("audit", "-c", FAULTY, "--problems", references)
     assert code == 1
-    assert "FAULT: giving up pays: 'no idea' in form earns 4.5" in out
+    assert "FAULT: giving up pays: 'no idea' in format earns 4.5" in out
     assert "FAULT: form outweighs the answer" in out
     assert "FAIL: " in out.splitlines()[-1]
 
@@ -106,8 +106,8 @@ def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
     recipe.write_text(OPEN)
     code, out, _ = cli("audit", "-c", str(recipe))
     assert code == 1
-    assert "1 prompts without an answer; 4 samples of the start model" in out
-    assert "FAULT: hack: 'words of the reward' earns" in out
+    assert "1 prompts without an answer; 4 samples of the initial policy" in out
+    assert "FAULT: exploit: 'words of the reward' earns" in out
     half = "{half: {function: tests.tools.audit.test_open_text.always_half}}"
     more = ("--data.train=[a b, c d]", "--model.rewards.half.weight", "2")
     code, out, _ = cli("audit", "-c", str(recipe), "--model.rewards", half, *more)

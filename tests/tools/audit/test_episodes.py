@@ -55,10 +55,10 @@ def test_a_game_that_must_be_played_passes_and_the_answer_is_only_remarked():
 @pytest.mark.parametrize(
     ("pays", "fault"),
     [
-        (lambda said, row: float("think" in said), "hack: a policy that 'only talks' earns 3 "),
+        (lambda said, row: float("think" in said), "exploit: a policy that 'only talks' earns 3 "),
         (lambda said, row: (len(said) == 0) / 3, "paid for nothing: a policy that 'says nothing'"),
-        (lambda said, row: float(said == "go on"), "hack: a policy that 'copies what it hears'"),
-        (lambda said, row: float(said in "89"), "hack: a policy that 'repeats a first turn'"),
+        (lambda said, row: float(said == "go on"), "exploit: a policy that 'copies what it hears'"),
+        (lambda said, row: float(said in "89"), "exploit: a policy that 'repeats a first turn'"),
         (lambda said, row: 0.0 * int("7" * 4 in said and "x"), "breaks 2 of 2 episodes (ValueErr"),
     ],
 )
@@ -74,7 +74,7 @@ def loud(prompts, completions, turns, messages):
 def test_rewards_beside_the_environments_count_and_fail_by_name():
     report = found(NumberGame(), {"environment": Reward(), "loud": Reward(loud, weight=2.0)})
     assert line(report, "says nothing").mean == 2.0
-    assert any("hack: a policy that 'says nothing'" in fault for fault in report.faults)
+    assert any("exploit: a policy that 'says nothing'" in fault for fault in report.faults)
     broken = found(
         NumberGame(), {"environment": Reward(), "bad": Reward(lambda prompts, **_: 1 / 0)}
     )

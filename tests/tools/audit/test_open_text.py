@@ -1,4 +1,4 @@
-"""Rewards of open text: tricks that earn more than real texts are found, sound rewards pass."""
+"""Rewards of open text: exploits that earn more than real texts are found, sound rewards pass."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def on_topic(prompts, completions):
 
 
 def real_text(prompts, completions):
-    """What the samples are, and no trick is."""
+    """What the samples are, and no exploit is."""
     return [float(text in SAMPLES[0]) for text in completions]
 
 
@@ -44,21 +44,21 @@ def found(function, **kwargs):
     return audit_open_text(scorer, PROBLEMS, SAMPLES, runner=runner)
 
 
-def hacks(report):
+def kinds_of_exploits(report):
     return {fault.split("'")[1] for fault in report.faults}
 
 
 def test_a_reward_that_counts_words_is_hacked_with_its_own_lexicon():
     report = found(cheerful)
-    assert hacks(report) == {OWN_WORDS, f"{OWN_WORDS}, repeated"}
-    (best,) = [trick for trick in report.tricks if trick.kind == f"{OWN_WORDS}, repeated"]
+    assert kinds_of_exploits(report) == {OWN_WORDS, f"{OWN_WORDS}, repeated"}
+    (best,) = [exploit for exploit in report.exploits if exploit.kind == f"{OWN_WORDS}, repeated"]
     assert (best.mean, best.beats, best.example.split()[:2]) == (120.0, 2, ["splendid"] * 2)
     assert not report.passed
 
 
 def test_a_reward_for_the_prompts_words_is_hacked_by_copying_them():
     report = found(on_topic)
-    assert {"prompt copied", "keywords of the prompt"} <= hacks(report)
+    assert {"prompt copied", "keywords of the prompt"} <= kinds_of_exploits(report)
 
 
 def test_equal_is_not_better_and_a_sound_reward_passes():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, OUT_OF_FORM, WRONG
+from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, MALFORMED, WRONG
 from litgrpo.tools.audit.report import Line, Part, Report, slack
 
 
@@ -27,7 +27,7 @@ def part(**changes) -> Part:
 
 
 def report(honest=1.2, wrong=0.2, given_up=0.2, untagged=0.0, parts=(), conflicts=None) -> Report:
-    attacks = [line(WRONG, wrong), line(GIVEN_UP, given_up), line(OUT_OF_FORM, untagged)]
+    attacks = [line(WRONG, wrong), line(GIVEN_UP, given_up), line(MALFORMED, untagged)]
     return Report("part", 9, [line(HONEST, honest)], attacks, list(parts), conflicts or {})
 
 
@@ -38,7 +38,7 @@ def test_sound_numbers_pass_and_become_json() -> None:
     assert content["faults"] == []
     assert content["false_negatives"] == 0
     assert content["remarks"] == found.remarks
-    assert found.remarks[0].startswith("the best hack is 'wrong, in form': 0.2 on average")
+    assert found.remarks[0].startswith("the best exploit is 'wrong, in format': 0.2 on average")
 
 
 @pytest.mark.parametrize("more", [0.0, 1e-7, 0.3 - (0.1 + 0.2), 0.0007, 0.0099])
@@ -49,10 +49,12 @@ def test_means_that_differ_by_less_than_a_hundredth_of_being_right_are_equal(mor
 
 def test_giving_up_that_pays_and_form_that_outweighs_are_faults() -> None:
     assert report(given_up=0.22).faults == [
-        "giving up pays: 'no idea' in form earns 0.22, an attempt that is wrong 0.2"
+        "giving up pays: 'no idea' in format earns 0.22, an incorrect attempt 0.2"
     ]
     (fault,) = report(honest=1.9, wrong=1.0, given_up=1.0).faults
-    assert fault.startswith("form outweighs the answer: a wrong answer in form earns 1, a right")
+    assert fault.startswith(
+        "form outweighs the answer: an incorrect answer in format earns 1, "
+    )
 
 
 def test_where_being_right_adds_nothing_equal_rewards_are_equal_but_for_rounding() -> None:
@@ -66,7 +68,7 @@ def test_parts_that_are_slow_failing_or_unfair_are_faults() -> None:
     assert [fault.partition(":")[0] for fault in faults] == [
         *("slow", "false negatives", "false negatives", "failures"),
     ]
-    assert faults[2].endswith("in the renderings bold 3")
+    assert faults[2].endswith("in the variants bold 3")
     assert faults[3].endswith("(IndexError: 4)")
 
 

@@ -12,7 +12,7 @@ from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.format import reasoning_answer
 from litgrpo.rewards.builtin.length import length
 from litgrpo.rewards.builtin.math import correctness
-from litgrpo.tools.audit.cases import Form, Problem
+from litgrpo.tools.audit.cases import AnswerFormat, Problem
 from litgrpo.tools.audit.run import audit_rewards
 from tests.rewards import faulty_rules
 from tests.support.cases import PROBLEMS
@@ -37,8 +37,8 @@ def test_sound_rewards_pass() -> None:
     found = report()
     assert found.passed, found.faults
     assert found.false_negatives == 0
-    assert len(found.renderings) >= 8
-    assert {line.count for line in found.renderings} == {len(PROBLEMS)}
+    assert len(found.variants) >= 8
+    assert {line.count for line in found.variants} == {len(PROBLEMS)}
     assert all(line.right == line.beats == line.equals == 0 for line in found.attacks)
     best = max(line.best_margin for line in found.attacks)
     assert best == pytest.approx(-0.8)
@@ -58,20 +58,20 @@ def test_answers_that_are_no_numbers_are_audited_too() -> None:
 def test_every_known_fault_of_widespread_rules_is_found() -> None:
     names = ("check_answer", "check_numbers", "whole_form", "some_form")
     found = report(planted(*names), threshold=3.0)
-    lines = {line.kind: line for line in found.renderings + found.attacks}
+    lines = {line.kind: line for line in found.variants + found.attacks}
     # the sums that these rules are known for
-    assert lines["right, out of form"].mean == -2.0
+    assert lines["right, malformed"].mean == -2.0
     # 4.5 where the gold is "1,080", which it cannot read
-    assert lines["wrong, in form"].mean == pytest.approx(4.0, abs=0.05)
-    assert lines["no idea, in form"].mean == 4.5
+    assert lines["wrong, in format"].mean == pytest.approx(4.0, abs=0.05)
+    assert lines["no idea, in format"].mean == 4.5
     assert lines["dollar sign"].right == 0
     text = "\n".join(found.faults)
-    assert "'check_numbers' gives 2 right answers less than its best although" in text  # 1,080, -7
-    assert "12 of 12 right answers are judged wrong in the rendering 'dollar sign'" in text
     assert (
-        "form outweighs the answer: a wrong answer in form earns 4.04, a right one out of" in text
-    )
-    assert "giving up pays: 'no idea' in form earns 4.5, an attempt that is wrong 4.04" in text
+        "'check_numbers' gives 2 correct answers less than its best although" in text
+    )  # 1,080, -7
+    assert "12 of 12 correct answers are judged wrong in the variant 'dollar sign'" in text
+    assert "form outweighs the answer: an incorrect answer in format earns 4.04" in text
+    assert "giving up pays: 'no idea' in format earns 4.5, an incorrect attempt 4.04" in text
     assert not found.passed
 
 
@@ -80,7 +80,7 @@ def test_an_answer_that_is_searched_for_anywhere_is_found_out() -> None:
     wrong = {line.kind for line in found.attacks if line.right and line.beats + line.equals}
     assert wrong >= {"all numbers as the answer", "many answers", "hedged"}
     assert any(fault.startswith("false positives: 12 of 12") for fault in found.faults)
-    assert any(fault.startswith("hack: 12 of 12") for fault in found.faults)
+    assert any(fault.startswith("exploit: 12 of 12") for fault in found.faults)
 
 
 def test_a_part_that_pays_for_length_lets_hacks_win() -> None:
@@ -88,7 +88,7 @@ def test_a_part_that_pays_for_length_lets_hacks_win() -> None:
     rewards["longer_is_better"].weight = 10.0
     found = report(rewards)
     beaten = {line.kind for line in found.attacks if line.beats + line.equals}
-    assert {"wrong answer repeated", "tags repeated"} <= beaten
+    assert {"incorrect answer repeated", "tags repeated"} <= beaten
     assert any("of the advantage comes from 'longer_is_better'" in x for x in found.remarks)
 
 
@@ -123,7 +123,9 @@ def test_tags_are_those_that_the_rewards_ask_for() -> None:
     }
     assert report(rewards).passed
     with_marks = {"correct": Reward(correctness, kwargs={"require_tags": False})}
-    assert report(with_marks, form=Form("{reasoning}\n#### {answer}"), problems=PROBLEMS).passed
+    assert report(
+        with_marks, form=AnswerFormat("{reasoning}\n#### {answer}"), problems=PROBLEMS
+    ).passed
 
 
 def test_gates_keep_form_from_paying() -> None:
@@ -161,11 +163,11 @@ def test_a_length_limit_that_few_long_solutions_exceed_is_no_fault() -> None:
     found = report(rewards, [*PROBLEMS, long])
     assert found.passed, found.faults
     means = {line.kind: line.mean for line in found.attacks}
-    assert 0 < means["no idea, in form"] - means["wrong, in form"] < 0.005
+    assert 0 < means["no idea, in format"] - means["wrong, in format"] < 0.005
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="success is 'right'; it must be one of: correct, format"):
+    with pytest.raises(ValueError, match="success_reward is 'right'"):
         report(success="right")
     with pytest.raises(ValueError, match="no problems"):
         report(problems=[])

@@ -1,1 +1,1 @@
-"""Tests of rewards: fair to right answers, hard to game?"""
+"""Tests of rewards: fair to correct answers, hard to game?"""

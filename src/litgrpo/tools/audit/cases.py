@@ -1,4 +1,4 @@
-"""Completions to test reward functions with: right answers in many renderings, ways to cheat."""
+"""Completions to test reward functions with: correct answers in many variants, ways to cheat."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ PRAISE = (
     "thus hence total reasoning verified certain "
 )
 # Kinds of completions that the findings name; the others are named where they are made.
-HONEST, WRONG, OUT_OF_FORM = "as in the data", "wrong, in form", "right, out of form"
-GIVEN_UP = "no idea, in form"
+HONEST, WRONG, MALFORMED = "as in the data", "wrong, in format", "right, malformed"
+GIVEN_UP = "no idea, in format"
 NEGATIVE = "minus (gold negated)"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with its gold answer.
+    """A question with its reference answer.
 
     Args:
         prompt: the prompt.
-        answer: the gold answer as the reward functions get it: a number, a text, or a worked
+        answer: the reference answer as the reward functions get it: a number, a text, or a worked
             solution that ends in `#### 72`.
         columns: {name: value} of the other columns.
         solution: reasoning that leads to the answer, if it is known.
@@ -66,7 +66,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerFormat:
     """How the rewards want a completion to look.
 
     Args:
@@ -80,7 +80,7 @@ class Form:
         found = "{answer}" in self.text
         require(found, f"the form of a completion must contain {{answer}}, got {self.text!r}")
 
-    def filled(self, reasoning: str, answer: str) -> str:
+    def fill(self, reasoning: str, answer: str) -> str:
         """A completion; an answer at its end, without a closing tag, stays on its line."""
         shown = answer.strip() if self.text.endswith("{answer}") else answer
         return self.text.replace("{reasoning}", reasoning).replace("{answer}", shown)
@@ -92,74 +92,74 @@ class Case:
 
     kind: str  # its name in the report
     completion: str
-    answer: Any  # the gold answer that the functions are told: the problem's, or a negated one
+    answer: Any  # the reference answer that the functions are told: the problem's, or a negated one
 
 
-def right_answers(problem: Problem, form: Form) -> list[Case]:
-    """A right answer in every rendering; the first is what the data set itself calls the answer.
+def correct_answers(problem: Problem, form: AnswerFormat) -> list[Case]:
+    """A correct answer in every variant; the first is what the data set itself calls the answer.
 
     Args:
-        problem: with its gold answer.
+        problem: with its reference answer.
         form: where the answer stands.
     """
 
     def case(kind: str, shown: str, gold: Any = problem.answer) -> Case:
-        return Case(kind, form.filled(problem.reasoning, shown), gold)
+        return Case(kind, form.fill(problem.reasoning, shown), gold)
 
     number = problem.number
     if number is None:
-        return [case(kind, show(problem.gold)) for kind, show in TEXT_RENDERINGS.items()]
-    shown = {kind: render(number) for kind, render in RENDERINGS.items()} | {HONEST: problem.gold}
-    # Few data sets have negative answers: the gold answer is negated as well.
+        return [case(kind, show(problem.gold)) for kind, show in TEXT_VARIANTS.items()]
+    shown = {kind: render(number) for kind, render in VARIANTS.items()} | {HONEST: problem.gold}
+    # Few data sets have negative answers: the reference answer is negated as well.
     negated = case(NEGATIVE, plain(-number), plain(-number))
     return [*(case(kind, text) for kind, text in shown.items()), negated]
 
 
-def hacks(problem: Problem, form: Form, rng: random.Random) -> list[Case]:
+def make_exploits(problem: Problem, form: AnswerFormat, rng: random.Random) -> list[Case]:
     """Completions that answer nothing, or wrongly, or everything at once.
 
     Args:
-        problem: with its gold answer.
+        problem: with its reference answer.
         form: where the answer stands.
         rng: for the noise.
     """
     gold, reasoning, prompt = problem.gold, problem.reasoning, problem.prompt
-    wrong, far, flipped = wrong_answers(problem)
+    wrong, far, flipped = incorrect_answers(problem)
     guesses = [str(n) for n in range(100)] + ([gold] if problem.number is not None else [])
     noise = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(60))
-    empty = form.filled("", "")
+    empty = form.fill("", "")
     texts = {
-        WRONG: form.filled(reasoning.replace(gold, far), far),
-        "near miss, in form": form.filled(reasoning.replace(gold, wrong), wrong),
-        "sign lost or added": form.filled(reasoning, flipped),
-        GIVEN_UP: form.filled("I have no idea.", "no idea"),
+        WRONG: form.fill(reasoning.replace(gold, far), far),
+        "near miss, in format": form.fill(reasoning.replace(gold, wrong), wrong),
+        "sign lost or added": form.fill(reasoning, flipped),
+        GIVEN_UP: form.fill("I have no idea.", "no idea"),
         "empty tags": empty,
         "no completion": "",
         "refusal": "I am sorry, but I cannot answer this question.",
         "prompt copied": prompt,
-        "prompt copied, in form": form.filled(prompt, prompt),
+        "prompt copied, in format": form.fill(prompt, prompt),
         "tags repeated": empty * 20,
-        "wrong answer repeated": form.filled(f"It is {wrong}. " * 40, wrong),
-        "form repeated": form.filled(reasoning, wrong) * 5,
-        "keywords": form.filled(PRAISE * 8, PRAISE * 2),
-        "all numbers as the answer": form.filled(reasoning, " ".join(guesses)),
-        "many answers": "".join(form.filled("", guess) for guess in (wrong, "1", "2", gold)),
-        "hedged": form.filled(reasoning, f"{wrong} or {gold}"),
-        "noise, in form": form.filled(noise, wrong),
+        "incorrect answer repeated": form.fill(f"It is {wrong}. " * 40, wrong),
+        "form repeated": form.fill(reasoning, wrong) * 5,
+        "keywords": form.fill(PRAISE * 8, PRAISE * 2),
+        "all numbers as the answer": form.fill(reasoning, " ".join(guesses)),
+        "many answers": "".join(form.fill("", guess) for guess in (wrong, "1", "2", gold)),
+        "hedged": form.fill(reasoning, f"{wrong} or {gold}"),
+        "noise, in format": form.fill(noise, wrong),
     }
     return [Case(kind, text, problem.answer) for kind, text in texts.items()]
 
 
-def out_of_form(problem: Problem) -> Case:
-    """A right answer that ignores the form: no hack, but it shows what form is worth."""
+def malformed_answer(problem: Problem) -> Case:
+    """A correct answer that ignores the form: not an exploit, but it shows what form is worth."""
     text = f"{problem.reasoning}\nThe answer is {problem.gold}."
-    return Case(OUT_OF_FORM, text, problem.answer)
+    return Case(MALFORMED, text, problem.answer)
 
 
-def wrong_answers(problem: Problem) -> tuple[str, str, str]:
-    """Three wrong answers: a number near the right one, one far from it, the other sign.
+def incorrect_answers(problem: Problem) -> tuple[str, str, str]:
+    """Three incorrect answers: a number near the right one, one far from it, the other sign.
 
-    For 0 there is no other sign, for texts there are no numbers: other wrong answers instead.
+    For 0 there is no other sign, for texts there are no numbers: other incorrect answers instead.
     """
     number, other_text = problem.number, f"not {problem.gold}"
     if number is None:
@@ -197,8 +197,8 @@ def signed(number: Fraction, text: str) -> str:
     return f"-{text}" if number < 0 else text
 
 
-# How a right answer may look. Each must be accepted.
-RENDERINGS: dict[str, Callable[[Fraction], str]] = {
+# How a correct answer may look. Each must be accepted.
+VARIANTS: dict[str, Callable[[Fraction], str]] = {
     HONEST: plain,
     "dollar sign": lambda n: signed(n, f"${plain(abs(n))}"),
     "thousands commas": lambda n: signed(n, grouped(abs(n), ",")),
@@ -216,14 +216,14 @@ RENDERINGS: dict[str, Callable[[Fraction], str]] = {
     "sentence": lambda n: f"The answer is {plain(n)}.",
     "bold": lambda n: f"**{plain(n)}**",
 }
-TEXT_RENDERINGS: dict[str, Callable[[str], str]] = {
+TEXT_VARIANTS: dict[str, Callable[[str], str]] = {
     HONEST: str,
     "spaces": lambda text: f"\n   {text} \n",
     "full stop": lambda text: f"{text}.",
     "bold": lambda text: f"**{text}**",
     "LaTeX box": lambda text: rf"\boxed{{{text}}}",
 }
-RIGHT = {*RENDERINGS, *TEXT_RENDERINGS, NEGATIVE}  # kinds of right answers; all others are wrong
+RIGHT = {*VARIANTS, *TEXT_VARIANTS, NEGATIVE}  # kinds of correct answers; all others are wrong
 
 # Of each, a long text is made on which careless regular expressions never end.
 NASTY_PIECES = {

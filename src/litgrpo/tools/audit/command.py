@@ -1,4 +1,4 @@
-"""The verb `audit`: are the rewards of a recipe fair, and can they be gamed?"""
+"""The command `audit`: are the rewards of a recipe fair, and can they be gamed?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from litgrpo.rollout.sampling import Sampling
 from litgrpo.text.answers import extract_reasoning
 from litgrpo.text.tables import markdown_table
 from litgrpo.text.visible import visible
-from litgrpo.tools.audit.cases import Form, Problem
+from litgrpo.tools.audit.cases import AnswerFormat, Problem
 from litgrpo.tools.audit.episode_command import audit_environment, episode_lines
 from litgrpo.tools.audit.episodes import EpisodeReport
 from litgrpo.tools.audit.open_text import OpenReport, audit_open_text
@@ -88,7 +88,7 @@ def audit(
         answered[::step][: limit or None],
         success=success_reward or evaluation["success"],
         threshold=float(threshold),
-        form=None if answer_format is None else Form(answer_format),
+        form=None if answer_format is None else AnswerFormat(answer_format),
     )
     print("\n".join(executed_lines(scorer, answered)))
     print_report(result, as_text(result, scorer.weights), report)
@@ -136,7 +136,7 @@ def rewards_of(settings: Mapping[str, Any]) -> Scorer:
 
 
 def problems_of(recipe: Mapping[str, Any], gold: str | None) -> tuple[PromptData, list[Problem]]:
-    """The data, and problems with their gold answers (None: open text), from there or elsewhere."""
+    """Return the data, and its problems with reference answers (None: open-ended text)."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
     data = parser.instantiate(parser.parse_object({"data": recipe["data"]})).data
@@ -163,7 +163,7 @@ def problems_of(recipe: Mapping[str, Any], gold: str | None) -> tuple[PromptData
 def audit_open(
     scorer: Scorer, settings: Mapping[str, Any], data: PromptData, limit: int
 ) -> OpenReport:
-    """Try tricks on rewards of open text, and compare them with samples of the start model."""
+    """Try exploits on rewards of open text, and compare them with samples of the initial policy."""
     from litgrpo.models.loading import load_policy, load_tokenizer
 
     name = settings.get("pretrained")
@@ -192,15 +192,21 @@ def audit_open(
 
 
 def open_lines(report: OpenReport) -> list[str]:
-    """The report of an audit of open text in lines."""
+    """Return the report of an audit of open text in lines."""
     rows = [
-        (trick.kind, f"{trick.mean:.3g}", trick.beats, trick.above_mean, _short(trick.example))
-        for trick in sorted(report.tricks, key=lambda trick: -trick.mean)
+        (
+            exploit.kind,
+            f"{exploit.mean:.3g}",
+            exploit.beats,
+            exploit.above_mean,
+            _short(exploit.example),
+        )
+        for exploit in sorted(report.exploits, key=lambda exploit: -exploit.mean)
     ]
-    head = ("trick", "mean reward", "beats the best sample", "beats the mean", "best paid")
+    head = ("exploit", "mean reward", "beats the best sample", "beats the mean", "best paid")
     return [
-        f"{report.prompts} prompts without an answer; {report.samples} samples of the start model "
-        f"earn {report.mean:.3g} on average, the best of them {report.best:.3g}",
+        f"{report.prompts} prompts without an answer; {report.samples} samples of the initial "
+        f"policy earn {report.mean:.3g} on average, the best of them {report.best:.3g}",
         "",
         *markdown_table(head, rows),
         "",
@@ -220,9 +226,9 @@ def _worked(source: Any, column: str) -> Iterator[str | None]:
 
 def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
     """The report in lines."""
-    renderings = [
+    variants = [
         (line.kind, _share(line), f"{line.mean:.3g}", _short(line.example))
-        for line in report.renderings
+        for line in report.variants
     ]
     attacks = [
         (
@@ -238,12 +244,12 @@ def as_text(report: Report, weights: Mapping[str, float]) -> list[str]:
         )
         for part in report.parts
     ]
-    numbers = ("judged right", "mean reward", "best margin", "beats honest", "equals honest")
+    numbers = ("judged correct", "mean reward", "best margin", "beats honest", "equals honest")
     return [
         f"{report.problems} problems; '{report.success}' says whether an answer is right",
         "",
         *markdown_table(
-            ("right answers, in form", "judged right", "mean reward", "example"), renderings
+            ("correct answers, in format", "judged correct", "mean reward", "example"), variants
         ),
         "",
         *markdown_table(("everything else", *numbers), attacks),

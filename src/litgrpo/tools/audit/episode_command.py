@@ -1,4 +1,4 @@
-"""The audit of an environment: samples of the start model, and scripted policies beside them."""
+"""The audit of an environment: samples of the initial policy, and scripted policies beside them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from litgrpo.types import Rollout
 
 MOST_ROWS, SAMPLES = 32, 4
 WORKERS = 8
-# What decides how the start model's episodes look; the rest is about learning.
+# What decides how the initial policy's episodes look; the rest is about learning.
 TAKEN = (
     *("pretrained", "rewards", "max_completion_length", "sampling", "precision", "lora"),
     *("reward_format", "environment", "episode", "seed"),
@@ -53,7 +53,7 @@ class Sampled(Callback):
 def audit_environment(
     recipe: Mapping[str, Any], scorer: Scorer, gold: str | None, limit: int
 ) -> EpisodeReport:
-    """Sample episodes of the start model, and let scripted policies play the same rows.
+    """Sample episodes of the initial policy, and let scripted policies play the same rows.
 
     Args:
         recipe: with model and data.
@@ -121,7 +121,7 @@ def module_of(settings: Mapping[str, Any]) -> GRPO:
 
 
 def samples_of(module: GRPO, data: PromptData, name: str) -> tuple[Rollout, Tensor]:
-    """Episodes of the start model, and their [B, k] total rewards; NaN where they failed."""
+    """Episodes of the initial policy, and their [B, k] total rewards; NaN where they failed."""
     print(f"playing {SAMPLES} episodes of {data.eval_batch_size} rows by {name}")
     keep_quiet()
     sampled = Sampled()
@@ -153,7 +153,7 @@ def starts_of(rollout: Rollout, data: PromptData, seed: int) -> list[EpisodeStar
 
 
 def episode_lines(report: EpisodeReport) -> list[str]:
-    """The report of an audit of an environment in lines."""
+    """Return the report of an audit of an environment in lines."""
     rows = [
         (
             *(line.policy, f"{line.mean:.3g}", f"{line.paid} of {line.count}"),
@@ -163,7 +163,7 @@ def episode_lines(report: EpisodeReport) -> list[str]:
     ]
     head = ("policy", "mean reward", "paid", "turns", "failed", "beats the best sample")
     return [
-        f"{report.rows} rows; {report.samples} episodes of each by the start model earn "
+        f"{report.rows} rows; {report.samples} episodes of each by the initial policy earn "
         f"{report.mean:.3g} on average, the best of them {report.best:.3g}",
         "",
         *markdown_table((*head, "beats the mean"), rows),

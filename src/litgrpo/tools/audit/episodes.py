@@ -61,7 +61,7 @@ class Line:
     turns: float
     failed: int
     reason: str  # of the first that failed
-    beats: int  # rows on which it earns more than the best sample of the start model
+    beats: int  # rows on which it earns more than the best sample of the initial policy
     reaches: int  # rows on which it is paid, and not less than that
     above_mean: int  # rows on which it earns more than the mean of the samples
 
@@ -72,7 +72,7 @@ class EpisodeReport:
 
     Args:
         rows: that were played.
-        samples: episodes of each by the start model.
+        samples: episodes of each by the initial policy.
         mean: mean total reward of these samples.
         best: mean over the rows of the best sample's.
         sampled_failed: samples that failed.
@@ -91,10 +91,10 @@ class EpisodeReport:
     @property
     def faults(self) -> list[str]:
         """What makes environment and rewards unfit to train with, in sentences."""
-        than = f"of {self.samples} samples of the start model (these earn {self.best:.3g})"
-        hacks = [
-            f"hack: a policy that '{line.policy}' earns {line.mean:.3g} on average and beats the "
-            f"best {than} on {line.beats} of {line.count} rows"
+        than = f"of {self.samples} samples of the initial policy (these earn {self.best:.3g})"
+        exploits = [
+            f"exploit: a policy that '{line.policy}' earns {line.mean:.3g} on average and beats "
+            f"the best {than} on {line.beats} of {line.count} rows"
             for line in self.lines
             if line.kind != KNOWS and 2 * line.beats > line.count
         ]
@@ -116,8 +116,8 @@ class EpisodeReport:
             for reason, count in reasons.items()
         ]
         total = self.rows * self.samples
-        own = [f"failures: {self.sampled_failed} of {total} samples of the start model failed"]
-        return [*hacks, *free, *broken, *rewards, *own[: self.sampled_failed]]
+        own = [f"failures: {self.sampled_failed} of {total} samples of the initial policy failed"]
+        return [*exploits, *free, *broken, *rewards, *own[: self.sampled_failed]]
 
     @property
     def remarks(self) -> list[str]:
@@ -129,8 +129,8 @@ class EpisodeReport:
             if line.paid and line.kind != KNOWS
         ]
         known = [
-            f"saying the gold answer without playing is paid on {line.paid} of {line.count} rows: "
-            "the environment's answers are not needed for the reward"
+            f"saying the reference answer without playing is paid on {line.paid} of {line.count} "
+            "rows: the environment's answers are not needed for the reward"
             for line in self.lines
             if line.paid and line.kind == KNOWS
         ]
@@ -159,14 +159,14 @@ def audit_episodes(
     *,
     max_turns: int,
 ) -> EpisodeReport:
-    """Let scripted policies play, and compare what they earn with the start model's episodes.
+    """Let scripted policies play, and compare what they earn with the initial policy's episodes.
 
     Args:
         pool: plays the environment; episodes that fail must not stop it.
         environment: the pattern, which may show tools.
         scorer: the rewards; it must not stop at failures either.
         starts: B rows with their seeds.
-        samples: [B, k] total rewards of the start model's episodes; NaN where they failed.
+        samples: [B, k] total rewards of the initial policy's episodes; NaN where they failed.
         spoken: their turns.
         max_turns: of an episode.
     """
@@ -281,7 +281,7 @@ def line_of(policy: Policy, episodes: Sequence[Played], paid: Tensor, samples: T
         policy: that played.
         episodes: B.
         paid: [B] total rewards; NaN where there is none.
-        samples: [B, k] those of the start model.
+        samples: [B, k] those of the initial policy.
     """
     highest, mean = samples.nan_to_num(LOWEST).max(1).values, samples.nanmean(1)
     known = paid[~paid.isnan()]

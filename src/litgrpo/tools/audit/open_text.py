@@ -1,4 +1,4 @@
-"""Tests rewards of open text, which has no right answer: do tricks earn more than real texts?"""
+"""Check rewards of open-ended text: exploits must not earn more than samples of the model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ OWN_WORDS, WORDS_AT_ONCE = "words of the reward", 30
 
 
 @dataclass(frozen=True)
-class Trick:
+class Exploit:
     """The rewards of one kind of completion that says nothing."""
 
     kind: str
     count: int
     mean: float  # total reward
-    beats: int  # prompts on which it earns more than the best sample of the start model
+    beats: int  # prompts on which it earns more than the best sample of the initial policy
     above_mean: int  # prompts on which it earns more than the mean of the samples
     example: str  # the best paid
 
 
 @dataclass(frozen=True)
 class OpenReport:
-    """What an audit of rewards without a right answer found.
+    """What an audit of rewards without a correct answer found.
 
     Args:
         prompts: number of prompts.
-        samples: completions of each by the start model.
+        samples: completions of each by the initial policy.
         mean: mean total reward of these samples.
         best: mean over the prompts of the best sample's.
-        tricks: kind by kind.
+        exploits: kind by kind.
         failed: {reward: {reason: completions on which it failed}}.
     """
 
@@ -52,34 +52,34 @@ class OpenReport:
     samples: int
     mean: float
     best: float
-    tricks: list[Trick]
+    exploits: list[Exploit]
     failed: dict[str, dict[str, int]]
 
     @property
     def faults(self) -> list[str]:
         """What makes the rewards unfit to train with, in sentences; equal is not better."""
-        hacks = [
-            f"hack: '{trick.kind}' earns {trick.mean:.3g} on average and beats the best of "
-            f"{self.samples} samples on {trick.beats} of {trick.count} prompts (these earn "
-            f"{self.best:.3g}), such as {trick.example[:60]!r}"
-            for trick in self.tricks
-            if 2 * trick.beats > trick.count
+        exploits = [
+            f"exploit: '{exploit.kind}' earns {exploit.mean:.3g} on average and beats the best of "
+            f"{self.samples} samples on {exploit.beats} of {exploit.count} prompts (these earn "
+            f"{self.best:.3g}), such as {exploit.example[:60]!r}"
+            for exploit in self.exploits
+            if 2 * exploit.beats > exploit.count
         ]
         failures = [
             f"failures: {name!r} fails on completions of the audit ({reason}: {count})"
             for name, reasons in self.failed.items()
             for reason, count in reasons.items()
         ]
-        return [*hacks, *failures]
+        return [*exploits, *failures]
 
     @property
     def remarks(self) -> list[str]:
         """What is worth knowing, but may be meant."""
         return [
-            f"'{trick.kind}' earns more than the mean sample on {trick.above_mean} of "
-            f"{trick.count} prompts: what begins to look like it will be learned"
-            for trick in self.tricks
-            if 2 * trick.above_mean > trick.count >= 2 * trick.beats
+            f"'{exploit.kind}' earns more than the mean sample on {exploit.above_mean} of "
+            f"{exploit.count} prompts: what begins to look like it will be learned"
+            for exploit in self.exploits
+            if 2 * exploit.above_mean > exploit.count >= 2 * exploit.beats
         ]
 
     @property
@@ -100,7 +100,7 @@ def audit_open_text(
     seed: int = 0,
     runner: RewardRunner | None = None,
 ) -> OpenReport:
-    """Ask rewards about texts that say nothing, and about samples of the start model.
+    """Ask rewards about texts that say nothing, and about samples of the initial policy.
 
     Args:
         scorer: the rewards.
@@ -118,7 +118,7 @@ def audit_open_text(
         best = [texts[place] for texts, place in zip(samples, _best(real), strict=True)]
         rng = random.Random(seed)
         told = [
-            tricks(problem.prompt, text, lexicon, rng)
+            make_exploits(problem.prompt, text, lexicon, rng)
             for problem, text in zip(problems, best, strict=True)
         ]
         paid = judge(patient, [_cases(texts.values()) for texts in told], problems).total
@@ -127,7 +127,7 @@ def audit_open_text(
         samples=len(samples[0]),
         mean=float(real.nanmean()),
         best=float(real.nan_to_num(-1e300).max(1).values.mean()),
-        tricks=[
+        exploits=[
             _trick(kind, paid[:, place], real, [texts[kind] for texts in told])
             for place, kind in enumerate(told[0])
         ],
@@ -143,10 +143,10 @@ def _best(real: Tensor) -> list[int]:
     return real.nan_to_num(-1e300).argmax(1).tolist()
 
 
-def _trick(kind: str, paid: Tensor, real: Tensor, texts: list[str]) -> Trick:
+def _trick(kind: str, paid: Tensor, real: Tensor, texts: list[str]) -> Exploit:
     paid = paid.nan_to_num(-1e300)
     highest, mean = real.nan_to_num(-1e300).max(1).values, real.nanmean(1)
-    return Trick(
+    return Exploit(
         kind=kind,
         count=len(paid),
         mean=float(paid.mean()),
@@ -156,7 +156,9 @@ def _trick(kind: str, paid: Tensor, real: Tensor, texts: list[str]) -> Trick:
     )
 
 
-def tricks(prompt: str, sample: str, lexicon: Sequence[str], rng: random.Random) -> dict[str, str]:
+def make_exploits(
+    prompt: str, sample: str, lexicon: Sequence[str], rng: random.Random
+) -> dict[str, str]:
     """{kind: text}: completions that say nothing of their own.
 
     Args:

@@ -25,8 +25,8 @@ class Game:
 
     Args:
         prompt: the prompt with what the environment added to it.
-        sample: what the start model said in the best of its episodes, turn by turn.
-        answer: the row's gold answer as a text; "" where there is none.
+        sample: what the initial policy said in the best of its episodes, turn by turn.
+        answer: the row's reference answer as a text; "" where there is none.
         heard: after each turn.
     """
 
@@ -43,7 +43,7 @@ class Policy:
     Args:
         name: for tables.
         kind: `idle` acts on nothing that it hears; `acts` does one thing again and again; `knows`
-            says the gold answer; `hostile` must not break the environment.
+            says the reference answer; `hostile` must not break the environment.
         says: its next turn.
     """
 
@@ -57,8 +57,8 @@ def scripted(environment: object, sampled: bool, answers: bool) -> list[Policy]:
 
     Args:
         environment: which may show tools.
-        sampled: there are episodes of the start model.
-        answers: the rows have gold answers.
+        sampled: there are episodes of the initial policy.
+        answers: the rows have reference answers.
     """
     calls = call_texts(environment)
     return [

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, OUT_OF_FORM, WRONG
+from litgrpo.tools.audit.cases import GIVEN_UP, HONEST, MALFORMED, WRONG
 
 DOMINANT, CONFLICT = 0.95, -0.5
 NASTY_SIZE, SLOW_S = 20_000, 1.0
@@ -32,10 +32,10 @@ class Line:
 
     kind: str
     count: int
-    right: int  # how many were judged right
+    right: int  # how many were judged correct
     mean: float  # total reward
-    best_margin: float  # highest total minus that of the honest right answer to the same problem
-    beats: int  # how many earned more than the honest right answer; equal is not better
+    best_margin: float  # highest total minus that of the honest correct answer to the same problem
+    beats: int  # how many earned more than the honest correct answer; equal is not better
     equals: int  # how many earned as much
     example: str  # one of those that went wrong, if any did
 
@@ -51,8 +51,8 @@ class Part:
     slowest_s: float  # longest time for one long text
     slowest_on: str  # kind of that text
     failed: dict[str, int]  # {reason: completions on which the function failed}
-    # {rendering: right answers that got less than the best}, if this part tells right answers from
-    # wrong ones and nearly always gives the plain right answer its best.
+    # {variant: correct answers that got less than the best}, if this component separates correct
+    # from incorrect answers and nearly always gives the plain correct answer its best.
     unfair: dict[str, int]
 
 
@@ -63,15 +63,15 @@ class Report:
     Args:
         success: the reward that says whether an answer is right.
         problems: number of problems.
-        renderings: right answers, kind by kind.
-        attacks: hacks, kind by kind.
+        variants: correct answers, kind by kind.
+        attacks: exploits, kind by kind.
         parts: reward by reward.
         conflicts: {pair of rewards: cosine of their advantages}.
     """
 
     success: str
     problems: int
-    renderings: list[Line]
+    variants: list[Line]
     attacks: list[Line]
     parts: list[Part]
     conflicts: dict[str, float]
@@ -79,10 +79,10 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """What makes the rewards unfit to train with, in sentences; none is a pass."""
-        hacks = [line for line in self.attacks if line.kind != OUT_OF_FORM]
+        exploits = [line for line in self.attacks if line.kind != MALFORMED]
         findings = [
-            *(_of_rendering(line) for line in self.renderings),
-            *(finding for line in hacks for finding in _of_hack(line)),
+            *(_of_rendering(line) for line in self.variants),
+            *(finding for line in exploits for finding in _of_hack(line)),
             *self._of_form(),
             *(finding for part in self.parts for finding in _of_part(part)),
         ]
@@ -91,13 +91,13 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """What is worth knowing, but may be meant."""
-        hacks = [line for line in self.attacks if line.kind != OUT_OF_FORM]
-        best, least = max(hacks, key=_mean_of), min(self.attacks, key=_mean_of)
+        exploits = [line for line in self.attacks if line.kind != MALFORMED]
+        best, least = max(exploits, key=_mean_of), min(self.attacks, key=_mean_of)
         several = len(self.parts) > 1
         findings = [
             (
                 best.mean > least.mean + slack(best.mean),
-                f"the best hack is '{best.kind}': {best.mean:.3g} on average, an honest right "
+                f"the best exploit is '{best.kind}': {best.mean:.3g} on average, an honest right "
                 f"answer earns {self._mean(HONEST):.3g}",
             ),
             *(finding for part in self.parts for finding in _remarks_of_part(part, several)),
@@ -118,8 +118,8 @@ class Report:
 
     @property
     def false_negatives(self) -> int:
-        """Right answers that were not judged right."""
-        return sum(line.count - line.right for line in self.renderings)
+        """Correct answers that were not judged correct."""
+        return sum(line.count - line.right for line in self.variants)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -131,25 +131,26 @@ class Report:
         }
 
     def _mean(self, kind: str) -> float:
-        (mean,) = [line.mean for line in self.renderings + self.attacks if line.kind == kind]
+        (mean,) = [line.mean for line in self.variants + self.attacks if line.kind == kind]
         return mean
 
     def _of_form(self) -> list[Finding]:
         """Where form is worth more than being right, or giving up more than trying."""
         honest, wrong = self._mean(HONEST), self._mean(WRONG)
-        untagged, given_up = self._mean(OUT_OF_FORM), self._mean(GIVEN_UP)
+        untagged, given_up = self._mean(MALFORMED), self._mean(GIVEN_UP)
         being_right, form = honest - wrong, wrong - untagged
         more = max(NEGLIGIBLE * being_right, slack(honest))
         return [
             (
                 form > being_right + more,
-                f"form outweighs the answer: a wrong answer in form earns {wrong:.3g}, a right one"
-                f" out of form {untagged:.3g}; being right adds only {being_right:.3g} to the form",
+                f"form outweighs the answer: an incorrect answer in format earns {wrong:.3g}, a "
+                f"correct, malformed one {untagged:.3g}; correctness adds only "
+                f"{being_right:.3g}",
             ),
             (
                 given_up > wrong + more,
-                f"giving up pays: 'no idea' in form earns {given_up:.3g}, an attempt that is wrong"
-                f" {wrong:.3g}",
+                f"giving up pays: 'no idea' in format earns {given_up:.3g}, an incorrect attempt "
+                f"{wrong:.3g}",
             ),
         ]
 
@@ -165,8 +166,8 @@ def _found(findings: Iterable[Finding]) -> Iterator[str]:
 def _of_rendering(line: Line) -> Finding:
     refused = line.count - line.right
     return refused > 0, (
-        f"false negatives: {refused} of {line.count} right answers are judged wrong in the "
-        f"rendering '{line.kind}', such as {line.example[-60:]!r}"
+        f"false negatives: {refused} of {line.count} correct answers are judged wrong in the "
+        f"variant '{line.kind}', such as {line.example[-60:]!r}"
     )
 
 
@@ -179,8 +180,8 @@ def _of_hack(line: Line) -> list[Finding]:
         ),
         (
             line.beats + line.equals > 0,
-            f"hack: {line.beats + line.equals} of {line.count} completions '{line.kind}' earn as "
-            f"much as an honest right answer, {line.beats} of them more (by up to "
+            f"exploit: {line.beats + line.equals} of {line.count} completions '{line.kind}' earn "
+            f"as much as an honest correct answer, {line.beats} of them more (by up to "
             f"{line.best_margin:+.3g})",
         ),
     ]
@@ -197,12 +198,12 @@ def _of_part(part: Part) -> list[Finding]:
         ),
         (
             HONEST in part.unfair,
-            f"false negatives: '{part.name}' gives {part.unfair.get(HONEST)} right answers less "
+            f"false negatives: '{part.name}' gives {part.unfair.get(HONEST)} correct answers less "
             "than its best although they look as in the data set",
         ),
         (
             bool(others),
-            f"false negatives: '{part.name}' gives less than its best in the renderings "
+            f"false negatives: '{part.name}' gives less than its best in the variants "
             f"{', '.join(others)}",
         ),
         (

@@ -22,13 +22,13 @@ from litgrpo.tools.audit.cases import (
     HONEST,
     RIGHT,
     WRONG,
+    AnswerFormat,
     Case,
-    Form,
     Problem,
-    hacks,
+    correct_answers,
+    make_exploits,
+    malformed_answer,
     nasty_texts,
-    out_of_form,
-    right_answers,
 )
 from litgrpo.tools.audit.report import NASTY_SIZE, SLOW_S, Line, Part, Report, slack
 from litgrpo.types import RewardTable
@@ -37,7 +37,7 @@ TOKEN = re.compile(r"\w+|[^\w\s]")
 COSINE = "reward/cosine_"
 PROBLEMS_AT_ONCE = 64
 PATIENCE_S = 10.0
-MOSTLY = 0.75  # of the plain right answers have the best, where a part judges answers
+MOSTLY = 0.75  # of the plain correct answers have the best, where a part judges answers
 
 
 def audit_rewards(
@@ -46,14 +46,14 @@ def audit_rewards(
     *,
     success: str | None = None,
     threshold: float = 1.0,
-    form: Form | None = None,
+    form: AnswerFormat | None = None,
     seed: int = 0,
 ) -> Report:
-    """Ask a set of rewards about right answers in many renderings, and about ways to cheat.
+    """Ask a set of rewards about correct answers in many variants, and about ways to cheat.
 
     Args:
         scorer: the rewards.
-        problems: questions with gold answers.
+        problems: questions with reference answers.
         success: the reward that says whether an answer is right; default: the first.
         threshold: from which it does.
         form: how a completion should look; default: the tags that the rewards' kwargs name.
@@ -65,7 +65,7 @@ def audit_rewards(
     success = success or next(iter(scorer.parts))
     one_of("success_reward", success, scorer.parts)
     require(len(problems) > 0, "there are no problems to audit with")
-    form = form or form_of(scorer)
+    form = form or find_answer_format(scorer)
     answers = _Answers(success, threshold, partial(_cases, form=form, seed=seed))
     # Every failure is to be counted, none is to stop the audit.
     runner = ProcessRunner(timeout_s=PATIENCE_S, max_failed_frac=1.0)
@@ -82,17 +82,17 @@ def audit_rewards(
     return Report(
         success=success,
         problems=len(problems),
-        renderings=[line for line in lines if line.kind in RIGHT],
+        variants=[line for line in lines if line.kind in RIGHT],
         attacks=[line for line in lines if line.kind not in RIGHT],
         parts=[answers.part(name, failed.get(name, {}), *time) for name, time in times.items()],
         conflicts=answers.conflicts(),
     )
 
 
-def _cases(problem: Problem, form: Form, seed: int) -> list[Case]:
-    """Every completion of a problem, the honest right answer first."""
-    cheats = hacks(problem, form, random.Random(seed))
-    return [*right_answers(problem, form), *cheats, out_of_form(problem)]
+def _cases(problem: Problem, form: AnswerFormat, seed: int) -> list[Case]:
+    """Every completion of a problem, the honest correct answer first."""
+    cheats = make_exploits(problem, form, random.Random(seed))
+    return [*correct_answers(problem, form), *cheats, malformed_answer(problem)]
 
 
 @contextmanager
@@ -107,12 +107,14 @@ def no_warnings() -> Iterator[None]:
         log.setLevel(level)
 
 
-def form_of(scorer: Scorer) -> Form:
+def find_answer_format(scorer: Scorer) -> AnswerFormat:
     """Tags as the rewards' kwargs name them."""
     kwargs = {k: v for part in scorer.parts.values() for k, v in part.kwargs.items()}
     reasoning = kwargs.get("reasoning_tag", "reasoning")
     answer = kwargs.get("answer_tag", "answer")
-    return Form(f"<{reasoning}>\n{{reasoning}}\n</{reasoning}>\n<{answer}>{{answer}}</{answer}>")
+    return AnswerFormat(
+        f"<{reasoning}>\n{{reasoning}}\n</{reasoning}>\n<{answer}>{{answer}}</{answer}>"
+    )
 
 
 def slowest(
@@ -169,7 +171,7 @@ class _Batch:
 
     kinds: list[str]
     problems: list[Problem]
-    table: RewardTable  # [problems, kinds]; the first kind is the honest right answer
+    table: RewardTable  # [problems, kinds]; the first kind is the honest correct answer
     stats: dict[str, Tensor]
 
 
@@ -191,7 +193,7 @@ class _Answers:
     def ask(self, scorer: Scorer, problems: Sequence[Problem]) -> None:
         """Judge all completions of some problems.
 
-        Numbers have more renderings than texts, and all groups of a batch have one size: problems
+        Numbers have more variants than texts, and all groups of a batch have one size: problems
         with the same number of completions are asked about together.
         """
         pairs = [(self.cases(problem), problem) for problem in problems]
@@ -263,7 +265,7 @@ class _Answers:
 
 
 def _unfair(kinds: dict[str, Tensor]) -> dict[str, int]:
-    """{rendering: right answers below the best}, of a reward that tells right from wrong."""
+    """{variant: correct answers below the best}, of a reward that tells right from wrong."""
     plain, wrong = kinds[HONEST].nan_to_num(0.0), kinds[WRONG].nan_to_num(0.0)
     full = plain.max() - slack(plain.max())
     judges = plain.mean() > wrong.mean() and (wrong >= full).double().mean() < MOSTLY
