@@ -52,9 +52,7 @@ def test_giving_up_that_pays_and_form_that_outweighs_are_faults() -> None:
         "giving up pays: 'no idea' in format earns 0.22, an incorrect attempt 0.2"
     ]
     (fault,) = report(honest=1.9, wrong=1.0, given_up=1.0).faults
-    assert fault.startswith(
-        "form outweighs the answer: an incorrect answer in format earns 1, "
-    )
+    assert fault.startswith("form outweighs the answer: an incorrect answer in format earns 1, ")
 
 
 def test_where_being_right_adds_nothing_equal_rewards_are_equal_but_for_rounding() -> None:
