@@ -58,7 +58,7 @@ def test_a_markdown_cell_shows_text_literally(text, shown):
     assert escape_cell(text) == shown
 
 
-def logged_markdown(name, table):
+def render_logged_table(name, table):
     """Lines of a table in TensorBoard."""
     texts = {}
     board = SimpleNamespace(add_text=lambda name, text, step: texts.update({name: text}))
@@ -71,7 +71,7 @@ def test_the_table_has_one_line_per_completion():
     rollout = rollout_of(prompts("1|1"))
     unknown = torch.full((1, 2), torch.nan)
     rows = completion_rows(1, rollout, rewards_of(rollout), unknown)
-    assert logged_markdown("completions", completion_table(rows)) == [
+    assert render_logged_table("completions", completion_table(rows)) == [
         "| prompt | completion | correct | format | reward | advantage |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 1&#124;1 | &lt;answer&gt;0&lt;/answer&gt; | 1 |  | 1 |  |",
@@ -156,7 +156,7 @@ def test_an_episode_is_formatted_turn_by_turn():
 
 
 def test_a_table_of_episodes_shows_every_message():
-    shown = logged_markdown("episodes", episode_table(rows_of_episodes()))
+    shown = render_logged_table("episodes", episode_table(rows_of_episodes()))
     assert shown[0] == "| episode | role | text | turn reward | reward | advantage |"
     assert shown[2] == "| 0 | prompt | 2&#42;3=? |  | 1 | 0.5 |"
     assert shown[4] == "| 0 | tool multiply | 6 &#124; &#42;six&#42; |  |  |  |"

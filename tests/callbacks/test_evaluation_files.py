@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def answered(*texts: str, name: str = "", cut: bool = False) -> dict:
+def evaluate(*texts: str, name: str = "", cut: bool = False) -> dict:
     rollout = rollout_of(prompts(*texts))
     rollout.truncated[:] = cut
     rewards, greedy = rewards_of(rollout), rollout_of(prompts(*texts), 1)
@@ -48,7 +48,7 @@ def test_an_evaluation_file_has_one_line_per_prompt_with_all_completions(tmp_pat
 
 
 def test_a_truncated_completion_is_marked_and_the_set_is_named():
-    row, other = prompt_rows(answered("A", "B", name="hard", cut=True))
+    row, other = prompt_rows(evaluate("A", "B", name="hard", cut=True))
     assert row["set"] == "hard"
     assert row["samples"][1]["completion"] == "<answer>1</answer> [cut]"
     assert row["greedy"]["completion"] == "<answer>0</answer>"
@@ -68,7 +68,7 @@ def test_evaluation_files_can_be_disabled(tmp_path):
 
 
 def test_a_missing_reward_is_null():
-    given = answered("A")
+    given = evaluate("A")
     given["rewards"].valid[:] = False
     given["rewards"].parts["correct"][:] = torch.nan
     (row,) = prompt_rows(given)

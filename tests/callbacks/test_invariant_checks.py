@@ -1,4 +1,4 @@
-"""When the checks before training run, and what they leave; what they find: tests/checks."""
+"""The start-up checks run before training and leave no trace; tests/checks tests what they find."""
 
 import random
 from types import SimpleNamespace
@@ -85,14 +85,14 @@ class Source:
 
 
 def test_reading_the_first_batch_does_not_change_the_order_of_the_data():
-    def shuffled():
+    def make_loader():
         generator = torch.Generator().manual_seed(3)
         return DataLoader(range(100), batch_size=4, shuffle=True, generator=generator)
 
-    looked_at, plain = shuffled(), shuffled()
+    looked_at, plain = make_loader(), make_loader()
     first = first_batch(Source(looked_at))
     assert [b.tolist() for b in looked_at] == [b.tolist() for b in plain]
-    assert first.tolist() == next(iter(shuffled())).tolist()
+    assert first.tolist() == next(iter(make_loader())).tolist()
 
 
 def test_an_empty_loader_has_no_first_batch():
@@ -102,10 +102,12 @@ def test_an_empty_loader_has_no_first_batch():
 def test_the_prompts_of_a_data_module_are_all_trained_on(measured):
     seen = []
 
-    def judged(prompts, completions):
+    def alternate(prompts, completions):
         seen.extend(prompts)
         return [float(row % 2) for row in range(len(prompts))]
 
-    train(module(reward=judged, max_iterations=2), PromptData(["a", "b", "c", "d"], batch_size=2))
+    train(
+        module(reward=alternate, max_iterations=2), PromptData(["a", "b", "c", "d"], batch_size=2)
+    )
     assert len(measured) == 1
     assert len(set(seen)) == 4

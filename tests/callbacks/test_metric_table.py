@@ -62,7 +62,7 @@ def short(prompts, completions, **_):
     return [-float(len(text)) for text in completions]
 
 
-def logged(folder, module, data) -> set[str]:
+def collect_names(folder, module, data) -> set[str]:
     names = Names()
     trainer = Trainer(
         default_root_dir=folder,
@@ -100,13 +100,15 @@ def of_grpo(folder) -> set[str]:
         check_invariants=False,
         reward_runner=InProcessRunner(),
     )
-    return logged(folder, module, PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2))
+    return collect_names(
+        folder, module, PromptData(["1+1?", "2+2?"], val=["3+3?", "4+4?"], batch_size=2)
+    )
 
 
 def of_sft(folder) -> set[str]:
     pairs = [{"prompt": "1+1?", "completion": "2"}, {"prompt": "1+2?", "completion": "3"}]
     module = SFT(MODEL, max_iterations=1)
-    return logged(
+    return collect_names(
         folder, module, PairData(pairs, val=[{"prompt": "2+2?", "completion": "4"}], batch_size=2)
     )
 

@@ -1,4 +1,4 @@
-"""A dropped iteration leaves no trace in what is saved, whatever it had done already."""
+"""A dropped iteration leaves no trace in what is saved, however far it got."""
 
 import os
 import random
@@ -65,7 +65,7 @@ def learner():
     return grpo
 
 
-def saved(folder, at, every_n_iterations):
+def save_and_digest(folder, at, every_n_iterations):
     """Digests of the parts of the checkpoint after the second iteration."""
     checkpoint = IterationCheckpoint(every_n_iterations, keep_last=9)
     callbacks = [Interrupted(at), RngState(), checkpoint]
@@ -79,6 +79,6 @@ def saved(folder, at, every_n_iterations):
 
 @pytest.mark.parametrize("at", ["rollout", "backward"])
 def test_what_is_saved_for_a_dropped_iteration_is_what_was_saved_before_it(tmp_path, at):
-    whole = saved(tmp_path / "whole", "never", every_n_iterations=2)
+    whole = save_and_digest(tmp_path / "whole", "never", every_n_iterations=2)
     assert set(whole) >= {"loops", "random_state", "coefficients", "optimizer_states", "callbacks"}
-    assert saved(tmp_path / "stopped", at, every_n_iterations=0) == whole
+    assert save_and_digest(tmp_path / "stopped", at, every_n_iterations=0) == whole

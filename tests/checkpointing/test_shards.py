@@ -10,7 +10,7 @@ from litgrpo.checkpointing.files import DamagedCheckpoint
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from litgrpo.checkpointing.shards import (
     hash_file,
-    named_tensors,
+    iterate_tensors,
     read_checkpoint,
     remove_checkpoint,
 )
@@ -65,7 +65,7 @@ def test_two_processes_go_on_from_a_file_of_one(folder):
     assert distance(folder, "two") < 1e-5  # its first two iterations rounded otherwise, too
 
 
-def damaged(folder, tmp_path, change):
+def damage(folder, tmp_path, change):
     """The run's checkpoints, of which the newest was changed."""
     copied = tmp_path / "checkpoints"
     shutil.copytree(folder / "whole/checkpoints", copied, symlinks=True)
@@ -107,7 +107,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_folder_is_named_and_passed_over(kind, folder, tmp_path):
     change, message = KINDS[kind]
-    newest = damaged(folder, tmp_path, change)
+    newest = damage(folder, tmp_path, change)
     with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=message):
         read_checkpoint(newest)
     reader = VerifiedCheckpointIO()
@@ -148,7 +148,7 @@ def test_removal_leaves_no_half_folder(tmp_path):
 
 def test_tensors_are_named_by_where_they_stand(tmp_path):
     value = {"a": [torch.zeros(1), {"b": torch.ones(2)}], "c": 3}
-    assert [name for name, _ in named_tensors(value)] == ["a.0", "a.1.b"]
+    assert [name for name, _ in iterate_tensors(value)] == ["a.0", "a.1.b"]
     file = Path(tmp_path / "x")
     file.write_bytes(b"abc")
     assert hash_file(file).startswith("ba7816bf")

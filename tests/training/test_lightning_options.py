@@ -264,7 +264,7 @@ def on_exception(folder):
     assert (folder / "on_exception.ckpt").exists()
 
 
-def compiled(folder):
+def reject_compiled(folder):
     trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=folder)
     with pytest.raises(ValueError, match="compile"):
         trainer.fit(torch.compile(module()), PromptData(["a"]))
@@ -312,7 +312,7 @@ CASES = {
     "GradientAccumulationScheduler": rejects_callbacks(GradientAccumulationScheduler({0: 2})),
     "LearningRateFinder": rejects_callbacks(LearningRateFinder()),
     "BatchSizeFinder": rejects_callbacks(BatchSizeFinder()),
-    "torch.compile(module)": compiled,
+    "torch.compile(module)": reject_compiled,
 }
 
 

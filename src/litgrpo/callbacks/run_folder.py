@@ -233,7 +233,7 @@ def writes_files(trainer: Any) -> bool:
     return bool(trainer.is_global_zero and not trainer.fast_dev_run)
 
 
-def saved_config(checkpoint: dict[str, Any]) -> str:
+def read_saved_config(checkpoint: dict[str, Any]) -> str:
     """The configuration (YAML) of the run that wrote a checkpoint.
 
     Raises:

@@ -78,7 +78,7 @@ class Summary(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Stop the clock: validation does not count as training time."""
-        self.trained_s, self.training_since = self._elapsed_s(), None
+        self.trained_s, self.training_since = self._training_time_s(), None
         self.num_prompts, self.reward_names, self.samples = 0, [], []
 
     def on_validation_batch_end(
@@ -155,7 +155,7 @@ class Summary(Callback):
         """Evaluate again if the last validation is older, then write and print the summary."""
         if trainer.enable_validation and self.after_iteration != pl_module.iteration:
             validate_now(trainer)
-        self.trained_s, self.training_since = self._elapsed_s(), None
+        self.trained_s, self.training_since = self._training_time_s(), None
         self._complete(trainer, pl_module)
         self._log_summary(trainer, pl_module.iteration)
         folder = run_folder(trainer)
@@ -220,13 +220,13 @@ class Summary(Callback):
         parts.append(next_commands(folder, can_predict=samples_text))
         return "\n\n".join(part for part in parts if part)
 
-    def _elapsed_s(self) -> float:
+    def _training_time_s(self) -> float:
         running = 0.0 if self.training_since is None else time.monotonic() - self.training_since
         return self.trained_s + running
 
     def state_dict(self) -> dict[str, Any]:
         """The first evaluation and the training time, which a resumed run cannot measure again."""
-        return {"before": self.before, "trained_s": self._elapsed_s()}
+        return {"before": self.before, "trained_s": self._training_time_s()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore them."""
@@ -329,7 +329,7 @@ def format_table(
     if any("[" in text for text in numbers.values()):
         title += " (95 % intervals in brackets)"
     ruler = "-" * max(map(len, [head, *lines]))
-    return "\n".join([title, head, ruler, *lines, *solved_lines(comparisons or {})])
+    return "\n".join([title, head, ruler, *lines, *format_solved_counts(comparisons or {})])
 
 
 def change_column(comparisons: dict[str, Comparison]) -> dict[str, str]:
@@ -344,7 +344,7 @@ def change_column(comparisons: dict[str, Comparison]) -> dict[str, str]:
     return texts
 
 
-def solved_lines(comparisons: dict[str, Comparison]) -> list[str]:
+def format_solved_counts(comparisons: dict[str, Comparison]) -> list[str]:
     """One line for each validation set with newly solved or no longer solved prompts."""
     return [
         f"{name + ': ' if name else ''}prompts solved ({each.solved_by}): {len(each.gained)} "

@@ -388,7 +388,7 @@ def score_report(report: dict[str, float], monitor: str | None, mode: str | None
 
 
 def mark_as_newest(path: Path) -> None:
-    """Make the checkpoint that a run resumed from the newest, whatever was written after it."""
+    """Make the checkpoint that a run resumed from the newest, even if others are younger."""
     try:
         path.touch()
         update_link(path.parent / LAST, path)

@@ -57,7 +57,7 @@ class VerifiedCheckpointIO(AsyncCheckpointIO):
             sharded.
         check_fits: raises a ValueError for the checkpoint of another run.
         loaded_from: the file that was read.
-        stats: of finished saves, removed by whatever logs them.
+        stats: of finished saves, removed once they are logged.
 
     Example:
         >>> from lightning import Trainer

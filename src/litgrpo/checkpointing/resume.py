@@ -140,12 +140,12 @@ class OptimizerOptions(Callback):
         """
         if not self.checkpoint or not self.options:
             return
-        ours = optimizer_classes(trainer)
-        theirs = self.checkpoint.get(OPTIMIZER_CLASSES, ours)  # a plain Trainer stores none
-        if ours != theirs:
+        own = optimizer_classes(trainer)
+        stored = self.checkpoint.get(OPTIMIZER_CLASSES, own)  # a plain Trainer stores none
+        if own != stored:
             rank_zero_info(
-                f"The checkpoint's optimizer is {', '.join(map(_class_name, theirs))}, the "
-                f"recipe's {', '.join(map(_class_name, ours))}: its state starts from zero."
+                f"The checkpoint's optimizer is {', '.join(map(_class_name, stored))}, the "
+                f"recipe's {', '.join(map(_class_name, own))}: its state starts from zero."
             )
             self.checkpoint["optimizer_states"] = []
         for state, groups in zip(self.checkpoint["optimizer_states"], self.options, strict=False):

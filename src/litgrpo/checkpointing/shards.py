@@ -57,11 +57,11 @@ def allocate_whole(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested value with their dotted paths, in the order of `map_tensors`.
 
     Example:
-        >>> [name for name, _ in named_tensors({"a": [torch.zeros(1), {"b": torch.zeros(1)}]})]
+        >>> [name for name, _ in iterate_tensors({"a": [torch.zeros(1), {"b": torch.zeros(1)}]})]
         ['a.0', 'a.1.b']
     """
     if isinstance(value, Tensor):
@@ -72,7 +72,7 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         inner = enumerate(value)
     for key, each in inner:
-        yield from named_tensors(each, f"{path}.{key}" if path else str(key))
+        yield from iterate_tensors(each, f"{path}.{key}" if path else str(key))
 
 
 # --- writing ---
@@ -95,7 +95,9 @@ def write_folder(
         OSError: on all ranks, if the write of one failed.
     """
     unfinished, is_first = path.with_name(f".{path.name}.tmp"), dist.get_rank() == 0
-    sharded = {name: each for name, each in named_tensors(checkpoint) if isinstance(each, DTensor)}
+    sharded = {
+        name: each for name, each in iterate_tensors(checkpoint) if isinstance(each, DTensor)
+    }
 
     def prepare() -> None:
         if is_first:
@@ -220,7 +222,7 @@ def _read_shards(
     checkpoint: dict[str, Any], folder: Path, shards_for: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Replace the tensors of which only the shape is known by this rank's shards."""
-    shards = {name: shards_for(each) for name, each in named_tensors(checkpoint) if each.is_meta}
+    shards = {name: shards_for(each) for name, each in iterate_tensors(checkpoint) if each.is_meta}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*load in a single process")  # it is meant to
@@ -231,7 +233,7 @@ def _read_shards(
         raise DamagedCheckpoint(
             f"{folder} cannot be read: it is not a complete checkpoint ({reason:.90})"
         ) from error
-    names = iter(named_tensors(checkpoint))
+    names = iter(iterate_tensors(checkpoint))
 
     def fill(_: Tensor) -> Tensor:
         name, tensor = next(names)

@@ -33,8 +33,8 @@ from litgrpo.callbacks.run_folder import (
     find_newest_checkpoint,
     find_run_files,
     lock_run_folder,
+    read_saved_config,
     resolve_checkpoint,
-    saved_config,
 )
 from litgrpo.callbacks.trainer_options import check_trainer_options, cluster_plugins
 from litgrpo.checkpointing.callback import IterationCheckpoint
@@ -266,7 +266,7 @@ def load_module(path: Path) -> Any:
         path: a checkpoint of a run.
     """
     checkpoint = read_checkpoint(path)
-    node = yaml.safe_load(saved_config(checkpoint))["model"]
+    node = yaml.safe_load(read_saved_config(checkpoint))["model"]
     module = instantiate_module(
         LightningModule, {"_class_path": node["class_path"], **node["init_args"]}
     )

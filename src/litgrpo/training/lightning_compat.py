@@ -25,7 +25,7 @@ HARMLESS_WARNINGS = (
     r".*sync_dist=True",  # the modules average over processes before they log
     r".*You have overridden `transfer_batch_to_device`",
     r".*isinstance\(treespec, LeafSpec\)",  # Lightning's own call of torch
-    r"Using ModelCheckpoint with manual optimization",  # weights after the step are the right ones
+    r"Using ModelCheckpoint with manual optimization",  # weights after the step are meant
     r".*`max_epochs` was not set",  # `max_iterations` ends the training
 )
 
