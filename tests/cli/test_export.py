@@ -39,8 +39,9 @@ def test_an_existing_folder_is_replaced_by_force_only(cli):  # noqa: F811
 
 def test_errors_advise_what_export_has(cli):  # noqa: F811
     code, _, err = cli("export", "runs/none", "out")
-    said = "There is no checkpoint runs/none: give a .ckpt file, or a run folder with a checkpoint"
-    assert (code, err) == (2, f"error: {said} in it.\n")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "runs/none" in err
+    assert ".ckpt" in err
     assert not Path("out").exists()
     cli("fit", "-c", "recipe.yaml")
     code, _, err = cli("export", "runs/recipe", "/proc/out")

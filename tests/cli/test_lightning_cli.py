@@ -78,11 +78,8 @@ def test_a_finished_run_is_not_written_over(cli):  # noqa: F811
     Path("runs/recipe/notes.txt").write_text("mine")
     code, _, err = cli("fit", "-c", "recipe.yaml")
     assert code == 2
-    assert err == (
-        "error: runs/recipe already holds a run (checkpoints/last.ckpt): continue it with "
-        "--ckpt_path last, choose another folder with --run_dir, or replace it with "
-        "--overwrite true.\n"
-    )
+    assert err.startswith("error: runs/recipe already holds a run")
+    assert [key for key in ("--ckpt_path last", "--run_dir", "--overwrite") if key not in err] == []
     assert cli("fit", "-c", "recipe.yaml", "--overwrite", "true")[0] == 0
     assert Path("runs/recipe/notes.txt").exists()
     assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
@@ -105,17 +102,15 @@ def test_last_continues_the_run_with_what_the_command_line_says(cli):  # noqa: F
 def test_a_missing_last_is_an_error(cli):  # noqa: F811
     code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
     assert code == 2
-    assert err == (
-        "error: There is no checkpoint runs/recipe/checkpoints/last.ckpt: leave --ckpt_path out to "
-        "start anew, or give it a .ckpt file or a run folder.\n"
-    )
+    assert (err.count("\n"), "--ckpt_path" in err) == (1, True)
+    assert "runs/recipe/checkpoints/last.ckpt" in err
     assert not Path("runs").exists()
 
 
 AUTO = ("fit", "-c", "recipe.yaml", "--auto_resume", "true")
 
 
-def test_auto_resume_starts_a_run_and_goes_on_with_it(cli, caplog):  # noqa: F811
+def test_auto_resume_starts_a_run_and_continues_it(cli, caplog):  # noqa: F811
     code, out, _ = cli(*AUTO)
     assert (code, "Going on" in caplog.text) == (0, False)
     assert "4 iterations, " in out
@@ -140,8 +135,8 @@ def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):  # no
     with pytest.warns(UserWarning, match="not resumed from"):
         code, _, err = cli(*AUTO)
     assert code == 2
-    assert "no checkpoint of this run is good: " in err.splitlines()[-1]
-    assert err.splitlines()[-1].endswith("or give another --run_dir, to start anew.")
+    assert "no checkpoint of this run" in err.splitlines()[-1]
+    assert "--run_dir" in err.splitlines()[-1]
 
 
 def test_auto_resume_starts_over_what_left_no_checkpoint(cli):  # noqa: F811
@@ -150,7 +145,7 @@ def test_auto_resume_starts_over_what_left_no_checkpoint(cli):  # noqa: F811
     assert cli(*AUTO)[0] == 0
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(cli):  # noqa: F811
+def test_a_damaged_checkpoint_that_is_named_is_rejected(cli):  # noqa: F811
     cli("fit", "-c", "recipe.yaml")
     Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
     code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
@@ -182,7 +177,7 @@ def test_max_time_leaves_room_for_the_end(cli):  # noqa: F811
     assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 1
 
 
-def test_the_other_verbs_read_the_configuration_of_the_run(cli):  # noqa: F811
+def test_the_other_commands_read_the_configuration_of_the_run(cli):  # noqa: F811
     cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
     of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
     code, out, _ = cli("predict", *of_run, "--data.prompts", '["1+1=", "2+2="]')
@@ -206,7 +201,8 @@ def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpo
     assert "Evaluated: iteration=000004" in out
     of_last = Path("runs/recipe/validate.json").read_text()
     _, out, _ = cli(*of_run)
-    assert "Evaluated: the start, untrained; for a trained model give --ckpt_path." in out
+    assert "Evaluated: the initial policy" in out
+    assert "--ckpt_path" in out
     assert Path("runs/recipe/validate.json").read_text() == of_last
     start = json.loads(Path("runs/recipe/validate-start.json").read_text())
     assert (start["checkpoint"], start["iteration"]) == ("start", 0)
@@ -234,7 +230,7 @@ def test_every_part_can_be_switched_off(cli):  # noqa: F811
     assert written == ["config.yaml", "summary.json"]
 
 
-def test_a_rehearsal_writes_nothing(cli):  # noqa: F811
+def test_a_fast_dev_run_writes_nothing(cli):  # noqa: F811
     code, _, _ = cli("fit", "-c", "recipe.yaml", "--trainer.fast_dev_run", "1")
     assert code == 0
     assert not list(Path("runs").rglob("*.*"))

@@ -99,7 +99,7 @@ PROBES = [
     Probe("a reward in the working folder", f"{BASE} {PART} here.f", code=0, files=FILES),
     Probe(
         "a reward module that is nowhere",
-        f"{BASE} {PART} sorting.f",
+        f"{BASE} {PART} no_such_rewards.f",
         ("looked in", "recipes", "PYTHONPATH"),
         never=("did you mean", "Traceback"),
         files=FILES,
