@@ -11,7 +11,7 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
-from litgrpo.tools.plan.devices import devices
+from litgrpo.tools.plan.devices import load_devices
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -129,4 +129,4 @@ def test_chips_that_a_notebook_asks_for_are_known():
     text = (ROOT / "notebooks" / "04_your_model_on_colab_or_kaggle.ipynb").read_text()
     asked = re.findall(r'\\": \\"([\w-]+)\\"', text.partition("chip = {")[2].partition("}")[0])
     assert len(asked) == 3
-    assert set(asked) <= devices().devices.keys()
+    assert set(asked) <= load_devices().devices.keys()

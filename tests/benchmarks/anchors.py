@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from litgrpo.tools.plan.command import PlanCLI
-from litgrpo.tools.plan.devices import Span, devices
-from litgrpo.tools.plan.on_devices import Plan, plan_of
+from litgrpo.tools.plan.devices import Bounds, load_devices
+from litgrpo.tools.plan.plan import Plan, make_plan
 from tests.benchmarks.plan import write
 
 ROOT = Path(__file__).parents[2]
@@ -111,28 +111,28 @@ def planned(anchor: Anchor, chip: str, folder: Path) -> Plan:
         words += ["--model_config", str(path)]
     else:
         words += ["--model.pretrained", model]
-    return plan_of(PlanCLI(words).config)
+    return make_plan(PlanCLI(words).config)
 
 
-def spans_on(anchor: Anchor, chip: str) -> dict[str, Span]:
+def spans_on(anchor: Anchor, chip: str) -> dict[str, Bounds]:
     """Seconds of each phase, by the plan for a device."""
     with TemporaryDirectory() as name:
         plan = planned(anchor, chip, Path(name))
     share = anchor.completion_len / anchor.limit
     # verl's default is vLLM without recorded steps.
-    training = plan.training
-    eager = training.changed(schedule=replace(training.schedule, recorded=False))
-    estimate = replace(plan.estimate, training=eager, lengths=Span(share, share))
+    recipe = plan.recipe
+    eager = recipe.with_settings(schedule=replace(recipe.schedule, recorded=False))
+    estimate = replace(plan.estimate, recipe=eager, lengths=Bounds(share, share))
     found = {phase.name: phase.once for phase in estimate.phases()}
-    step = found["reading"] + found["decoding"] + found["scoring"] * 2 + found["learning"]
+    step = found["prefill"] + found["decoding"] + found["scoring"] * 2 + found["learning"]
     return found | {"step": step}
 
 
-def spans(anchor: Anchor) -> dict[str, Span]:
+def spans(anchor: Anchor) -> dict[str, Bounds]:
     """Seconds of each phase, from the least to the most of all devices that it may have been."""
     found = [spans_on(anchor, chip) for chip in anchor.chips]
     return {
-        name: Span(min(each[name].low for each in found), max(each[name].high for each in found))
+        name: Bounds(min(each[name].low for each in found), max(each[name].high for each in found))
         for name in found[0]
     }
 
@@ -145,17 +145,17 @@ def rows() -> list[str]:
     ]
     for anchor in ANCHORS:
         found = spans(anchor)
-        for phase, measured in anchor.seconds.items():
+        for phase, measure_recipe in anchor.seconds.items():
             span = found[phase]
-            inside = "yes" if span.low <= measured <= span.high else "no"
-            factor = span.middle / measured
+            inside = "yes" if span.low <= measure_recipe <= span.high else "no"
+            factor = span.middle / measure_recipe
             lines.append(
-                f"| {anchor.name} ({anchor.source}) | {phase} | {measured:g} s | "
+                f"| {anchor.name} ({anchor.source}) | {phase} | {measure_recipe:g} s | "
                 f"{span.low:.2g} - {span.high:.2g} s | x {factor:.2g} | {inside} |"
             )
     return lines
 
 
 if __name__ == "__main__":
-    print(f"devices of {devices().date}")
+    print(f"devices of {load_devices().date}")
     write(PAGE, "anchors", rows())

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from litgrpo.tools.plan.command import PlanCLI
-from litgrpo.tools.plan.layouts import layout_of
-from litgrpo.tools.plan.on_devices import plan_of
+from litgrpo.tools.plan.plan import make_layout, make_plan
 from tests.benchmarks.plan import write
 
 ROOT = Path(__file__).parents[2]
@@ -56,18 +55,18 @@ def planned(size: str, words: list[str]):
     split = RECIPE.index("--model.precision.gradient_checkpointing")
     recipes, keys = RECIPE[:split], RECIPE[split:]
     asked = [*recipes, *overlays, *keys, *model, *rest]
-    return plan_of(PlanCLI(asked).config)
+    return make_plan(PlanCLI(asked).config)
 
 
-def verdict(plan, found) -> str:
+def render_verdict(plan, found) -> str:
     """FITS, or the smallest change."""
-    from litgrpo.tools.plan.fitting import proposal
+    from litgrpo.tools.plan.fitting import propose_change
 
     if plan.fits and found.samples:
         return "FITS"
     if plan.fits:
         return "no row has room: a server in tensor parallel"
-    change = proposal(plan.room, plan.training, plan.number)
+    change = propose_change(plan.budget, plan.recipe, plan.number)
     return "no change helps" if change is None else f"`{' '.join(change)}`"
 
 
@@ -77,7 +76,7 @@ def rows() -> list[str]:
     for size in SIZES:
         for name, words in LAYOUTS.items():
             plan = planned(size, words)
-            found = layout_of(plan, plan.training.publisher)
+            found = make_layout(plan, plan.recipe.publisher)
             low, high = found.publishing.low, found.publishing.high
             publish = f"{low:.1f} - {high:.1f} s" if found.published else "-"
             cells = (
@@ -86,11 +85,11 @@ def rows() -> list[str]:
                 f"{found.rollout / 1e9:.1f}",
                 f"{found.sampler / 1e9:.1f}" if plan.samplers else "-",
                 f"{found.tokens / 1e3:,.0f} k",
-                f"{found.rows} of {found.wanted}",
+                f"{found.rows} of {found.rows_per_rollout}",
                 publish,
                 f"{found.host_load / 1e9:.0f}, {found.host_save / 1e9:.0f}",
                 f"{found.disk / 1e9:.0f}",
-                verdict(plan, found),
+                render_verdict(plan, found),
             )
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], file=sys.stderr)

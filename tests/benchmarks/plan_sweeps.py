@@ -3,7 +3,7 @@
     python -m tests.benchmarks.plan_sweeps [--fit]
 
 Writes a table of docs/plan.md. Nothing is run: the plan is told model, rows and mean length as they
-were measured. With --fit it prints the constants of `assumed` in devices.yaml that suit a processor
+were measured. With --fit it prints the constants of `assumptions` in devices.yaml for a processor
 best, by the interval score of the logarithms: narrow ranges, and what lies outside counts 20 times.
 
 Source: Gneiting and Raftery 2007, "Strictly Proper Scoring Rules", section 6.2 (interval score).
@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from litgrpo.distributed.device import threads
 from litgrpo.tools.plan.command import PlanCLI
-from litgrpo.tools.plan.devices import Span
-from litgrpo.tools.plan.on_devices import plan_of
-from litgrpo.tools.plan.seconds import Estimate
+from litgrpo.tools.plan.devices import Bounds
+from litgrpo.tools.plan.plan import make_plan
+from litgrpo.tools.plan.time_model import TimeEstimate
 from tests.benchmarks import page, step
 from tests.benchmarks.plan import PAGE, ROOT, write
 
@@ -49,21 +49,22 @@ class Point(NamedTuple):
     processor: str
     arguments: argparse.Namespace
     seconds: dict[str, float]
-    estimate: Estimate
+    estimate: TimeEstimate
 
-    def planned(self, constants: Range | None = None) -> dict[str, Span]:
+    def planned(self, constants: Range | None = None) -> dict[str, Bounds]:
         """Seconds of the same phases by the plan, with its own constants or others."""
         estimate = self.estimate
         if constants is not None:
-            share, calls = (Span(*constants[name]) for name in ("share", "calls"))
-            assumed = replace(
-                estimate.assumed,
-                arithmetic=estimate.assumed.arithmetic | {"cpu": {math.inf: share}},
-                calls_us=estimate.assumed.calls_us | {"cpu": {"eager": calls, "recorded": calls}},
+            share, calls = (Bounds(*constants[name]) for name in ("share", "calls"))
+            assumptions = replace(
+                estimate.assumptions,
+                arithmetic=estimate.assumptions.arithmetic | {"cpu": {math.inf: share}},
+                calls_us=estimate.assumptions.calls_us
+                | {"cpu": {"eager": calls, "recorded": calls}},
             )
-            estimate = replace(estimate, assumed=assumed)
+            estimate = replace(estimate, assumptions=assumptions)
         found = {phase.name: phase.once for phase in estimate.phases()}
-        return {"rollout": found["reading"] + found["decoding"], "learning": found["learning"]}
+        return {"rollout": found["prefill"] + found["decoding"], "learning": found["learning"]}
 
 
 def points(folder: Path) -> Iterator[Point]:
@@ -76,11 +77,11 @@ def points(folder: Path) -> Iterator[Point]:
                 ours = found["ours"]
                 share = ours["mean_completion_len"] / arguments.max_new
                 seconds = {"rollout": ours["rollout_s"], "learning": ours["learn_s"]}
-                estimate = replace(estimate_of(arguments, folder), lengths=Span(share, share))
+                estimate = replace(estimate_of(arguments, folder), lengths=Bounds(share, share))
                 yield Point(processor, arguments, seconds, estimate)
 
 
-def estimate_of(arguments: argparse.Namespace, folder: Path) -> Estimate:
+def estimate_of(arguments: argparse.Namespace, folder: Path) -> TimeEstimate:
     """The plan's estimate for the arguments of `tests.benchmarks.step`."""
     size = step.work_of(arguments).size
     config = {
@@ -99,7 +100,7 @@ def estimate_of(arguments: argparse.Namespace, folder: Path) -> Estimate:
     words += ["--data.max_prompt_length", str(size.prompt_len)]
     words += ["--model.max_completion_length", str(arguments.max_new)]
     with threads(1):  # the plan counts the threads of this process
-        return plan_of(PlanCLI(words).config).estimate
+        return make_plan(PlanCLI(words).config).estimate
 
 
 def score(found: list[Point], constants: Range) -> float:

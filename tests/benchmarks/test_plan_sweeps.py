@@ -30,7 +30,7 @@ def test_the_plan_is_told_model_rows_and_mean_length(two_steps):
     tiny = two_steps[0]
     assert tiny.seconds == {"rollout": 1.0, "learning": 2.0}
     assert tiny.estimate.lengths.low == tiny.estimate.lengths.high == 32 / 128
-    work = tiny.estimate.training.work
+    work = tiny.estimate.recipe.work
     assert (work.rollouts[0], work.prompt_len, work.completion_len) == ((8, 8), 64, 128)
     assert tiny.estimate.linear == 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 512)
 

@@ -12,8 +12,8 @@ import torch
 from transformers import Gemma2Config
 
 from litgrpo.distributed.sharding import shard_dim
-from litgrpo.tools.plan.division import Chips
-from litgrpo.tools.plan.memory import Blueprint, Work, account
+from litgrpo.tools.plan.memory import IterationSizes, MetaModel, count_memory
+from litgrpo.tools.plan.sharding import XLASharding
 from tests.xla.own_process import ENVIRONMENT, ROOT
 
 ROWS, LENGTH, GIB = 8, 256, 2**30
@@ -36,9 +36,11 @@ def config(vocabulary: int) -> Gemma2Config:
 
 def estimate(vocabulary: int, completion: int, chips: int) -> float:
     """GiB of activations, head and gathered weights."""
-    blueprint = Blueprint(config(vocabulary))
-    work = Work((), LENGTH - completion, completion, ROWS, LENGTH)
-    items = account(blueprint, work, Chips(chips), states=[], reference=None, checkpointing=False)
+    meta_model = MetaModel(config(vocabulary))
+    work = IterationSizes((), LENGTH - completion, completion, ROWS, LENGTH)
+    items = count_memory(
+        meta_model, work, XLASharding(chips), states=[], reference=None, checkpointing=False
+    )
     held = ("activations", "head", "gathered")
     return sum(item.size for item in items if item.name in held) / GIB
 

@@ -1,4 +1,4 @@
-"""The verb, from the command line to its verdict and advice."""
+"""The command, from the command line to its verdict and advice."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, tmp_path):  # noq
     assert content["peak_bytes"] < 0.9 * 16e9
 
 
-def test_time_money_and_sessions_are_told(cli, tmp_path):  # noqa: F811
+def test_time_cost_and_sessions_are_printed(cli, tmp_path):  # noqa: F811
     mine = tmp_path / "mine.yaml"
     mine.write_text("sessions: {My lunch: {device: v5e, number: 1, hours: 0.001, source: me}}\n")
     report = str(tmp_path / "plan.json")
@@ -40,27 +40,27 @@ def test_time_money_and_sessions_are_told(cli, tmp_path):  # noqa: F811
     assert (code, err) == (0, "")
     assert "Time of 100,000 iterations, low - high" in out
     assert re.search(r"\| learning +\|.*\| 100,000 +\|.*\| model.update.micro_batch_tokens up", out)
-    assert re.search(r"In all [\d.]+ - [\d.]+ h; [\d.]+ - [\d.]+ dollars at 1.2 an hour x 1", out)
-    assert re.search(r"My lunch \(1 x v5e, 0.001 h\): does not fit by [\d.]+ h, or more", out)
+    assert re.search(r"[\d.]+ - [\d.]+ h; [\d.]+ - [\d.]+ dollars at 1.2 per hour x 1", out)
+    assert re.search(r"My lunch \(1 x v5e, 0.001 h\): too long", out)
     assert "Kaggle TPU (1 x v5e, 9 h): " in out
     found = json.loads(Path(report).read_text())
     each = {phase["name"]: phase["seconds"][1] * phase["times"] for phase in found["phases"]}
     assert found["seconds"][1] == pytest.approx(sum(each.values()))
-    assert [phase["mostly"] for phase in found["phases"] if phase["name"] == "learning"] == [
-        "calls"
+    assert [phase["largest_term"] for phase in found["phases"] if phase["name"] == "learning"] == [
+        "kernel launches"
     ]
 
 
-def test_a_run_here_is_planned_from_its_own_data(cli):  # noqa: F811
+def test_a_run_on_this_cpu_is_planned_from_its_data(cli):  # noqa: F811
     code, out, _ = cli("plan", "-c", QUICKSTART, "--chip", "cpu", "--model.max_iterations", "null")
     assert code == 0
     assert "| program " in out
     assert re.search(r"up to 100 prompts of 2\d tokens", out)
     assert "Time of 750 iterations" in out  # three passes over 4,000 prompts, 16 at a time
-    assert "no price of cpu is known" in out
+    assert "price of cpu is unknown" in out
 
 
-def test_what_is_proposed_fits_and_where_nothing_helps_that_is_said(cli):  # noqa: F811
+def test_the_proposed_change_fits_and_an_impossible_fit_is_reported(cli):  # noqa: F811
     rates = {"kind": "cuda", "bandwidth_gb_s": 1, "link_gb_s": 1, "usd_per_hour": None}
     rates |= {"tflops": {"float32": 0.1}, "source": "made up"}
     made = {"small": rates | {"memory_gb": 0.1}, "tiny": rates | {"memory_gb": 0.0005}}
@@ -70,19 +70,19 @@ def test_what_is_proposed_fits_and_where_nothing_helps_that_is_said(cli):  # noq
     code, out, _ = cli(*words, "--chip", "small")
     assert code == 0
     assert "DOES NOT FIT" in out
-    *_, proposed, verdict = out.strip().splitlines()
+    *_, proposed, render_verdict = out.strip().splitlines()
     assert "--model.update.micro_batch_size" in proposed
-    assert verdict.startswith("  FITS: ")
+    assert render_verdict.startswith("  FITS: ")
     code, again, _ = cli(*words, "--chip", "small", *proposed.split()[1:])
     assert code == 0
-    assert verdict.strip() in again
+    assert render_verdict.strip() in again
     assert "With " not in again
     code, out, _ = cli(*words, "--chip", "tiny")
     assert code == 1
-    assert "No change that plan knows makes it fit" in out
+    assert "No known change" in out
 
 
-def test_without_division_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: F811
+def test_on_one_device_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: F811
     code, out, _ = cli("plan", "-c", QUICKSTART)
     assert code == 0
     assert "647,808 numbers" in out
@@ -92,20 +92,20 @@ def test_without_division_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         ((), "Optimizer AdamW, lr 0.0003, "),
         (("--model.optimizer", "litgrpo.training.optim.DefaultAdamW"), "AdamW, lr 0.0003, "),
         (("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"), "SGD, lr 0.5, "),
     ],
 )
-def test_the_optimizer_is_named_with_its_rate(cli, words, said):  # noqa: F811
+def test_the_optimizer_is_printed_with_its_learning_rate(cli, words, text):  # noqa: F811
     code, out, _ = cli("plan", "-c", QUICKSTART, *words)
     assert code == 0
-    assert said in out
+    assert text in out
 
 
-def test_lora_needs_no_reference_and_hardly_any_moments(cli):  # noqa: F811
+def test_lora_needs_no_reference_and_little_optimizer_state(cli):  # noqa: F811
     words = ("-c", GEMMA, "-c", SPMD, "--model.lora.rank", "16", "--chips", "4")
     code, out, _ = cli("plan", *words, "--model.update.micro_batch_size", "4")
     assert code == 0
@@ -114,14 +114,14 @@ def test_lora_needs_no_reference_and_hardly_any_moments(cli):  # noqa: F811
     assert "| reference " not in out
 
 
-def test_rows_that_cannot_be_divided_do_not_fit(cli):  # noqa: F811
+def test_rows_that_cannot_be_split_evenly_do_not_fit(cli):  # noqa: F811
     code, out, _ = cli("plan", "-c", QUICKSTART, "-c", SPMD, "--data.batch_size", "3")
     assert code == 0
     code, out, _ = cli(
         *("plan", "-c", QUICKSTART, "-c", SPMD, "--data.batch_size", "3", "--chips", "16")
     )
     assert code == 1
-    assert "BUT 24 rows of a rollout (data.batch_size x group_size) cannot be divided" in out
+    assert "BUT 24 rows of a rollout (data.batch_size x group_size)" in out
 
 
 @pytest.mark.parametrize("name", ["gsm8k_small_sft.yaml", "reasoning_gemma2_2b_sft.yaml"])
@@ -133,12 +133,12 @@ def test_supervised_recipes_have_no_rollout(cli, name):  # noqa: F811
     assert "| gradients " in out
 
 
-def test_a_folder_or_file_tells_the_sizes_of_an_unknown_model(cli, tmp_path):  # noqa: F811
+def test_an_unknown_model_needs_a_config(cli, tmp_path):  # noqa: F811
     tiny_model("qwen2").config.save_pretrained(tmp_path / "model")
     words = ["-c", QUICKSTART, "--model.pretrained", "someone/unknown"]
     code, _, err = cli("plan", *words)
     assert code == 2
-    assert "the sizes of 'someone/unknown' are not known here" in err
+    assert "--model_config" in err
     for path in (tmp_path / "model", tmp_path / "model" / "config.json"):
         code, out, _ = cli("plan", *words, "--model_config", str(path))
         assert code == 0
@@ -148,12 +148,12 @@ def test_a_folder_or_file_tells_the_sizes_of_an_unknown_model(cli, tmp_path):  #
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--chip", "h1000"], "chip is 'h1000'; it can be t4, p100, l4,"),
-        (["--chips", "8"], "chips is 8, but trainer.strategy is 'auto'"),
-        (["--chips", "0"], "chips is 0; it must be at least 1"),
-        (["--samplers", "2"], "samplers is 2, but model.engine samples where it learns"),
-        (["--devices", "nowhere"], "devices is 'nowhere', and there is no such file"),
-        (["--model_config", "nowhere"], "model_config is 'nowhere', and there is no such"),
+        (["--chip", "h1000"], "chip is 'h1000'"),
+        (["--chips", "8"], "trainer.strategy 'auto'"),
+        (["--chips", "0"], "chips is 0"),
+        (["--samplers", "2"], "samplers is 2"),
+        (["--devices", "nowhere"], "devices is 'nowhere'"),
+        (["--model_config", "nowhere"], "model_config is 'nowhere'"),
         (["--model.group_sise", "4"], "did you mean 'model.group_size'?"),
     ],
 )
@@ -164,31 +164,31 @@ def test_mistakes_are_one_line(cli, words, message):  # noqa: F811
     assert err.count("\n") == 1
 
 
-def test_an_encoder_decoder_model_is_refused(cli):  # noqa: F811
+def test_an_encoder_decoder_model_is_an_error(cli):  # noqa: F811
     code, _, err = cli("plan", "-c", str(CONFIGS / "convai2_small_sft.yaml"))
     assert code == 2
-    assert "plan counts decoder-only models, and t5 is an encoder-decoder model" in err
+    assert "t5" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
-        (["--iterations", "0"], "iterations is 0; it must be at least 1."),
-        (["--val_prompts", "-1"], "val_prompts is -1; it must be at least 1."),
-        (["--measure", "--chip", "h100"], "measure runs on this machine"),
+        (["--iterations", "0"], "iterations is 0"),
+        (["--val_prompts", "-1"], "val_prompts is -1"),
+        (["--measure", "--chip", "h100"], "measure"),
     ],
 )
-def test_a_plan_of_nothing_is_refused(cli, words, said):  # noqa: F811
+def test_bad_options_are_errors_that_name_them(cli, words, text):  # noqa: F811
     code, out, err = cli("plan", "-c", QUICKSTART, *words)
     assert (code, out) == (2, "")
-    assert said in err
+    assert text in err
     assert len(err.splitlines()) == 1
 
 
-def test_what_has_room_and_cannot_be_divided_does_not_fit(cli):  # noqa: F811
+def test_a_plan_that_cannot_be_split_evenly_does_not_fit(cli):  # noqa: F811
     fsdp = str(CONFIGS / "hardware" / "fsdp2.yaml")
     words = ["--chip", "h100", "--chips", "5", "--trainer.strategy.replicas", "2"]
     code, out, _ = cli("plan", "-c", QUICKSTART, "-c", fsdp, *words)
     assert code == 1
     assert "WOULD FIT: " in out
-    assert "BUT 2 replicas cannot be divided evenly over 5 chips" in out
+    assert "BUT 2 replicas" in out

@@ -1,4 +1,4 @@
-"""A few iterations that are run, and the arithmetic that makes a whole run of them."""
+"""A few iterations are run, and their times extrapolated to a whole run."""
 
 import json
 import re
@@ -6,37 +6,43 @@ from pathlib import Path
 
 import pytest
 
-from litgrpo.tools.plan.measuring import ITERATIONS, NEVER, Measured, of_events, shortened
+from litgrpo.tools.plan.measuring import (
+    ITERATIONS,
+    NO_VALIDATION,
+    MeasuredTimes,
+    shorten_recipe,
+    times_from_events,
+)
 from litgrpo.tools.plan.schedule import Schedule
 from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_whole_run_by_hand():
-    found = Measured(
-        whole=30.0, iteration=2.0, evaluation=4.0, save=0.5, learning_share=0.25, peak=1
+def test_the_whole_run_is_extrapolated_by_hand():
+    found = MeasuredTimes(
+        whole=30.0, iteration=2.0, evaluation=4.0, save=0.5, learning_frac=0.25, peak_bytes=1
     )
     plan = Schedule(iterations=105, validate_every=50, save_every=35)
     # 100 more iterations, evaluations before and after and two more (at 50, 100), two more saves
     assert found.run(plan) == 30 + 100 * 2.0 + 2 * 4.0 + 2 * 0.5
-    assert found.run(plan, learning=0.0) == 30 + 100 * 1.5 + 2 * 4.0 + 2 * 0.5
+    assert found.run(plan, trained_frac=0.0) == 30 + 100 * 1.5 + 2 * 4.0 + 2 * 0.5
 
 
-def test_events_become_seconds_of_each_part():
+def test_events_give_the_seconds_of_each_part():
     lines = [("validation", 1), ("end of validation", 9)]
     for start, end in ((10, 19), (20, 21), (22, 23), (24, 25), (26, 27)):
         lines += [("iteration", start), ("end of iteration", end)]
-    lines += [("validation", 30), ("end of validation", 35), ("end of training", 36)]
-    noted = [{"event": event, "cpu": 10.0 * at, "wall": 0.0} for event, at in lines]
-    found = of_events(noted, "cpu", 500.0, 0.5, 7)
+    lines += [("validation", 30), ("end of validation", 35), ("end of recipe", 36)]
+    events = [{"event": event, "cpu": 10.0 * at, "wall": 0.0} for event, at in lines]
+    found = times_from_events(events, "cpu", 500.0, 0.5, 7)
     assert found.iteration == 20.0  # the first, of 100, warms up
     assert found.evaluation == 50.0  # the last: warm
     assert found.save == 30.0
-    assert (found.whole, found.learning_share, found.peak) == (500.0, 0.5, 7)
+    assert (found.whole, found.learning_frac, found.peak_bytes) == (500.0, 0.5, 7)
 
 
-def test_what_is_measured_is_the_recipe_and_its_own_folder(tmp_path):
+def test_the_measured_recipe_differs_in_length_and_folder_only(tmp_path):
     config = {
         "model": {"class_path": "GRPO", "init_args": {"max_iterations": 900, "group_size": 3}},
         "trainer": {"callbacks": [{"class_path": "mine"}], "val_check_interval": 5, "devices": 2},
@@ -44,10 +50,10 @@ def test_what_is_measured_is_the_recipe_and_its_own_folder(tmp_path):
         "run_dir": "runs/precious",
         "seed_everything": 4,
     }
-    found = shortened(config, tmp_path)
+    found = shorten_recipe(config, tmp_path)
     assert found["model"]["init_args"] == {"max_iterations": ITERATIONS, "group_size": 3}
     assert found["trainer"]["callbacks"][0] == {"class_path": "mine"}
-    assert found["trainer"]["val_check_interval"] == NEVER
+    assert found["trainer"]["val_check_interval"] == NO_VALIDATION
     assert found["trainer"]["devices"] == 2
     assert found["checkpoint"] == {"every_n_iterations": 0, "keep_best": 1}
     assert found["run_dir"].startswith(str(tmp_path))
@@ -55,7 +61,7 @@ def test_what_is_measured_is_the_recipe_and_its_own_folder(tmp_path):
     assert config["run_dir"] == "runs/precious"
 
 
-def test_a_recipe_is_run_and_told(cli, monkeypatch):  # noqa: F811
+def test_a_recipe_is_run_and_extrapolated(cli, monkeypatch):  # noqa: F811
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ("--measure", "--report", "out.json", "--iterations", "1000")
     code, out, err = cli("plan", "-c", "recipe.yaml", *words)
@@ -66,5 +72,5 @@ def test_a_recipe_is_run_and_told(cli, monkeypatch):  # noqa: F811
     assert found["whole"] > 0.5
     more = 995 * found["iteration"] + 19 * found["evaluation"] + 499 * found["save"]
     assert found["run"] == pytest.approx(found["whole"] + more)
-    assert found["peak"] > 1e8
+    assert found["peak_bytes"] > 1e8
     assert not Path("runs").exists()

@@ -1,1 +1,1 @@
-"""Memory of a recipe, before it runs."""
+"""Estimate memory, run time and cost of a recipe before it runs."""

@@ -1,4 +1,7 @@
-"""`plan`: what would a recipe need of memory, time and money? Without devices and weights."""
+"""The command `plan`: estimate memory, run time and cost of a recipe.
+
+Neither the devices nor the weights are needed.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 from litgrpo.arguments import at_least, require
 from litgrpo.cli.parser import RecipeCLI
-from litgrpo.tools.plan import telling
-from litgrpo.tools.plan.fitting import proposal
-from litgrpo.tools.plan.measuring import measured
-from litgrpo.tools.plan.on_devices import Plan, plan_of
-from litgrpo.tools.plan.schedule import schedule_of
+from litgrpo.tools.plan import render
+from litgrpo.tools.plan.fitting import propose_change
+from litgrpo.tools.plan.measuring import measure_recipe
+from litgrpo.tools.plan.plan import Plan, make_plan
+from litgrpo.tools.plan.schedule import read_schedule
 
 DOES_NOT_FIT = 1  # exit code
 
@@ -49,21 +52,20 @@ def plan(  # noqa: PLR0913, PLR0917 (each is an option)
         fit: find the smallest change with which it fits.
         measure: run a few iterations here, in a temporary folder, and estimate the run's time.
     """
-    asked: PlanCLI = given
+    cli: PlanCLI = given
     at_least("iterations", iterations, 1)
     at_least("val_prompts", val_prompts, 1)
     if measure:
         require(chip is None, "measure runs on this machine: leave out either chip or measure.")
-        tell_measured(asked)
+        print_measured(cli)
         return
-    found = plan_of(asked.config)
-    print("\n".join(telling.as_text(found)))
+    found = make_plan(cli.config)
+    print("\n".join(render.render_text(found)))
     if report is not None:
-        content = json.dumps(telling.as_dict(found), indent=1)
-        Path(report).write_text(content + "\n", encoding="utf-8")
+        _write_json(report, render.to_dict(found))
     fits = found.fits
-    if fit:
-        fits = fits or tell_proposal(found, asked.typed)
+    if fit and not fits:
+        fits = print_proposal(found, cli.typed)
     if not fits:
         raise SystemExit(DOES_NOT_FIT)
 
@@ -72,7 +74,7 @@ class PlanCLI(RecipeCLI):
     """Parse the command line of `fit`, with the options of `plan`; build nothing.
 
     Args:
-        words: what follows the command.
+        words: words after the command.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -80,28 +82,32 @@ class PlanCLI(RecipeCLI):
         super().__init__(words, "plan", extra=plan)
 
 
-def tell_measured(asked: PlanCLI) -> None:
-    """Print what a few iterations took, and what the whole run takes after them."""
-    settings = asked.config
-    schedule = schedule_of(settings, samples="objective" in settings.model.init_args)
-    found = measured(asked.recipe)
-    print("\n".join(telling.measured_text(found, schedule)))
+def print_measured(cli: PlanCLI) -> None:
+    """Run a few iterations; print their times and the estimate for the whole run."""
+    settings = cli.config
+    schedule = read_schedule(settings, is_grpo="objective" in settings.model.init_args)
+    times = measure_recipe(cli.recipe)
+    print("\n".join(render.render_measured(times, schedule)))
     if settings.report is not None:
-        content = {kind: asdict(each) | {"run": each.run(schedule)} for kind, each in found.items()}
-        text = json.dumps(content | {"iterations": schedule.iterations}, indent=1)
-        Path(settings.report).write_text(text + "\n", encoding="utf-8")
+        content = {kind: asdict(each) | {"run": each.run(schedule)} for kind, each in times.items()}
+        _write_json(settings.report, content | {"iterations": schedule.iterations})
 
 
-def tell_proposal(found: Plan, words: Sequence[str]) -> bool:
-    """Print the smallest change that makes it fit, planned anew from the command line with it."""
-    change = proposal(found.room, found.training, found.number)
+def print_proposal(found: Plan, words: Sequence[str]) -> bool:
+    """Print the smallest change that makes a recipe fit; return whether there is one.
+
+    The plan with the change is computed from its command line, like any other.
+    """
+    change = propose_change(found.budget, found.recipe, found.number)
     print()
     if change is None:
-        print(
-            "No change that plan knows makes it fit: a smaller model or larger devices are needed."
-        )
+        print("No known change makes it fit; use a smaller model or larger devices.")
         return False
-    changed = plan_of(PlanCLI([*words, *change]).config)
+    changed = make_plan(PlanCLI([*words, *change]).config)
     print(f"With {' '.join(change)}")
-    print(f"  {telling.verdict(changed)}")
+    print(f"  {render.render_verdict(changed)}")
     return changed.fits
+
+
+def _write_json(path: str, content: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

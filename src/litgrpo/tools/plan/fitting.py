@@ -1,4 +1,4 @@
-"""What would make a recipe fit: the smallest change, those that learn the same first."""
+"""Find the smallest change that makes a recipe fit; changes that keep the gradient come first."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from itertools import product
 from litgrpo.distributed.device import DIVIDING
 from litgrpo.models.loading import LoRA
 from litgrpo.tools.plan.devices import Device
-from litgrpo.tools.plan.division import Chips, FullShard
-from litgrpo.tools.plan.memory import Item, peak
-from litgrpo.tools.plan.training import Training
+from litgrpo.tools.plan.memory import MemoryItem, peak_bytes
+from litgrpo.tools.plan.sharding import FSDPSharding, XLASharding
+from litgrpo.tools.plan.sizes import RecipeSizes
 
-# Left for the runtime, for what a compiler keeps besides, and for holes.
+# Fraction of the memory left for the runtime, compiler buffers and fragmentation.
 SPARE_FRAC = 0.1
-SIZES = (1, 4, 8, 16, 32, 64)
-AT_ONCE = (None, 64, 16, 4)  # rows that are decoded at once; others queue
+DEVICE_COUNTS = (1, 4, 8, 16, 32, 64)
+ROW_LIMITS = (64, 16, 4)  # rows decoded at once; others queue
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
-DIVIDES = {"tpu": Chips(), "cuda": FullShard()}
-OVERLAYS = {"tpu": "configs/hardware/tpu_spmd.yaml", "cuda": "configs/hardware/fsdp2.yaml"}
-Change = list[str]
+SHARDINGS = {"tpu": XLASharding(), "cuda": FSDPSharding()}
+HARDWARE_CONFIGS = {"tpu": "configs/hardware/tpu_spmd.yaml", "cuda": "configs/hardware/fsdp2.yaml"}
+Change = list[str]  # words to add to the command line
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Memory of a device.
 
     Args:
-        device: of which kind.
-        program: bytes that the program itself takes of it.
+        device: kind of device.
+        program: bytes that the program itself takes.
+
+    Example:
+        >>> from litgrpo.tools.plan.devices import load_devices
+        >>> MemoryBudget(load_devices().device("h100")).usable
+        72000000000.0
     """
 
     device: Device
@@ -37,94 +42,117 @@ class Room:
 
     @property
     def usable(self) -> float:
-        """Bytes."""
+        """Usable bytes."""
         return (1 - SPARE_FRAC) * self.device.memory
 
-    def items(self, training: Training, number: int) -> list[Item]:
-        """What each of so many devices holds."""
-        program = Item("program", self.program, "always", "this process, without a model")
-        return [program] * bool(self.program) + training.account(number)
+    def items(self, recipe: RecipeSizes, number: int) -> list[MemoryItem]:
+        """Return the memory that each of `number` devices needs."""
+        items = recipe.count_memory(number)
+        if self.program:
+            how = "this process, without a model"
+            items.insert(0, MemoryItem("program", self.program, "always", how))
+        return items
 
-    def fits(self, items: Sequence[Item]) -> bool:
-        """Whether there is room, with some to spare."""
-        return peak(items) <= self.usable
+    def fits(self, items: Sequence[MemoryItem]) -> bool:
+        """Return whether the memory suffices, with some to spare."""
+        return peak_bytes(items) <= self.usable
 
-    def takes(self, training: Training, number: int) -> bool:
-        """Whether so many devices take a recipe."""
-        return not training.undivided(number) and self.fits(self.items(training, number))
+    def can_hold(self, recipe: RecipeSizes, number: int) -> bool:
+        """Return whether a recipe fits on `number` devices."""
+        return not recipe.uneven_split(number) and self.fits(self.items(recipe, number))
 
 
-def remedies(training: Training, number: int) -> Iterator[tuple[str, Training]]:
-    """What a user could change, one after another and each on top of those before."""
-    if not training.checkpointing:
-        training = training.changed(checkpointing=True)
-        yield "--model.precision.gradient_checkpointing true", training
-    for rows in smaller(training, number):
-        training = training.changed(work=replace(training.work, micro_rows=rows))
-        yield f"--model.update.micro_batch_size {rows}", training
-    if training.lora is None and training.work.rollouts:
+def suggest_changes(recipe: RecipeSizes, number: int) -> Iterator[tuple[str, RecipeSizes]]:
+    """Yield changes in the order to try them, each in addition to those before."""
+    if not recipe.checkpointing:
+        recipe = recipe.with_settings(checkpointing=True)
+        yield "--model.precision.gradient_checkpointing true", recipe
+    for rows in smaller_micro_batches(recipe, number):
+        recipe = recipe.with_settings(work=replace(recipe.work, micro_rows=rows))
+        yield f"--model.update.micro_batch_size {rows}", recipe
+    if recipe.lora is None and recipe.work.rollouts:
         lora = LoRA()
-        yield f"--model.lora.rank {lora.rank}", training.changed(lora=lora, reference=None)
+        yield f"--model.lora.rank {lora.rank}", recipe.with_settings(lora=lora, reference=None)
 
 
-def smaller(training: Training, number: int) -> list[int]:
-    """Rows of smaller micro-batches; where one process cuts them, at least one for each device."""
-    least = number if training.by_one_process else 1
-    return [rows for rows in MICRO_BATCHES if least <= rows < training.work.micro_rows]
+def smaller_micro_batches(recipe: RecipeSizes, number: int) -> list[int]:
+    """Return smaller micro-batches; if one process splits them, at least a row per device."""
+    least = number if recipe.single_process else 1
+    return [rows for rows in MICRO_BATCHES if least <= rows < recipe.work.micro_rows]
 
 
-def proposal(room: Room, training: Training, number: int) -> Change | None:
-    """The words that make it fit, the fewest first; None if none do."""
-    changes = _changes(room, training, number)
-    return next((change for change, other, n in changes if room.takes(other, n)), None)
+def propose_change(budget: MemoryBudget, recipe: RecipeSizes, number: int) -> Change | None:
+    """Return the smallest change that makes a recipe fit; None if no known one does."""
+    for change, changed, devices in _changes(budget, recipe, number):
+        if budget.can_hold(changed, devices):
+            return change
+    return None
 
 
-def _changes(room: Room, training: Training, number: int) -> Iterator[tuple[Change, Training, int]]:
-    """Every change with the recipe that it makes, the smallest first."""
-    adapted = training.changed(lora=LoRA(), reference=None)
-    both = (training, adapted)[: 1 + (training.lora is None and bool(training.work.rollouts))]
-    yield from ((change, other, number) for change, other in _of_recipe(both, number))
-    path = DIVIDING.get(room.device.kind, "")
-    division = DIVIDES.get(room.device.kind, training.division)
+def _changes(
+    budget: MemoryBudget, recipe: RecipeSizes, number: int
+) -> Iterator[tuple[Change, RecipeSizes, int]]:
+    """Yield changes with the changed recipe and its number of devices, the smallest first."""
+    adapted = None
+    if recipe.lora is None and recipe.work.rollouts:
+        adapted = recipe.with_settings(lora=LoRA(), reference=None)
+    for change, changed in _recipe_changes(recipe, adapted, number):
+        yield change, changed, number
+    strategy = DIVIDING.get(budget.device.kind, "")
+    if not strategy:
+        return
     words: Change = []
-    if not training.sharded:
-        words = ["--trainer.strategy", path]
-        both = tuple(each.changed(division=division, strategy=path) for each in both)
-    for size in (size for size in SIZES if size > number and path):
-        more = [*words, "--chips", str(size)]
-        yield more, both[0], size
-        yield from (([*more, *change], other, size) for change, other in _of_recipe(both, size))
+    if not recipe.distributed:
+        words = ["--trainer.strategy", strategy]
+        sharding = SHARDINGS.get(budget.device.kind, recipe.sharding)
+        recipe = recipe.with_settings(sharding=sharding, strategy=strategy)
+        adapted = adapted and adapted.with_settings(sharding=sharding, strategy=strategy)
+    for count in DEVICE_COUNTS:
+        if count <= number:
+            continue
+        with_devices = [*words, "--chips", str(count)]
+        yield with_devices, recipe, count
+        for change, changed in _recipe_changes(recipe, adapted, count):
+            yield [*with_devices, *change], changed, count
 
 
-def _of_recipe(both: Sequence[Training], number: int) -> Iterator[tuple[Change, Training]]:
-    """Changes of the recipe alone: one, two, and with adapters, which learn something else.
+def _recipe_changes(
+    recipe: RecipeSizes, adapted: RecipeSizes | None, number: int
+) -> Iterator[tuple[Change, RecipeSizes]]:
+    """Yield changes of the recipe alone, the smallest first.
+
+    LoRA comes last, because it changes what is trained.
 
     Args:
-        both: the recipe, and where it has none the same with adapters.
+        recipe: the recipe.
+        adapted: the same with LoRA; None if it has LoRA already.
         number: devices.
     """
-    again = (False, True)[: 1 + (not both[0].checkpointing)]
-    queues = AT_ONCE if both[0].may_queue else (None,)
-    switches = (range(len(both)), queues, again, (None, *smaller(both[0], number)))
-    for adapters, at_once, checkpointing, rows in sorted(product(*switches), key=_cost):
+    bases = [recipe] if adapted is None else [recipe, adapted]
+    checkpointing = [False] if recipe.checkpointing else [False, True]
+    row_limits = [None, *ROW_LIMITS] if recipe.can_queue else [None]
+    micro_batches = [None, *smaller_micro_batches(recipe, number)]
+    switches = product(range(len(bases)), row_limits, checkpointing, micro_batches)
+    for with_lora, max_rows, with_checkpointing, micro_rows in sorted(switches, key=_cost):
         change: Change = []
-        other = both[adapters]
-        if adapters:
+        changed = bases[with_lora]
+        if with_lora:
             change += ["--model.lora.rank", str(LoRA().rank)]
-        if at_once:
-            change += ["--model.engine.init_args.max_rows", str(at_once)]
-            other = other.changed(work=replace(other.work, max_rows=at_once))
-        if checkpointing:
+        if max_rows:
+            change += ["--model.engine.init_args.max_rows", str(max_rows)]
+            changed = changed.with_settings(work=replace(changed.work, max_rows=max_rows))
+        if with_checkpointing:
             change += ["--model.precision.gradient_checkpointing", "true"]
-            other = other.changed(checkpointing=True)
-        if rows:
-            change += ["--model.update.micro_batch_size", str(rows)]
-            other = other.changed(work=replace(other.work, micro_rows=rows))
+            changed = changed.with_settings(checkpointing=True)
+        if micro_rows:
+            change += ["--model.update.micro_batch_size", str(micro_rows)]
+            changed = changed.with_settings(work=replace(changed.work, micro_rows=micro_rows))
         if change:
-            yield change, other
+            yield change, changed
 
 
 def _cost(switches: tuple[int, int | None, bool, int | None]) -> tuple[int, int, int, int]:
-    adapters, at_once, again, rows = switches
-    number = again + (rows is not None) + (at_once is not None)
-    return adapters, number, -(at_once or 0), -(rows or 0)
+    """Order changes: LoRA last, then by their number, then the larger limits first."""
+    with_lora, max_rows, with_checkpointing, micro_rows = switches
+    number = with_checkpointing + (max_rows is not None) + (micro_rows is not None)
+    return with_lora, number, -(max_rows or 0), -(micro_rows or 0)

@@ -1,4 +1,4 @@
-"""`plan --measure`: a few iterations of the recipe, here, and the whole run after them."""
+"""Run a few iterations of a recipe on this machine and extrapolate to the whole run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,65 +21,76 @@ from litgrpo.arguments import require
 from litgrpo.callbacks.progress import Stopwatch, clock
 from litgrpo.tools.plan.schedule import Schedule
 
-# One warms up, three are measured, one ends the run.
+# The first iteration warms up, three are measured, the last ends the run.
 ITERATIONS, MEASURED = 5, slice(1, 4)
-NEVER = 10**9
-KINDS = ("wall", "cpu")
+NO_VALIDATION = 10**9
+CLOCKS = ("wall", "cpu")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a few iterations took.
+class MeasuredTimes:
+    """Times of a few iterations.
 
     Args:
-        whole: seconds of the program that did them, from its start to its end.
-        iteration: seconds of one.
-        evaluation: seconds of one.
-        save: seconds of one checkpoint.
-        learning_share: of an iteration, that learning took.
-        peak: bytes that the program held at most.
+        whole: seconds of the program, from its start to its end.
+        iteration: seconds of an iteration.
+        evaluation: seconds of an evaluation.
+        save: seconds of a checkpoint.
+        learning_frac: fraction of an iteration spent in the update.
+        peak_bytes: peak memory of the program.
+
+    Example:
+        >>> times = MeasuredTimes(30.0, 2.0, 4.0, 0.5, 0.25, peak_bytes=10**9)
+        >>> times.run(Schedule(iterations=105, validate_every=50, save_every=35))
+        239.0
     """
 
     whole: float
     iteration: float
     evaluation: float
     save: float
-    learning_share: float
-    peak: int
+    learning_frac: float
+    peak_bytes: int
 
-    def run(self, plan: Schedule, learning: float = 1.0) -> float:
-        """Seconds of the whole run.
+    def run(self, schedule: Schedule, trained_frac: float = 1.0) -> float:
+        """Extrapolate to the whole run.
 
         Args:
-            plan: how often everything happens.
-            learning: share of its rows that it learns from, compared with these iterations.
+            schedule: of the run.
+            trained_frac: fraction of rows with a gradient, relative to the measured iterations.
+
+        Returns:
+            Seconds.
         """
-        iteration = self.iteration * (1 - (1 - learning) * self.learning_share)
-        evaluations = max(0, plan.evaluations - 2)  # before and after are in `whole`
-        more = (plan.iterations - ITERATIONS) * iteration
-        return self.whole + more + evaluations * self.evaluation + (plan.saves - 1) * self.save
+        iteration = self.iteration * (1 - (1 - trained_frac) * self.learning_frac)
+        evaluations = max(0, schedule.evaluations - 2)  # the first and the last are in `whole`
+        more = (schedule.iterations - ITERATIONS) * iteration
+        return self.whole + more + evaluations * self.evaluation + (schedule.saves - 1) * self.save
 
 
-def measured(config: dict[str, Any]) -> dict[str, Measured]:
-    """{wall, cpu: what a few iterations of a recipe take here}, in a folder that is thrown away.
+def measure_recipe(config: dict[str, Any]) -> dict[str, MeasuredTimes]:
+    """Run a few iterations of a recipe in a temporary folder.
 
     Args:
         config: settings of `fit`.
 
+    Returns:
+        {"wall": times, "cpu": processor times}.
+
     Raises:
-        ValueError: they failed; the message has the last line that was printed.
+        ValueError: the run failed; the message has its last line.
     """
     with TemporaryDirectory(prefix="litgrpo-plan-") as name:
         folder = Path(name)
-        recipe, log, events = folder / "recipe.yaml", folder / "log", folder / "events.jsonl"
-        recipe.write_text(yaml.safe_dump(shortened(config, folder)), encoding="utf-8")
+        recipe, log = folder / "recipe.yaml", folder / "log"
+        recipe.write_text(yaml.safe_dump(shorten_recipe(config, folder)), encoding="utf-8")
         before = clock()
         command = [sys.executable, "-m", "litgrpo", "fit", "-c", str(recipe)]
         with log.open("w") as output:
             child = subprocess.Popen(command, stdout=output, stderr=output, env=_environment())
             try:
                 _, status, usage = os.wait4(child.pid, 0)
-            except BaseException:  # asked to stop: the training, too
+            except BaseException:  # such as Ctrl-C
                 child.terminate()
                 child.wait()
                 raise
@@ -89,15 +99,15 @@ def measured(config: dict[str, Any]) -> dict[str, Measured]:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         require(
             child.returncode == 0,
-            f"the iterations that were measured ended with exit code {child.returncode}: "
-            f"{' '.join(last)}",
+            f"the measured run failed with exit code {child.returncode}: {' '.join(last)}",
         )
         whole = {"wall": after["wall"] - before["wall"], "cpu": usage.ru_utime + usage.ru_stime}
-        noted = [json.loads(line) for line in events.read_text().splitlines()]
-        share = _learning_share(folder / "run" / "metrics.csv")
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        frac = _read_learning_frac(folder / "run" / "metrics.csv")
         return {
-            kind: of_events(noted, kind, whole[kind], share, usage.ru_maxrss * 1024)
-            for kind in KINDS
+            name: times_from_events(events, name, whole[name], frac, usage.ru_maxrss * 1024)
+            for name in CLOCKS
         }
 
 
@@ -107,8 +117,8 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def shortened(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A recipe that ends after a few iterations, evaluates before and after, and notes the time."""
+def shorten_recipe(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Limit a recipe to a few iterations, evaluate before and after, and add a stopwatch."""
     given = config["model"]["init_args"] | {"max_iterations": ITERATIONS}
     model = config["model"] | {"init_args": given}
     watch = {
@@ -118,57 +128,58 @@ def shortened(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer = config["trainer"]
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    changed = {
+    with_settings = {
         "model": model,
         "trainer": trainer
-        | {"callbacks": [*callbacks, watch], "val_check_interval": NEVER, "default_root_dir": None},
+        | {
+            "callbacks": [*callbacks, watch],
+            "val_check_interval": NO_VALIDATION,
+            "default_root_dir": None,
+        },
         "checkpoint": config["checkpoint"] | {"every_n_iterations": 0},
         "run_dir": str(folder / "run"),
         "auto_resume": False,
         "csv": True,
     }
-    return config | changed
+    return config | with_settings
 
 
-def of_events(
-    noted: list[dict[str, Any]], kind: str, whole: float, share: float, peak: int
-) -> Measured:
-    """Seconds of each part, from a stopwatch.
+def times_from_events(
+    events: list[dict[str, Any]], clock: str, whole: float, learning_frac: float, peak_bytes: int
+) -> MeasuredTimes:
+    """Compute the times of each part from the events of a stopwatch.
 
     Args:
-        noted: its lines.
-        kind: wall or cpu.
+        events: lines of the stopwatch.
+        clock: wall or cpu.
         whole: seconds of the program.
-        share: of an iteration, that learning took.
-        peak: bytes.
+        learning_frac: fraction of an iteration spent in the update.
+        peak_bytes: peak memory of the program.
     """
-    at = {event: [e[kind] for e in noted if e["event"] == event] for event in _names(noted)}
-    begun = at["iteration"]
-    steps = [after - before for before, after in pairwise(begun)]
-    evaluations = list(zip(at.get("validation", []), at.get("end of validation", []), strict=False))
-    return Measured(
+    times: dict[str, list[float]] = {}
+    for event in events:
+        times.setdefault(event["event"], []).append(event[clock])
+    iterations = [after - before for before, after in pairwise(times["iteration"])]
+    evaluation = 0.0
+    if times.get("end of validation"):
+        # The last one: the first includes the warm-up.
+        evaluation = times["end of validation"][-1] - times["validation"][-1]
+    # A checkpoint is written between the last iteration and the next event.
+    names = [event["event"] for event in events]
+    last = len(names) - 1 - names[::-1].index("end of iteration")
+    return MeasuredTimes(
         whole=whole,
-        iteration=fmean(steps[MEASURED]),
-        evaluation=max((end - start for start, end in evaluations[-1:]), default=0.0),
-        save=_after(noted, "end of iteration")[kind] - at["end of iteration"][-1],
-        learning_share=share,
-        peak=peak,
+        iteration=fmean(iterations[MEASURED]),
+        evaluation=evaluation,
+        save=events[last + 1][clock] - events[last][clock],
+        learning_frac=learning_frac,
+        peak_bytes=peak_bytes,
     )
 
 
-def _after(noted: list[dict[str, Any]], event: str) -> dict[str, Any]:
-    """What follows the last event of a name."""
-    last = max(place for place, each in enumerate(noted) if each["event"] == event)
-    return noted[last + 1]
-
-
-def _names(noted: list[dict[str, Any]]) -> Iterator[str]:
-    yield from dict.fromkeys(each["event"] for each in noted)
-
-
-def _learning_share(file: Path) -> float:
-    """Share of an iteration in which was learned; 0 where nothing says so."""
+def _read_learning_frac(file: Path) -> float:
+    """Return the fraction of an iteration spent in the update; 0 if it was not logged."""
     with file.open(encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row.get("time/learn_s")]
-    shares = [float(row["time/learn_s"]) / float(row["time/step_s"]) for row in rows]
-    return fmean(shares[MEASURED]) if shares else 0.0
+    fracs = [float(row["time/learn_s"]) / float(row["time/step_s"]) for row in rows]
+    return fmean(fracs[MEASURED]) if fracs else 0.0

@@ -1,8 +1,8 @@
-"""What a training keeps in memory on each chip, counted on tensors without storage.
+"""Count the memory of training on each device, with tensors that have no storage.
 
-The model is built and run on torch's `meta` device, where tensors have shapes and no numbers: so
-its weights, what the optimizer keeps of them, its cache and what autograd keeps for the backward
-pass are counted exactly, for any architecture, in seconds. What a compiler makes of it is not.
+The model is built and run on torch's `meta` device, where tensors have shapes and no data. Its
+weights, optimizer state, KV cache and the activations saved for the backward pass are counted
+exactly, for any architecture, in seconds. Buffers of a compiler are not counted.
 """
 
 from __future__ import annotations
@@ -19,50 +19,60 @@ import torch
 from torch import Tensor, nn
 
 from litgrpo.tensors import head_chunk
-from litgrpo.tools.plan.division import Division, bytes_of, size
+from litgrpo.tools.plan.sharding import GatheredWeights, Sharding, total_bytes
 
-Phase = Literal["always", "rollout", "learning"]
-# Tensors [N, V] that filtered sampling holds at once: logits, sorted ones, places, sums, noise.
+MemoryPhase = Literal["always", "rollout", "learning"]
+# Tensors [N, V] that filtered sampling holds at once: logits, sorted logits, indices, sums, noise.
 SAMPLING_TENSORS = 6
-# Tensors [k, V] that a chunk of the head holds at once: logits, capped ones, probabilities,
+# Tensors [k, V] that a chunk of the head holds at once: logits, capped logits, probabilities,
 # gradient.
 HEAD_TENSORS = 4
 FLOAT32_BYTES = 4
+OptimizerState = list[tuple[Tensor, Tensor]]  # (weight, state tensor)
 
 
 @dataclass(frozen=True)
-class Item:
-    """One line of the account.
+class MemoryItem:
+    """A tensor or group of tensors in memory.
 
     Args:
-        name: what is kept.
-        size: bytes on each chip.
-        phase: when it is there.
+        name: its name.
+        size: bytes on each device.
+        phase: when it is in memory.
         how: how it was counted.
+
+    Example:
+        >>> MemoryItem("weights", 2_591_232, "always", "647,808 numbers").size
+        2591232
     """
 
     name: str
     size: int
-    phase: Phase
+    phase: MemoryPhase
     how: str
 
 
 @dataclass(frozen=True)
-class Work:
-    """Sizes of one iteration, on all chips together.
+class IterationSizes:
+    """Sizes of one iteration, on all devices together.
 
     Args:
-        rollouts: (B prompts, G completions of each) of training and of evaluation.
-        prompt_len: P, as padded.
+        rollouts: (B prompts, G completions each) of training and of evaluation.
+        prompt_len: P, padded.
         completion_len: C.
-        micro_rows: rows that go through the model at once in learning.
-        length: tokens of each of them.
-        cache_bytes: of one number of the cache.
+        micro_rows: rows of a micro-batch.
+        length: tokens of each of these rows.
+        cache_bytes: bytes of one number of the KV cache.
         max_rows: rows that a device decodes at once; None: all.
-        step_rows: rows that share an optimizer step; 0: no fewer than those of a micro-batch.
-        sharing: rows that share their prompt in a micro-batch.
-        sampled: by the devices that learn, by others, or by vLLM beside the trainer, which sleeps
-            while the trainer learns.
+        step_rows: rows of an optimizer step; 0: those of a micro-batch.
+        prompt_sharing: rows that share their prompt in a micro-batch.
+        sampling: on the devices that train, on servers, or by vLLM colocated with the trainer,
+            which sleeps during the update.
+
+    Example:
+        >>> work = IterationSizes(((16, 8), (100, 4)), 64, 40, micro_rows=128, length=104)
+        >>> work.sampling
+        'trainer'
     """
 
     rollouts: tuple[tuple[int, int], ...]
@@ -73,18 +83,23 @@ class Work:
     cache_bytes: int = FLOAT32_BYTES
     max_rows: int | None = None
     step_rows: int = 0
-    sharing: int = 1
-    sampled: Literal["here", "elsewhere", "colocated"] = "here"
+    prompt_sharing: int = 1
+    sampling: Literal["trainer", "servers", "colocated"] = "trainer"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes that autograd keeps of one pass for the way back.
+class SavedActivations:
+    """Bytes that autograd saves for the backward pass.
 
     Args:
-        outside: of the layers, which gradient checkpointing does not touch.
+        outside: outside of the layers, where gradient checkpointing has no effect.
         layers: in each layer.
-        layer_input: what enters a layer, which is all that gradient checkpointing keeps of it.
+        layer_input: input of a layer, all that gradient checkpointing saves of it.
+
+    Example:
+        >>> saved = SavedActivations(outside=10, layers=(100, 100), layer_input=5)
+        >>> saved.size(checkpointing=False), saved.size(checkpointing=True)
+        (310, 220)
     """
 
     outside: int
@@ -92,40 +107,47 @@ class Kept:
     layer_input: int
 
     def size(self, checkpointing: bool) -> int:
-        """Bytes at the worst moment: with one layer's gradients as large as what it keeps."""
-        at_work = max(self.layers)
-        # outside + sum of layers + gradients in one           without checkpointing
-        # outside + inputs of layers + one layer again + its gradients   with it
+        """Return the peak: gradients within one layer are as large as its activations."""
+        largest = max(self.layers)
+        # without: outside + all layers + gradients of one layer
+        # with:    outside + inputs of layers + one recomputed layer + its gradients
         if checkpointing:
-            return self.outside + len(self.layers) * self.layer_input + 2 * at_work
-        return self.outside + sum(self.layers) + at_work
+            return self.outside + len(self.layers) * self.layer_input + 2 * largest
+        return self.outside + sum(self.layers) + largest
 
 
 @dataclass
-class Blueprint:
-    """A decoder-only model without numbers.
+class MetaModel:
+    """A decoder-only model on the meta device.
 
     Args:
-        config: the library's configuration of it.
-        dtype: of the weights, and of what is computed with them.
-        adapt: puts adapters around it, or leaves it as it is.
-        flash: attention keeps no scores [rows, heads, length, length], as fused kernels do.
+        config: its transformers config.
+        dtype: precision of weights and computation.
+        adapt: adds adapters; None: no adapters.
+        flash: attention saves no scores [rows, heads, length, length], as in fused kernels.
+
+    Example:
+        >>> from transformers import AutoConfig
+        >>> sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=256)
+        >>> model = MetaModel(AutoConfig.for_model("qwen2", **sizes))
+        >>> len(model.blocks)
+        2
     """
 
     config: Any
     dtype: torch.dtype = torch.float32
     adapt: Callable[[Any], Any] | None = None
     flash: bool = False
-    _kept: dict[tuple[int, int], Kept] = field(default_factory=dict, repr=False)
+    _saved: dict[tuple[int, int], SavedActivations] = field(default_factory=dict, repr=False)
 
     @cached_property
     def bare_model(self) -> Any:
-        """The library's model."""
+        """The transformers model."""
         from transformers import AutoModelForCausalLM
 
         if self.config.is_encoder_decoder:
             raise ValueError(
-                f"plan counts decoder-only models, and {self.config.model_type} is an "
+                f"plan supports decoder-only models; {self.config.model_type} is an "
                 "encoder-decoder model"
             )
         with torch.device("meta"):
@@ -144,37 +166,37 @@ class Blueprint:
 
     @cached_property
     def weights(self) -> list[nn.Parameter]:
-        """Every weight once, adapters included."""
+        """All weights, with adapters."""
         return list(self.model.parameters())
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:
-        """Those that the optimizer is given."""
+        """Weights that the optimizer updates."""
         return [weight for weight in self.weights if weight.requires_grad]
 
     @cached_property
     def cache_numbers(self) -> int:
-        """Numbers that a cache holds of each token, in all layers."""
+        """Numbers per token in the KV cache, in all layers."""
         from transformers import DynamicCache
 
-        cache: Any = DynamicCache()  # keeps what is beyond sliding windows, as our engines do
+        cache: Any = DynamicCache()  # has no sliding window, like litgrpo's engines
         with torch.no_grad():
             self._pass(1, 1, past_key_values=cache, use_cache=True)
         return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
-    def kept(self, rows: int, length: int) -> Kept:
-        """What autograd keeps of a pass over [rows, length] tokens; weights do not count."""
-        if (rows, length) not in self._kept:
-            self._kept[rows, length] = self._count(rows, length)
-        return self._kept[rows, length]
+    def count_activations(self, rows: int, length: int) -> SavedActivations:
+        """Count what autograd saves of a pass over [rows, length] tokens, without weights."""
+        if (rows, length) not in self._saved:
+            self._saved[rows, length] = self._count_saved(rows, length)
+        return self._saved[rows, length]
 
-    def _count(self, rows: int, length: int) -> Kept:
+    def _count_saved(self, rows: int, length: int) -> SavedActivations:
         layers = self._layers()
         counted = {t.untyped_storage()._cdata for t in (*self.weights, *self.model.buffers())}
-        # Bytes kept outside of the layers, then in each of them.
+        # Bytes saved outside of the layers, then in each of them.
         sizes = [0] * (1 + len(layers))
         place = [0]
-        alive: list[Tensor] = []  # or a storage's address would be given to another
+        alive: list[Tensor] = []  # a freed storage's address would be reused
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -196,7 +218,7 @@ class Blueprint:
             hidden = self._pass(rows, length, use_cache=False)
         for hook in hooks:
             hook.remove()
-        return Kept(sizes[0], tuple(sizes[1:]), hidden.numel() * hidden.element_size())
+        return SavedActivations(sizes[0], tuple(sizes[1:]), hidden.numel() * hidden.element_size())
 
     @cached_property
     def blocks(self) -> list[list[nn.Parameter]]:
@@ -205,18 +227,18 @@ class Blueprint:
 
     @cached_property
     def outside(self) -> list[nn.Parameter]:
-        """Weights in no layer: embedding, head, the last norm."""
+        """Weights in no layer: embedding, head, final norm."""
         inside = {id(weight) for block in self.blocks for weight in block}
         return [weight for weight in self.weights if id(weight) not in inside]
 
     def _layers(self) -> Sequence[nn.Module]:
-        assert self.model is not None  # adapters are in the bare model's layers from now on
+        assert self.model is not None  # builds it, which puts adapters into the bare model's layers
         number = self.config.num_hidden_layers
         lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return next(layers for layers in lists if len(layers) == number)
 
     def _pass(self, rows: int, length: int, **cached: Any) -> Tensor:
-        """Last hidden states [rows, length, E]."""
+        """Return the last hidden states, [rows, length, E]."""
         assert self.model is not None  # as above
         ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
         seen = torch.zeros(rows, 1, length, length, dtype=self.dtype, device="meta")
@@ -229,20 +251,20 @@ class Blueprint:
         return hidden
 
 
-def optimizer_states(
+def step_optimizer(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], weights: list[nn.Parameter]
-) -> list[tuple[Tensor, Tensor]] | None:
-    """What an optimizer keeps of each weight after a step; that step is taken, without numbers.
+) -> OptimizerState | None:
+    """Take a step on the meta device and return the optimizer state.
 
     Args:
         make: builds the optimizer.
-        weights: without storage.
+        weights: on the meta device.
 
     Returns:
-        Pairs of a weight and a tensor; None if this optimizer cannot step without numbers.
+        Pairs of a weight and a state tensor; None if this optimizer cannot step without data.
 
     Raises:
-        ValueError: the optimizer refuses these weights.
+        ValueError: the optimizer does not support these weights.
     """
     try:
         optimizer = make(weights)
@@ -250,8 +272,8 @@ def optimizer_states(
             weight.grad = torch.empty_like(weight)
         optimizer.step()
     except ValueError as error:
-        raise ValueError(f"the optimizer refuses this model: {error}") from error
-    except RuntimeError:  # it looks at numbers
+        raise ValueError(f"model.optimizer does not support this model: {error}") from error
+    except RuntimeError:  # the optimizer reads values
         return None
     finally:
         for weight in weights:
@@ -264,110 +286,117 @@ def optimizer_states(
     ]
 
 
-def states_share(
-    states: list[tuple[Tensor, Tensor]] | None, weights: list[nn.Parameter], chips: Division
+def optimizer_bytes(
+    states: OptimizerState | None, weights: list[nn.Parameter], sharding: Sharding
 ) -> int:
-    """Bytes of an optimizer's states on each chip; those shaped as their weight lie as it does.
+    """Count the optimizer state on each device; tensors shaped like their weight are sharded.
 
     Args:
-        states: see `optimizer_states`; None counts two per weight, as Adam has.
-        weights: that are trained.
-        chips: to divide over.
+        states: from `step_optimizer`; None counts two per weight, as in Adam.
+        weights: trained weights.
+        sharding: over devices.
     """
     if states is None:
-        return 2 * chips.share(weights)
-    whole = sum(s.numel() * size(s) for weight, s in states if s.shape != weight.shape)
-    return whole + chips.share(s for weight, s in states if s.shape == weight.shape)
+        return 2 * sharding.share(weights)
+    whole = sum(s.numel() * s.element_size() for weight, s in states if s.shape != weight.shape)
+    return whole + sharding.share(s for weight, s in states if s.shape == weight.shape)
 
 
-def cache_share(blueprint: Blueprint, work: Work, chips: Division) -> tuple[int, int]:
-    """Bytes of prompts and of completions in the largest cache on each chip.
+def cache_bytes(model: MetaModel, work: IterationSizes, sharding: Sharding) -> tuple[int, int]:
+    """Count prompts and completions in the largest KV cache on each device.
 
-    Prompts stand there once for their group. A row of completions is written by making a new
-    tensor, so that theirs exist twice.
+    A prompt is cached once per group. Completions count twice, because the cache of completions
+    grows by copying.
 
     Args:
-        blueprint: the model.
+        model: the model.
         work: sizes of an iteration.
-        chips: to divide over.
+        sharding: over devices.
+
+    Returns:
+        Bytes of prompts, bytes of completions.
     """
-    token = blueprint.cache_numbers * work.cache_bytes
-    parts = []
+    token = model.cache_numbers * work.cache_bytes
+    sizes = []
     for prompts, group in work.rollouts:
-        rows = chips.rows(prompts * group)
+        rows = sharding.rows(prompts * group)
         at_once = min(rows, work.max_rows or rows)
-        read = -(-chips.rows(prompts) * at_once // rows)
-        parts.append((read * work.prompt_len * token, 2 * at_once * work.completion_len * token))
-    return max(parts, key=sum, default=(0, 0))
+        read = -(-sharding.rows(prompts) * at_once // rows)
+        sizes.append((read * work.prompt_len * token, 2 * at_once * work.completion_len * token))
+    return max(sizes, key=sum, default=(0, 0))
 
 
-def account(
-    blueprint: Blueprint,
-    work: Work,
-    chips: Division,
+def count_memory(
+    model: MetaModel,
+    work: IterationSizes,
+    sharding: Sharding,
     *,
-    states: list[tuple[Tensor, Tensor]] | None,
-    reference: Blueprint | None,
+    states: OptimizerState | None,
+    reference: MetaModel | None,
     checkpointing: bool,
-    computed: Blueprint | None = None,
-) -> list[Item]:
-    """Everything of weight that a chip holds.
+    compute: MetaModel | None = None,
+) -> list[MemoryItem]:
+    """List everything large in the memory of a device.
 
     Args:
-        blueprint: the policy.
+        model: the policy.
         work: sizes of an iteration.
-        chips: to divide over.
-        states: what the optimizer keeps.
-        reference: the frozen model, if it is one of its own.
-        checkpointing: whether activations are recomputed in the backward pass.
-        computed: the policy in the lower precision that is computed in; None: in its own.
+        sharding: over devices.
+        states: optimizer state, from `step_optimizer`.
+        reference: the reference model, if it is a separate one.
+        checkpointing: recompute activations in the backward pass.
+        compute: the policy in a lower compute precision; None: the precision of its weights.
     """
-    at_work = computed or blueprint
-    gathered = chips.gathered(at_work.weights, at_work.blocks, at_work.outside)
+    compute = compute or model
+    gathered = sharding.gather(compute.weights, compute.blocks, compute.outside)
     items = [
-        *_always(blueprint, chips, states, reference),
-        *_rollout(at_work, work, chips, gathered.rollout),
-        *_learning(blueprint, at_work, work, chips, checkpointing),
-        Item("gathered", gathered.learning, "learning", gathered.what_learning),
+        *_always(model, sharding, states, reference),
+        *_rollout(compute, work, sharding, gathered),
+        *_learning(model, compute, work, sharding, checkpointing),
+        MemoryItem("gathered", gathered.learning, "learning", gathered.learning_text),
     ]
-    if work.sampled == "elsewhere":
-        largest = max(weight.numel() * size(weight) for weight in at_work.weights)
+    if work.sampling == "servers":
+        largest = max(weight.numel() * weight.element_size() for weight in compute.weights)
         items = [item for item in items if item.phase != "rollout"]
-        items.append(Item("publishing", largest, "rollout", "one weight whole at a time"))
-    if work.sampled == "colocated":
+        items.append(MemoryItem("publishing", largest, "rollout", "one weight whole at a time"))
+    if work.sampling == "colocated":
         items = [item for item in items if item.phase != "rollout"]
-        served = bytes_of(at_work.weights)
-        items.append(Item("vLLM", served, "rollout", "its weights; the rest of the room is cache"))
+        served = total_bytes(compute.weights)
+        items.append(
+            MemoryItem("vLLM", served, "rollout", "its weights; the remaining memory is KV cache")
+        )
     return [item for item in items if item.size]
 
 
 def _always(
-    blueprint: Blueprint,
-    chips: Division,
-    states: list[tuple[Tensor, Tensor]] | None,
-    reference: Blueprint | None,
-) -> Iterator[Item]:
-    trained = blueprint.trained
-    frozen = [weight for weight in blueprint.weights if not weight.requires_grad]
+    model: MetaModel,
+    sharding: Sharding,
+    states: OptimizerState | None,
+    reference: MetaModel | None,
+) -> Iterator[MemoryItem]:
+    trained = model.trained
+    frozen = [weight for weight in model.weights if not weight.requires_grad]
     for name, weights in {
         "weights": frozen or trained,
         "adapters": trained if frozen else [],
         "reference": [] if reference is None else reference.weights,
     }.items():
-        yield Item(name, chips.share(weights), "always", _count_of(weights))
-    how = "two per weight, as Adam's: not countable" if states is None else "after one step"
-    yield Item("optimizer", states_share(states, trained, chips), "always", how)
+        yield MemoryItem(name, sharding.share(weights), "always", _describe_count(weights))
+    how = (
+        "not countable; assumed two per weight, as in Adam" if states is None else "after one step"
+    )
+    yield MemoryItem("optimizer", optimizer_bytes(states, trained, sharding), "always", how)
 
 
 def _rollout(
-    blueprint: Blueprint, work: Work, chips: Division, gathered: tuple[int, str]
-) -> Iterator[Item]:
+    model: MetaModel, work: IterationSizes, sharding: Sharding, gathered: GatheredWeights
+) -> Iterator[MemoryItem]:
     if not work.rollouts:
         return
-    prompts, completions = cache_share(blueprint, work, chips)
+    prompts, completions = cache_bytes(model, work, sharding)
     number, group = max(work.rollouts, key=prod)
     rows = min(number * group, work.max_rows or sys.maxsize)
-    shape = (chips.rows(rows), blueprint.config.vocab_size)
+    shape = (sharding.rows(rows), model.config.vocab_size)
     for name, each, how in (
         (
             "cache, prompts",
@@ -377,11 +406,11 @@ def _rollout(
         (
             "cache, completions",
             completions,
-            f"up to {rows} rows of {work.completion_len} tokens, twice while written",
+            f"up to {rows} rows of {work.completion_len} tokens, two copies while growing",
         ),
         (
-            "reading",
-            max(blueprint.kept(chips.rows(number), work.prompt_len).layers),
+            "prefill",
+            max(model.count_activations(sharding.rows(number), work.prompt_len).layers),
             "one layer's activations over the prompts",
         ),
         (
@@ -389,37 +418,41 @@ def _rollout(
             SAMPLING_TENSORS * prod(shape) * FLOAT32_BYTES,
             f"{SAMPLING_TENSORS} x {list(shape)}",
         ),
-        ("gathered", *gathered),
+        ("gathered", gathered.rollout, gathered.rollout_text),
     ):
-        yield Item(name, each, "rollout", how)
+        yield MemoryItem(name, each, "rollout", how)
 
 
 def _learning(
-    blueprint: Blueprint, at_work: Blueprint, work: Work, chips: Division, checkpointing: bool
-) -> Iterator[Item]:
-    if at_work is not blueprint and chips.casts_weights:
-        how = "all weights once more, in the precision computed in"
-        yield Item("cast weights", chips.share(at_work.weights), "learning", how)
-    trained = blueprint.trained
-    yield Item("gradients", chips.share(trained), "learning", _count_of(trained))
-    rows = chips.micro_rows(work.micro_rows, work.step_rows)
+    model: MetaModel,
+    compute: MetaModel,
+    work: IterationSizes,
+    sharding: Sharding,
+    checkpointing: bool,
+) -> Iterator[MemoryItem]:
+    if compute is not model and sharding.casts_weights:
+        how = "second copy of all weights, in the compute precision"
+        yield MemoryItem("cast weights", sharding.share(compute.weights), "learning", how)
+    trained = model.trained
+    yield MemoryItem("gradients", sharding.share(trained), "learning", _describe_count(trained))
+    rows = sharding.micro_rows(work.micro_rows, work.step_rows)
     how = f"{rows} rows of {work.length} tokens" + (", checkpointed" if checkpointing else "")
-    kept = at_work.kept(rows, work.length).size(checkpointing)
-    yield Item("activations", kept, "learning", how)
-    vocabulary = blueprint.config.vocab_size
-    tokens = chips.head_rows(work.micro_rows, work.step_rows) * work.completion_len
+    saved = compute.count_activations(rows, work.length).size(checkpointing)
+    yield MemoryItem("activations", saved, "learning", how)
+    vocabulary = model.config.vocab_size
+    tokens = sharding.logit_rows(work.micro_rows, work.step_rows) * work.completion_len
     shape = (head_chunk(tokens, vocabulary), vocabulary)
     logits = HEAD_TENSORS * prod(shape) * FLOAT32_BYTES
-    yield Item("head", logits, "learning", f"{HEAD_TENSORS} x {list(shape)}")
+    yield MemoryItem("head", logits, "learning", f"{HEAD_TENSORS} x {list(shape)}")
 
 
-def _count_of(weights: Iterable[Tensor]) -> str:
+def _describe_count(weights: Iterable[Tensor]) -> str:
     return f"{sum(weight.numel() for weight in weights):,} numbers"
 
 
-def peak(items: Iterable[Item]) -> int:
-    """Bytes at the worst moment: what is always there, and the larger of the two phases."""
-    total: Counter[Phase] = Counter()
+def peak_bytes(items: Iterable[MemoryItem]) -> int:
+    """Return the peak: everything that is always in memory, and the larger of the two phases."""
+    total: Counter[MemoryPhase] = Counter()
     for item in items:
         total[item.phase] += item.size
     return total["always"] + max(total["rollout"], total["learning"])

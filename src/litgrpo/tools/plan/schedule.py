@@ -1,4 +1,4 @@
-"""How often everything of a run happens: iterations, passes, evaluations, saves."""
+"""Numbers of iterations, optimizer steps, evaluations and checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -7,94 +7,97 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-HELD_OUT = 500  # prompts, where nobody says how many
-# Where the recipe sets no end: what is planned for.
-ITERATIONS = 1000
+DEFAULT_VAL_PROMPTS = 500
+DEFAULT_ITERATIONS = 1000  # if the recipe sets no limit
+LOCAL_ENGINES = ("LocalEngine", "StaticEngine")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often everything of a run happens.
+    """Numbers of iterations, optimizer steps, evaluations and checkpoints of a run.
 
     Args:
-        iterations: of the run.
-        open_end: whether the recipe leaves their number to the data.
-        validate_every: iterations between evaluations; 0: none at all.
-        held_out: prompts of one evaluation.
-        answers: completions of each of them.
-        save_every: iterations between checkpoints; 0: the last only.
-        whole_checkpoints: whether they hold moments, too.
-        epochs_per_rollout: passes over a rollout.
-        steps: optimizer steps of an iteration.
-        scores_old: whether log-probabilities before the update are computed.
-        scores_reference: whether those of a reference are.
-        recorded: whether decoding replays what was recorded or compiled.
-        supervised: pairs are learned and nothing is sampled.
+        iterations: iterations of the run.
+        open_ended: the recipe leaves their number to the data.
+        validate_every: iterations between evaluations; 0: no evaluations.
+        val_prompts: prompts of one evaluation.
+        val_completions: completions of each of them.
+        save_every: iterations between checkpoints; 0: only the last.
+        saves_optimizer: checkpoints contain the optimizer state.
+        epochs_per_rollout: epochs over a rollout.
+        steps: optimizer steps per iteration.
+        scores_old: old log-probabilities are computed before the update.
+        scores_reference: reference log-probabilities are computed.
+        replays_graph: decoding replays a recorded or compiled program.
+        is_sft: supervised training, without rollouts.
+
+    Example:
+        >>> schedule = Schedule(iterations=250, validate_every=125, save_every=50)
+        >>> schedule.evaluations, schedule.saves
+        (3, 5)
     """
 
-    iterations: int = ITERATIONS
-    open_end: bool = False
+    iterations: int = DEFAULT_ITERATIONS
+    open_ended: bool = False
     validate_every: int = 50
-    held_out: int = HELD_OUT
-    answers: int = 5
+    val_prompts: int = DEFAULT_VAL_PROMPTS
+    val_completions: int = 5
     save_every: int = 50
-    whole_checkpoints: bool = True
+    saves_optimizer: bool = True
     epochs_per_rollout: int = 1
     steps: int = 1
     scores_old: bool = False
     scores_reference: bool = False
-    recorded: bool = False
-    supervised: bool = False
+    replays_graph: bool = False
+    is_sft: bool = False
 
     @property
     def evaluations(self) -> int:
-        """One before training, one at each interval, one at the end."""
-        every = self.validate_every
-        return 1 + -(-self.iterations // every) if every else 0
+        """Evaluations: one before training, one at each interval, one at the end."""
+        if not self.validate_every:
+            return 0
+        return 1 + -(-self.iterations // self.validate_every)
 
     @property
     def saves(self) -> int:
-        """One at each interval and one at the end."""
+        """Checkpoints: one at each interval and one at the end."""
         return -(-self.iterations // (self.save_every or self.iterations))
 
 
-def schedule_of(settings: Namespace, samples: bool) -> Schedule:
-    """What a recipe says of it.
+def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
+    """Read the schedule of a recipe.
 
     Args:
         settings: the command line of `fit`, parsed.
-        samples: whether it is GRPO.
+        is_grpo: the recipe trains with GRPO, not SFT.
     """
     model, trainer, data = settings.model.init_args, settings.trainer, settings.data.init_args
-    given = (model.max_iterations, settings.get("iterations"))
-    ends = [each for each in given if each]
-    batches = trainer.limit_val_batches
-    counted = isinstance(batches, int) and batches * (data.get("eval_batch_size") or 1)
-    interval = trainer.val_check_interval
+    iterations = settings.get("iterations") or model.max_iterations
+    batches, interval = trainer.limit_val_batches, trainer.val_check_interval
+    val_prompts = settings.get("val_prompts")
+    if not val_prompts and isinstance(batches, int):
+        val_prompts = batches * (data.get("eval_batch_size") or 1)
     common: dict[str, Any] = {
-        "iterations": ends[-1] if ends else ITERATIONS,
-        "open_end": not ends,
+        "iterations": iterations or DEFAULT_ITERATIONS,
+        "open_ended": not iterations,
         "validate_every": interval if isinstance(interval, int) and batches != 0 else 0,
-        "held_out": settings.get("val_prompts") or counted or HELD_OUT,
+        "val_prompts": val_prompts or DEFAULT_VAL_PROMPTS,
         "save_every": settings.checkpoint.every_n_iterations,
-        "whole_checkpoints": not settings.checkpoint.save_weights_only,
+        "saves_optimizer": not settings.checkpoint.save_weights_only,
     }
-    return Schedule(**common, **(_of_grpo(model) if samples else {"supervised": True}))
-
-
-def _of_grpo(model: Namespace) -> dict[str, Any]:
+    if not is_grpo:
+        return Schedule(**common, is_sft=True)
     update, engine = model["update"], model.engine
-    steps = update.epochs_per_rollout * update.num_mini_batches
-    given = engine.get("init_args", Namespace())
     name = engine.class_path.rpartition(".")[2]
-    elsewhere = name not in ("LocalEngine", "StaticEngine")
-    inexact = elsewhere or bool(given.get("dtype")) or bool(update.staleness)
-    return {
-        "answers": model.evaluation.samples + model.evaluation.greedy,
-        "epochs_per_rollout": update.epochs_per_rollout,
-        "steps": steps,
-        # One exact step needs none; several take the sampler's own where these are exact.
-        "scores_old": inexact,
-        "scores_reference": bool(model.objective.kl_coef),
-        "recorded": name != "LocalEngine",
-    }
+    dtype = engine.get("init_args", Namespace()).get("dtype")
+    # With exact sampler log-probabilities no old ones need to be computed.
+    exact = name in LOCAL_ENGINES and not dtype and not update.staleness
+    return Schedule(
+        **common,
+        val_completions=model.evaluation.samples + model.evaluation.greedy,
+        epochs_per_rollout=update.epochs_per_rollout,
+        steps=update.epochs_per_rollout * update.num_mini_batches,
+        scores_old=not exact,
+        scores_reference=bool(model.objective.kl_coef),
+        replays_graph=name != "LocalEngine",
+    )

@@ -41,12 +41,12 @@ class PairedEvaluation:
     Example:
         >>> rows = [
         ...     {"index": n, "prompt": f"{n}+1?", "reward": x, "samples": [{"right": x > 0.5}]}
-        ...     for n, x in enumerate([0.0, 0.0, 1.0, 0.0])
+        ...     for n, x in enumerate([0.0, 1.0] + 6 * [0.0])
         ... ]
         >>> solved = [row | {"reward": 1.0, "samples": [{"right": True}]} for row in rows]
         >>> (pair,) = pair_evaluations(rows, solved)
         >>> pair.count, pair.before["avg@k"], pair.after["avg@k"], pair.direction
-        (4, 0.25, 1.0, 'up')
+        (8, 0.125, 1.0, 'up')
     """
 
     set_name: str

@@ -1,4 +1,4 @@
-"""What of a recipe the plan reads."""
+"""Sizes that are read from a recipe."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +7,18 @@ import pytest
 
 from litgrpo.models.loading import LoRA
 from litgrpo.tools.plan.command import PlanCLI
-from litgrpo.tools.plan.training import bucket, read
+from litgrpo.tools.plan.sizes import pad_length, read_sizes
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GEMMA = str(CONFIGS / "reasoning_gemma2_2b.yaml")
 
 
-def test_prompts_are_padded_to_a_bucket():
-    assert [bucket(64, 512), bucket(64, 513), bucket((128, 600), 130)] == [512, 576, 600]
+def test_prompts_are_padded():
+    assert [pad_length(64, 512), pad_length(64, 513), pad_length((128, 600), 130)] == [
+        512,
+        576,
+        600,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,7 @@ def test_prompts_are_padded_to_a_bucket():
     ],
 )
 def test_rows_of_a_micro_batch_are_those_of_the_update(words, rows):
-    work = read(PlanCLI(["-c", GEMMA, *words]).config).work
+    work = read_sizes(PlanCLI(["-c", GEMMA, *words]).config).work
     assert (work.length, work.micro_rows) == (768, rows)
 
 
@@ -42,16 +46,18 @@ def test_rows_of_a_micro_batch_are_those_of_the_update(words, rows):
         (["--model.lora.rank", "4", "--model.reference", "google/gemma-2-2b"], True),
     ],
 )
-def test_the_reference_is_a_model_of_its_own_where_it_must_be(words, own):
-    training = read(PlanCLI(["-c", GEMMA, *words]).config)
-    assert (training.reference is not None) == own
+def test_the_reference_is_a_separate_model_if_necessary(words, own):
+    recipe = read_sizes(PlanCLI(["-c", GEMMA, *words]).config)
+    assert (recipe.reference is not None) == own
 
 
-def test_a_changed_recipe_keeps_its_models_unless_the_adapters_are_others():
-    training = read(PlanCLI(["-c", str(CONFIGS / "quickstart.yaml")]).config)
-    smaller = training.changed(work=replace(training.work, micro_rows=2))
-    assert smaller.models is training.models
-    sizes = [sum(item.size for item in each.account(1)) for each in (smaller, training)]
+def test_a_changed_recipe_keeps_its_models_unless_the_adapters_change():
+    recipe = read_sizes(PlanCLI(["-c", str(CONFIGS / "quickstart.yaml")]).config)
+    smaller_micro_batches = recipe.with_settings(work=replace(recipe.work, micro_rows=2))
+    assert smaller_micro_batches.models is recipe.models
+    sizes = [
+        sum(item.size for item in each.count_memory(1)) for each in (smaller_micro_batches, recipe)
+    ]
     assert sizes[0] < sizes[1]
-    adapted = training.changed(lora=LoRA(rank=2), reference=None)
-    assert adapted.models["blueprint"].trained != training.models["blueprint"].trained
+    adapted = recipe.with_settings(lora=LoRA(rank=2), reference=None)
+    assert adapted.models.policy.trained != recipe.models.policy.trained
