@@ -20,7 +20,7 @@ from tests.faults.running import (
     Run,
     calls,
     differences,
-    merged,
+    merge_runs,
     weights_of,
 )
 
@@ -32,7 +32,7 @@ INNER = {"update": {"epochs_per_rollout": 3, "num_mini_batches": 2, "micro_batch
 
 @dataclass
 class Bench:
-    """Where runs go, and the uninterrupted ones that others are compared with.
+    """Folder of the runs, and the uninterrupted ones that others are compared with.
 
     Args:
         folder: of all runs.
@@ -57,18 +57,18 @@ class Bench:
     def plain(self) -> Run:
         return self.whole("plain", RECIPE)
 
-    def copied(self, name: str, source: Run) -> Run:
+    def copy_run(self, name: str, source: Run) -> Run:
         """A copy of a finished run, to damage."""
         run = Run(self.folder / name, source.recipe, source.base)
         shutil.copytree(source.run, run.run, symlinks=True)
         return run
 
 
-def killed(run: Run, **point: Any) -> str:
+def kill_run(run: Run, **point: Any) -> str:
     """Run with a kill at a point, check how it ended; what was wrong, or nothing."""
     signum = point.setdefault("signum", int(signal.SIGKILL))
     original = run.recipe
-    run.recipe = merged(original, calls("Kill", marker=str(run.marker), **point))
+    run.recipe = merge_runs(original, calls("Kill", marker=str(run.marker), **point))
     code = run.go("--auto_resume", "true")
     run.recipe = original
     if not run.marker.exists():
@@ -76,19 +76,19 @@ def killed(run: Run, **point: Any) -> str:
     return "" if code == 128 + signum else f"exit code {code}: {run.said[-500:]}"
 
 
-def resumed(run: Run, whole: Run) -> str:
+def resume_run(run: Run, whole: Run) -> str:
     """Give the same command again and compare with the whole run."""
     code = run.resume()
     if code != 0:
         return f"resume ended with {code}: {run.said[-500:]}"
-    lost = int(run.marker.read_text()) - run.resumed_after()
+    lost = int(run.marker.read_text()) - run.iteration_of_resume()
     if lost > EVERY:
         return f"{lost} iterations lost"
     return ", ".join(differences(run, whole))
 
 
-def stopped_and_resumed(run: Run, whole: Run, **point: Any) -> str:
-    return killed(run, **point) or resumed(run, whole)
+def stop_and_resume(run: Run, whole: Run, **point: Any) -> str:
+    return kill_run(run, **point) or resume_run(run, whole)
 
 
 def strike_in_reward(run: Run, whole: Run, at: int, signum: int) -> str:
@@ -97,12 +97,12 @@ def strike_in_reward(run: Run, whole: Run, at: int, signum: int) -> str:
     words = RECIPE["model"]["init_args"]["rewards"]["words"]
     kwargs = {"at": at, "marker": str(run.marker), "pid": pid, "signum": signum}
     armed = {"model": {"init_args": {"rewards": {"words": {**words, "kwargs": kwargs}}}}}
-    run.recipe = merged(original, armed, calls("Armed", pid=pid))
+    run.recipe = merge_runs(original, armed, calls("Armed", pid=pid))
     code = run.go("--auto_resume", "true")
     run.recipe = original
     if code != 128 + signum:
         return f"exit code {code}: {run.said[-500:]}"
-    return resumed(run, whole)
+    return resume_run(run, whole)
 
 
 def random_points(bench: Bench, num: int) -> dict[str, dict[str, Any]]:
@@ -123,7 +123,7 @@ def random_points(bench: Bench, num: int) -> dict[str, dict[str, Any]]:
 
 
 def f1(bench: Bench) -> Found:
-    """SIGKILL, then the same command again: the same weights, moments, metrics, curves"""
+    """SIGKILL, then the same command again: the same weights, optimizer state, metrics, curves"""
     found = {}
     for name, point in random_points(bench, bench.points).items():
         run = Run(bench.folder / f"f1-{name.replace(' ', '-')}", RECIPE)
@@ -132,7 +132,7 @@ def f1(bench: Bench) -> Found:
             at = point["count"] - 1
             found[name] = strike_in_reward(run, bench.plain, at, int(signal.SIGKILL))
         else:
-            found[name] = stopped_and_resumed(run, bench.plain, **point)
+            found[name] = stop_and_resume(run, bench.plain, **point)
     return found
 
 
@@ -145,17 +145,17 @@ def f2(bench: Bench) -> Found:
         if point["at"] == "reward":
             found[name] = strike_in_reward(run, bench.plain, point["count"] - 1, signum)
         else:
-            found[name] = stopped_and_resumed(run, bench.plain, **point, signum=signum)
+            found[name] = stop_and_resume(run, bench.plain, **point, signum=signum)
     return found
 
 
 def f3(bench: Bench) -> Found:
     """SIGKILL in the middle of inner epochs and micro-batches: the same after resuming"""
-    recipe = merged(RECIPE, {"model": {"init_args": INNER}})
+    recipe = merge_runs(RECIPE, {"model": {"init_args": INNER}})
     whole = bench.whole("inner", recipe)
     points = {"step 9": ("step", 9), "micro-batch 30": ("backward", 30), "step 22": ("step", 22)}
     return {
-        name: stopped_and_resumed(
+        name: stop_and_resume(
             Run(bench.folder / f"f3-{at}-{count}", recipe), whole, at=at, count=count
         )
         for name, (at, count) in points.items()
@@ -163,19 +163,19 @@ def f3(bench: Bench) -> Found:
 
 
 def f4(bench: Bench) -> Found:
-    """2 processes, resumed on 2: the same; on 1: the same prompts; other batch size: refused"""
+    """2 processes, resumed on 2: the same; on 1: the same prompts; other batch size: rejected"""
     two = {"trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}}
-    recipe = merged(RECIPE, two, {"data": {"init_args": {"num_workers": 0}}})
+    recipe = merge_runs(RECIPE, two, {"data": {"init_args": {"num_workers": 0}}})
     whole = bench.whole("two", recipe, new_process=True)
     run = Run(bench.folder / "f4-two", recipe, new_process=True)
-    found = {"2 on 2": stopped_and_resumed(run, whole, at="start", count=5, signum=15)}
+    found = {"2 on 2": stop_and_resume(run, whole, at="start", count=5, signum=15)}
     one = Run(bench.folder / "f4-one", recipe, new_process=True)
-    wrong = killed(one, at="start", count=5, signum=15)
+    wrong = kill_run(one, at="start", count=5, signum=15)
     one.recipe = RECIPE
     code = one.resume() if not wrong else 1
     found["2 on 1"] = wrong or (one.said[-300:] if code else _same_prompts(one, bench.plain))
-    other = bench.copied("f4-batch", bench.plain)
-    other.recipe = merged(RECIPE, {"data": {"init_args": {"batch_size": 4}}})
+    other = bench.copy_run("f4-batch", bench.plain)
+    other.recipe = merge_runs(RECIPE, {"data": {"init_args": {"batch_size": 4}}})
     code = other.go("--ckpt_path", "last")
     said = "made with data batch_size=8, now it is 4: prompts would be skipped or repeated"
     found["batch size"] = "" if code == 2 and said in other.said else other.said[-300:]
@@ -186,7 +186,7 @@ def f5(bench: Bench) -> Found:
     """12 kinds of damage: named before the first step; auto-resume takes the one before"""
     found = {}
     for name, (change, said) in damage.KINDS.items():
-        run = bench.copied(f"f5-{name.replace(' ', '-')}", bench.plain)
+        run = bench.copy_run(f"f5-{name.replace(' ', '-')}", bench.plain)
         change(run)
         code = run.go("--ckpt_path", "last")
         if code != 2 or said not in run.said:
@@ -197,8 +197,10 @@ def f5(bench: Bench) -> Found:
             continue  # every checkpoint is of the other run
         (run.run / "final_model/model.safetensors").unlink()
         code = run.resume()
-        if code != 0 or run.resumed_after() != ITERATIONS - EVERY:
-            found[name] = f"fell back to {run.resumed_after()}, code {code}: {run.said[-300:]}"
+        if code != 0 or run.iteration_of_resume() != ITERATIONS - EVERY:
+            found[name] = (
+                f"fell back to {run.iteration_of_resume()}, code {code}: {run.said[-300:]}"
+            )
         elif wrong := differences(run, bench.plain):
             found[name] = f"after falling back: {wrong}"
     return found
@@ -207,7 +209,7 @@ def f5(bench: Bench) -> Found:
 def f6(bench: Bench) -> Found:
     """full disk, read-only folder, kill while saving: the last good checkpoint stays"""
     found = {}
-    full = bench.copied("f6-full", bench.whole("short", _iterations(4)))
+    full = bench.copy_run("f6-full", bench.whole("short", _iterations(4)))
     full.recipe = RECIPE
     most = 3_000_000  # bytes of a file; a checkpoint has more
 
@@ -215,25 +217,25 @@ def f6(bench: Bench) -> Found:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     code = full.go("--ckpt_path", "last", prepare=small_files)
-    found["full disk"] = _refused(full, code, "File too large")
-    readonly = bench.copied("f6-readonly", bench.whole("short", _iterations(4)))
+    found["full disk"] = _check_rejection(full, code, "File too large")
+    readonly = bench.copy_run("f6-readonly", bench.whole("short", _iterations(4)))
     readonly.recipe = RECIPE
     readonly.new_process = True  # rights are given up for what a process starts
     found["read-only folder"] = _read_only(readonly)
     run = Run(bench.folder / "f6-kill", RECIPE)
-    found["kill while saving"] = stopped_and_resumed(
+    found["kill while saving"] = stop_and_resume(
         run, bench.plain, at="checkpoint", count=1, size=5_000_000
     )
     return found
 
 
 def _iterations(num: int) -> dict[str, Any]:
-    return merged(RECIPE, {"model": {"init_args": {"max_iterations": num}}})
+    return merge_runs(RECIPE, {"model": {"init_args": {"max_iterations": num}}})
 
 
 def _same_prompts(run: Run, whole: Run) -> str:
-    """What was asked after the resume, and before it by the first of the processes."""
-    mine, theirs, after = run.asked(), whole.asked(), run.resumed_after()
+    """Requests after the resume, and before it by the first of the processes."""
+    mine, theirs, after = run.asked(), whole.asked(), run.iteration_of_resume()
     for n in range(1, ITERATIONS + 1):
         if not (mine[n] == theirs[n] if n > after else mine[n] < theirs[n]):
             return f"iteration {n} asked {mine[n]}, not {theirs[n]}"
@@ -250,25 +252,25 @@ def _read_only(run: Run) -> str:
     run.checkpoints.chmod(0o555)
     code = run.go("--ckpt_path", "last", prepare=give_up_override)
     run.checkpoints.chmod(0o755)
-    return _refused(run, code, "Permission denied")
+    return _check_rejection(run, code, "Permission denied")
 
 
-def _refused(run: Run, code: int, said: str) -> str:
+def _check_rejection(run: Run, code: int, said: str) -> str:
     """Nothing could be saved: that is said, an error at the end, and the old one still good."""
-    if code in (0, 2) or said not in run.said or "training goes on" not in run.said:
+    if code in (0, 2) or said not in run.said or "training continues" not in run.said:
         return f"exit code {code}: {run.said[-300:]}"
     last = run.checkpoints / "last.ckpt"
     if last.readlink().name != "iteration=000004.ckpt":
         return f"last.ckpt is {last.readlink()}"
     code = run.go("--ckpt_path", "last")
-    return "" if code == 0 and run.resumed_after() == 4 else run.said[-300:]
+    return "" if code == 0 and run.iteration_of_resume() == 4 else run.said[-300:]
 
 
 def f13(bench: Bench) -> Found:
-    """the disk of the loggers is full: training goes on, warned, with the same weights"""
-    run = Run(bench.folder / "f13", merged(RECIPE, calls("FullLoggers")))
+    """the disk of the loggers is full: training continues with a warning, with the same weights"""
+    run = Run(bench.folder / "f13", merge_runs(RECIPE, calls("FullLoggers")))
     code = run.go()
-    wrong = "" if code == 0 and "training goes on without" in run.said else run.said[-300:]
+    wrong = "" if code == 0 and "training continues" in run.said else run.said[-300:]
     return {"loggers": wrong or _same_weights(run, bench.plain)}
 
 
@@ -281,9 +283,9 @@ def f14(bench: Bench) -> Found:
     }
     found = {}
     for name, change in variants.items():
-        run = Run(bench.folder / f"f14-{name.replace(' ', '-')}", merged(RECIPE, change))
+        run = Run(bench.folder / f"f14-{name.replace(' ', '-')}", merge_runs(RECIPE, change))
         if name.endswith("killed"):
-            found[name] = stopped_and_resumed(run, bench.plain, at="start", count=6)
+            found[name] = stop_and_resume(run, bench.plain, at="start", count=6)
         else:
             code = run.go()
             found[name] = ", ".join(differences(run, bench.plain)) if code == 0 else run.said[-300:]
@@ -293,15 +295,15 @@ def f14(bench: Bench) -> Found:
 def f16(bench: Bench) -> Found:
     """one of 2 processes hangs: stacks of both, exit code not 0, within the time"""
     two = {"trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}}
-    recipe = merged(RECIPE, two, {"watchdog": {"timeout_s": 10.0}})
+    recipe = merge_runs(RECIPE, two, {"watchdog": {"timeout_s": 10.0}})
     run = Run(bench.folder / "f16", recipe, new_process=True)
-    run.recipe = merged(
+    run.recipe = merge_runs(
         run.recipe,
         calls("Kill", at="start", count=3, marker=str(run.marker), signum=0, rank=1),
     )
     code = run.go(timeout_s=200)
     # The first to end closes the connection; where the other stood is then its error's traceback.
-    stacks = run.said.count("Timeout (0:00:10)!") + ("Connection closed by peer" in run.said)
+    stacks = run.said.count("Timeout (0:00:10)!") + ("Connection closed by" in run.said)
     good = code not in (0, 128 + signal.SIGKILL) and stacks >= 2 and "in __call__" in run.said
     return {"rank 1": "" if good else f"exit code {code}, {stacks} stacks: {run.said[-800:]}"}
 
@@ -320,11 +322,11 @@ def variants(bench: Bench) -> Found:
     }
     found = {}
     for name, (change, base) in recipes.items():
-        recipe = merged(SUPERVISED if base else RECIPE, {"model": {"init_args": change}})
+        recipe = merge_runs(SUPERVISED if base else RECIPE, {"model": {"init_args": change}})
         key, options = name.replace(" ", "-").replace(",", ""), {"base": base} if base else {}
         whole = bench.whole(key, recipe, **options)
         run = Run(bench.folder / f"variant-{key}", recipe, **options)
-        found[name] = stopped_and_resumed(run, whole, at="start", count=4)
+        found[name] = stop_and_resume(run, whole, at="start", count=4)
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from litgrpo.checkpointing.files import MANIFEST, build_manifest
-from tests.faults.running import Run, merged
+from tests.faults.running import Run, merge_runs
 
 
 def newest(run: Run):
@@ -69,15 +69,15 @@ def _nan(checkpoint) -> None:
 
 
 def other_model(run: Run) -> None:
-    run.recipe = merged(run.recipe, {"model": {"init_args": {"lora": {"rank": 2}}}})
+    run.recipe = merge_runs(run.recipe, {"model": {"init_args": {"lora": {"rank": 2}}}})
 
 
 def other_data(run: Run) -> None:
     train = "python:litgrpo.data.examples.problems.train?size=28&seed=5"
-    run.recipe = merged(run.recipe, {"data": {"init_args": {"train": train}}})
+    run.recipe = merge_runs(run.recipe, {"data": {"init_args": {"train": train}}})
 
 
-UNREADABLE = "cannot be read: it is cut off, damaged or no checkpoint"
+UNREADABLE = "cannot be read: it is cut off, damaged or not a checkpoint"
 # What was done, and the words that name it.
 KINDS: dict[str, tuple[Callable[[Run], None], str]] = {
     "empty": (cut_to(0.0), UNREADABLE),
@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[Callable[[Run], None], str]] = {
     "cut at the end": (cut_to(0.999), UNREADABLE),
     "another file": (lambda run: newest(run).write_text("hello"), UNREADABLE),
     "flipped bit in weights": (flip("state_dict"), "state_dict is damaged"),
-    "flipped bit in moments": (flip("optimizer_states"), "optimizer_states is damaged"),
+    "flipped bit in optimizer state": (flip("optimizer_states"), "optimizer_states is damaged"),
     "lost optimizer": (
         rewritten(lambda c: c.pop("optimizer_states"), honest=False),
         "optimizer_states is missing",

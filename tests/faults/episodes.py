@@ -6,7 +6,7 @@ import signal
 from math import isclose
 from typing import Any
 
-from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merged, metrics_of
+from tests.faults.running import ITERATIONS, RECIPE, Run, differences, merge_runs, metrics_of
 
 EPISODE = {
     "turn_format": "inline",
@@ -26,7 +26,7 @@ def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any)
     }
     keys = {"environment": environment, "episode": EPISODE | {"workers": 4} | episode}
     keys["rewards"] = {"environment": {"weight": 1.0}}
-    return merged(RECIPE, {"model": {"init_args": keys}})
+    return merge_runs(RECIPE, {"model": {"init_args": keys}})
 
 
 def whole(bench: Any) -> Run:
@@ -35,39 +35,39 @@ def whole(bench: Any) -> Run:
 
 
 def unlike(run: Run, other: Run) -> str:
-    """What differs; what is made of the engine's log-probabilities may in its last digits.
+    """Differences; what is made of the engine's log-probabilities may in its last digits.
 
     Which rows are decoded beside each other depends on when their answers come, and the rounding of
-    these on that; tokens, weights, moments and all other numbers do not.
+    these on that; tokens, weights, optimizer state and all other numbers do not.
     """
     found = {*differences(run, other)} - {"metrics.csv", "TensorBoard"}
     for mine, theirs in zip(metrics_of(run), metrics_of(other), strict=True):
         names = {name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)}
-        found |= {name for name in names if not rounded(name, mine.get(name), theirs.get(name))}
+        found |= {name for name in names if not is_rounding(name, mine.get(name), theirs.get(name))}
     return ", ".join(sorted(found))
 
 
-def rounded(name: str, mine: str | None, theirs: str | None) -> bool:
-    """Whether two numbers may differ, and do so by rounding only."""
+def is_rounding(name: str, mine: str | None, theirs: str | None) -> bool:
+    """Return True if two numbers may differ, and do so by rounding only."""
     close = mine and theirs and isclose(float(mine), float(theirs), rel_tol=1e-4, abs_tol=1e-6)
     return name.endswith(AT_SAMPLING) and bool(close)
 
 
-def failed_frac(run: Run) -> float:
+def fraction_failed(run: Run) -> float:
     """The largest share of episodes that failed in an iteration."""
     with (run.run / "metrics.csv").open(newline="") as file:
         return max(float(row.get("env/failed_frac") or 0) for row in csv.DictReader(file))
 
 
 def costs_rows(bench: Any, name: str, bad: str, said: str) -> str:
-    """Some rows fail, named and counted; the run goes on, and ends in the same bits again."""
+    """Some rows fail, named and counted; the run continues, and ends in the same bits again."""
     runs = [Run(bench.folder / f"{name}-{n}", recipe(bad, timeout_s=1.0)) for n in range(2)]
     for run in runs:
         code = run.go()
         if code or said not in run.said:
             return f"exit code {code}, not {said!r}: {run.said[-500:]}"
-    if not 0 < failed_frac(runs[0]) <= 0.5:
-        return f"failed_frac is {failed_frac(runs[0])}"
+    if not 0 < fraction_failed(runs[0]) <= 0.5:
+        return f"failed_frac is {fraction_failed(runs[0])}"
     return unlike(*runs)
 
 
@@ -113,28 +113,30 @@ def f19(bench: Any) -> dict[str, str]:
             wrong = run.said[-500:] if code else unlike(run, whole(bench))
         found[f"one of {of} turns"] = wrong
     found["a search"] = went_on(bench, "f19-search", forget=False)
-    different = went_on(bench, "f19-no-journal", forget=True)
-    found["a search without its journal"] = "" if "weights" in different else "the same weights"
+    different = went_on(bench, "f19-no-response-log", forget=True)
+    found["a search without its response log"] = (
+        "" if "weights" in different else "the same weights"
+    )
     return found
 
 
 def went_on(bench: Any, name: str, *, forget: bool) -> str:
-    """What differs where a run with a tool that answers at random is resumed after iteration 4."""
+    """Differences if a run with a tool that answers at random is resumed after iteration 4."""
     searching = bench.whole("searching", recipe("searches", of=1, record_responses=True))
-    again = bench.copied(name, searching)
+    again = bench.copy_run(name, searching)
     shutil.rmtree(again.run / "final_model")
     for number in (ITERATIONS, ITERATIONS - 1):
         (again.checkpoints / f"iteration={number:06d}.ckpt").unlink(missing_ok=True)
     if forget:
         shutil.rmtree(again.run / "tool_responses")
     code = again.resume()
-    if code or not again.resumed_after():
+    if code or not again.iteration_of_resume():
         return f"exit code {code}, not resumed: {again.said[-500:]}"
     return unlike(again, searching)
 
 
 def f20(bench: Any) -> dict[str, str]:
-    """an environment leaks state from one episode to the next: refused before the first step"""
+    """an environment leaks state from one episode to the next: rejected before the first step"""
     run = Run(bench.folder / "f20", recipe("leaks"))
     run.recipe["model"]["init_args"]["check_invariants"] = True
     code = run.go()

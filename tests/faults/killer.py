@@ -1,4 +1,4 @@
-"""What ends a run at a chosen point. It is given by class_path, so the product knows nothing of it.
+"""Kills a run at a chosen point. It is given by class_path, so the product knows nothing of it.
 
 Each strikes once: a marker file says that it has, so the same command can be given again.
 """
@@ -45,7 +45,7 @@ class Kill(Callback):
         count: at which occurrence, from 1.
         marker: see `Strike`.
         signum: the signal.
-        delay_s: wait so long in a thread of its own, while the training goes on.
+        delay_s: wait in a separate thread, while the training continues.
         size: bytes of an unfinished checkpoint.
         rank: the process that is hit, of several.
     """

@@ -1,4 +1,4 @@
-"""Faults of runs of several processes, with whole and with divided weights."""
+"""Faults of runs of several processes, with whole and with sharded weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tests.faults.launching import ENVIRONMENT, ROOT
-from tests.faults.running import EVERY, ITERATIONS, RECIPE, Run, calls, differences, merged
+from tests.faults.running import EVERY, ITERATIONS, RECIPE, Run, calls, differences, merge_runs
 
 if TYPE_CHECKING:
     from tests.faults.cases import Bench, Found
@@ -37,7 +37,7 @@ KILLED: dict[str, tuple[str, dict[str, Any]]] = {
 def of_two(strategy: Any) -> dict[str, Any]:
     """The small recipe on two processes."""
     trainer = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
-    return merged(RECIPE, {"trainer": trainer, "data": {"init_args": {"num_workers": 0}}})
+    return merge_runs(RECIPE, {"trainer": trainer, "data": {"init_args": {"num_workers": 0}}})
 
 
 def f21(bench: Bench) -> Found:
@@ -48,7 +48,7 @@ def f21(bench: Bench) -> Found:
         whole = bench.whole(f"two-{name}", recipe, program=TORCHRUN)
         run = Run(bench.folder / f"f21-{point}", recipe, program=TORCHRUN)
         kill = calls("Kill", **where, marker=str(run.marker), signum=SIGKILL)
-        run.recipe = merged(recipe, kill)
+        run.recipe = merge_runs(recipe, kill)
         code = run.go("--auto_resume", "true")
         wrong = "" if run.marker.exists() else "was not hit "
         wrong += f"exit code {code}: {run.said[-800:]}" if code else ""
@@ -95,7 +95,7 @@ def f22(bench: Bench) -> Found:
         run = Run(bench.folder / f"f22-{name}", recipe)
         # Before an optimizer step, so that the iteration is dropped.
         signalled = calls("Kill", at="backward", count=4, marker=str(run.marker), signum=SIGUSR1)
-        codes = job(run, merged(recipe, signalled))
+        codes = job(run, merge_runs(recipe, signalled))
         if codes[0] != REQUEUE or list(run.run.rglob("hpc_ckpt*")):
             found[name] = f"exit codes {codes}: {run.said[-800:]}"
             continue
@@ -105,14 +105,14 @@ def f22(bench: Bench) -> Found:
     return found
 
 
-def flipped(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 DAMAGE = {
-    "damaged": (lambda newest: flipped(newest / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "damaged": (lambda newest: flip_bit(newest / "__1_0.distcp"), "__1_0.distcp is damaged"),
     "missing": (lambda newest: (newest / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "foreign": (
         lambda newest: shutil.copy(
@@ -129,7 +129,7 @@ def f23(bench: Bench) -> Found:
     recipe = of_two(FSDP2)
     whole = bench.whole("two-FSDP2", recipe, program=TORCHRUN)
     for name, (change, said) in DAMAGE.items():
-        run = bench.copied(f"f23-{name}", whole)
+        run = bench.copy_run(f"f23-{name}", whole)
         run.new_process = True
         change(run.checkpoints / f"iteration={ITERATIONS:06d}.ckpt")
         code = run.go("--ckpt_path", "last")
@@ -138,8 +138,10 @@ def f23(bench: Bench) -> Found:
             continue
         shutil.rmtree(run.run / "final_model")
         code = run.resume()
-        if code or run.resumed_after() != ITERATIONS - EVERY:
-            found[name] = f"fell back to {run.resumed_after()}, code {code}: {run.said[-500:]}"
+        if code or run.iteration_of_resume() != ITERATIONS - EVERY:
+            found[name] = (
+                f"fell back to {run.iteration_of_resume()}, code {code}: {run.said[-500:]}"
+            )
             continue
         found[name] = ", ".join(differences(run, whole))
     return found

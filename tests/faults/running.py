@@ -63,14 +63,14 @@ SUPERVISED: dict[str, Any] = {
 }
 
 
-def merged(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+def merge_runs(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
     """Nested settings, the later over the earlier; lists add up."""
     result = dict(first)
     for other in others:
         for name, value in other.items():
             mine = result.get(name)
             if isinstance(mine, dict) and isinstance(value, dict):
-                result[name] = merged(mine, value)
+                result[name] = merge_runs(mine, value)
             elif isinstance(mine, list) and isinstance(value, list):
                 result[name] = mine + value
             else:
@@ -92,7 +92,7 @@ class Run:
         folder: everything of it; the run is in `folder / "run"`.
         recipe: over the quickstart.
         base: the recipe below.
-        new_process: start Python anew instead of forking; several devices need it.
+        new_process: start a new Python instead of forking; several devices need it.
         program: what is started, such as torchrun with `cli.py`; a new process.
     """
 
@@ -142,8 +142,8 @@ class Run:
                 found.setdefault(row["iteration"], set()).add(row["prompt"])
         return found
 
-    def resumed_after(self) -> int:
-        """The iteration that the resumed run went on from; 0 when it started anew."""
+    def iteration_of_resume(self) -> int:
+        """Iteration that the run resumed from; 0 for a new run."""
         lines = [line for line in self.said.splitlines() if line.startswith("Resuming from")]
         return int(lines[0].split()[3]) if lines else 0
 
@@ -156,7 +156,7 @@ def weights_of(run: Run) -> str:
 def state_of(run: Run) -> dict[str, str]:
     """Digests of what the last checkpoint holds of the training, from its manifest.
 
-    Supervised training counts no iterations of its own.
+    SFT counts optimizer steps.
     """
     last = run.checkpoints / "last.ckpt"
     checkpoint = torch.load(last / "rest.pt" if last.is_dir() else last, weights_only=True)
@@ -190,7 +190,7 @@ def curves_of(run: Run) -> dict[str, list[tuple[int, float]]]:
 
 
 def differences(run: Run, whole: Run) -> list[str]:
-    """What differs between a run that was stopped and resumed, and one that was not."""
+    """Differences between a run that was stopped and resumed, and one that was not."""
     found = []
     if weights_of(run) != weights_of(whole):
         found.append("weights")

@@ -10,7 +10,7 @@ from typing import Any
 
 from litgrpo.models.loading import resolve_pretrained
 from tests.faults.processes import SECOND, TORCHRUN, of_two
-from tests.faults.running import RECIPE, Run, calls, differences, merged
+from tests.faults.running import RECIPE, Run, calls, differences, merge_runs
 from tests.vllm.serving import free_port
 
 ROOT, ENGINE = Path(__file__).parents[2], "litgrpo.rollout.engines.vllm.ServerEngine"
@@ -21,10 +21,10 @@ def recipe(port: int, **update: Any) -> dict[str, Any]:
     """The recipe of the faults with a server."""
     given = {"urls": [f"http://127.0.0.1:{port}"], "send_uniforms": True, "wait_s": 120.0}
     keys = {"engine": {"class_path": ENGINE, "init_args": given}, "update": update}
-    return merged(RECIPE, {"model": {"init_args": keys}})
+    return merge_runs(RECIPE, {"model": {"init_args": keys}})
 
 
-def started(port: int, *words: str) -> subprocess.Popen[str]:
+def start_server(port: int, *words: str) -> subprocess.Popen[str]:
     """A server, when it answers."""
     module = "tests.support.vllm_stand_in"
     command = [sys.executable, "-m", module, resolve_pretrained(MODEL), str(port), *words]
@@ -37,7 +37,7 @@ def started(port: int, *words: str) -> subprocess.Popen[str]:
 @contextmanager
 def server(port: int, *words: str):
     """A server that is ended, whichever it is by then."""
-    running = [started(port, *words)]
+    running = [start_server(port, *words)]
     try:
         yield running
     finally:
@@ -62,7 +62,7 @@ def f24(bench: Any) -> dict[str, str]:
         def again() -> None:
             """Start it when it has died."""
             assert running[-1].wait() == 9
-            running.append(started(port))
+            running.append(start_server(port))
 
         watching = threading.Thread(target=again)
         watching.start()
@@ -75,7 +75,7 @@ def f24(bench: Any) -> dict[str, str]:
 
 
 def f25(bench: Any) -> dict[str, str]:
-    """the server says that it took the weights, and did not: refused, nothing is learned"""
+    """the server says that it took the weights, and did not: rejected, nothing is learned"""
     port, run = free_port(), None
     with server(port, "--keeps"):
         run = Run(bench.folder / "F25", recipe(port))
@@ -86,7 +86,7 @@ def f25(bench: Any) -> dict[str, str]:
 
 def f26(bench: Any) -> dict[str, str]:
     """killed with a rollout that was sampled ahead, then the same command again: the same"""
-    from tests.faults.cases import stopped_and_resumed
+    from tests.faults.cases import stop_and_resume
 
     port, found = free_port(), {}
     with server(port):
@@ -97,12 +97,12 @@ def f26(bench: Any) -> dict[str, str]:
             "SIGTERM": {"at": "backward", "count": 4, "signum": int(signal.SIGTERM)},
         }.items():
             run = Run(bench.folder / name.replace(" ", "-"), recipe(port, staleness=1))
-            found[name] = stopped_and_resumed(run, expected, **point)
+            found[name] = stop_and_resume(run, expected, **point)
     # Each of two processes samples its own rollout ahead.
-    two = merged(of_two("ddp"), {"model": {"init_args": {"update": {"staleness": 1}}}})
+    two = merge_runs(of_two("ddp"), {"model": {"init_args": {"update": {"staleness": 1}}}})
     expected = bench.whole("two-ahead", two, program=TORCHRUN)
     run = Run(bench.folder / "two-ahead", two, program=TORCHRUN)
-    run.recipe = merged(two, calls("Kill", **SECOND, marker=str(run.marker)))
+    run.recipe = merge_runs(two, calls("Kill", **SECOND, marker=str(run.marker)))
     code = run.go("--auto_resume", "true")
     wrong = f"exit code {code}: {run.said[-800:]}" if code else ""
     found["one of two processes"] = wrong or ", ".join(differences(run, expected))

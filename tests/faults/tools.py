@@ -15,7 +15,7 @@ class Numbers:
     Args:
         bad: what it does: a method of this class.
         folder: where it leaves traces.
-        of: it does so for one of so many turns, chosen by their texts.
+        of: it does so for one of this number of turns, chosen by their texts.
     """
 
     played = 0  # by all episodes
@@ -37,7 +37,7 @@ class Numbers:
         return StepResult(f" {text} ", reward=min(len(action), 8) / 8)
 
     def first_time(self):
-        """Whether nothing has struck in this run before."""
+        """Return True if nothing has failed in this run before."""
         try:
             Path(self.folder, "struck").touch(exist_ok=False)
         except FileExistsError:

@@ -24,7 +24,7 @@ PROBES = [
     Probe(
         "a sound command",
         QUICK,
-        ("everything is in",),
+        ("results are in",),
         code=0,
         after=lambda f: "" if (f / "run" / "summary.json").exists() else "no summary.json",
     ),

@@ -174,7 +174,7 @@ PROBES = [
     Probe(
         "products in bfloat16",
         f"{QUICK} --model.precision.autocast_dtype bfloat16",
-        ("everything is in",),
+        ("results are in",),
         code=0,
     ),
 ]

@@ -86,7 +86,7 @@ PROBES = [
     Probe(
         "a reward beside the recipe, with a module beside it",
         BASE,
-        ("everything is in",),
+        ("results are in",),
         code=0,
         files=FILES,
         after=lambda f: (

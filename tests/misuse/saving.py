@@ -1,4 +1,4 @@
-"""Resuming, run folders, checkpoints, exports, and Lightning's options that fight ours."""
+"""Resuming, run folders, checkpoints, exports, and Lightning's options that do not work."""
 
 import hashlib
 import subprocess
@@ -111,7 +111,7 @@ PROBES = [
         "resume with another optimizer",
         f"{QUICK} --model.max_iterations 2 --model.optimizer torch.optim.SGD"
         " --model.optimizer.lr 0.1 --ckpt_path last",
-        ("optimizer is AdamW, the recipe's SGD", "begins anew"),
+        ("optimizer is AdamW, the recipe's SGD", "starts from zero"),
         code=0,
         before=trained,
     ),
@@ -166,7 +166,7 @@ PROBES = [
         quick=True,
     ),
     Probe("overfit_batches", f"{QUICK} --trainer.overfit_batches 1", ("data.train.limit",)),
-    Probe("barebones", f"{QUICK} --trainer.barebones true", ("--csv false",)),
+    Probe("barebones", f"{QUICK} --trainer.barebones true", ("trainer.barebones", "--csv false")),
     Probe("all devices of a CPU", f"{QUICK} --trainer.devices -1", ("how many processes",)),
     Probe("no devices", f"{QUICK} --trainer.devices 0", ("devices",)),
     Probe(
@@ -177,7 +177,7 @@ PROBES = [
     Probe(
         "run folder that is a file",
         f"{QUICK} --run_dir taken",
-        ("run_dir is taken, where nothing can be written",),
+        ("run_dir is taken", "not writable"),
         files={"taken": ""},
     ),
     Probe("unwritable run folder", f"{QUICK} --run_dir /proc/run", ("nothing can be written",)),
