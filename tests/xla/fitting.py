@@ -16,7 +16,7 @@ from torch import Tensor
 from litgrpo.cli.main import main
 from litgrpo.distributed.device import to_host
 from litgrpo.types import Rollout
-from tests.faults.running import merged
+from tests.faults.running import merge_runs
 
 OVERLAYS = {"cpu": "configs/hardware/cpu.yaml", "xla": "configs/hardware/xla_cpu.yaml"}
 # The quickstart in small: epochs of seven iterations, with prompts and completions of any length.
@@ -119,7 +119,7 @@ def fit(
     watcher = {"trainer": {"callbacks": [{"class_path": "tests.xla.fitting.Watcher"}]}}
     run = folder or Path(tempfile.mkdtemp()) / "run"
     recipe = Path(tempfile.mkdtemp()) / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(merged(settings, watcher, *others)))
+    recipe.write_text(yaml.safe_dump(merge_runs(settings, watcher, *others)))
     command = ["fit", "-c", base, "-c", OVERLAYS[where], "-c", str(recipe), "--run_dir", str(run)]
     sys.argv = ["cli.py", *command, "--debug", *words]
     assert main() == 0

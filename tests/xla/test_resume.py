@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.faults.cases import stopped_and_resumed
-from tests.faults.running import EVERY, RECIPE, Run, merged
+from tests.faults.cases import stop_and_resume
+from tests.faults.running import EVERY, RECIPE, Run, merge_runs
 from tests.xla.own_process import ROOT, own_process
 
 OVERLAY = yaml.safe_load((ROOT / "configs/hardware/xla_cpu.yaml").read_text())
@@ -35,11 +35,11 @@ POINTS = {
 def test_a_run_that_was_killed_at_five_points_ends_with_the_same_bits(tmp_path: str):
     import torch_xla  # noqa: F401 (once for all forks; each opens the device itself)
 
-    recipe = merged(RECIPE, OVERLAY, FEWER)
+    recipe = merge_runs(RECIPE, OVERLAY, FEWER)
     whole = Run(Path(tmp_path) / "whole", recipe)
     assert whole.go() == 0, whole.said
     wrong = {
-        name: stopped_and_resumed(Run(Path(tmp_path) / name, recipe), whole, **point)
+        name: stop_and_resume(Run(Path(tmp_path) / name, recipe), whole, **point)
         for name, point in POINTS.items()
     }
     assert not any(wrong.values()), wrong
