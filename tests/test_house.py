@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.house import pages
-from tests.house.source import File, circles, files_of
+from tests.house.source import File, files_of, import_cycles
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "litgrpo"
@@ -69,17 +69,17 @@ def forbidden(file: File) -> Iterator[str]:
         package = name.split(".")[0].replace("pytorch_lightning", "lightning")
         if package in MAY_IMPORT and not file.name.startswith(MAY_IMPORT[package]):
             yield f"{file.name} must not import {package}"
-        if not name.startswith("litgrpo.") or file.room == "__init__":
+        if not name.startswith("litgrpo.") or file.package == "__init__":
             continue
         module = name.removeprefix("litgrpo.")
-        same_package = module.split(".")[0] == file.room
+        same_package = module.split(".")[0] == file.package
         if (file.name, name) in ALLOWED_UPWARD:
             continue
         if layer_of(module) > own_layer or (layer_of(module) == own_layer and not same_package):
             yield f"{file.name} must not import {name}"
 
 
-def test_imports_point_down_and_large_packages_stay_in_their_rooms():
+def test_imports_point_down_and_large_libraries_stay_in_their_packages():
     assert not [line for file in FILES for line in forbidden(file)]
 
 
@@ -91,10 +91,10 @@ def test_an_import_that_points_up_is_found(tmp_path):
 
 
 def test_no_files_import_each_other():
-    assert not circles(FILES)
+    assert not import_cycles(FILES)
 
 
-def test_a_circle_is_found_also_where_it_is_only_of_types(tmp_path):
+def test_an_import_cycle_is_found_even_if_it_is_for_types_only(tmp_path):
     for name, content in {
         "a.py": "from litgrpo.b import x\n",
         "b.py": "if TYPE_CHECKING:\n    import litgrpo.c\n",
@@ -103,7 +103,9 @@ def test_a_circle_is_found_also_where_it_is_only_of_types(tmp_path):
     }.items():
         (tmp_path / "litgrpo").mkdir(exist_ok=True)
         (tmp_path / "litgrpo" / name).write_text(content)
-    assert circles(files_of(tmp_path / "litgrpo")) == [["litgrpo.a", "litgrpo.b", "litgrpo.c"]]
+    assert import_cycles(files_of(tmp_path / "litgrpo")) == [
+        ["litgrpo.a", "litgrpo.b", "litgrpo.c"]
+    ]
 
 
 @each_file
@@ -202,3 +204,14 @@ def test_a_stale_name_is_found_and_a_good_one_is_not(text, line, tmp_path, monke
     page.write_text(text)
     (found,) = pages.stale(page)
     assert found.startswith(line)
+
+
+def test_private_names_of_libraries_are_counted(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(
+        "import torch\nfrom torch._dynamo import config\n\n"
+        "def _mine(x):\n    return x._cdata + x._mine\n"
+    )
+    file = File(path, tmp_path)
+    uses = list(file.foreign_private_uses(file.own_private_names))
+    assert uses == [("torch", "torch._dynamo.config"), ("torch", "_cdata")]

@@ -1,1 +1,1 @@
-"""Measures of the project's own code: `python -m tests.house`."""
+"""Measure the project's own code: `python -m tests.house`."""

@@ -1,10 +1,9 @@
-"""`python -m tests.house [--base PATH [--base_plain WORDS]]`: size, branches, circles of the code.
+"""Report the size and structure of the code: `python -m tests.house [--base PATH]`.
 
-One iteration is traced in a small training of configs/quickstart.yaml on the CPU: every file of the
-package that has a function which `training_step` calls counts with all of its lines. There are two
-rows. "One iteration" is what a reader must know: what only makes it faster or safer is switched off
-by keys of the recipe (`PLAIN`), and the task's own reward functions (`REWARDS`) are counted apart.
-"As the recipe runs it" is everything, these functions and worker processes too.
+One iteration is traced in a short training of configs/quickstart.yaml on the CPU. Two variants are
+reported: "one iteration" with default implementations, without optional optimizations (`DEFAULTS`)
+and without the reward functions of the task (`REWARDS`); "as the recipe runs it" with everything.
+Nothing is limited: the numbers are for comparison with another checkout.
 """
 
 import argparse
@@ -16,13 +15,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.house.source import File, circles, files_of, inherited
+from tests.house import glossary
+from tests.house.source import LIBRARIES, File, files_of, import_cycles, with_bases
 
-HERE = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 REPORTING = ("callbacks/", "checkpointing/", "cli/")
 REWARDS = ("rewards/builtin/", "text/")
-PLAIN = """
+DEFAULTS = """
     --model.engine.fused_decode false --model.precision.share_prompts false
     --model.precision.selective_recompute false
     --model.precision.linear_kernels plain --model.reward_runner InProcessRunner
@@ -32,122 +33,164 @@ TRAINING = """
     --trainer.limit_val_batches 1 --trainer.accelerator cpu --trainer.enable_progress_bar true
     --trainer.callbacks+=iteration_trace.IterationTrace
 """
-MOST = 3  # classes and files named in a cell
+SHORT_FUNCTION = 3  # lines, without its docstring
+MAX_NAMES = 3  # classes and files named in a cell
 
 
-def iteration(checkout: Path, words: str = "") -> dict[str, list[str]]:
-    """Files of one iteration: of the step, its reward functions, and callbacks around it.
+class Iteration(NamedTuple):
+    """Files, functions and depth of one traced iteration."""
+
+    step: list[str]
+    rewards: list[str]
+    around: list[str]
+    functions: int
+    depth: int
+
+
+def trace_iteration(checkout: Path, options: str = "") -> Iteration:
+    """Run a short training and trace its second iteration.
 
     Args:
-        checkout: of the project.
-        words: of the command line, besides those of a small training.
+        checkout: folder of the project.
+        options: command-line options, in addition to those of the short training.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "trace.json"
         command = [sys.executable, checkout / "cli.py", "fit"]
         command += ["-c", checkout / "configs" / "quickstart.yaml"]
-        command += ["--run_dir", Path(folder) / "run", *TRAINING.split(), *words.split()]
+        command += ["--run_dir", Path(folder) / "run", *TRAINING.split(), *options.split()]
         command += [f"--trainer.callbacks.report={report}"]
         paths = os.pathsep.join(map(str, (checkout / "src", Path(__file__).parent)))
-        environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-        command = list(map(str, command))
         done = subprocess.run(
-            command, check=False, cwd=folder, env=environment, capture_output=True, text=True
+            list(map(str, command)),
+            check=False,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
         )
         if not report.exists():
             raise RuntimeError(f"the traced training failed:\n{done.stdout}{done.stderr}")
         traced = json.loads(report.read_text())
-    return parts_of(traced["step"], traced["around"])
+    step, rewards, around = split_files(traced["step"], traced["around"])
+    functions = sum(len(traced["step"][name]) for name in step)
+    return Iteration(step, rewards, around, functions, traced["depth"])
 
 
-def parts_of(step: Iterable[str], around: Iterable[str]) -> dict[str, list[str]]:
-    """Files that were passed through, by what they are for."""
-    apart = {
-        "step": [name for name in step if not name.startswith((*REPORTING, *REWARDS))],
-        "reward functions": [name for name in step if name.startswith(REWARDS)],
-    }
-    known = {name for names in apart.values() for name in names}
-    return apart | {"around it": sorted({*step, *around} - known)}
+def split_files(
+    step: Iterable[str], around: Iterable[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Split traced files into those of the step, of reward functions, and around the step."""
+    of_step = [name for name in step if not name.startswith((*REPORTING, *REWARDS))]
+    of_rewards = [name for name in step if name.startswith(REWARDS)]
+    return of_step, of_rewards, sorted({*step, *around} - {*of_step, *of_rewards})
 
 
-def measures(checkout: Path, plain_words: str = PLAIN) -> dict[str, str]:
-    """Every row of the table for one checkout, whose keys may have other names."""
+def measure_checkout(checkout: Path, options: str = DEFAULTS) -> dict[str, str]:
+    """Return every row of the report for one checkout.
+
+    Args:
+        checkout: folder of the project.
+        options: `DEFAULTS` by the names of that checkout.
+    """
     files = files_of(checkout / "src" / "litgrpo")
-    lines = {file.name: file.lines for file in files}
-    total = sum(lines.values())
-    shares: Counter[str] = sum((file.shares() for file in files), Counter())
-    longest = max(((size, name) for file in files for name, size in file.functions))
-    table = {
-        "files": f"{len(files)}",
-        "lines": f"{total:,}",
-        **{f"share of {kind}": f"{shares[kind] / total:.1%}" for kind in sorted(shares)},
-        "longest file": "{1} ({0})".format(*max((n, name) for name, n in lines.items())),
-        "longest function": f"{longest[1]} ({longest[0]})",
-        "ifs per 100 lines": per_hundred(files),
-    }
-    table |= entangled(files) | of_classes(files)
-    plain, everything = iteration(checkout, plain_words), iteration(checkout)
+    sizes = {file.name: file.lines for file in files}
+    table = count_lines(files) | count_dependencies(files) | count_classes(files)
+    words = [hit for file in files for hit in glossary.hits(file.path)]
+    table["home-made words (tests.house.glossary)"] = f"{len(words)}"
+    simple, everything = trace_iteration(checkout, options), trace_iteration(checkout)
     rows = {
-        "one iteration": plain["step"],
-        "one iteration as the recipe runs it": everything["step"] + everything["reward functions"],
-        "its reward functions": plain["reward functions"],
-        "around it": everything["around it"],
+        "one iteration": simple.step,
+        "one iteration as the recipe runs it": everything.step + everything.rewards,
+        "its reward functions": simple.rewards,
+        "around it": everything.around,
     }
     for row, names in rows.items():
-        size = sum(lines[name] for name in names)
-        table[f"{row}: files, lines"] = f"{len(names)}, {size:,}"
-    for room in sorted({file.room for file in files if "/" in file.name}):
-        of_room = [file for file in files if file.room == room]
-        size = sum(file.lines for file in of_room)
-        table[f"- {room}: files, lines, ifs"] = f"{len(of_room)}, {size:,}, {per_hundred(of_room)}"
+        table[f"{row}: files, lines"] = f"{len(names)}, {sum(sizes[name] for name in names):,}"
+    table["one iteration: functions, depth in frames"] = f"{simple.functions}, {simple.depth}"
+    table["one iteration as the recipe runs it: functions, depth in frames"] = (
+        f"{everything.functions}, {everything.depth}"
+    )
+    for package in sorted({file.package for file in files if "/" in file.name}):
+        inside = [file for file in files if file.package == package]
+        lines = sum(file.lines for file in inside)
+        table[f"- {package}: files, lines"] = f"{len(inside)}, {lines:,}"
     return table
 
 
-def per_hundred(files: list[File]) -> str:
-    """Branches for each hundred lines."""
-    return f"{100 * sum(file.ifs for file in files) / sum(file.lines for file in files):.2f}"
+def count_lines(files: list[File]) -> dict[str, str]:
+    """Count files, lines, functions, comments and `Any`."""
+    total = sum(file.lines for file in files)
+    kinds: Counter[str] = sum((file.shares() for file in files), Counter())
+    functions = [(size, name) for file in files for name, size in file.functions]
+    longest, name = max(functions)
+    num_short = sum(size <= SHORT_FUNCTION for size, _ in functions)
+    trailing = sum(file.trailing_comments for file in files)
+    longest_file = max(files, key=lambda file: file.lines)
+    return {
+        "files": f"{len(files)}",
+        "lines": f"{total:,}",
+        **{f"share of {kind} lines": f"{kinds[kind] / total:.1%}" for kind in sorted(kinds)},
+        "comments: whole lines, trailing": f"{kinds['comment']}, {trailing}",
+        "lines with a comment": f"{(kinds['comment'] + trailing) / total:.1%}",
+        "functions": f"{len(functions):,}",
+        f"functions of at most {SHORT_FUNCTION} lines": f"{num_short:,}",
+        "longest file": f"{longest_file.name} ({longest_file.lines})",
+        "longest function": f"{name} ({longest})",
+        "uses of Any": f"{sum(file.num_any for file in files)}",
+    }
 
 
-def entangled(files: list[File]) -> dict[str, str]:
-    """Circles, and how many files know what few should."""
-    found = circles(files)
+def count_dependencies(files: list[File]) -> dict[str, str]:
+    """Count import cycles, users of large libraries, and private names of libraries."""
+    cycles = import_cycles(files)
     table = {
-        "import circles: groups, files": f"{len(found)}, {sum(map(len, found))}",
-        "files that know XLA": f"{sum(file.knows_xla for file in files)}",
+        "import cycles: groups, files": f"{len(cycles)}, {sum(map(len, cycles))}",
+        "files with names of XLA": f"{sum(file.knows_xla for file in files)}",
     }
     for packages in (("lightning", "pytorch_lightning"), ("torch_xla",), ("multiprocessing",)):
         number = sum(file.imports_package(*packages) for file in files)
         table[f"files that import {packages[0]}"] = f"{number}"
+    own = set().union(*(file.own_private_names for file in files))
+    private = Counter(library for file in files for library, _ in file.foreign_private_uses(own))
+    for library in LIBRARIES:
+        table[f"private uses of {library}"] = f"{private[library]}"
     return table
 
 
-def of_classes(files: list[File]) -> dict[str, str]:
-    """The classes with most methods, attributes and abstract methods; base classes count too."""
+def count_classes(files: list[File]) -> dict[str, str]:
+    """Name the classes with most methods, attributes and abstract methods."""
     classes = [each for file in files for each in file.classes()]
-    objects = list(inherited(classes))
-    named = {
+    objects = list(with_bases(classes))
+    numbers = {
         "methods of a class": [(len(each.methods), each.name) for each in classes],
         "abstract methods of a class": [(each.abstract, each.name) for each in classes],
-        "methods of an object, inherited too": [(n, each.name) for each, n, _ in objects],
-        "attributes of an object, inherited too": [(n, each.name) for each, _, n in objects],
+        "methods with inherited ones": [(n, each.name) for each, n, _ in objects],
+        "attributes with inherited ones": [(n, each.name) for each, _, n in objects],
     }
+    names = Counter(each.name for each in classes)
     table = {
-        f"most {title}": ", ".join(f"{name} {n}" for n, name in sorted(numbers)[: -MOST - 1 : -1])
-        for title, numbers in named.items()
-        if numbers
+        "classes": f"{len(classes)}",
+        "class names that are used more than once": f"{sum(n > 1 for n in names.values())}",
     }
-    return {"classes": f"{len(classes)}"} | table
+    for title, counts in numbers.items():
+        largest = sorted(counts, reverse=True)[:MAX_NAMES]
+        table[f"most {title}"] = ", ".join(f"{name} {n}" for n, name in largest)
+    return table
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.house", description=__doc__)
     parser.add_argument("--base", type=Path, help="a checkout of another commit, to compare with")
-    parser.add_argument("--base_plain", default=PLAIN, help="what `PLAIN` is called there")
+    parser.add_argument(
+        "--base_options", default=DEFAULTS, help="`DEFAULTS` by the names of that checkout"
+    )
     given = parser.parse_args()
-    columns = {"this": measures(HERE)}
+    columns = {"this": measure_checkout(ROOT)}
     if given.base is not None:
-        columns = {"base": measures(given.base.resolve(), given.base_plain)} | columns
+        base = measure_checkout(given.base.resolve(), given.base_options)
+        columns = {"base": base} | columns
     rows = list(dict.fromkeys(row for column in columns.values() for row in column))
     print(f"| measure | {' | '.join(columns)} |")
     print(f"|---{'|---:' * len(columns)}|")

@@ -34,6 +34,8 @@ CLEAN: list[str] = [
     "src/litgrpo/tools/plan",
     "src/litgrpo/tools/report",
     "src/litgrpo/tools/run_folder.py",
+    "tests/house",
+    "tests/real",
     "tests/tools/doctor",
     "tests/tools/plan",
     "tests/tools/report",

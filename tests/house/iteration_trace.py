@@ -1,6 +1,6 @@
-"""A callback that notes which files of the package one iteration passes through.
+"""A callback that records the functions that one iteration calls, and its depth.
 
-It imports nothing of the project's tests, so that it can watch another checkout too.
+It imports nothing from tests, so that it can trace another checkout as well.
 """
 
 import json
@@ -19,36 +19,42 @@ TRACED = 1  # the second iteration; the first also prepares
 
 
 class IterationTrace(Callback):
-    """Notes every function that is called from the start of an iteration to that of the next.
+    """Record every function that is called from the start of an iteration to the next one.
 
     Args:
-        report: JSON file to write {"step" or "around": {file: [functions]}} to: what is called by
-            `training_step`, and what before and after it.
+        report: JSON file to write: {"step", "around": {file: [functions]}, "depth": frames}. "step"
+            has the functions below `training_step`, "around" all others; "depth" is the most
+            frames of the package on the stack below `training_step`.
     """
 
     def __init__(self, report: str) -> None:
         self.report = Path(report)
         self.before: Any = None
         self.place = "around"
+        self.depth = 0
         self.called: dict[str, set[CodeType]] = {"step": set(), "around": set()}
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Called by Python for every call and return."""
-        if event == "call":
-            self.called[self.place].add(frame.f_code)
+        """Record a call; Python calls this for every call and return."""
+        if event != "call":
+            return
+        code = frame.f_code
+        if self.place == "step" and code not in self.called["step"] and _in_package(code):
+            self.depth = max(self.depth, _count_frames(frame))
+        self.called[self.place].add(code)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Begin, or write what was found."""
+        """Start recording, or write the report."""
         if pl_module.iteration == TRACED:
             training_step = pl_module.training_step
 
-            def traced_step(*args: Any) -> Any:
+            def record_step(*args: Any) -> Any:
                 self.place = "step"
                 result = training_step(*args)
                 self.place = "around"
                 return result
 
-            pl_module.training_step = traced_step
+            pl_module.training_step = record_step
             self.before = sys.getprofile()
             threading.setprofile(self.note)
             sys.setprofile(self.note)
@@ -56,14 +62,28 @@ class IterationTrace(Callback):
             sys.setprofile(self.before)
             threading.setprofile(None)
             del pl_module.training_step
-            self.report.write_text(json.dumps({k: by_file(v) for k, v in self.called.items()}))
+            found = {place: by_file(called) for place, called in self.called.items()}
+            self.report.write_text(json.dumps(found | {"depth": self.depth}))
 
 
 def by_file(called: set[CodeType]) -> dict[str, list[str]]:
-    """The functions of the package among these, by file."""
+    """Group the functions of the package by file."""
     found: dict[str, list[str]] = {}
     for code in called:
         path = Path(code.co_filename)
-        if path.is_relative_to(PACKAGE) and code.co_name != "<module>":
+        if _in_package(code) and code.co_name != "<module>":
             found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(code.co_qualname)
     return {name: sorted(functions) for name, functions in sorted(found.items())}
+
+
+def _in_package(code: CodeType) -> bool:
+    return Path(code.co_filename).is_relative_to(PACKAGE)
+
+
+def _count_frames(frame: FrameType | None) -> int:
+    """Count the frames of the package up to `training_step`."""
+    count = 0
+    while frame is not None and frame.f_code.co_name != "record_step":
+        count += _in_package(frame.f_code)
+        frame = frame.f_back
+    return count

@@ -1,4 +1,4 @@
-"""Names in README.md and docs/ that nothing answers to: imports, files, keys, commands."""
+"""Find names in README.md and docs/ that do not exist: imports, files, settings, commands."""
 
 import inspect
 import re
@@ -29,7 +29,7 @@ from litgrpo.training.grpo import GRPO
 from litgrpo.training.sft import SFT
 
 ROOT = Path(__file__).parents[2]
-SPAN = re.compile(r"`([^`\n]+)`")
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
 IMPORT = re.compile(r"litgrpo(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|yaml|md|ipynb|txt|cfg|toml)|configs/[\w./-]*")
 KEY = re.compile(r"(?:--)?((?:model|data|trainer|" + "|".join(CALLBACKS) + r")(?:\.[a-z]\w*)+)\b")
@@ -48,43 +48,43 @@ SECTIONS: dict[str, list[type]] = {
     "trainer": [Trainer],
     **{name: [callback] for name, callback in CALLBACKS.items()},
 }
-# What runs write, and what stands in an example for a file of the reader's own.
+# Files that runs write, and placeholders for the reader's files.
 FILES = (".json", ".jsonl", ".csv", ".md", ".py", ".yaml", ".safetensors")
 NO_KEYS = {"model.generate"}  # a method
-MADE = ("runs/", "checkpoints/", "samples/", "my_", "path/", "out/")
+GENERATED = ("runs/", "checkpoints/", "samples/", "my_", "path/", "out/")
 
 
 def pages() -> list[Path]:
-    """README.md, SECURITY.md, and every page of docs/ that is not made."""
+    """Return README.md, SECURITY.md, and every page of docs/ that is not generated."""
     written = [page for page in (ROOT / "docs").rglob("*.md") if "_made" not in page.parts]
     return [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(written)]
 
 
 def stale(page: Path) -> Iterator[str]:
-    """What a page names and nothing answers to, one line each."""
+    """Yield a line for each name on a page that does not exist."""
     text = page.read_text(encoding="utf-8")
     if page.name.startswith("coming_from"):  # the first column has names of other trainers
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
-    for span in dict.fromkeys(SPAN.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))):
+    for span in dict.fromkeys(CODE_SPAN.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))):
         yield from (f"import {name}" for name in IMPORT.findall(span) if not importable(name))
-        yield from (f"file {name}" for name in PATH.findall(span) if not there(name, page))
+        yield from (f"file {name}" for name in PATH.findall(span) if not exists(name, page))
         key = KEY.fullmatch(span.split()[0].rstrip(":")) if span.strip() else None
         if (
             key
             and "/" not in span
             and span not in NO_KEYS
             and not key[1].endswith(FILES)
-            and not taken(key[1].removesuffix(".help"))
+            and not is_setting(key[1].removesuffix(".help"))
         ):
             yield f"key {key[1]}"
     for line in commands(text):
-        complaint = refused(shlex.split(line, comments=True))
-        if complaint:
-            yield f"command {line!r}: {complaint}"
+        problem = check_command(shlex.split(line, comments=True))
+        if problem:
+            yield f"command {line!r}: {problem}"
 
 
 def importable(path: str) -> bool:
-    """Whether a dotted path can be imported: a module, or a name in one, or in a class there."""
+    """Return whether a dotted path can be imported: a module, or a name in one or in a class."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -96,20 +96,20 @@ def importable(path: str) -> bool:
                 found = getattr(found, name)
             except AttributeError:
                 return False
-            except ValueError:  # it is there, and says what this machine lacks for it
+            except ValueError:  # it exists, but a library that it needs is not installed
                 return True
         return True
     return False
 
 
-def there(name: str, page: Path) -> bool:
-    """Whether a file or folder exists, named from the root, the package or the page."""
+def exists(name: str, page: Path) -> bool:
+    """Return whether a file or folder exists, relative to the root, the package or the page."""
     places = (ROOT, ROOT / "configs", ROOT / "src", ROOT / "src" / "litgrpo", page.parent)
-    return name.startswith(MADE) or any((place / name).exists() for place in places)
+    return name.startswith(GENERATED) or any((place / name).exists() for place in places)
 
 
-def taken(key: str) -> bool:
-    """Whether a recipe may have this dotted key; `init_args` may be left out."""
+def is_setting(key: str) -> bool:
+    """Return whether a recipe may have this dotted key, with or without `init_args`."""
     section, *parts = [part for part in key.split(".") if part not in ("init_args", "class_path")]
     return _takes(SECTIONS[section], parts)
 
@@ -123,7 +123,7 @@ def _takes(owners: Iterable[type], parts: list[str]) -> bool:
             if any(typing.get_origin(inner) is Callable for inner in _inside(hint)):
                 return True  # a class of torch, whose arguments its own version decides
             classes = [c for c in _inside(hint) if inspect.isclass(c)]
-            # What maps names to objects takes any name.
+            # A mapping from names to objects accepts any name.
             named = typing.get_origin(hint) is dict or dict in classes
             if _takes(classes, parts[1:]) or (named and _takes(classes, parts[2:])):
                 return True
@@ -151,26 +151,26 @@ def _inside(hint: typing.Any) -> Iterator[typing.Any]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Every command of the shell blocks that starts this project's program or a module of tests."""
+    """Yield commands of the shell blocks that start litgrpo or a module of tests."""
     for block in BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             for command in line.split("&&"):
                 yield from re.findall(PROGRAM, command)
 
 
-def refused(words: list[str]) -> str | None:
-    """Why a command cannot be parsed, or None."""
+def check_command(words: list[str]) -> str | None:
+    """Return why a command cannot be parsed, or None."""
     if words[1] == "-m" and words[2] != "litgrpo":
         return None if find_spec(words[2]) else f"there is no module {words[2]}"
-    verb, rest = "".join(words[2:3]), _without_made(words[3:])
-    if verb in ("", "--help"):
+    command, rest = "".join(words[2:3]), _replace_generated(words[3:])
+    if command in ("", "--help"):
         return None
-    if verb not in COMMANDS:
-        return f"there is no command {verb}"
-    sys.argv = ["cli.py", verb, *rest]
+    if command not in COMMANDS:
+        return f"there is no command {command}"
+    sys.argv = ["cli.py", command, *rest]
     keep_quiet()
     try:
-        _parse(verb, rest)
+        _parse(command, rest)
     except SystemExit as stop:
         return f"exit code {stop.code}" if stop.code else None
     return None
@@ -189,17 +189,17 @@ def _parse(name: str, words: list[str]) -> None:
 
 @cache
 def recipe_reader(name: str) -> RecipeCLI:
-    """The parser of a command, built once."""
+    """Return the parser of a command, built once."""
     extra = {"plan": plan, "audit": audit}.get(name)
     return RecipeCLI(["-c", "quickstart"], name, extra=extra)
 
 
-def _without_made(words: list[str]) -> list[str]:
-    """The words without recipes that an earlier command makes; the quickstart stands for one."""
+def _replace_generated(words: list[str]) -> list[str]:
+    """Replace recipes that an earlier command generates by the quickstart."""
     kept = []
     for word in words:
-        made = word.endswith((".yaml", ".json")) and not (ROOT / word).exists()
-        kept.append("configs/quickstart.yaml" if made and kept and kept[-1] in FLAGS else word)
+        generated = word.endswith((".yaml", ".json")) and not (ROOT / word).exists()
+        kept.append("configs/quickstart.yaml" if generated and kept and kept[-1] in FLAGS else word)
     return kept
 
 

@@ -1,7 +1,9 @@
-"""What can be counted in source files without running them."""
+"""Count properties of source files without running them."""
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+LIBRARIES = ("lightning", "transformers", "torch")
+PRIVATE = re.compile(r"_(?!_)\w+")  # not __future__ or __version__
 XLA = re.compile(r"xla|spmd|pjrt", re.IGNORECASE)
 
 
@@ -17,11 +21,11 @@ class Class:
     """Counts of one class.
 
     Args:
-        name: of the class.
-        file: in which it is, relative to the package.
-        bases: last parts of the names of its bases.
-        methods: names of its own methods.
-        abstract: how many of them are abstract.
+        name: name of the class.
+        file: its file, relative to the root package.
+        bases: names of its bases, without modules.
+        methods: names of the methods it defines.
+        abstract: number of abstract methods.
         attributes: names that its methods assign on `self`.
     """
 
@@ -37,15 +41,16 @@ class File:
     """One source file.
 
     Args:
-        path: of the file.
-        root: folder of the package.
+        path: path of the file.
+        root: folder of the root package.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
         self.path = path
         self.name = path.relative_to(root).as_posix()
-        self.room = path.relative_to(root).parts[0].removesuffix(".py")
-        self.package = (root.name, *path.relative_to(root).parent.parts)
+        # Top-level package, or the module itself: "rollout", "types".
+        self.package = path.relative_to(root).parts[0].removesuffix(".py")
+        self.parents = (root.name, *path.relative_to(root).parent.parts)
         parts = path.relative_to(root).with_suffix("").parts
         self.module = ".".join((root.name, *parts)).removesuffix(".__init__")
         self.text = path.read_text(encoding="utf-8")
@@ -59,24 +64,27 @@ class File:
 
     @property
     def ifs(self) -> int:
-        """Statements and expressions that branch."""
+        """Number of if statements and if expressions."""
         return sum(isinstance(node, ast.If | ast.IfExp) for node in self.nodes)
 
     @property
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Name and number of lines of every function."""
+        """Name and number of lines of every function, without its docstring."""
         for node in self.nodes:
             if isinstance(node, FUNCTIONS):
-                yield node.name, node.end_lineno - node.lineno + 1
+                size = node.end_lineno - node.lineno + 1
+                if ast.get_docstring(node) is not None:
+                    size -= node.body[0].end_lineno - node.body[0].lineno + 1
+                yield node.name, size
 
     @cached_property
     def docstrings(self) -> list[ast.Expr]:
-        """The docstrings of the module, its classes and its functions."""
+        """Docstrings of the module, its classes and its functions."""
         owners = (n for n in self.nodes if isinstance(n, ast.Module | ast.ClassDef | FUNCTIONS))
         return [owner.body[0] for owner in owners if ast.get_docstring(owner) is not None]
 
     def shares(self) -> Counter[str]:
-        """Lines of code, of docstrings, of comments alone, and blank ones."""
+        """Count lines of code, docstrings, comments and blank lines."""
         of_docstrings = {
             number for node in self.docstrings for number in range(node.lineno, node.end_lineno + 1)
         }
@@ -86,11 +94,11 @@ class File:
         )
 
     def imports(self, *, in_functions: bool = True) -> Iterator[str]:
-        """Every module or name that is imported, dotted, relative imports resolved.
+        """Yield every imported module or name, dotted, with relative imports resolved.
 
         Args:
-            in_functions: also what is imported when a function runs. What is imported for type
-                checkers only counts always.
+            in_functions: include imports that run when a function is called. Imports for type
+                checkers are always included.
         """
         inside = {
             id(inner)
@@ -104,17 +112,65 @@ class File:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                above = self.package[: len(self.package) - node.level + 1] if node.level else ()
+                above = self.parents[: len(self.parents) - node.level + 1] if node.level else ()
                 module = ".".join((*above, *filter(None, [node.module])))
                 yield from (f"{module}.{alias.name}" for alias in node.names)
 
+    @cached_property
+    def trailing_comments(self) -> int:
+        """Number of comments after code on the same line."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        comments = (token for token in tokens if token.type == tokenize.COMMENT)
+        return sum(bool(token.line[: token.start[1]].strip()) for token in comments)
+
+    @property
+    def num_any(self) -> int:
+        """Number of uses of `Any` in annotations."""
+        return sum(isinstance(node, ast.Name) and node.id == "Any" for node in self.nodes)
+
+    @cached_property
+    def own_private_names(self) -> set[str]:
+        """Private names that the file defines: functions, classes, attributes, constants."""
+        names = set()
+        for node in self.nodes:
+            if isinstance(node, ast.ClassDef | FUNCTIONS):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                # Setting an attribute of another object does not define it.
+                and ast.unparse(node.value) in ("self", "cls")
+            ):
+                names.add(node.attr)
+        return {name for name in names if PRIVATE.fullmatch(name)}
+
+    def foreign_private_uses(self, own: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield (library, name) for each use of a private name of a library.
+
+        Args:
+            own: private names that litgrpo defines. A private attribute with another name belongs
+                to the first of lightning, transformers and torch that the file imports.
+        """
+        library = next((name for name in LIBRARIES if self.imports_package(name)), None)
+        for name in self.imports():
+            source, *parts = name.split(".")
+            if source in LIBRARIES and any(PRIVATE.fullmatch(part) for part in parts):
+                yield source, name
+        for node in self.nodes:
+            if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+                of_python = ast.unparse(node.value) in ("os", "sys")
+                if library and node.attr not in own and not of_python:
+                    yield library, node.attr
+
     def imports_package(self, *packages: str) -> bool:
-        """Whether one of these packages is imported."""
+        """Return whether one of these packages is imported."""
         return any(name.split(".")[0] in packages for name in self.imports())
 
     @cached_property
     def knows_xla(self) -> bool:
-        """Whether its code, without docstrings and comments, has a name of XLA in it."""
+        """True if its code, without docstrings and comments, has a name of XLA."""
         tree = ast.parse(self.text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | FUNCTIONS) and ast.get_docstring(node):
@@ -122,7 +178,7 @@ class File:
         return XLA.search(ast.unparse(tree)) is not None
 
     def classes(self) -> Iterator[Class]:
-        """Every class with its counts."""
+        """Yield every class with its counts."""
         for node in self.nodes:
             if isinstance(node, ast.ClassDef):
                 methods = [inner for inner in node.body if isinstance(inner, FUNCTIONS)]
@@ -132,7 +188,7 @@ class File:
                     tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases),
                     frozenset(method.name for method in methods),
                     sum("abstractmethod" in map(ast.unparse, m.decorator_list) for m in methods),
-                    frozenset(name for method in methods for name in _assigned_on_self(method)),
+                    frozenset(name for method in methods for name in _names_set_on_self(method)),
                 )
 
 
@@ -144,7 +200,7 @@ def _kind_of_line(line: str, in_docstring: bool) -> str:
     return "comment" if line.lstrip().startswith("#") else "code"
 
 
-def _assigned_on_self(method: ast.AST) -> Iterator[str]:
+def _names_set_on_self(method: ast.AST) -> Iterator[str]:
     for node in ast.walk(method):
         stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if stored and ast.unparse(node.value) == "self":
@@ -152,12 +208,12 @@ def _assigned_on_self(method: ast.AST) -> Iterator[str]:
 
 
 def files_of(root: Path) -> list[File]:
-    """Every source file of a package."""
+    """Return every source file of a package."""
     return [File(path, root) for path in sorted(root.rglob("*.py"))]
 
 
-def inherited(classes: Iterable[Class]) -> Iterator[tuple[Class, int, int]]:
-    """Each class with the methods and attributes of one object: its own and those of its bases."""
+def with_bases(classes: Iterable[Class]) -> Iterator[tuple[Class, int, int]]:
+    """Yield each class with the number of methods and attributes, including those of its bases."""
     known = {each.name: each for each in classes}
 
     def line(each: Class, seen: tuple[str, ...] = ()) -> Iterator[Class]:
@@ -173,8 +229,8 @@ def inherited(classes: Iterable[Class]) -> Iterator[tuple[Class, int, int]]:
         yield each, len(methods), len(attributes)
 
 
-def circles(files: list[File]) -> list[list[str]]:
-    """Groups of modules that import each other, over however many steps."""
+def import_cycles(files: list[File]) -> list[list[str]]:
+    """Return groups of modules that import each other, directly or indirectly."""
     known = {file.module for file in files}
     imports: dict[str, set[str]] = defaultdict(set)
     for file in files:
@@ -182,7 +238,7 @@ def circles(files: list[File]) -> list[list[str]]:
             module = name if name in known else name.rpartition(".")[0]
             if module in known - {file.module}:
                 imports[file.module].add(module)
-    reach = {module: _reached(module, imports) for module in known}
+    reach = {module: _reachable(module, imports) for module in known}
     groups = {
         tuple(sorted(other for other in reach[module] if module in reach[other]))
         for module in known
@@ -191,7 +247,7 @@ def circles(files: list[File]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
-def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:
+def _reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
     found: set[str] = set()
     waiting = list(imports[start])
     while waiting:
