@@ -19,7 +19,7 @@ from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import load_policy
-from tests.benchmarks.wordproblems import demonstrated
+from tests.benchmarks.wordproblems import add_demonstration
 from tests.support.recipes import CONFIGS, read, samples_of, small
 
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -51,7 +51,7 @@ def problems(tmp_path_factory) -> dict[str, str]:
             {"question": f"{n} and 1?", "answer": str(n + 1), "solution": f"{n} + 1 = {n + 1}"}
             for n in range(first, first + 20)
         ]
-        shown = [demonstrated(row, calls=n % 2 == 0) for n, row in enumerate(rows)]
+        shown = [add_demonstration(row, calls=n % 2 == 0) for n, row in enumerate(rows)]
         files[name] = str(folder / f"{name}.jsonl")
         Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in shown))
     return files

@@ -35,7 +35,7 @@ LLAMA_1B = {
 
 @dataclass(frozen=True)
 class Anchor:
-    """What somebody measured.
+    """A published measurement.
 
     Args:
         name: model, devices, rollout.
@@ -44,7 +44,7 @@ class Anchor:
         devices: number of GPUs.
         prompts, group: of a rollout.
         prompt_len, completion_len: tokens; of completions the mean.
-        limit: tokens of a completion at most.
+        limit: maximum tokens of a completion.
         seconds: {phase: measured}.
         words: more of the command line.
         chips: devices that it may have been.
@@ -94,7 +94,7 @@ ANCHORS = [
 ]
 
 
-def planned(anchor: Anchor, chip: str, folder: Path) -> Plan:
+def plan_anchor(anchor: Anchor, chip: str, folder: Path) -> Plan:
     """The plan of what was measured."""
     words = ["-c", str(CONFIGS / "gsm8k_qwen2.5_1.5b.yaml")]
     sharing = ["-c", str(CONFIGS / "hardware" / "fsdp2.yaml"), "--chips", str(anchor.devices)]
@@ -117,7 +117,7 @@ def planned(anchor: Anchor, chip: str, folder: Path) -> Plan:
 def spans_on(anchor: Anchor, chip: str) -> dict[str, Bounds]:
     """Seconds of each phase, by the plan for a device."""
     with TemporaryDirectory() as name:
-        plan = planned(anchor, chip, Path(name))
+        plan = plan_anchor(anchor, chip, Path(name))
     share = anchor.completion_len / anchor.limit
     # verl's default is vLLM without recorded steps.
     recipe = plan.recipe

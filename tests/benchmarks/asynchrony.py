@@ -1,4 +1,4 @@
-"""Where the time goes when some devices sample and others learn: a small discrete-event simulation.
+"""Simulate the time of iterations when some devices generate and others train (discrete events).
 
     python -m tests.benchmarks.asynchrony
 
@@ -7,7 +7,7 @@ have log-normal lengths, cut at a limit; a row that ends is replaced where anoth
 Learning takes seconds that do not depend on the rows. Three schedules:
 
 - colocated: all devices sample, then all learn;
-- one step off: the next rollout begins when learning from this one begins;
+- one-step off-policy: the next rollout begins when the update on this one begins;
 - stream: rows begin as long as no more than (1 + stale) batches are ahead of the updates that are
   done; a batch is learned from as soon as enough rows have ended, whichever these are.
 
@@ -41,7 +41,7 @@ class Lengths:
     limit: int
 
     def draw(self, number: int, seed: int) -> list[float]:
-        """That many, always the same for a seed."""
+        """Draw lengths; the same seed gives the same ones."""
         dice = random.Random(seed)
         middle = math.log(self.mean) - self.spread**2 / 2
         drawn = (dice.lognormvariate(middle, self.spread) for _ in range(number))
@@ -78,12 +78,12 @@ class Sampler:
 
     @property
     def step_s(self) -> float:
-        """Of a token."""
+        """Seconds of a token."""
         return self.case.fixed_s + self.case.row_s * len(self.ends)
 
     @property
     def next_end(self) -> float:
-        """When a row ends, if none begins before."""
+        """Time at which the next row ends, if no other begins before."""
         return self.time + (self.ends[0] - self.done) * self.step_s if self.ends else math.inf
 
     def go_on(self, time: float) -> None:
@@ -121,9 +121,9 @@ class Fleet:
             load, place = heapq.heappop(self._loads)
         self.empty -= load == 0
         self.devices[place].begin(tokens, time)
-        self._changed(place)
+        self._update_speed(place)
 
-    def _changed(self, place: int) -> None:
+    def _update_speed(self, place: int) -> None:
         device = self.devices[place]
         heapq.heappush(self._loads, (len(device.ends), place))
         heapq.heappush(self._ends, (device.next_end, place))
@@ -140,7 +140,7 @@ class Fleet:
         _, place = self._ends[0]
         time = self.devices[place].end()
         self.empty += not self.devices[place].ends
-        self._changed(place)
+        self._update_speed(place)
         return time
 
 
@@ -153,8 +153,8 @@ class Result:
     samplers_idle: float
 
 
-def drained(case: Case, number: int, seed: int = 0) -> float:
-    """Seconds until so many devices have sampled a batch."""
+def drain_time(case: Case, number: int, seed: int = 0) -> float:
+    """Return the seconds until `number` devices have generated a batch."""
     devices = [Sampler(case) for _ in range(number)]
     for place, tokens in enumerate(case.lengths.draw(case.rows, seed)):
         devices[place % number].begin(tokens, 0.0)
@@ -215,13 +215,13 @@ def endless(case: Case) -> Iterator[float]:
         seed += 1
 
 
-def fitted(case: Case, number: int, published_s: float) -> Case:
+def fit_case(case: Case, number: int, published_s: float) -> Case:
     """The case whose synchronous rollout takes as long as published; its mean length is changed."""
     low, high = 10.0, float(case.lengths.limit)
     for _ in range(12):
         mean = (low * high) ** 0.5
         tried = replace(case, lengths=replace(case.lengths, mean=mean))
-        low, high = (mean, high) if drained(tried, number) < published_s else (low, mean)
+        low, high = (mean, high) if drain_time(tried, number) < published_s else (low, mean)
     return tried
 
 
@@ -244,9 +244,9 @@ class Published:
         learn_s: log-probabilities and update on the learners of the other: from the synchronous
             run with as many devices where one is published, else in proportion to devices.
         samplers: of the asynchronous one.
-        stale: of the stream; None: one step off.
+        stale: of the stream; None: one-step off-policy.
         async_s: its published step.
-        limit: tokens of a row at most.
+        limit: maximum tokens of a row.
     """
 
     name: str
@@ -263,11 +263,11 @@ class Published:
 STEP_16 = 16 / 12  # what 16 devices did is done by 12
 PUBLISHED = [
     Published(
-        *("one step off, FSDP2, 12 + 4", 16, 247, 749, (88 + 286) * STEP_16),
+        *("one-step off-policy, FSDP2, 12 + 4", 16, 247, 749, (88 + 286) * STEP_16),
         *(4, None, 520, 20_480),
     ),
     Published(
-        *("one step off, Megatron, 12 + 4", 16, 162, 699, (119 + 344) * STEP_16),
+        *("one-step off-policy, Megatron, 12 + 4", 16, 162, 699, (119 + 344) * STEP_16),
         *(4, None, 566, 8_192),
     ),
     Published("stream, 16 + 16", 32, 357.4, 790.1, 269.8 * 2, 16, 0.5, 294.8, 28_672),
@@ -276,21 +276,21 @@ PUBLISHED = [
 ]
 
 
-def predicted(pair: Published) -> float:
+def predict_time(pair: Published) -> float:
     """Seconds of an asynchronous step, from the synchronous run."""
     lengths = replace(H20_7B.lengths, limit=pair.limit)
-    case = fitted(replace(H20_7B, lengths=lengths), pair.devices, pair.gen_s)
+    case = fit_case(replace(H20_7B, lengths=lengths), pair.devices, pair.gen_s)
     ahead = pair.stale is None
     stale = pair.stale or 0.0
     return simulate(case, pair.samplers, pair.learn_s, stale, ahead=ahead).step_s
 
 
-def published_table() -> list[str]:
+def tabulate_published() -> list[str]:
     """Predicted gains beside published ones."""
     head = ("verl, 7B on H20", "step: synchronous, asynchronous", "gain", "simulated step")
     lines = [f"| {' | '.join(head)} | gain | off by |", "|---|---|---|---|---|---|"]
     for pair in PUBLISHED:
-        gain, found = pair.step_s / pair.async_s, predicted(pair)
+        gain, found = pair.step_s / pair.async_s, predict_time(pair)
         ours = pair.step_s / found
         steps = f"{pair.step_s:.0f} s, {pair.async_s:.0f} s"
         off = f"{100 * (ours / gain - 1):+.0f} %"
@@ -323,13 +323,13 @@ def sweep() -> Iterator[tuple[str, Case, int, float]]:
 
 def growth_table() -> list[str]:
     """Steps of the three schedules as something grows, and who waits."""
-    idle = "idle one step off: learners, samplers"
+    idle = "idle one-step off-policy: learners, samplers"
     lines = [
-        f"| what grows | colocated | one step off | stream, 0.5 | {idle} |",
+        f"| what grows | colocated | one-step off-policy | stream, 0.5 | {idle} |",
         "|---|---|---|---|---|",
     ]
     for name, case, number, learn_s in sweep():
-        together = drained(case, 2 * number) + learn_s / 2
+        together = drain_time(case, 2 * number) + learn_s / 2
         off = simulate(case, number, learn_s, 0.0, ahead=True)
         stream = simulate(case, number, learn_s, 0.5, ahead=False)
         lines.append(
@@ -340,5 +340,5 @@ def growth_table() -> list[str]:
 
 
 if __name__ == "__main__":
-    write(PAGE, "published gains", published_table())
+    write(PAGE, "published gains", tabulate_published())
     write(PAGE, "growth", growth_table())

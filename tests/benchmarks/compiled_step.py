@@ -1,4 +1,4 @@
-"""What compiling the calls of a decoding step would save: a model's layers without their attention.
+"""Measure the gain of compiling a decoding step: a model's layers without their attention.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.compiled_step --size tiny
 
@@ -33,16 +33,16 @@ def layers_of(size: Size) -> Step:
     weights = [[torch.randn(shape) / shape[0] for shape in shapes] for _ in range(size.layers)]
     turn, epsilon = torch.polar(torch.ones(head // 2), torch.ones(head // 2)), torch.tensor(1e-6)
 
-    def normed(x: Tensor) -> Tensor:
+    def normalize(x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt()
 
     def step(x: Tensor) -> Tensor:
         for qkv, out, gate_up, down in weights:
-            pairs = torch.view_as_complex((normed(x) @ qkv).view(-1, wide // head, head // 2, 2))
+            pairs = torch.view_as_complex((normalize(x) @ qkv).view(-1, wide // head, head // 2, 2))
             turned = torch.view_as_real(pairs * turn).flatten(1)
             x = torch.addmm(x, turned[:, :inside], out)
-            gate, up = (normed(x) @ gate_up).chunk(2, 1)
+            gate, up = (normalize(x) @ gate_up).chunk(2, 1)
             x = torch.addmm(x, silu(gate) * up, down)
         return x
 
@@ -50,7 +50,7 @@ def layers_of(size: Size) -> Step:
 
 
 def microseconds(steps: list[Step], x: Tensor) -> list[float]:
-    """Of the processor, for one call of each; they alternate."""
+    """Return the CPU seconds of one call of each; calls alternate."""
     turns: list[list[float]] = [[] for _ in steps]
     for step in steps * WARMUP:
         step(x)

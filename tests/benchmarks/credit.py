@@ -1,4 +1,4 @@
-"""Rules of per-turn credit on the number game, at equal spoken tokens.
+"""Compare turn-level advantages on the number game, at equal generated tokens.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.credit --seeds 0 1 2 3 4
     python -m tests.benchmarks.credit --show
@@ -8,7 +8,7 @@ docs/results.md. A number from 1 to 7 is to be found in three guesses; who halve
 always wins. `outcome` pays 1 for the number and nothing else. `graded` also pays each turn for what
 it found out: half of the share of the bits that were missing at the start. In both a turn without a
 number makes no guess: it is what SimpleTIR calls void. All rules of a seed begin with the same
-small model, which has imitated a careless teacher. GRPO stands without its KL penalty, so that
+small model, fine-tuned on noisy demonstrations. GRPO is used without its KL penalty, so that
 rules differ in nothing but the credit (ReBN in the loss_aggregation of tokens, too).
 """
 
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "credit.json"
 RULES = ("grpo", "gigpo", "mt_grpo", "gtpo", "rebn", "simpletir")
 GREATEST, TRIES, FOUND_OUT = 7, 3, 0.5
 FORGETS, SILENT = 0.33, 0.05  # shares of the teacher's turns
-TOKENS = 36_000  # spoken in training
+TOKENS = 36_000  # generated in training
 HELD_OUT, SAMPLES = 100, 8
 QUIET: dict[str, Any] = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False),
@@ -75,7 +75,7 @@ class Outcome(NumberGame):
         return replace(heard, reward=reward, calls={} if silent else heard.calls)
 
     def _bits(self) -> float:
-        """What is not known of the number."""
+        """Return the unknown part of the number."""
         least, greatest = self._possible
         return math.log2(greatest - least + 1)
 
@@ -85,7 +85,7 @@ GAMES["outcome"] = Outcome(maximum=GREATEST, max_guesses=TRIES)
 
 
 def careless(rng: random.Random) -> str:
-    """A game of a teacher that forgets what it heard, and sometimes says no number."""
+    """Write a noisy demonstration: it forgets observations and sometimes names no number."""
     number, low, high, text = rng.randint(1, GREATEST), 1, GREATEST, ""
     for _ in range(TRIES):
         if rng.random() < SILENT:
@@ -117,7 +117,7 @@ def start(seed: int, folder: str) -> None:
 
 
 class Played(Callback):
-    """What the last validation played."""
+    """Return the episodes of the last validation."""
 
     def __init__(self) -> None:
         self.result: Result = {}
@@ -134,8 +134,8 @@ class Played(Callback):
         }
 
 
-def played(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Result]:
-    """What a rule reaches: before training, and after."""
+def play_games(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Result]:
+    """Return the result of a rule before and after training."""
     seed_everything(seed, verbose=False)
     grpo = GRPO(
         folder,
@@ -182,7 +182,7 @@ def train(seeds: list[int], games: list[str], rules: list[str]) -> None:
         with TemporaryDirectory() as folder:
             start(seed, folder)
             for game, rule in todo:
-                before, after = played(folder, game, rule, seed)
+                before, after = play_games(folder, game, rule, seed)
                 results[f"{game} before {seed}"] = before
                 results[f"{game} {rule} {seed}"] = after
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")

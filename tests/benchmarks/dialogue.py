@@ -49,7 +49,7 @@ MEANS = {"reward": "reward", "f1": "F1", "rougeL": "ROUGE-L"}
 
 
 def train(name: str, seed: int, start: str, folder: Path, further: list[str]) -> Path:
-    """Fit one variant in a process of its own, unless its final model is there already."""
+    """Fit one variant in a separate process, unless its final model is there already."""
     final = folder / "final_model"
     if not final.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def train(name: str, seed: int, start: str, folder: Path, further: list[str]) ->
     return final
 
 
-def judged(model: str, data: str) -> dict[str, Any]:
+def judge_model(model: str, data: str) -> dict[str, Any]:
     """Held-out replies of a model, one greedy and four sampled of each prompt, and their scores.
 
     Args:
@@ -129,7 +129,7 @@ def corpus_bleu(run: dict[str, Any]) -> float:
     return bleu([sum(column) for column in zip(*run["counts"], strict=True)], effective_order=False)
 
 
-def resampled_bleu(runs: list[dict[str, Any]]) -> list[float]:
+def resample_bleu(runs: list[dict[str, Any]]) -> list[float]:
     """BLEU, a mean over runs, of corpora whose personas are drawn with replacement."""
     personas = sorted(set(runs[0]["persona"]))
     counts = [dict.fromkeys(personas, [0.0] * BLEU_COUNTS) for _ in runs]
@@ -146,7 +146,7 @@ def resampled_bleu(runs: list[dict[str, Any]]) -> list[float]:
 
 
 def middle(values: list[float], form: str = ".2f") -> str:
-    """Where 95 % of the values lie."""
+    """Return the central 95 % of the values."""
     low, *_, high = statistics.quantiles(values, n=40)
     return f"[{low:{form}}, {high:{form}}]"
 
@@ -163,7 +163,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
             cells.append(f"{statistics.mean(values):.3g} [{low:.3g}, {high:.3g}]")
         bleus = [corpus_bleu(run) for run in found]
         spread = f" ({', '.join(f'{score:.2f}' for score in bleus)})" if len(bleus) > 1 else ""
-        cells.append(f"{statistics.mean(bleus):.2f} {middle(resampled_bleu(found))}{spread}")
+        cells.append(f"{statistics.mean(bleus):.2f} {middle(resample_bleu(found))}{spread}")
         replies = [reply for run in found for reply in run["reply"]]
         cells.append(f"{statistics.mean(len(reply.split()) for reply in replies):.1f}")
         cells.append(f"{statistics.mean(distinct_n(run['reply'], 2) for run in found):.2f}")
@@ -178,7 +178,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> str:
     first, *others = runs
     heads = ["minus " + first, *MEANS.values(), "BLEU", "BLEU, lowest seed"]
     lines = [heads, ["---"] * len(heads)]
-    level = resampled_bleu(runs[first])
+    level = resample_bleu(runs[first])
     for name in others:
         cells = []
         for measure in MEANS:
@@ -186,7 +186,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> str:
             moved = paired_difference(*pair)
             cells.append(f"{moved.mean:+.3g} [{moved.low:+.3g}, {moved.high:+.3g}]")
         bleus, before = [corpus_bleu(run) for run in runs[name]], corpus_bleu(runs[first][0])
-        gains = [a - b for a, b in zip(resampled_bleu(runs[name]), level, strict=True)]
+        gains = [a - b for a, b in zip(resample_bleu(runs[name]), level, strict=True)]
         cells.append(f"{statistics.mean(bleus) - before:+.2f} {middle(gains, '+.2f')}")
         lowest = min(bleus) - before
         lines.append([name, *cells, f"{lowest:+.2f}"])
@@ -204,12 +204,12 @@ def main() -> None:
     options, further = parser.parse_known_args()
     further += ["--data.train", options.data]
     start = str(Path(options.start).absolute())
-    runs = {"supervised only": [judged(start, options.data)]}
+    runs = {"supervised only": [judge_model(start, options.data)]}
     for seed in options.seeds:
         for name in options.only:
             folder = options.folder.absolute() / name.replace(" ", "_") / f"seed_{seed}"
             final = train(name, seed, start, folder, further)
-            runs.setdefault(name, []).append(judged(str(final), options.data))
+            runs.setdefault(name, []).append(judge_model(str(final), options.data))
             print(name, seed, flush=True)
     print(table(runs), differences(runs), sep="\n\n")
 

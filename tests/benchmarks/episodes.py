@@ -1,4 +1,4 @@
-"""What a pool of episodes costs: steps that take no time, and steps that wait.
+"""Measure the cost of a pool of episodes: steps that take no time, and steps that wait.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.episodes
 

@@ -5,7 +5,7 @@
 
 Whole steps, rollout and learning apart, and memory of the device; random models, the same work on
 each side, sides in turns, a process for each turn. Writes docs/gpu.json and the table of
-docs/gpu.md. Without a peer ours alone is measured; without vLLM in its environment, say --no-vllm.
+docs/gpu.md. Without TRL only litgrpo is measured; without vLLM in its environment, add --no-vllm.
 `--device cpu --sizes tiny` runs the same code where there is no GPU.
 """
 
@@ -52,7 +52,7 @@ def turn_of_ours(args: argparse.Namespace) -> Measures:
 
 
 def command(args: argparse.Namespace, size: str, side: str) -> list[str]:
-    """What measures a turn of a side."""
+    """Return the command that measures one repetition of a side."""
     shared = {"group": args.group, "max-new": args.max_new, "threads": args.threads}
     shared |= {"hazard": args.hazard, "device": args.device, "warmup": args.warmup}
     words = [part for name, value in shared.items() for part in (f"--{name}", str(value))]
@@ -68,14 +68,14 @@ def command(args: argparse.Namespace, size: str, side: str) -> list[str]:
 
 
 def turn(args: argparse.Namespace, size: str, side: str) -> Measures:
-    """The numbers of a turn, which has a process of its own."""
+    """Return the numbers of one repetition, in a separate process."""
     try:
         return last_line(command(args, size, side), ROOT)
     except SystemExit as failure:
         raise SystemExit(f"{side}, {size}: {failure}") from None
 
 
-def measured(args: argparse.Namespace, size: str) -> dict[str, Measures]:
+def measure_size(args: argparse.Namespace, size: str) -> dict[str, Measures]:
     """{side: medians over its turns}, sides one after the other in each turn."""
     sides = [*ENGINES]
     if args.peer_python:
@@ -89,7 +89,7 @@ def measured(args: argparse.Namespace, size: str) -> dict[str, Measures]:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What it was measured on."""
+    """Return the device of the measurement."""
     import torch
     import transformers
 
@@ -142,7 +142,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["30m", "500m"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peer-python", type=Path, help="of an environment with trl 1.16")
-    parser.add_argument("--no-vllm", action="store_true", help="the peer has no vLLM")
+    parser.add_argument("--no-vllm", action="store_true", help="TRL has no vLLM")
     parser.add_argument("--hazard", type=float, default=0.02, help="share of words that end a text")
     parser.add_argument("--float32", dest="bf16", action="store_false", help="not bfloat16")
     for name, default in (
@@ -164,7 +164,7 @@ def main() -> None:
         return
     result: Measures = {"machine": machine(args.device), "cases": []}
     for size in args.sizes:
-        case = {"size": size, "bf16": args.bf16, "sides": measured(args, size)}
+        case = {"size": size, "bf16": args.bf16, "sides": measure_size(args, size)}
         result["cases"].append(case)
         write(result, args.results, args.page)
     print(table(result))

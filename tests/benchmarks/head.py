@@ -3,7 +3,7 @@
     python -m tests.benchmarks.head --tokens 8192 --vocab 256000 --hidden 256
 
 Forward and backward, in chunks and (with --dense) with every logit in memory, each in a process of
-its own. Memory is what the process grew by at most; the weight and its gradient are named apart,
+its own. Memory is the largest growth of the process; the weight and its gradient are named apart,
 because any head needs them.
 """
 
@@ -57,7 +57,7 @@ def measure(tokens: int, vocab: int, width: int, dense: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, each way in a process of its own."""
+    """Measure, each variant in a separate process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

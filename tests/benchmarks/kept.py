@@ -1,4 +1,4 @@
-"""What is kept of a token for the backward pass, with `precision.selective_recompute` or not.
+"""Measure the activations saved per token, with and without `precision.selective_recompute`.
 
     python -m tests.benchmarks.kept --sizes tiny 30m 135m
 
@@ -23,13 +23,13 @@ from litgrpo.models.kernels.selective_recompute import _KeptTensor, _SavedTensor
 from litgrpo.types import TokenRows
 from tests.benchmarks.workload import SIZES, Work
 
-# 640 tokens: whole tiles, and no width of a model, by which weights are told from the rest.
+# 640 tokens: whole tiles, and no width of a model, so weights can be identified by shape.
 PROMPTS, PROMPT_LEN, GROUP, COMPLETION_LEN = 2, 64, 4, 64
 TOKENS = PROMPTS * (PROMPT_LEN + GROUP * COMPLETION_LEN)
 
 
 def kept_of(run: Callable[[], object]) -> list[Tensor]:
-    """What autograd keeps of a forward pass, one tensor of each storage, weights too."""
+    """Return tensors that autograd saves in a forward pass, one per storage, with weights."""
     # Held, or a storage's address would be given to another.
     kept: dict[int, Tensor] = {}
 
@@ -53,7 +53,7 @@ def kept_of(run: Callable[[], object]) -> list[Tensor]:
 
 
 def kept_bytes(run: Callable[[], object], model: nn.Module) -> int:
-    """Bytes of them; weights and their copies in lower precision, told by shape, do not count."""
+    """Count their bytes, without weights and copies in lower precision, which the shape shows."""
     shapes = {shape for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
     kept = (each for each in kept_of(run) if each.shape not in shapes)
     return sum(each.untyped_storage().nbytes() for each in kept)

@@ -30,7 +30,7 @@ OVERLAY: dict[str, Any] = {
                 "loss_aggregation": {"class_path": "SequenceMean"},
                 "kl_coef": 0.0,
             },
-            "check_invariants": False,  # they refuse it: see tests/benchmarks/test_dialogue.py
+            "check_invariants": False,  # they reject it: see tests/benchmarks/test_dialogue.py
         },
     },
     "data": {"init_args": {"batch_size": 64}},  # as many replies as 8 groups of 8

@@ -47,7 +47,7 @@ COLUMNS += ("host: load, save", "disk", "verdict")
 HEAD = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 
 
-def planned(size: str, words: list[str]):
+def plan_size(size: str, words: list[str]):
     """The plan of a layout."""
     model = ["--model.pretrained", f"Qwen/Qwen2.5-{size}"]
     overlays = [word for word in words if word in SERVER]
@@ -65,7 +65,7 @@ def render_verdict(plan, found) -> str:
     if plan.fits and found.samples:
         return "FITS"
     if plan.fits:
-        return "no row has room: a server in tensor parallel"
+        return "no row fits: use tensor parallelism for the server"
     change = propose_change(plan.budget, plan.recipe, plan.number)
     return "no change helps" if change is None else f"`{' '.join(change)}`"
 
@@ -75,7 +75,7 @@ def rows() -> list[str]:
     lines = [*HEAD]
     for size in SIZES:
         for name, words in LAYOUTS.items():
-            plan = planned(size, words)
+            plan = plan_size(size, words)
             found = make_layout(plan, plan.recipe.publisher)
             low, high = found.publishing.low, found.publishing.high
             publish = f"{low:.1f} - {high:.1f} s" if found.published else "-"

@@ -5,7 +5,7 @@
     python -m tests.benchmarks.micro_batches --size 30m --tokens auto --kernels auto onednn
 
 `update.micro_batch_tokens`, `precision.selective_recompute` and `precision.linear_kernels`. Each
-choice of them has processes of its own, in turns. Printed: medians over the turns of each turn's
+choice runs in separate processes, alternating. Printed: medians over the turns of each turn's
 median step and learning in seconds, and of the most memory that the process ever held.
 """
 

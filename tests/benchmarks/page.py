@@ -41,7 +41,7 @@ AIMS: dict[str, dict[str, float]] = {
     "--size 30m --turns 2": {FASTER: 4.5, THAN_BEFORE: 1.25},
     "--size 30m --hazard 0.02 --bf16 --turns 2": {FASTER: 6, THAN_BEFORE: 1.2, MEMORY: 0.45},
     "--size 100m --hazard 0.02 --turns 2": {FASTER: 6.5, THAN_BEFORE: 1.1},
-    # The peer does not fit into 24 GiB at once.
+    # TRL does not fit into 24 GiB at once.
     "--size 135m --hazard 0.045 --max-new 48 --bf16 --turns 1 --peer-accumulate 4": {
         FASTER: 8,
         THAN_BEFORE: 1.2,
@@ -126,7 +126,7 @@ def results_of(processor: str) -> Path:
 
 
 def load(processor: str) -> Results:
-    """What was measured on a processor so far."""
+    """Read the results measured on a processor so far."""
     file = results_of(processor)
     results: Results = json.loads(file.read_text()) if file.exists() else {}
     return results
@@ -177,13 +177,13 @@ def before_table(results: Results) -> str:
 
 
 def case(found: Results) -> str:
-    """Size, hazard and precision of a comparison, as both tables of steps name it."""
+    """Name a comparison in the tables of steps: size, stop probability and precision."""
     hazard = "1/128" if found["hazard"] is None else found["hazard"]
     return f"{found['size']} | {hazard} | {'bf16' if found['bf16'] else 'float32'}"
 
 
 def aims_table(results: Results) -> str:
-    """What was aimed at and reached; where it was not, what would have to become of the time."""
+    """List targets and results; for a missed one, the necessary time."""
     lines = [
         "| size | hazard | precision | what | aimed at | reached | products and attention, s "
         "| the rest, s | it would have to be |",
@@ -226,7 +226,7 @@ def aim(what: str, aimed: float, found: Results, profile: Results | None) -> lis
 
 
 def phases_table(results: Results) -> str:
-    """Where the time of our steps goes, and the least that the arithmetic needs."""
+    """Tabulate the time of litgrpo's steps and the minimum that the arithmetic needs."""
     lines = [
         "| size | hazard | precision | completion, tokens | rollout, s (least) "
         "| learning, s (least) | tokens/s, rollout | learning | peak GFLOP/s | read GB/s "
@@ -340,7 +340,7 @@ def sweeps(results: Results) -> dict[str, dict[int, Results]]:
 
 
 def plot(results: Results) -> None:
-    """How seconds and memory of a step grow, a column for each sweep."""
+    """Tabulate the growth of time and memory per step, a column for each sweep."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -383,7 +383,7 @@ MARKS = re.compile(r"(<!-- (\w+) of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def write() -> None:
     """Put the tables between their marks on the page, and draw the sweeps that are on it."""
 
-    def filled(mark: re.Match[str]) -> str:
+    def fill_table(mark: re.Match[str]) -> str:
         table, processor = mark[2], mark[3]
         if table not in TABLES:
             raise SystemExit(f"{PAGE.name} has a place for {table!r}; tables are {list(TABLES)}")
@@ -392,7 +392,7 @@ def write() -> None:
             plot(results)
         return f"{mark[1]}{TABLES[table](results).rstrip()}\n{mark[4]}"
 
-    PAGE.write_text(MARKS.sub(filled, PAGE.read_text()))
+    PAGE.write_text(MARKS.sub(fill_table, PAGE.read_text()))
 
 
 def main() -> None:

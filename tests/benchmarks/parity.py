@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.parity -c configs/quickstart.yaml --peer-python PATH/bin/python
 
-Three seeds. Of each: our run; the first completions of it handed to TRL, whose weights after each
-of those steps are compared with ours; TRL's own run over the same prompts in the same order, whose
-checkpoints are evaluated by our program with the same random numbers. `--handed` leaves TRL's own
+Three seeds. For each: litgrpo's run; its first completions passed to TRL, whose weights after each
+of those steps are compared with litgrpo's; TRL's own run over the same prompts in the same order,
+whose checkpoints litgrpo evaluates with the same random numbers. `--handed` leaves TRL's own
 run out. `--plot` draws the curves, `--page` puts the tables into a page. What is there already is
 not run again.
 """
@@ -31,21 +31,21 @@ from lightning.pytorch import Callback
 from litgrpo.evaluation.intervals import student_t_quantile
 from litgrpo.models.export import export
 from tests.benchmarks.plan import write
-from tests.benchmarks.seeds import curve, sampled
+from tests.benchmarks.seeds import curve, read_samples
 
 ROOT = Path(__file__).parents[2]
 HANDED = 3  # iterations whose completions TRL learns, too
-# {our loss_aggregation: TRL's loss that divides by the same}, where there is one step per rollout.
+# {litgrpo's loss_aggregation: TRL's loss with the same divisor}, with one step per rollout.
 LOSSES = {"TokenMean": "dapo", "SequenceMean": "grpo"}
-LAST = 5  # the share of the iterations, one of five, whose mean reward is compared by itself
+LAST = 5  # the share of the iterations, one of five, whose mean reward is compared separately
 
 
 class Recorder(Callback):
-    """Leaves what the peer needs to do the same: start, prompts, settings, first completions.
+    """Write the inputs for TRL: initial policy, prompts, settings, first completions.
 
     Args:
         folder: where.
-        every: iterations between checkpoints of the peer.
+        every: iterations between checkpoints of TRL.
     """
 
     def __init__(self, folder: str, every: int) -> None:
@@ -121,13 +121,13 @@ class Pair:
     """The runs of one seed.
 
     Args:
-        recipe: of ours.
+        recipe: of litgrpo.
         seed: of both.
         folder: of both.
-        peer: python of an environment with trl.
+        peer: Python of an environment with TRL.
         every: iterations between evaluations.
-        further: words of the command line of ours.
-        only_handed: leave the peer's own run out.
+        further: options for litgrpo's command line.
+        only_handed: leave out TRL's own run.
     """
 
     recipe: str
@@ -140,7 +140,7 @@ class Pair:
 
     @property
     def ours(self) -> Path:
-        """Our run folder."""
+        """Run folder of litgrpo."""
         return self.folder / f"seed {self.seed}" / "ours"
 
     @property
@@ -150,11 +150,11 @@ class Pair:
 
     @property
     def handed(self) -> Path:
-        """TRL's weights after steps on our completions."""
+        """TRL's weights after steps on litgrpo's completions."""
         return self.folder / f"seed {self.seed}" / "trl, handed"
 
     def run(self) -> None:
-        """Train both, and evaluate the peer's checkpoints."""
+        """Train both, and evaluate TRL's checkpoints."""
         if not (self.ours / "settings.json").exists():
             words = ["fit", "-c", self.recipe, "--run_dir", str(self.ours), "--overwrite", "true"]
             words += ["--seed_everything", str(self.seed), *self.further]
@@ -162,28 +162,28 @@ class Pair:
             words += ["--trainer.callbacks+=tests.benchmarks.parity.Recorder"]
             words += [f"--trainer.callbacks.folder={self.ours}"]
             words += [f"--trainer.callbacks.every={self.every}"]
-            called(sys.executable, "-m", "litgrpo", *words)
+            call_program(sys.executable, "-m", "litgrpo", *words)
         runs = {self.handed: ["--handed"]}
         if not self.only_handed:
             runs[self.theirs] = []
         for folder, more in runs.items():
             if not (folder / "steps.json").exists():
                 module = "tests.benchmarks.trl_parity"
-                called(self.peer, "-m", module, str(self.ours), str(folder), *more)
+                call_program(self.peer, "-m", module, str(self.ours), str(folder), *more)
         for checkpoint in self.checkpoints():
             folder = checkpoint / "evaluated"
             if not (folder / "validate.json").exists():
                 words = ["validate", "-c", self.recipe, "--model.pretrained", str(checkpoint)]
                 words += ["--run_dir", str(folder), "--seed_everything", str(self.seed)]
-                called(sys.executable, "-m", "litgrpo", *words, *self.further)
+                call_program(sys.executable, "-m", "litgrpo", *words, *self.further)
 
     def checkpoints(self) -> list[Path]:
-        """Of the peer, in their order."""
+        """Checkpoints of TRL, in order."""
         return sorted(self.theirs.glob("checkpoint-*"), key=number_of)
 
     def differences(self) -> list[tuple[float, float]]:
-        """Of each handed step: distance of the weights over their length, and over the way."""
-        start = flat(started(self.ours / "start"))
+        """Return each shared step's weight distance, relative to the norm and to the update."""
+        start = flat(load_initial_weights(self.ours / "start"))
         found = []
         for step in range(1, HANDED + 1):
             saved = [each / f"weights {step}.pt" for each in (self.ours, self.handed)]
@@ -199,7 +199,7 @@ class Pair:
             json.loads((each / "evaluated" / "validate.json").read_text())[name]
             for each in self.checkpoints()
         ]
-        ours = curve(self.ours, sampled(self.ours) if name == "avg_at_k" else f"val/{name}")
+        ours = curve(self.ours, read_samples(self.ours) if name == "avg_at_k" else f"val/{name}")
         return {"litgrpo": ours, "TRL": ([0, *steps], [ours[1][0], *theirs])}
 
     def rewards(self) -> dict[str, list[float]]:
@@ -228,7 +228,7 @@ def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[name].detach().double().flatten() for name in sorted(weights)])
 
 
-def started(folder: Path) -> dict[str, torch.Tensor]:
+def load_initial_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a Hugging Face folder."""
     from transformers import AutoModelForCausalLM
 
@@ -243,7 +243,7 @@ def number_of(checkpoint: Path) -> int:
     return int(found[1])
 
 
-def called(*words: str) -> None:
+def call_program(*words: str) -> None:
     """Run a command at the root, its own output to a file beside nothing else."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     done = subprocess.run(
@@ -303,7 +303,7 @@ def tables(pairs: list[Pair]) -> dict[str, list[str]]:
 
 
 def measures(pairs: list[Pair]) -> dict[str, list[tuple[float, float]]]:
-    """{what was learned: ours and the peer's for each seed}."""
+    """Return {metric: litgrpo's and TRL's value for each seed}."""
     found: dict[str, list[tuple[float, float]]] = {}
     for pair in pairs:
         ours, theirs = pair.rewards().values()
@@ -323,7 +323,7 @@ def measures(pairs: list[Pair]) -> dict[str, list[tuple[float, float]]]:
 
 
 def plot(pairs: list[Pair], path: Path) -> None:
-    """Draw reward and held-out accuracy, ours and the peer's, a line per seed."""
+    """Plot reward and held-out accuracy of litgrpo and TRL, a line per seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -352,7 +352,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"))
     parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--handed", action="store_true", help="only the steps on our completions")
+    parser.add_argument(
+        "--handed", action="store_true", help="only the steps on litgrpo's completions"
+    )
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--mark", default="", help="before the names of the page's tables")

@@ -1,4 +1,4 @@
-"""How far off `plan` is: time and memory of recipes that are planned, measured and then run whole.
+"""Measure the errors of `plan`: time and memory of recipes that are planned and then run.
 
     python -m tests.benchmarks.plan --run "quickstart, 30 iterations"
     python -m tests.benchmarks.plan

@@ -1,10 +1,10 @@
-"""How far off `plan` is on the steps of one thread that docs/benchmarks_*.json have.
+"""Compare `plan` with the one-thread steps measured in docs/benchmarks_*.json.
 
     python -m tests.benchmarks.plan_sweeps [--fit]
 
-Writes a table of docs/plan.md. Nothing is run: the plan is told model, rows and mean length as they
-were measured. With --fit it prints the constants of `assumptions` in devices.yaml for a processor
-best, by the interval score of the logarithms: narrow ranges, and what lies outside counts 20 times.
+Writes a table of docs/plan.md. Nothing is run: the plan receives the model, rows and mean length
+that were measured. --fit prints the constants of `assumptions` in devices.yaml that fit a processor
+best, by the interval score of the logarithms: narrow ranges, and outliers count 20 times.
 
 Source: Gneiting and Raftery 2007, "Strictly Proper Scoring Rules", section 6.2 (interval score).
 """
@@ -51,7 +51,7 @@ class Point(NamedTuple):
     seconds: dict[str, float]
     estimate: TimeEstimate
 
-    def planned(self, constants: Range | None = None) -> dict[str, Bounds]:
+    def plan_seconds(self, constants: Range | None = None) -> dict[str, Bounds]:
         """Seconds of the same phases by the plan, with its own constants or others."""
         estimate = self.estimate
         if constants is not None:
@@ -107,7 +107,7 @@ def score(found: list[Point], constants: Range) -> float:
     """Mean interval score of the logarithms of seconds."""
     scores = []
     for point in found:
-        for phase, span in point.planned(constants).items():
+        for phase, span in point.plan_seconds(constants).items():
             low, high, true = (
                 math.log(span.low),
                 math.log(span.high),
@@ -126,7 +126,7 @@ def neighbors(constants: Range) -> Iterator[Range]:
             yield constants | {name: (low * factor, high * factor)}
 
 
-def fitted(found: list[Point]) -> Range:
+def fit_constants(found: list[Point]) -> Range:
     """The constants of the best score: the best neighbor's, until none is better."""
     now: Range = {"share": (0.1, 0.5), "calls": (60.0, 400.0)}
     best = score(found, now)
@@ -149,7 +149,7 @@ def rows(found: list[Point]) -> list[str]:
     for processor in MEASURED:
         own = [point for point in found if point.processor == processor]
         for phase in ("rollout", "learning") if own else ():
-            pairs = [(point.planned()[phase], point.seconds[phase]) for point in own]
+            pairs = [(point.plan_seconds()[phase], point.seconds[phase]) for point in own]
             inside = sum(span.low <= true <= span.high for span, true in pairs)
             off = sorted(span.middle / true for span, true in pairs)
             wide = sorted(span.high / span.low for span, _ in pairs)
@@ -174,7 +174,7 @@ def main() -> None:
     if args.fit:
         for name in (*MEASURED, ""):
             own = [point for point in found if name in ("", point.processor)]
-            print(name or "all", fitted(own) if own else "")
+            print(name or "all", fit_constants(own) if own else "")
     write(PAGE, "sweeps", lines)
 
 

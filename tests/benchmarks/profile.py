@@ -1,4 +1,4 @@
-"""Where the time of a rollout and of a learning step goes, by kind of operator.
+"""Profile a rollout and an update by kind of operator.
 
     python -m tests.benchmarks.profile --size 30m --hazard 0.02 --threads 2
 
@@ -104,7 +104,7 @@ def phases(work: Work) -> Phases:
     return Phases(sample, learn, policy.linear_kernels)
 
 
-def profiled(work: Work) -> dict[str, dict[str, float]]:
+def profile_work(work: Work) -> dict[str, dict[str, float]]:
     """The shares of both phases of a step."""
     found = phases(work)
     parts = {"rollout": shares(found.sample), "learning": shares(found.learn)}
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     size, of_ends = SIZES[args.size], (args.max_new, args.hazard)
-    found = profiled(Work(size, 8, *of_ends, bf16=args.bf16, threads=args.threads))
+    found = profile_work(Work(size, 8, *of_ends, bf16=args.bf16, threads=args.threads))
     if args.json:
         print(json.dumps(found))
         return

@@ -24,7 +24,7 @@ class Published:
 
     Args:
         method: what was trained, and how.
-        score: share of right answers.
+        score: fraction of correct answers.
     """
 
     method: str
@@ -32,7 +32,7 @@ class Published:
 
 
 # verl, docs/algo/baseline.md at 003ef109, which links commands and logs. Prompts, answers that are
-# read and batch sizes differ from ours.
+# read and batch sizes differ from litgrpo's.
 PUBLISHED = {
     "gsm8k_qwen2.5_0.5b": (
         Published("the Qwen blog's number of the start", 0.364),
@@ -65,7 +65,7 @@ def commands(recipe: Path, folder: Path, devices: int, further: list[str]) -> li
 
 
 def table(name: str, ours: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table: our numbers, then the published ones.
+    """Return a Markdown table: litgrpo's numbers, then the published ones.
 
     Args:
         name: of the recipe, without its ending.

@@ -1,7 +1,7 @@
 """The random models and tokenizers of both sides of a benchmark, without importing this project.
 
-Qwen2 models over a vocabulary of numbered words. A share of the vocabulary, the hazard, ends a
-completion, so that lengths vary as geometric ones do, whatever the weights.
+Qwen2 models over a vocabulary of numbered words. A fraction of the vocabulary, the stop
+probability per token (`hazard`), ends a completion, so that lengths are geometrically distributed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RandomModel:
 
     Args:
         sizes: as in `SIZES`.
-        hazard: the share that ends one.
+        hazard: stop probability per token.
         positions: that the model can read.
         marks: further words, before the numbered ones.
         seed: of weights and prompts.

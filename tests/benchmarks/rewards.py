@@ -1,4 +1,4 @@
-"""What a runner costs: 1,000 trivial samples, in this process and in a worker.
+"""Measure the overhead of a reward runner: 1,000 trivial samples, in this process and a worker.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.rewards
 

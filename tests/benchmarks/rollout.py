@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout --size tiny 30m --hazard 0.02
 
 Random Qwen2 models (or the embedded one) whose end tokens are a share of the vocabulary, so that
-completions end at different lengths. Engine and peer alternate; medians of CPU seconds. Both are
-warmed up once. `generate` gets each prompt group_size times, as TRL calls it, and samples other
+completions end at different lengths. Engine and baseline alternate; medians of CPU seconds. Both
+are warmed up once. `generate` gets each prompt group_size times, as TRL calls it, and samples other
 tokens from the same distribution.
 """
 
@@ -44,7 +44,7 @@ def build(size: str, hazard: float, longest: int) -> tuple[CausalPolicy, PromptB
 
 
 def ours(policy: CausalPolicy, prompts: PromptBatch, longest: int, engine: Any) -> Rollout:
-    """One rollout of our engine, groups of eight."""
+    """Run one rollout of litgrpo's engine with groups of eight."""
     uniforms = draw_uniforms(0, "train", 0, prompts.index, 8, longest)
     return engine.generate(RolloutRequest(policy, prompts, 8, uniforms, Sampling()))
 
@@ -70,7 +70,7 @@ def said(policy: CausalPolicy, ids: torch.Tensor, prompt_len: int) -> int:
     return int((ended.cumsum(1) - ended == 0).sum())
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
+def time_call(work: Callable[[], Any]) -> tuple[float, float, Any]:
     """CPU seconds, wall seconds, result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
@@ -103,7 +103,7 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         work()
     for _ in range(args.repeats):
         for name, work in works.items():
-            results[name].append(timed(work))
+            results[name].append(time_call(work))
     for name, runs in results.items():
         with Dispatches() as dispatches:
             example = works[name]()
@@ -133,7 +133,7 @@ def measure(size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def profile(size: str, args: argparse.Namespace) -> str:
-    """Where one rollout's time goes, operator by operator."""
+    """Profile one rollout by operator."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 

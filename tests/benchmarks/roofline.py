@@ -1,4 +1,4 @@
-"""What this machine can do, measured; and the least time that a step's arithmetic needs on it.
+"""Measure the peak rates of this machine and the minimum time of a step's arithmetic.
 
 python -m tests.benchmarks.roofline --threads 2
 """
@@ -21,7 +21,7 @@ from tests.benchmarks.workload import Work
 
 @dataclass(frozen=True)
 class Machine:
-    """Peaks of the processor with the threads at hand.
+    """Peaks of the processor with the available threads.
 
     Args:
         float32_gflops: of the fastest float32 matrix product here.
@@ -49,8 +49,8 @@ def best(run: Callable[[], object], seconds: float = 1.0) -> float:
     return shortest
 
 
-def measured(seconds: float = 1.0) -> Machine:
-    """Matrix products of 1024 x 768 x 768 by every kernel at hand, and 256 MiB of memory."""
+def measure_machine(seconds: float = 1.0) -> Machine:
+    """Matrix products of 1024 x 768 x 768 by every available kernel, and 256 MiB of memory."""
     rows, side = 1024, 768
     gflop = 2 * rows * side * side / 1e9
     peaks = {}
@@ -121,7 +121,7 @@ def floor(work: Work, lengths: list[float], machine: Machine) -> dict[str, float
     weights = size.linear_weights + size.hidden * size.vocab
     moved = (
         4 * weights * (4 + 3)
-    )  # reads weight, gradient, two moments; writes all but the gradient
+    )  # reads weight, gradient, two state tensors; writes all but the gradient
     steps = work.max_new if work.hazard is None else min(work.max_new, 4 / work.hazard)
     read = steps * weights * (2 if work.bf16 else 4) / (machine.read_gb_s * 1e9)
     return {
@@ -141,7 +141,7 @@ def main() -> None:
     if args.kernels:
         print(json.dumps(kernels()))
         return
-    print(json.dumps({name: round(value, 1) for name, value in asdict(measured()).items()}))
+    print(json.dumps({name: round(value, 1) for name, value in asdict(measure_machine()).items()}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ ITERATIONS = 40
 RECIPE = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def timed(kind: type, name: str) -> None:
+def time_method(kind: type, name: str) -> None:
     """Note the seconds of every call of a method."""
     method = vars(kind)[name]
 
@@ -41,7 +41,7 @@ def main() -> None:
         Doctor: ["on_train_batch_start", "on_train_batch_end"],
     }.items():
         for name in names:
-            timed(kind, name)
+            time_method(kind, name)
     with TemporaryDirectory() as folder:
         words = ["-c", str(RECIPE), "--run_dir", folder]
         words += ["--model.max_iterations", str(ITERATIONS), "--trainer.limit_val_batches", "0"]

@@ -21,7 +21,7 @@ WHEN = ("before", "after")
 
 
 def run(recipe: str, seed: int, folder: Path, further: list[str]) -> dict[str, Any]:
-    """Train with one seed in a process of its own, unless its summary is there already."""
+    """Train with one seed in a separate process, unless its summary is there already."""
     summary = folder / "summary.json"
     if not summary.exists():
         command = [sys.executable, str(ROOT / "cli.py"), "fit", "-c", recipe, *further]
@@ -67,7 +67,7 @@ def curve(folder: Path, name: str) -> tuple[list[int], list[float]]:
     return [int(float(row["step"])) for row in rows], [float(row[name]) for row in rows]
 
 
-def sampled(folder: Path) -> str:
+def read_samples(folder: Path) -> str:
     """The column of the mean accuracy of sampled completions."""
     with (folder / "metrics.csv").open() as file:
         return next(name for name in next(csv.reader(file)) if re.fullmatch(r"val/avg@\d+", name))
@@ -84,7 +84,7 @@ def plot(folders: list[Path], path: Path, rewards: list[str]) -> None:
     for folder in folders:
         for name in rewards:
             axes[0].plot(*curve(folder, f"reward/{name}"), linewidth=0.8, alpha=0.8, label=name)
-        iterations, middle = curve(folder, sampled(folder))
+        iterations, middle = curve(folder, read_samples(folder))
         bounds = [curve(folder, f"val/avg@4_{bound}")[1] for bound in ("low", "high")]
         reach = [[abs(m - b) for m, b in zip(middle, bound, strict=True)] for bound in bounds]
         axes[1].errorbar(iterations, middle, reach, marker="o", capsize=3, label=folder.name)

@@ -4,8 +4,8 @@
 
 Both sides train the same random model on the same batches of random pairs, question and worked
 answer in bytes of a small vocabulary, answers learned only. The Trainer pads each batch to its
-longest row and computes all logits; ours leaves padding out and computes the answers' logits. Steps
-alternate; medians after a warm-up, and their ratio.
+longest row and computes all logits; litgrpo leaves out padding and computes only the answers'
+logits. Steps alternate; medians after a warm-up, and their ratio.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Clock:
 
 
 def ours(work: Work, data: list[PairBatch]) -> Timed:
-    """Steps of our module in Lightning's trainer."""
+    """Time steps of litgrpo's SFT in Lightning's trainer."""
     clock = Clock()
 
     class Timed(SFT):
@@ -104,7 +104,7 @@ def peers(work: Work, data: list[PairBatch]) -> Timed:
 
     class Timed(Trainer):
         def get_train_dataloader(self) -> DataLoader:
-            return DataLoader([_labelled(batch) for batch in data], batch_size=None)
+            return DataLoader([_add_labels(batch) for batch in data], batch_size=None)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             clock.start()
@@ -131,7 +131,7 @@ def peers(work: Work, data: list[PairBatch]) -> Timed:
     return clock.steps
 
 
-def _labelled(batch: PairBatch) -> dict[str, Tensor]:
+def _add_labels(batch: PairBatch) -> dict[str, Tensor]:
     labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)
     return {
         "input_ids": batch.input_ids,

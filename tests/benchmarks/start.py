@@ -1,4 +1,4 @@
-"""How long a command takes until it does something: the help page, an error, a fit.
+"""Measure the start-up time of commands: the help page, an error, a fit.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.start -c configs/quickstart.yaml [--checkout CLONE]
 

@@ -1,16 +1,16 @@
-"""Time whole training steps against a peer's, on the same work, alternating.
+"""Compare the time of training steps with a baseline's on the same work, alternating.
 
     python -m tests.benchmarks.step --against trl --size tiny --hazard 0.02 \
         --peer-python PATH/bin/python [--bf16] [--json]
 
     python -m tests.benchmarks.step --against before --size tiny --peer-checkout PATH
 
-Each side runs in processes of its own, in turns; a step is generation, rewards, loss, backward and
+Each side runs in separate processes, alternating; a step is generation, rewards, loss, backward and
 optimizer. Printed: medians over the turns of each turn's median step, their ratios, tokens per
 second by phase, peak memory, and the share of the least time that the arithmetic needs on this
 machine (see roofline.py), measured between the turns.
 
-The peer is `tests.benchmarks.trl_steps` in its own environment, or a clone of this project, of
+The baseline is `tests.benchmarks.trl_steps` in its own environment, or a clone of this project, of
 another version. Ends are drawn, so that the two sides do not say equally much: ratios are divided
 by that of the mean lengths of their completions.
 """
@@ -65,7 +65,7 @@ def steps_of_ours(
         return time.perf_counter(), time.process_time()
 
     class Watch(Callback):
-        """What each step cost."""
+        """Record the cost of each step."""
 
         def __init__(self) -> None:
             self.steps: list[Measures] = []
@@ -124,12 +124,12 @@ def steps_of_ours(
 
 
 def _turn(module: str, arguments: list[str]) -> Measures:
-    """What a module of ours prints in a process of its own."""
+    """Return the output of a litgrpo module in a separate process."""
     return last_line([sys.executable, "-m", f"tests.benchmarks.{module}", *arguments], ROOT)
 
 
 def turn_of_peer(args: argparse.Namespace) -> Measures:
-    """A turn of the peer, in its own environment."""
+    """Run one repetition of the baseline, in its environment."""
     if args.peer_checkout:
         return turn_of_checkout(args)
     size = work_of(args).size
@@ -146,7 +146,7 @@ def turn_of_peer(args: argparse.Namespace) -> Measures:
 
 
 def turn_of_checkout(args: argparse.Namespace) -> Measures:
-    """A turn of another version of this project, under the names of a peer's script."""
+    """Run one repetition of another version of litgrpo, with the options of a baseline."""
     folder, python = args.peer_checkout.absolute(), args.peer_python or sys.executable
     command = [str(python), "-m", "tests.benchmarks.step", "--turn", "--size", args.size]
     command += ["--change", args.change]
@@ -160,7 +160,7 @@ def turn_of_checkout(args: argparse.Namespace) -> Measures:
 
 
 def last_line(command: list[str], folder: Path, sources: Path | None = None) -> Measures:
-    """What a command prints last, run in a folder.
+    """Run a command in a folder and return its last line.
 
     Args:
         command: prints a line of JSON.
@@ -194,12 +194,12 @@ def medians(turns: list[Measures]) -> Measures:
 
 
 def work_of(args: argparse.Namespace) -> Work:
-    """What a step of these arguments has to do."""
+    """Return the work of a step with these arguments."""
     size = Size(**asdict(SIZES[args.size]) | json.loads(args.change))
     return Work(size, args.group, args.max_new, args.hazard, args.bf16, args.threads)
 
 
-def compared(args: argparse.Namespace) -> Measures:
+def compare_sides(args: argparse.Namespace) -> Measures:
     """Turns of both sides, one after the other, and what they come to."""
     sides: dict[str, list[Measures]] = {"ours": [], "peer": [], "machine": []}
     failed = ""
@@ -236,7 +236,7 @@ def compared(args: argparse.Namespace) -> Measures:
 
 
 def ratios(ours: Measures, peer: Measures) -> Measures:
-    """How many times our time the peer takes, at equal lengths, and the share of its memory."""
+    """Return the baseline's time over litgrpo's at equal lengths, and the memory ratio."""
     fair = peer["mean_completion_len"] / ours["mean_completion_len"]
     pairs = {
         "wall": ("step_s", "step_s"),
@@ -286,18 +286,20 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--against", help="name of the peer; without it only ours is timed")
+    parser.add_argument("--against", help="name of the baseline; without it only litgrpo is timed")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--hazard", type=float, help="share of the vocabulary that ends a text")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peer-python", type=Path)
     parser.add_argument("--peer-checkout", type=Path, help="another clone of this project")
-    parser.add_argument("--peer-optional", action="store_true", help="ours counts if it fails")
+    parser.add_argument(
+        "--peer-optional", action="store_true", help="keep litgrpo's result if the baseline fails"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="of ours in a turn")
-    parser.add_argument("--warmup", type=int, default=2, help="of ours before them")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps per repetition")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps")
     parser.add_argument("--peer-steps", type=int, default=5)
     parser.add_argument("--peer-warmup", type=int, default=1)
     parser.add_argument("--peer-accumulate", type=int, default=1, help="micro-batches of a step")
@@ -317,7 +319,7 @@ def main() -> None:
     if args.turn:
         print(json.dumps(steps_of_ours(work_of(args), args.steps, args.warmup)))
         return
-    result = compared(args)
+    result = compare_sides(args)
     print(json.dumps(result) if args.json else shown(result))
 
 

@@ -1,4 +1,4 @@
-"""What the runs of smollm2_json.yaml learned: to write JSON, to end, and each field.
+"""Evaluate the runs of smollm2_json.yaml: valid JSON, end tokens, and each field.
 
     python -m tests.benchmarks.structured runs/json
 
@@ -43,7 +43,7 @@ def _is_object(text: str) -> bool:
 
 
 def _has(text: str, name: str, value: Any) -> bool:
-    """Whether a completion has a field right, compared as the reward compares."""
+    """Return whether a completion has a correct field, by the comparison of the reward."""
     if not _is_object(text) or name not in _read(text):
         return False
     only = json.dumps({name: _read(text)[name]})

@@ -14,7 +14,7 @@ from tests.benchmarks.dialogue import (
     by_persona,
     corpus_bleu,
     differences,
-    resampled_bleu,
+    resample_bleu,
     table,
 )
 from tests.benchmarks.lapdog_released import Released, WrongSign
@@ -54,11 +54,11 @@ def test_the_released_objective_makes_what_it_rewards_less_likely(monkeypatch):
     module, seen = subject(check_invariants=False), []
     learn = Learner.update
 
-    def watched(learner, experience, stepper):
+    def record_call(learner, experience, stepper):
         seen.append(experience)
         return learn(learner, experience, stepper)
 
-    monkeypatch.setattr(Learner, "update", watched)
+    monkeypatch.setattr(Learner, "update", record_call)
     fit(module)
     (experience,) = seen
     before, after = (
@@ -109,9 +109,9 @@ def test_the_tables_show_levels_and_paired_differences():
 
 def test_bleu_is_resampled_by_persona_with_the_same_draws_for_every_row():
     one, other = run([1.0, 3.0, 10.0]), run([0.0, 0.0, 0.0])
-    assert resampled_bleu([one]) == resampled_bleu([other])
+    assert resample_bleu([one]) == resample_bleu([other])
     whole = {corpus_bleu(one), *(corpus_bleu(part(one, persona)) for persona in "pq")}
-    drawn = {round(score, 9) for score in resampled_bleu([one, one])}
+    drawn = {round(score, 9) for score in resample_bleu([one, one])}
     assert drawn == {round(score, 9) for score in whole}  # both, or one of them twice
 
 

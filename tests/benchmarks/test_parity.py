@@ -1,4 +1,4 @@
-"""What the comparison of two trainers computes."""
+"""The comparison of two trainers."""
 
 import pytest
 import torch

@@ -38,19 +38,19 @@ def test_the_plan_is_told_model_rows_and_mean_length(two_steps):
 def test_the_fit_finds_the_constants_that_made_the_numbers(two_steps):
     true = {"share": (0.4, 0.4), "calls": (90.0, 90.0)}
     made = [
-        point._replace(seconds={name: span.low for name, span in point.planned(true).items()})
+        point._replace(seconds={name: span.low for name, span in point.plan_seconds(true).items()})
         for point in two_steps
     ]
-    found = plan_sweeps.fitted(made)
+    found = plan_sweeps.fit_constants(made)
     assert plan_sweeps.score(made, found) <= plan_sweeps.score(made, true) + 0.3
     for point in made:
-        for phase, span in point.planned(found).items():
+        for phase, span in point.plan_seconds(found).items():
             assert math.isclose(span.middle, point.seconds[phase], rel_tol=0.25)
 
 
 def test_the_table_counts_what_is_inside(two_steps):
     row = plan_sweeps.rows(two_steps)[2]
-    span = two_steps[0].planned()["rollout"], two_steps[1].planned()["rollout"]
+    span = two_steps[0].plan_seconds()["rollout"], two_steps[1].plan_seconds()["rollout"]
     inside = sum(each.low <= 1.0 <= each.high for each in span)
     assert row.startswith(f"| here | rollout | 2 | {inside} |")
 

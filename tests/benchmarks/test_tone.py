@@ -1,14 +1,14 @@
 import pytest
 
 from tests.benchmarks import tone
-from tests.benchmarks.tone import Shares, paired, shares, split
+from tests.benchmarks.tone import Shares, bootstrap_change, shares, split
 
 
 def test_the_shares_of_ending_and_of_tone_by_hand(monkeypatch):
-    def judged(prompts, completions, truncated):
+    def judge(prompts, completions, truncated):
         return [1.0 if "happy" in text else 0.0 for text in completions]
 
-    monkeypatch.setattr(tone, "cheerful", judged)
+    monkeypatch.setattr(tone, "cheerful", judge)
     texts = [("happy", False), ("happy [cut]", True), ("sad", False), ("sad [cut]", True)]
     found = shares([{"completion": text, "truncated": cut} for text, cut in texts])
     assert found == Shares(ended=0.5, tone=0.5, any_tone=0.5)
@@ -24,4 +24,4 @@ def test_the_two_parts_of_a_change_add_up_to_it():
 def test_a_change_is_paired_by_topic_whatever_the_order():
     before = [{"index": 0, "right": 0.0}, {"index": 1, "right": 1.0}]
     after = [{"index": 1, "right": 1.0}, {"index": 0, "right": 0.0}]
-    assert paired(before, after) == (0.0, 0.0)
+    assert bootstrap_change(before, after) == (0.0, 0.0)

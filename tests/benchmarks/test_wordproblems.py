@@ -1,4 +1,4 @@
-"""How word problems are split, and how sides are compared."""
+"""Word problems are split, and sides compared."""
 
 import json
 import sys

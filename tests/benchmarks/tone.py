@@ -1,4 +1,4 @@
-"""What the runs of smollm2_cheerful.yaml learned: to stop, the tone, and what it cost.
+"""Evaluate the runs of smollm2_cheerful.yaml: end tokens, tone, and side effects.
 
     python -m tests.benchmarks.tone runs/kl runs/no_kl
 
@@ -67,8 +67,8 @@ def split(before: Shares, after: Shares) -> tuple[float, float]:
     return ending, (after.tone - before.tone) * (before.ended + after.ended) / 2
 
 
-def paired(before: Rows, after: Rows) -> tuple[float, float]:
-    """95 % interval of the change of success, with topics drawn anew."""
+def bootstrap_change(before: Rows, after: Rows) -> tuple[float, float]:
+    """Return a bootstrap interval of the change of success, resampling topics."""
     old, new = ({row["index"]: row["right"] for row in rows} for rows in (before, after))
     return bootstrap_ratio([new[index] - old[index] for index in sorted(old)], [1.0] * len(old))
 
@@ -88,7 +88,7 @@ def of_run(folder: Path) -> list[list[str]]:
     rows = run_rows(folder)
     sampled = [shares([one for row in each for one in row["samples"]]) for each in rows]
     greedy = [shares([row["greedy"] for row in each]).success for each in rows]
-    low, high = paired(*rows)
+    low, high = bootstrap_change(*rows)
     gain = sampled[1].success - sampled[0].success
     ending, tone = split(*sampled)
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,9 +1,9 @@
-"""The peer's side of `tests.benchmarks.parity`: TRL's GRPOTrainer on the same work.
+"""TRL's side of `tests.benchmarks.parity`: its GRPOTrainer on the same work.
 
     PYTHON_OF_TRL -m tests.benchmarks.trl_parity WORK OUT
 
-`WORK` is what `tests.benchmarks.parity.Recorder` left of our run: the start weights, the prompts in
-their order, the first completions and the settings. `OUT` takes the weights as checkpoints and
+`WORK` is what `tests.benchmarks.parity.Recorder` wrote from litgrpo's run: initial weights, prompts
+in order, the first completions and the settings. `OUT` takes the weights as checkpoints and
 what each step was. Needs trl 1.16, torch and PyYAML; of this project it imports the functions that
 give rewards.
 """
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 
-def named(path: str) -> Any:
-    """What a dotted path names."""
+def import_name(path: str) -> Any:
+    """Import the object of a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def reward_of(name: str, entry: dict[str, Any], ends: set[int]) -> Any:
     """One of the recipe's reward functions as TRL calls it."""
-    function = named(entry["function"])
+    function = import_name(entry["function"])
     taken = inspect.signature(function).parameters
     fixed = entry["kwargs"]
 
@@ -46,7 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--handed", action="store_true", help="learn the completions of our run")
+    parser.add_argument(
+        "--handed", action="store_true", help="train on the completions of litgrpo's run"
+    )
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import torch
@@ -67,7 +69,7 @@ def main() -> None:
     steps: list[dict[str, Any]] = []
 
     class SameTokens(GRPOTrainer):  # type: ignore[misc]
-        """Prompts are tokenized as by our run."""
+        """Tokenize prompts as litgrpo does."""
 
         def _tokenize_prompts(self, prompts: list[str]) -> Any:
             return [of_prompt[text] for text in prompts], None, {}
@@ -89,12 +91,12 @@ def main() -> None:
         found = handed[trainer.state.global_step]
         return found | {"logprobs": [[0.0] * len(ids) for ids in found["completion_ids"]]}
 
-    optimizer = named(settings["optimizer"]["class_path"])(
+    optimizer = import_name(settings["optimizer"]["class_path"])(
         model.parameters(), **settings["optimizer"].get("init_args", {})
     )
     schedule = settings["lr_scheduler"]
     if schedule:
-        scheduler = named(schedule["class_path"])(optimizer, **schedule.get("init_args", {}))
+        scheduler = import_name(schedule["class_path"])(optimizer, **schedule.get("init_args", {}))
     else:
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     options.out.mkdir(parents=True, exist_ok=True)

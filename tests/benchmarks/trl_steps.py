@@ -1,8 +1,8 @@
-"""The peer's side of `tests.benchmarks.step` and `.gpu`: TRL's GRPOTrainer in its environment.
+"""TRL's side of `tests.benchmarks.step` and `.gpu`: GRPOTrainer in its environment.
 
     PYTHON_OF_TRL -m tests.benchmarks.trl_steps --size 30m --hazard 0.02 [--device cuda] [--vllm]
 
-The same model sizes, prompts, hazard, reward and optimizer as ours; all else is TRL's own.
+Model sizes, prompts, stop probability, reward and optimizer equal litgrpo's; all else is TRL's.
 Generation by transformers, or by vLLM in the same process (`--vllm`). Prints a line of JSON:
 medians over the steps after the warm-up. Needs trl 1.16 and torch (and vllm), and nothing of the
 package.
@@ -23,7 +23,7 @@ from tests.benchmarks.random_model import SIZES, RandomModel, even_words
 
 
 def arguments() -> argparse.Namespace:
-    """What the runner says."""
+    """Parse the arguments of the runner."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--sizes", type=int, nargs="+", help="instead, numbers as in `SIZES`")
@@ -68,7 +68,7 @@ def main() -> None:
     made.model().save_pretrained(folder)  # vLLM reads it from there
     made.tokenizer().save_pretrained(folder)
     model = transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    seen = dict.fromkeys(("gen_s", "train_s", "spoken"), 0.0)
+    seen = dict.fromkeys(("gen_s", "train_s", "generated"), 0.0)
 
     class Timed(GRPOTrainer):  # type: ignore[misc]
         def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
@@ -77,7 +77,7 @@ def main() -> None:
             found = super()._generate_single_turn(*given, **named)
             finished()
             seen["gen_s"] += time.perf_counter() - began
-            seen["spoken"] += sum(map(len, found[0]))
+            seen["generated"] += sum(map(len, found[0]))
             return found
 
     rows: list[dict[str, float]] = []
@@ -131,7 +131,7 @@ def main() -> None:
         name: statistics.median(row[name] for row in kept) for name in kept[0]
     }
     measures |= {
-        "mean_completion_len": statistics.mean(row["spoken"] for row in kept)
+        "mean_completion_len": statistics.mean(row["generated"] for row in kept)
         / (args.prompts * args.group),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "peak_device_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0,

@@ -1,10 +1,10 @@
-"""The peer's side of `tests.benchmarks.turns`: TRL's GRPOTrainer with a tool, in its environment.
+"""TRL's side of `tests.benchmarks.turns`: GRPOTrainer with a tool, in its environment.
 
     PYTHON_OF_TRL -m tests.benchmarks.trl_turns --size tiny --turns 3 --tool-s 0.05
 
-The same model sizes, prompts, hazard and tool as ours. A random model calls no tool, so that every
-turn is taken for a call; all else is TRL's own: its loop, its template, its generation. Prints a
-line of JSON. Needs trl 1.16 and torch; imports nothing of this project.
+Model sizes, prompts, stop probability and tool equal litgrpo's. A random model calls no tool, so
+that every turn is taken for a call; all else is TRL's: its loop, its template,
+its generation. Prints a line of JSON. Needs trl 1.16 and torch; imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def arguments() -> argparse.Namespace:
-    """What the runner says."""
+    """Parse the arguments of the runner."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     for name, default in (
@@ -81,12 +81,12 @@ def main() -> None:
         seen["calls"] += 1
         return answer
 
-    def called(tokenizer: Any, ids: list[int], **_: Any) -> dict[str, Any]:
+    def call_tool(tokenizer: Any, ids: list[int], **_: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": "look", "arguments": {"place": 1}}}
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return {"role": "assistant", "content": text, "tool_calls": [call]}
 
-    peer.parse_response = called
+    peer.parse_response = call_tool
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return [even_words(messages[-1].get("content", "")) for messages in completions]

@@ -1,11 +1,11 @@
-"""Time training steps of episodes with a tool against a peer's, on the same work, alternating.
+"""Compare the time of steps on tool-use episodes with a baseline's on the same work, alternating.
 
     python -m tests.benchmarks.turns --size 30m --peer-python PATH/bin/python [--tool-s 0.05]
 
-Both sides are given the same model sizes, lengths of prompts, hazard, number of turns and tool,
+Both sides have the same model sizes, prompt lengths, stop probability, number of turns and tool,
 whose answer has the same length; a random model calls no tool, so every turn is taken for a call.
-Each side runs in processes of its own, in turns. Printed: medians over the turns, their ratio (the
-peer's lengths are drawn by other numbers, so it is divided by the ratio of spoken tokens), and how
+Each side runs in separate processes, alternating. Printed: medians over the repetitions, their
+ratio (the baseline draws other lengths, so it is divided by the ratio of generated tokens), and how
 many tokens the model read for each that it spoke.
 """
 
@@ -74,7 +74,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     rows: list[Measures] = []
 
     class Watch(Callback):
-        """What each step cost."""
+        """Record the cost of each step."""
 
         def on_train_batch_start(self, *_: Any) -> None:
             self.wall, self.cpu = time.perf_counter(), time.process_time()
@@ -132,7 +132,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     return measures
 
 
-def compared(args: argparse.Namespace) -> Measures:
+def compare_sides(args: argparse.Namespace) -> Measures:
     """Turns of both sides, one after the other, and what they come to."""
     sides: dict[str, list[Measures]] = {"ours": [], "peer": []}
     asked = [
@@ -166,7 +166,7 @@ def shown(result: Measures) -> str:
     lines = [
         f"{result['size']}: {result['prompts']} x {result['group']} rows, prompts of "
         f"{result['prompt_len']} tokens, {result['turns']} turns, hazard {result['hazard']}, "
-        f"{result['heard']} tokens heard, tool {1000 * result['tool_s']:.0f} ms, "
+        f"{result['heard']} observation tokens, tool {1000 * result['tool_s']:.0f} ms, "
         f"{result['threads']} threads, {result['repeats']} repeats"
     ]
     for name in ("ours", "peer"):
@@ -174,16 +174,16 @@ def shown(result: Measures) -> str:
             each = result[name]
             lines.append(
                 f"{name}: step {each['step_s']:.3f} s (of these rollout {each['gen_s']:.3f}), "
-                f"{each['mean_completion_len']:.1f} tokens spoken in {each['turns']:.2f} turns, "
+                f"{each['mean_completion_len']:.1f} tokens generated in {each['turns']:.2f} turns, "
                 f"{each['fed_per_spoken']:.2f} read for each, peak {each['peak_rss_mib']:.0f} MiB"
             )
     if "ratio_wall" in result:
-        lines.append(f"ratio {result['ratio_wall']:.2f}, at equal spoken tokens")
+        lines.append(f"ratio {result['ratio_wall']:.2f}, at equal generated tokens")
     return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the work is."""
+    """Parse the size of the work."""
     parser.add_argument("--size", choices=SIZES, default="tiny")
     numbers = dict(prompts=4, group=8, prompt_len=64, max_new=256, turns=3, heard=16)
     numbers |= dict(steps=4, warmup=1, peer_steps=2, repeats=3, threads=os.cpu_count() or 1)
@@ -191,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--hazard", type=float, default=0.05)
     parser.add_argument("--tool-s", type=float, default=0.0)
-    parser.add_argument("--workers", type=int, help="of ours; 0: none")
+    parser.add_argument("--workers", type=int, help="workers of litgrpo; 0: none")
 
 
 def main() -> None:
@@ -205,7 +205,7 @@ def main() -> None:
     if args.once:
         print(json.dumps(steps_of_ours(args)))
         return
-    result = compared(args)
+    result = compare_sides(args)
     print(json.dumps(result) if args.json else shown(result))
 
 

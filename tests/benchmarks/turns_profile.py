@@ -1,4 +1,4 @@
-"""What a step of episodes is made of: calls, processor and wall-clock seconds of each part.
+"""Profile a step of episodes: calls, CPU and wall-clock seconds of each part.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.turns_profile --size tiny --tool-s 0.05
 
@@ -39,14 +39,14 @@ PARTS: dict[str, tuple[Any, str]] = {
 
 @dataclass
 class Spent:
-    """What a part took."""
+    """Time of a part."""
 
     calls: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
 
 
-def watched(kind: Any, name: str) -> Spent:
+def watch_method(kind: Any, name: str) -> Spent:
     """Count what a method takes from now on."""
     spent, inner = Spent(), vars(kind)[name]
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     args = parser.parse_args()
-    parts = {name: watched(*place) for name, place in PARTS.items()}
+    parts = {name: watch_method(*place) for name, place in PARTS.items()}
     steps_of_ours(args)
     print(table(parts, args.steps + args.warmup))
 

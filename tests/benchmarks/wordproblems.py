@@ -59,8 +59,8 @@ def split(problems: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return parts | {"train": rows}
 
 
-def demonstrated(row: dict[str, Any], calls: bool) -> dict[str, Any]:
-    """The row with its solution as a `completion`: messages, of which the calculator's are heard.
+def add_demonstration(row: dict[str, Any], calls: bool) -> dict[str, Any]:
+    """Return the row with its solution as a `completion`: messages, with observations of the tool.
 
     Args:
         row: a problem.
@@ -68,9 +68,9 @@ def demonstrated(row: dict[str, Any], calls: bool) -> dict[str, Any]:
 
     Example:
         >>> row = {"solution": "3 * 4 = 12; 12 + 1 = 13", "answer": "13"}
-        >>> [each["content"] for each in demonstrated(row, calls=True)["completion"]]
+        >>> [each["content"] for each in add_demonstration(row, calls=True)["completion"]]
         ['<call>3 * 4</call>', '<res>12</res>', '<call>12 + 1</call>', '<res>13</res>', '#### 13']
-        >>> demonstrated(row, calls=False)["completion"][0]["content"].splitlines()
+        >>> add_demonstration(row, calls=False)["completion"][0]["content"].splitlines()
         ['3 * 4 = 12; 12 + 1 = 13', '#### 13']
     """
     asked = [step.split("=")[0].strip() for step in row["solution"].split(";")]
@@ -109,7 +109,7 @@ def operators(texts: list[str]) -> list[str]:
 
 
 def said(one: dict[str, Any]) -> str:
-    """All that was said and heard of an answer."""
+    """Return generated text and observations of an answer."""
     messages = one.get("messages", [{"content": one["completion"]}])
     return "\n".join(each["content"] for each in messages)
 
@@ -117,7 +117,7 @@ def said(one: dict[str, Any]) -> str:
 def how(rows: list[dict[str, Any]]) -> list[str]:
     """Cells on how answers are found.
 
-    Whether the first operator is the solution's, and whether written calculations hold, tell
+    The first operator, if it is the solution's, and correct written calculations distinguish
     misreading a problem from miscalculating it.
     """
     sampled = [bool(one.get("calls")) for row in rows for one in row["samples"]]
@@ -170,21 +170,23 @@ def shown(sides: dict[str, Path]) -> str:
 def main() -> None:
     """Split or compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    of_split = verbs.add_parser("split")
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_split = commands.add_parser("split")
     of_split.add_argument("problems", type=Path)
     of_split.add_argument("--folder", type=Path, default=Path("wordproblems"))
-    of_split.add_argument("--calls", type=int, default=4, help="one of so many calls; 0: none")
-    verbs.add_parser("table").add_argument("sides", nargs="+", metavar="NAME=FILE")
+    of_split.add_argument(
+        "--calls", type=int, default=4, help="keep one of this many calls; 0: none"
+    )
+    commands.add_parser("table").add_argument("sides", nargs="+", metavar="NAME=FILE")
     options = parser.parse_args()
-    if options.verb == "table":
+    if options.command == "table":
         sides = dict(side.split("=", 1) for side in options.sides)
         print(shown({name: Path(file) for name, file in sides.items()}))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in split(read(options.problems)).items():
         calls = [options.calls > 0 and number % options.calls == 0 for number in range(len(rows))]
-        written = [demonstrated(row, asks) for row, asks in zip(rows, calls, strict=True)]
+        written = [add_demonstration(row, asks) for row, asks in zip(rows, calls, strict=True)]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in written]
         (options.folder / f"{name}.jsonl").write_text("".join(lines))
         print(f"{name}: {len(rows)} problems")

@@ -1,4 +1,4 @@
-"""Our side of the work that a benchmark gives to both: `random_model` as policy and batches."""
+"""Litgrpo's side of the benchmark work: `random_model` as policy and batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Size:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As in `random_model.SIZES`."""
+        """Size by name, see `random_model.SIZES`."""
         return (self.hidden, self.layers, self.heads, self.kv_heads, self.inner, self.vocab)
 
     @property
@@ -52,8 +52,8 @@ class Work:
     Args:
         size: the model and the prompts.
         group: completions of each prompt.
-        max_new: tokens of a completion at most.
-        hazard: share of the vocabulary that ends a completion; None: 1 / max_new.
+        max_new: maximum tokens of a completion.
+        hazard: stop probability per token; None: 1 / max_new.
         bf16: compute in bfloat16 where autocast does.
         threads: of the processor.
         seed: of weights and prompts.
@@ -87,7 +87,7 @@ class Work:
         return policy
 
     def batches(self, steps: int) -> list[PromptBatch]:
-        """Prompts of random words, for so many steps."""
+        """Return prompts of random words for a number of steps."""
         made, (rows, length) = self.random(), (self.size.prompts, self.size.prompt_len)
         texts, read = made.prompts(steps * rows, length), made.tokenizer()
         batches = []

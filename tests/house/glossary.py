@@ -36,6 +36,7 @@ CLEAN: list[str] = [
     "src/litgrpo/tools/run_folder.py",
     "tests/house",
     "tests/real",
+    "tests/site",
     "tests/tools/doctor",
     "tests/tools/plan",
     "tests/tools/report",

@@ -1,1 +1,1 @@
-"""What of the site is made from code: reference, recipes, pictures; `docs/conf.py` asks for it."""
+"""Generate parts of the site from code: reference, recipes, pictures; `docs/conf.py` calls it."""

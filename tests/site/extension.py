@@ -47,16 +47,16 @@ def inside(_: Any, name: str, source: list[str]) -> None:
     """Links that leave docs/ lead to the page that shows the file."""
     folder = (DOCS / name).parent
 
-    def led(found: re.Match[str]) -> str:
+    def link_source(found: re.Match[str]) -> str:
         file = (folder / found["path"]).resolve()
         page = shown(file)
         return f"](/{page}{found['rest']})" if page else found[0]
 
-    source[0] = LINK.sub(led, source[0])
+    source[0] = LINK.sub(link_source, source[0])
 
 
 def reachable(app: Any, error: Exception | None) -> None:
-    """What scrolls can be scrolled by keys, and captions say how deep they are."""
+    """Make scrolling regions focusable, and give captions their depth."""
     for file in [] if error or app.builder.format != "html" else Path(app.outdir).rglob("*.html"):
         text = file.read_text(encoding="utf-8")
         for old, new in ATTRIBUTES.items():

@@ -56,7 +56,7 @@ def faults(folder: Path) -> Iterator[str]:
 
 
 def leads(file: Path, path: str, fragment: str) -> bool:
-    """Whether a link from a page leads to a file, and there to a name."""
+    """Return whether the file and the anchor of a link on a page exist."""
     target = (file.parent / unquote(path)).resolve() if path else file
     if not target.exists():
         return False

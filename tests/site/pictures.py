@@ -47,12 +47,12 @@ def walk() -> None:
         (1.0, 0.0, "loss, gradient,\nan optimizer step", "learner"),
         (0.0, 0.0, "new weights", "models"),
     ]
-    for x, y, text, room in boxes:
+    for x, y, text, package in boxes:
         corner = (x - 0.32, y - 0.26)
         style = dict(boxstyle="round,pad=0.03", fc="#eef3f9", ec=BLUE)
         axes.add_patch(FancyBboxPatch(corner, 0.64, 0.52, **style))
         axes.text(x, y + 0.03, text, ha="center", va="center")
-        axes.text(x, y - 0.21, f"{room}/", ha="center", va="center", size=8, family="monospace")
+        axes.text(x, y - 0.21, f"{package}/", ha="center", va="center", size=8, family="monospace")
     arrows = [
         *(((0.35, 1), (0.65, 1)), ((1.35, 1), (1.65, 1)), ((2, 0.71), (2, 0.29))),
         *(((1.65, 0), (1.35, 0)), ((0.65, 0), (0.35, 0)), ((0.2, 0.29), (0.75, 0.71))),
@@ -72,7 +72,7 @@ def advantages() -> None:
     found = Normalized()(table, everything.long(), SingleProcess()).numpy()
     height = rewards.numpy()
     _, rows = plt.subplots(2, 3, figsize=(8.5, 3.6), sharey="row")
-    titles = ["two of eight are right", "one of eight is wrong", "all equal: teaches nothing"]
+    titles = ["two of eight are correct", "one of eight is incorrect", "all equal: no gradient"]
     for column, name in enumerate(titles):
         rows[0, column].bar(range(8), height[column], color=GREY)
         rows[0, column].axhline(height[column].mean(), color="black", lw=1, ls="--")
@@ -88,7 +88,7 @@ def advantages() -> None:
 
 
 def masks() -> None:
-    """Rows of tokens: what is read, what was said, what was heard, what is padding."""
+    """Draw rows of tokens: prompt, generated, observation, padding."""
     rows = [
         ("one turn", "....PPPPPP", "CCCCCE......"),
         ("cut off by the limit", "..PPPPPPPP", "CCCCCCCCCCCC"),
@@ -98,7 +98,7 @@ def masks() -> None:
         "P": (GREY, "prompt"),
         "C": (BLUE, "said: learned"),
         "E": (GREEN, "end token: learned"),
-        "H": (ORANGE, "heard: seen, not learned"),
+        "H": (ORANGE, "observation: attended to, not trained on"),
         ".": ("white", "padding"),
     }
     edge = "#888888"
@@ -160,7 +160,7 @@ def packing() -> None:
     axes.set_yticks(torch.arange(-0.5, size).tolist(), [""] * (size + 1))
     axes.grid(color="#dddddd", lw=0.5)
     axes.set(xlabel="sees these tokens", ylabel="a token")
-    for color, name in ((GREY, "of its prompt"), (BLUE, "of its own completion")):
+    for color, name in ((GREY, "of the prompt"), (BLUE, "of the completion")):
         axes.plot([], [], "s", color=color, ms=9, label=name)
     axes.legend(loc="upper right", frameon=False, fontsize=8)
 
@@ -193,7 +193,7 @@ def runs() -> None:
     for axes, (name, title) in zip(row, shown.items(), strict=True):
         for number, color, label in (
             ("reward/mean", BLUE, "reward"),
-            ("reward/zero_variance_groups_frac", GREY, "equal groups"),
+            ("reward/zero_variance_groups_frac", GREY, "zero-variance groups"),
             ("val/avg@2", GREEN, "held-out accuracy"),
         ):
             pairs = zip(known[name]["step"], known[name][number], strict=True)

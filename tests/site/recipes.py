@@ -11,11 +11,18 @@ FOLDERS = {
     ".": ("Tasks", "Each trains something from beginning to end."),
     "algorithms": (
         "Algorithms",
-        "Overlays: a second `-c` after a task. [The algorithm](/algorithm.md) has the mathematics.",
+        "Config overrides: a second `-c` after a task. [The algorithm](/algorithm.md) has the "
+        "mathematics.",
     ),
-    "hardware": ("Machines", "Overlays. [More than one device](/scale.md), [on a TPU](/tpu.md)."),
-    "corrections": ("Corrections of samplers", "Overlays, for engines that are not exact."),
-    "loggers": ("Loggers", "Overlays. TensorBoard and `metrics.csv` are written anyway."),
+    "hardware": (
+        "Machines",
+        "Config overrides. [Distributed training](/scale.md), [on a TPU](/tpu.md).",
+    ),
+    "corrections": (
+        "Corrections of samplers",
+        "Config overrides, for engines whose log-probs differ from the trainer's.",
+    ),
+    "loggers": ("Loggers", "Config overrides. TensorBoard and `metrics.csv` are written anyway."),
 }
 
 
@@ -32,7 +39,7 @@ def page_of(file: Path) -> str:
 
 
 def name_of(file: Path) -> str:
-    """What a command line calls it."""
+    """Name of the recipe on a command line."""
     return file.relative_to(CONFIGS).with_suffix("").as_posix()
 
 

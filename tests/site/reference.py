@@ -11,7 +11,7 @@ from litgrpo import PUBLIC, rewards
 from litgrpo.cli.help import default_text
 from litgrpo.cli.options import UNSET, Option, classes_in, options_of, subclasses, type_name
 from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS
-from tests.site.text import cell, escaped, table, title
+from tests.site.text import cell, escape, table, title
 
 # {page: (heading, first words, {key: classes that can stand there})}
 KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
@@ -86,13 +86,13 @@ def all_below(found: list[tuple[str, type]]) -> Iterator[tuple[str, type]]:
         for option in options_of(owner, place).values():
             for base in classes_in(option.hint):
                 for kind in [base, *subclasses(base)]:
-                    if kind not in seen and named_in_recipes(kind):
+                    if kind not in seen and is_configurable(kind):
                         seen.append(kind)
                         found.append((option.key, kind))
 
 
-def named_in_recipes(kind: type) -> bool:
-    """Whether a class is ours and can be made."""
+def is_configurable(kind: type) -> bool:
+    """Return whether a class is litgrpo's and can be instantiated."""
     return kind.__module__.startswith("litgrpo") and not inspect.isabstract(kind)
 
 
@@ -125,7 +125,7 @@ def default(option: Option) -> str:
 
 def prose(text: str) -> str:
     """Sentences of a docstring as one paragraph of Markdown."""
-    return escaped(" ".join(text.split()))
+    return escape(" ".join(text.split()))
 
 
 def api_page(module: str, names: Iterable[str]) -> Iterator[str]:
@@ -146,6 +146,6 @@ def api_page(module: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def import_name(path: str) -> Any:
-    """What an import path names."""
+    """Import the object of a path."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)

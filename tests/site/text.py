@@ -20,10 +20,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 def cell(text: str) -> str:
     """A text of several lines as the content of a cell."""
-    return escaped(" ".join(text.split())).replace("|", "\\|")
+    return escape(" ".join(text.split())).replace("|", "\\|")
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """A text in which `<` and `*` are themselves, also outside of code."""
     parts = text.split("`")
     parts[::2] = [part.replace("<", "\\<").replace("*", "\\*") for part in parts[::2]]
