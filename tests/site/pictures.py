@@ -43,8 +43,8 @@ def walk() -> None:
         (0.0, 1.0, "16 prompts", "data"),
         (1.0, 1.0, "8 completions\nof each", "rollout"),
         (2.0, 1.0, "a reward\nfor each", "rewards"),
-        (2.0, 0.0, "better or worse\nthan its group", "algorithm"),
-        (1.0, 0.0, "loss, gradient,\nan optimizer step", "learner"),
+        (2.0, 0.0, "better or worse\nthan its group", "algorithms"),
+        (1.0, 0.0, "loss, gradient,\nan optimizer step", "training"),
         (0.0, 0.0, "new weights", "models"),
     ]
     for x, y, text, package in boxes:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from litgrpo.arguments import at_least
 from litgrpo.callbacks.completions import completion_rows
 from litgrpo.callbacks.loggers import loggers_of
+from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.tools.doctor.diagnosis import examine
@@ -40,7 +41,7 @@ class Doctor(Callback):
         self.logged: dict[str, int] = {}
         self.config: RunConfig | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Load the metrics that a resumed run logged before."""
         if pl_module.iteration:
             self.load_metrics(run_folder(trainer) / METRICS, pl_module.iteration)
@@ -50,7 +51,7 @@ class Doctor(Callback):
         for name, values in read_metrics(path).items():
             self.columns[name] = {step: x for step, x in values.items() if step <= iteration}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainedModule, *_: object) -> None:
         """Collect the metrics of the last iteration and apply the rules if they are due.
 
         Only now has every callback logged its metrics of that iteration.
@@ -66,7 +67,7 @@ class Doctor(Callback):
             self._apply_rules(trainer, iteration)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: object, *_: object
+        self, trainer: Trainer, pl_module: TrainedModule, outputs: object, *_: object
     ) -> None:
         """Keep the completions of an iteration after which the rules are due."""
         due = self.every_n_iterations and pl_module.iteration % self.every_n_iterations == 0
@@ -75,12 +76,12 @@ class Doctor(Callback):
                 pl_module.iteration, outputs["rollout"], outputs["rewards"], outputs["advantages"]
             )
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Collect the metrics of the evaluation."""
         for name, value in pl_module.evaluation_report.items():
             self.columns[name][pl_module.iteration] = float(value)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Apply the rules to the last iteration."""
         self.on_train_batch_start(trainer, pl_module)
 
