@@ -65,7 +65,7 @@ def shown(monkeypatch, capsys) -> Callable[..., Objective]:
 
 
 # What an overlay sets besides the objective.
-BESIDES = {"dapo": {"dynamic_sampling_attempts", "soft_overlong"}}
+BESIDES = {"dapo": {"dynamic_sampling_attempts", "overlong_buffer_frac"}}
 
 
 def read(name: str) -> dict[str, Any]:

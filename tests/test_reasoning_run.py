@@ -123,7 +123,7 @@ def test_pairs_in_place_of_prompts_are_refused_before_training(tmp_path, program
     run = tmp_path / "run"
     assert program("fit", "-c", recipe, "--run_dir", run, "--trainer.accelerator", "cpu") == 2
     error = capsys.readouterr().err
-    assert "gave a PairBatch, but completions are sampled for prompts alone" in error
+    assert "PairBatch" in error
     assert not list(run.glob("checkpoints/*"))
 
 

@@ -10,7 +10,7 @@ import torch
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.estimators import DecoupledNormalized, TopShare
 from litgrpo.algorithms.losses import Objective
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import RewardTable
 from tests.support.comms import in_turns
 

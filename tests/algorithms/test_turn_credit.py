@@ -9,7 +9,7 @@ import torch
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, WithoutVoid
 from litgrpo.algorithms.turns import Turns
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.rewards.reward import Reward, environment
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
@@ -242,7 +242,7 @@ def test_every_overlay_learns_from_episodes(name):
     assert rewards.total.unique().numel() > 1
     learner = learner_of(policy, PUBLISHED[name])
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.experience(rollout, rewards, logprobs)
+    experience = learner.build_batch(rollout, rewards, logprobs)
     heard = rollout.completion_mask & ~rollout.loss_mask
     assert not experience.advantages[heard].any()
     for row, numbers in zip(experience.advantages, rollout.turns, strict=True):

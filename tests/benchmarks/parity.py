@@ -93,7 +93,7 @@ class Recorder(Callback):
             "batch_size": config["data"]["init_args"]["batch_size"],
             "group_size": model["group_size"],
             "max_completion_length": model["max_completion_length"],
-            "max_grad_norm": pl_module.settings.update.max_grad_norm,
+            "max_grad_norm": pl_module.update.max_grad_norm,
             "temperature": model["sampling"]["temperature"],
             "bf16": trainer.precision == "bf16-mixed",
             "kl_coef": objective.kl_coef,

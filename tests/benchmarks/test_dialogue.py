@@ -75,7 +75,7 @@ def test_the_released_objective_learns_padding_too():
     assert not rollout.completion_mask.all()
     rewards = module.scorer.start(rollout).wait()
     logprobs = module.learner.old_and_reference_logprobs(rollout)
-    experience = module.learner.experience(rollout, rewards, logprobs)
+    experience = module.learner.build_batch(rollout, rewards, logprobs)
     assert experience.completion_mask.all()
     length = rollout.completion_mask.shape[1]
     assert experience.weights.unique().tolist() == pytest.approx([1 / length / 4])

@@ -81,7 +81,9 @@ class Source:
 
     def __init__(self, loader):
         self.train_dataloader = loader
-        self.fit_loop = SimpleNamespace(setup_data=lambda: None)
+        self.fit_loop = SimpleNamespace(
+            _data_source=SimpleNamespace(dataloader=lambda: self.train_dataloader)
+        )
 
 
 def test_reading_the_first_batch_does_not_change_the_order_of_the_data():

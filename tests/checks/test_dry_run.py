@@ -34,7 +34,7 @@ def test_a_dry_run_is_small_and_leaves_the_run_as_it_was():
     assert rollout.group_size == GROUP
     assert (grpo.learner.group_size, grpo.rollouter.max_completion_length) == (6, 40)
     assert grpo.policy.eos_ids != (7,)
-    assert grpo.rollouter.take_sampled_tokens() == 0
+    assert grpo.rollouter.generated_tokens == 0
     ours, theirs = grpo.policy.parameters(), dry.learner.policy.parameters()
     assert all(one is other for one, other in zip(ours, theirs, strict=True))
 

@@ -131,12 +131,12 @@ def test_the_small_episodes_have_turns_and_hear():
 
 def planted(monkeypatch, change):
     """What a learner learns from, with a bug in it."""
-    right = Learner.experience
+    right = Learner.build_batch
 
     def wrong(self, rollout, rewards, logprobs):
         return change(self, right, rollout, rewards, logprobs)
 
-    monkeypatch.setattr(Learner, "experience", wrong)
+    monkeypatch.setattr(Learner, "build_batch", wrong)
 
 
 def heard_is_learned(learner, right, rollout, rewards, logprobs):

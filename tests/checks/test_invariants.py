@@ -284,14 +284,14 @@ def completions_interleaved(patch):
 
 
 def prompts_of_completions_interleaved(patch):
-    right = Learner.experience
+    right = Learner.build_batch
 
     def interleaved(self, rollout, rewards, logprobs):
         experience = right(self, rollout, rewards, logprobs)
         prompt_of = torch.arange(len(experience)) % len(rollout.prompts)
         return replace(experience, prompt_of=prompt_of)
 
-    patch(Learner, "experience", interleaved)
+    patch(Learner, "build_batch", interleaved)
     return module()
 
 
@@ -683,7 +683,7 @@ def test_the_flag_switches_the_checks_off(report):
 
 
 def test_data_without_prompts_are_left_to_training_to_complain_about():
-    with pytest.raises(ValueError, match="The data module gave a dict"):
+    with pytest.raises(ValueError, match="PromptData"):
         fit(module(), DataLoader([{"a": 1}], batch_size=None))
 
 
@@ -696,7 +696,7 @@ def experience_of(grpo, batch):
     learner = grpo.learner
     rollout = grpo.rollouter.generate(batch, "train")
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.experience(rollout, grpo.scorer.start(rollout).wait(), logprobs)
+    experience = learner.build_batch(rollout, grpo.scorer.start(rollout).wait(), logprobs)
     noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
     return replace(experience, old_logprobs=experience.sampler_logprobs + noise)
 

@@ -1,11 +1,15 @@
+import gc
 import os
 import platform
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
 
 from litgrpo.distributed import memory
+from litgrpo.distributed.memory import RowLimit, retry_smaller
 
 NEW_PAGES = """
 import resource, torch
@@ -51,3 +55,87 @@ def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not memory.keep_freed_memory()
     memory.free_memory()
+
+
+class Memory:
+    """Holds a number of 12 rows; records the limits that it was called with."""
+
+    def __init__(self, suffices, error=MemoryError):
+        self.suffices, self.error = suffices, error
+        self.limits, self.rows = [], 0
+
+    def attempt(self, max_rows):
+        self.limits.append(max_rows)
+        self.rows = 12 if max_rows is None else min(max_rows, 12)
+        if self.rows > self.suffices:
+            raise self.error
+        return f"{self.rows} at once"
+
+    def run(self, max_rows=None, least=1):
+        self.limit = RowLimit("engine.max_rows", "buy some", max_rows)
+        return retry_smaller(self.attempt, self.limit, lambda: self.rows, least)
+
+
+ignore_retries = pytest.mark.filterwarnings("ignore:Out of memory with")
+
+
+def test_an_attempt_that_fits_is_made_once():
+    available = Memory(12)
+    assert available.run() == "12 at once"
+    assert (available.limits, available.limit.max_rows) == ([None], None)
+
+
+def test_rows_are_halved_until_they_fit_and_each_limit_is_shown():
+    available = Memory(3)
+    with pytest.warns(UserWarning, match="engine.max_rows") as warned:
+        assert available.run() == "3 at once"
+    assert available.limits == [None, 6, 3]
+    assert available.limit.max_rows == 3
+    assert ["= 6" in str(warned[0].message), "= 3" in str(warned[1].message)] == [True, True]
+
+
+@ignore_retries
+def test_the_rows_in_use_are_halved_not_a_limit_that_was_never_reached():
+    available = Memory(6)
+    available.run(max_rows=1000)
+    assert available.limits == [1000, 6]
+
+
+@ignore_retries
+def test_no_limit_is_below_the_least():
+    available = Memory(4)
+    assert available.run(max_rows=7, least=4) == "4 at once"
+    assert available.limit.max_rows == 4
+
+
+@ignore_retries
+@pytest.mark.parametrize("least", [1, 4])
+def test_if_nothing_is_left_to_halve_the_remedy_is_named(least):
+    with pytest.raises(RuntimeError, match=f"{least} row.*buy some") as raised:
+        Memory(0).run(least=least)
+    assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_other_errors_pass():
+    available = Memory(0, ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        available.run()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        Memory(0, RuntimeError("mat1 and mat2 shapes")).run()
+    assert available.limit.max_rows is None
+
+
+@ignore_retries
+def test_tensors_of_the_failed_attempt_are_freed_before_the_next_one():
+    held = []
+
+    def attempt(max_rows):
+        gc.collect()
+        assert not any(each() for each in held)
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        if max_rows is None:
+            raise MemoryError
+        return max_rows
+
+    assert retry_smaller(attempt, RowLimit("", ""), lambda: 2) == 1

@@ -89,7 +89,7 @@ def test_each_purpose_has_random_numbers_of_its_own():
 def test_evaluation_is_not_counted_as_training():
     policy = rollouter()
     evaluator().evaluate(policy, BATCH, "val", 0)
-    assert policy.take_sampled_tokens() == 0
+    assert policy.generated_tokens == 0
 
 
 def test_the_corpus_gets_the_reply_that_would_be_given():

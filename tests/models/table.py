@@ -31,7 +31,7 @@ from litgrpo.models.generic import GenericPolicy
 from litgrpo.models.loading import Precision, load_policy, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.weights import find_model_class, select_text_config
-from litgrpo.training.stepper import PlainStepper
+from litgrpo.training.steppers import PlainStepper
 from tests.support.models import byte_tokenizer, prompt_batch
 from tests.training.parts import learner_of, rollouter_of, sampled
 

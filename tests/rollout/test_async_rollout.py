@@ -1,14 +1,12 @@
 """One step off: the same as a sequential run of the same schedule, and resumed in the same bits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.export import export
-from litgrpo.rollout.async_rollout import AsyncRollouter, of_prompts, restored, stacked, tensors_of
+from litgrpo.rollout.async_rollout import Prefetch, _select_prompts, _stack_rows, _tensors_of
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.async_rollout import (
@@ -40,7 +38,7 @@ def test_a_server_samples_meanwhile_and_the_run_is_the_same(tmp_path):
     with StandIn(tmp_path) as server:
         given = {"engine": ServerEngine([server.url], send_uniforms=True)}
         found = run(**given)
-        found.rollouter.settle()
+        found.rollouter.prefetch.wait()
         given["objective"] = Objective(importance_correction=ImportanceCorrection())
         Sequential.batches = all_batches()
         expected = run(Sequential, staleness=0, **given)
@@ -71,7 +69,9 @@ def rollout_of(index, lengths):
 def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompts():
     parts = [rollout_of([4, 7], [1, 2, 2, 1]), rollout_of([9, 2], [3, 1, 1, 2])]
     state = {"iteration": 2, "version": 1, "group": 2, "index": torch.tensor([4, 7, 9, 2])}
-    pending = restored(state | {"rollout": stacked(parts)})
+    prefetch = Prefetch(lambda: None)
+    prefetch.load_state_dict(state | {"rollout": _stack_rows(parts)})
+    pending = prefetch.pending
     kept = pending.future.result()
     assert kept.completion_ids.tolist()[1:6] == [
         [4, 4, 0],
@@ -81,10 +81,10 @@ def test_what_two_processes_have_pending_is_given_to_whoever_asks_for_its_prompt
         [9, 0, 0],
     ]
     for index, part in zip(([4, 7], [9, 2]), parts, strict=True):  # as it was
-        found = tensors_of(of_prompts(kept, pending.index, torch.tensor(index)))
+        found = _tensors_of(_select_prompts(kept, pending.index, torch.tensor(index)))
         assert found.keys() == part.keys()
         assert all(torch.equal(found[name], part[name]) for name in part)
-    mixed = of_prompts(kept, pending.index, torch.tensor([2, 7]))  # of three processes, say
+    mixed = _select_prompts(kept, pending.index, torch.tensor([2, 7]))  # of three processes, say
     assert mixed.completion_ids.tolist() == [[2, 0], [2, 2], [7, 7], [7, 0]]
     assert mixed.truncated.tolist() == [False, False, True, False]
 
@@ -100,14 +100,17 @@ def test_with_one_optimizer_step_old_log_probabilities_are_the_learning_policys(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"dynamic_sampling_attempts": 2}, "dynamic_sampling_attempts asks for prompts"),
+        ({"dynamic_sampling_attempts": 2}, "update.staleness"),
         ({"update": UpdateConfig(staleness=1)}, "needs litgrpo.PromptData"),
     ],
 )
 def test_what_cannot_be_sampled_ahead_is_refused(settings, said):
-    grpo = module(**{"update": UpdateConfig(staleness=1)} | settings)
-    with pytest.raises(ValueError, match=said):
+    def run_stale():
+        grpo = module(**{"update": UpdateConfig(staleness=1)} | settings)
         train(grpo, batches("a", "hello there"))
+
+    with pytest.raises(ValueError, match=said):
+        run_stale()
 
 
 def test_more_than_one_step_is_refused():
@@ -118,15 +121,13 @@ def test_more_than_one_step_is_refused():
 def test_without_a_source_it_samples_as_others():
     grpo = module(update=UpdateConfig(staleness=1))
     grpo.configure_model()
-    assert isinstance(grpo.rollouter, AsyncRollouter)
-    assert isinstance(replace(grpo.rollouter), AsyncRollouter)
-    grpo.rollouter.generate(batches("a").dataset[0], "train")
-    assert grpo.rollouter.state_dict(0) is None
+    assert grpo.rollouter.prefetch is None
+    assert len(grpo.rollouter.generate(batches("a").dataset[0], "train").completions) > 0
 
 
 def test_an_iteration_that_a_signal_drops_keeps_its_rollout():
-    rollouter = run(iterations=3).rollouter
+    prefetch = run(iterations=3).rollouter.prefetch
     for iteration, version in ((3, 2), (2, 1)):
-        state = rollouter.state_dict(iteration)
+        state = prefetch.state_dict(iteration)
         assert (state["iteration"], state["version"]) == (iteration, version)
-    assert rollouter.state_dict(1) is None
+    assert prefetch.state_dict(1) is None

@@ -1,5 +1,7 @@
 """Dynamic sampling: what is replaced, by what, how often, and that a resumed run does the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning import Callback
@@ -8,16 +10,14 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN
 from litgrpo.algorithms.turns import Turns
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import Clock
 from litgrpo.rollout.dynamic_sampling import (
     DynamicSampling,
-    FinishedTable,
-    informative,
-    informative_turns,
+    groups_with_turn_advantages,
+    groups_with_variance,
     with_groups,
 )
-from litgrpo.rollout.rollouter import AllGroups
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 from tests.support.algorithms import PUBLISHED
 from tests.support.models import prompt_batch, tiny_policy
@@ -54,9 +54,9 @@ def said(prompts, length, token, candidates=None):
 
 def test_a_group_is_informative_if_its_rewards_differ_by_more_than_rounding():
     rewards = table([1, 1], [0, 1], [0.1 + 0.2, 0.3], [0, 0])
-    assert informative(rewards).tolist() == [False, True, False, False]
+    assert groups_with_variance(rewards).tolist() == [False, True, False, False]
     rewards.valid[1, 0] = False  # one answer is left, with nothing to compare it with
-    assert not informative(rewards).any()
+    assert not groups_with_variance(rewards).any()
 
 
 def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
@@ -69,11 +69,11 @@ def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
         played = turns_rollout([[0, 1], [0, 1]], earned)
         total = sum(earned[0])
         rewards = turns_table([total, total], counted=[total, total])
-        assert not informative(rewards).any()
+        assert not groups_with_variance(rewards).any()
         turns = Turns.of(played, rewards)
         for kind in (MTGRPO, GTPO, ReBN, None):
             if kind is not None:
-                found = informative_turns(rewards, played, kind()).tolist()
+                found = groups_with_turn_advantages(rewards, played, kind()).tolist()
                 assert found == [kind in teaches]
             if kind in (MTGRPO, GTPO):
                 known = Objective(kind()).token_advantages(rewards, played.loss_mask, turns=turns)
@@ -82,11 +82,11 @@ def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
             sampling = DynamicSampling(None, None, 1, torch.device("cpu"), credit=credit)
             sampling.prompt_source = NoMore()
             if kind in teaches:
-                stats = sampling.resampled(played, rewards, 0)[2]
+                stats = sampling.replace_zero_variance_groups(played, rewards, 0)[2]
                 assert stats["dynamic/resamples"] == 0
             else:
                 with pytest.raises(LookupError):
-                    sampling.resampled(played, rewards, 0)
+                    sampling.replace_zero_variance_groups(played, rewards, 0)
 
 
 class NoMore:
@@ -148,7 +148,8 @@ class Answers:
         found = self.found[self.attempts[-1]]
         found = len(rollout.prompts) if found is None else found
         groups = range(len(rollout.prompts))
-        return FinishedTable(table(*([0, 1] if number < found else [1, 1] for number in groups)))
+        rewards = table(*([0, 1] if number < found else [1, 1] for number in groups))
+        return SimpleNamespace(wait=lambda: rewards)
 
 
 class MorePrompts:
@@ -177,14 +178,15 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
     dynamic, source = sampling_of({1: 0, 2: 1, 3: None}, dynamic_sampling_attempts=8)
     first = said(prompt_batch(*"abcd"), length=1, token=9)
     rewards = table([0, 1], [1, 1], [0, 0], [1, 0])
-    rollout, rewards, stats = dynamic.resampled(first, rewards, 7)
+    rollout, rewards, stats = dynamic.replace_zero_variance_groups(first, rewards, 7)
     # Missing 2, found 2 of 4: ask 4. Then 2 of 8: 8, but 4 at most. Then missing 1, 3 of 12: 4.
     assert source.counts == [4, 4, 4]
     assert dynamic.rollouter.attempts == [1, 2, 3]
     assert rollout.completion_ids[:, 0].tolist() == [9, 9, 2, 2, 3, 3, 9, 9]
     assert rollout.prompts.prompts == ["a", "new 0", "new 0", "d"]
-    assert informative(rewards).all()
-    assert {name: float(value) for name, value in stats.items()} == {
+    assert groups_with_variance(rewards).all()
+    dynamic_stats = {n: float(value) for n, value in stats.items() if n.startswith("dynamic/")}
+    assert dynamic_stats == {
         "dynamic/resamples": 3,
         "dynamic/prompts_sampled": 16,
         "dynamic/informative_frac": 0.5,
@@ -196,7 +198,9 @@ def test_resampling_asks_for_what_is_missing_at_the_share_found_so_far():
 def test_where_shapes_are_static_as_many_prompts_are_taken_as_at_first(static_shapes, count):
     dynamic, source = sampling_of({1: None}, 1, static_shapes=static_shapes)
     first = said(prompt_batch(*"abcd"), length=1, token=9)
-    rollout, _, stats = dynamic.resampled(first, table([0, 1], [1, 1], [0, 1], [1, 0]), 7)
+    rollout, _, stats = dynamic.replace_zero_variance_groups(
+        first, table([0, 1], [1, 1], [0, 1], [1, 0]), 7
+    )
     assert source.counts == [count]
     assert rollout.prompts.prompts == ["a", "new 0", "c", "d"]
     assert stats["dynamic/filled_frac"] == 1
@@ -214,7 +218,7 @@ def test_all_processes_resample_while_one_of_them_misses_a_group():
 
     dynamic, source = sampling_of({1: None, 2: None}, 8, comm=Elsewhere())
     first = said(prompt_batch(*"abcd"), length=1, token=9)
-    rollout, _, stats = dynamic.resampled(first, table(*[[0, 1]] * 4), 7)
+    rollout, _, stats = dynamic.replace_zero_variance_groups(first, table(*[[0, 1]] * 4), 7)
     assert source.counts == [4, 4]
     assert rollout.completions == first.completions
     assert stats["dynamic/resamples"] == 2
@@ -223,7 +227,7 @@ def test_all_processes_resample_while_one_of_them_misses_a_group():
 def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
     dynamic, _ = sampling_of({1: 0, 2: 0}, dynamic_sampling_attempts=2)
     first = said(prompt_batch("a", "b"), length=1, token=9)
-    rollout, rewards, stats = dynamic.resampled(first, table([1, 1], [0, 1]), 7)
+    rollout, rewards, stats = dynamic.replace_zero_variance_groups(first, table([1, 1], [0, 1]), 7)
     assert rollout.completions == first.completions
     assert rewards.total.tolist() == [[1, 1], [0, 1]]
     assert stats["dynamic/resamples"] == 2
@@ -233,17 +237,12 @@ def test_after_the_last_resampling_the_groups_that_are_all_equal_stay():
 def test_the_statistics_are_those_of_the_prompts_that_came_first():
     dynamic, _ = sampling_of({1: None}, dynamic_sampling_attempts=8)
     first, rewards = said(prompt_batch("a", "b"), length=3, token=9), table([1, 1], [0, 1])
-    rollout, pending, stats = dynamic.replace_uninformative(first, FinishedTable(rewards), 7)
+    rollout, replaced, stats = dynamic.replace_zero_variance_groups(first, rewards, 7)
     assert rollout.prompts.prompts == ["new 0", "b"]
-    assert pending.wait().total.tolist() == [[0, 1], [0, 1]]
+    assert replaced.total.tolist() == [[0, 1], [0, 1]]
     assert stats["reward/mean"] == 0.75
     assert stats["completion/len_mean"] == 3
     assert stats["dynamic/resamples"] == 1
-
-
-def test_nothing_is_waited_for_where_nothing_may_be_replaced():
-    first, pending = said(prompt_batch("a"), length=1, token=9), None
-    assert AllGroups().replace_uninformative(first, pending, 7) == (first, pending, {})
 
 
 def long_prompts_only(prompts, completions):
@@ -331,4 +330,4 @@ def test_the_first_rollout_is_the_same_with_and_without_resampling():
 def test_training_stops_when_its_tokens_are_sampled():
     grpo = module(max_iterations=None, max_generated_tokens=100)
     train(grpo, PromptData(TEXTS, batch_size=4))
-    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.settings.max_completion_length
+    assert 100 <= grpo.generated_tokens < 100 + 4 * GROUP * grpo.max_completion_length

@@ -135,7 +135,7 @@ def test_a_run_whose_episodes_fail_is_stopped():
 
 def test_texts_are_of_the_last_turn_and_spoken_tokens_are_counted():
     policy, rollouter, rollout = played()
-    assert rollouter.take_sampled_tokens() == int(rollout.loss_mask.sum())
+    assert rollouter.generated_tokens == int(rollout.loss_mask.sum())
     for row, played_ in enumerate(rollout.episodes):
         ids = rollout.completion_ids[row]
         last = ids[rollout.turns[row] == rollout.turns[row].max()]
@@ -166,7 +166,7 @@ def test_nothing_that_was_heard_is_learned_but_it_is_read():
     policy, _, rollout = played()
     learner = learner_of(policy)
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.experience(rollout, rewards_of(rollout), logprobs)
+    experience = learner.build_batch(rollout, rewards_of(rollout), logprobs)
     heard = rollout.completion_mask & ~rollout.loss_mask
     assert not experience.weights[heard].any()
     assert not experience.advantages[heard].any()

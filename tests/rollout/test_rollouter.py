@@ -78,10 +78,9 @@ def test_the_policy_samples_in_eval_mode(rollouter, engine):
 
 def test_only_tokens_of_training_are_counted(rollouter):
     rollouter.generate(prompt_batch("a"), "val")
-    assert rollouter.take_sampled_tokens() == 0
+    assert rollouter.generated_tokens == 0
     lengths = [rollouter.generate(prompt_batch("a"), "train", n).lengths.sum() for n in (0, 1)]
-    assert rollouter.take_sampled_tokens() == sum(lengths)
-    assert rollouter.take_sampled_tokens() == 0
+    assert rollouter.generated_tokens == sum(lengths)
 
 
 def test_the_seconds_are_counted_as_those_of_the_rollout(rollouter):
@@ -100,13 +99,13 @@ def test_short_memory_halves_the_rows_and_changes_no_completion(rollouter, engin
             return super().generate(requests)
 
     rollouter.engine = Small()
-    with pytest.warns(UserWarning, match="out of memory in the rollout: engine.max_rows is"):
+    with pytest.warns(UserWarning, match="engine.max_rows ="):
         parts = rollouter.generate(prompts, "train")
-    assert rollouter.max_rows == GROUP  # groups are not divided
+    assert rollouter.row_limit.max_rows == GROUP  # groups are not divided
     assert torch.equal(parts.completion_ids, whole.completion_ids)
 
 
 @pytest.mark.parametrize("batch", [{"a": 1}, ["text"], None])
 def test_a_batch_that_is_none_of_prompts_is_refused(rollouter, batch):
-    with pytest.raises(ValueError, match=r"completions are sampled for prompts alone. Use"):
+    with pytest.raises(ValueError, match="PromptData"):
         rollouter.generate(batch, "train")

@@ -18,7 +18,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import Clipped, Tokens
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.models.packing import Packing
 from litgrpo.types import RewardTable, TokenRows
 

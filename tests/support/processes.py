@@ -7,7 +7,6 @@ import torch
 from lightning import Trainer
 
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.trainer_adapters import TrainerStepper
 from tests.support.algorithms import PUBLISHED
 
 TEXTS = ["a", "hello there", "xyz", "what is 3+4?", "b", "cd", "some more", "the end"]
@@ -46,18 +45,19 @@ class Gradients(GRPO):
             if name == "bnpo":
                 continue  # defined by the split
             self.coefficients.objective = objective
-            experience = self.learner.experience(rollout, rewards, logprobs)
+            experience = self.learner.build_batch(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
             moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
             old = experience.sampler_logprobs + moved
             self.name = name
-            self.learner.step(replace(experience, old_logprobs=old), TrainerStepper(self))
+            self.learner.step(replace(experience, old_logprobs=old), self.stepper)
         if self.global_rank == 0:
             torch.save(self.found, self.file)
         self.iteration += 1
-        self.stop_when_done()
+        self._stop_if_done()
 
     def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
         gradients = [p.grad.double().flatten() for p in self.policy.parameters()]
         self.found[self.name] = torch.cat(gradients).clone()
 

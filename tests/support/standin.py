@@ -4,9 +4,9 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.evaluation.evaluator import Evaluated
-from litgrpo.training.learner import averages
+from litgrpo.training.iteration_metrics import average_over_ranks
 from litgrpo.types import PromptBatch, RewardTable, Rollout, StepReport
 from tests.support.models import tiny_policy
 
@@ -92,7 +92,7 @@ class StandIn(LightningModule):
         self.iteration += 1
         self.log("step", float(self.iteration))
         seen = rewards.stats() | rollout.stats()
-        logged = averages(seen, [], SingleProcess(), torch.device("cpu"))
+        logged = average_over_ranks(seen, [], SingleProcess(), torch.device("cpu"))
         self.log_dict(logged, batch_size=len(batch))
         if self.iteration == self.max_iterations:
             self.trainer.should_stop = True

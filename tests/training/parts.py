@@ -12,8 +12,8 @@ from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.learner import Coefficients, Learner
-from litgrpo.training.stepper import PlainStepper
+from litgrpo.training.learner import FixedCoefficients, Learner
+from litgrpo.training.steppers import PlainStepper
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
 
@@ -42,7 +42,7 @@ def learner_of(
     **settings: Any,
 ) -> Learner:
     """Learns from the same."""
-    coefficients = Coefficients(objective)
+    coefficients = FixedCoefficients(objective)
     sampling = Sampling() if sampling is None else sampling
     sizes = (GROUP, LENGTH)
     return Learner(policy, coefficients, config, sampling, *sizes, reference, **settings)
@@ -61,7 +61,7 @@ def sampled(
     rollouter = rollouter_of(learner.policy, sampling=learner.sampling, **settings)
     rollout = rollouter.generate(batch, "train")
     logprobs = learner.old_and_reference_logprobs(rollout)
-    return learner.experience(rollout, rewards_of(rollout, function), logprobs)
+    return learner.build_batch(rollout, rewards_of(rollout, function), logprobs)
 
 
 class Recorder(torch.optim.SGD):

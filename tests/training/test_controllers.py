@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.models.loading import LoRA
 from litgrpo.models.reference import BaseModelReference, FrozenReference
 from litgrpo.training.controllers import (
+    AdaptiveCoefficients,
     Controllers,
     EntropyTarget,
+    FixedCoefficients,
     KLTarget,
     ReferenceSync,
-    SteeredCoefficients,
-    coefficients_of,
 )
 from litgrpo.types import Rollout
 from tests.support.comms import Twins
@@ -24,7 +24,7 @@ KL = Objective(kl_coef=0.1)
 
 
 def test_the_entropy_bonus_grows_below_the_target_shrinks_above_and_stays_in_bounds():
-    target = EntropyTarget(target=1.0, step=0.25, largest=0.5)
+    target = EntropyTarget(target=1.0, step=0.25, max_coef=0.5)
     assert [target.next(0.25, entropy) for entropy in (0.9, 1.0, 1.1)] == [0.5, 0.0, 0.0]
     assert target.next(0.5, 0.0) == 0.5
     assert target.next(0.0, 2.0) == 0.0
@@ -47,12 +47,12 @@ def sampled_with(entropy):
 
 def test_the_entropy_bonus_counts_only_where_the_entropy_is_not_above_the_target():
     target = EntropyTarget(target=1.0, step=0.25)
-    coefficients = SteeredCoefficients(Controllers(entropy=target), Objective(entropy_coef=1.0))
-    coefficients.follow_entropy(sampled_with(1.5), SingleProcess())
+    coefficients = AdaptiveCoefficients(Controllers(entropy=target), Objective(entropy_coef=1.0))
+    coefficients.update_entropy_coef(sampled_with(1.5), SingleProcess())
     assert coefficients.sampled_entropy == 1.5
     assert coefficients.objective.entropy_coef == 0
     assert coefficients.entropy_coef == 0.1  # within the bound
-    coefficients.follow_entropy(sampled_with(0.5), Twins())
+    coefficients.update_entropy_coef(sampled_with(0.5), Twins())
     assert coefficients.sampled_entropy == 0.5
     assert coefficients.objective.entropy_coef == coefficients.entropy_coef == 0.1
 
@@ -67,9 +67,9 @@ def test_the_kl_coefficient_follows_zieglers_rule_worked_out_by_hand():
 
 def test_nothing_moves_unless_asked_for():
     objective = Objective(kl_coef=0.1, entropy_coef=0.2)
-    coefficients = coefficients_of(Controllers(), objective)
-    coefficients.follow_entropy(sampled_with(0.0), SingleProcess())
-    coefficients.follow({"policy/kl": torch.tensor(9.0)}, 1, tiny_policy("qwen2"), None)
+    coefficients = FixedCoefficients(objective)
+    coefficients.update_entropy_coef(sampled_with(0.0), SingleProcess())
+    coefficients.update({"policy/kl": torch.tensor(9.0)}, 1, tiny_policy("qwen2"), None)
     assert coefficients.objective is objective
 
 
@@ -79,7 +79,7 @@ def test_nothing_moves_unless_asked_for():
         (lambda: EntropyTarget(0.0), "entropy.target is 0.0; it must be above 0"),
         (lambda: KLTarget(1.0, rate=-1), "kl.rate is -1"),
         (lambda: ReferenceSync(every=0), "reference.every is 0"),
-        (lambda: ReferenceSync(share=1.5), "at most 1"),
+        (lambda: ReferenceSync(mixup_alpha=1.5), "at most 1"),
         (lambda: module(controllers=Controllers(kl=KLTarget(1.0))), "kl_coef is 0"),
     ],
 )
@@ -99,7 +99,7 @@ def steered(iterations, **settings):
     controllers = Controllers(
         entropy=EntropyTarget(target=20.0, step=0.01),
         kl=KLTarget(target=1e-6),
-        reference=ReferenceSync(every=2, share=0.5),
+        reference=ReferenceSync(every=2, mixup_alpha=0.5),
     )
     grpo = module(objective=KL, controllers=controllers, max_iterations=iterations, **settings)
     grpo.reference = FrozenReference(tiny_policy("qwen2"))
@@ -112,13 +112,13 @@ def test_the_reference_goes_half_the_way_every_second_iteration():
     for iterations, share in [(1, 0.0), (2, 0.5), (3, 0.5)]:
         grpo, after = steered(iterations), {}
         grpo.configure_model()
-        follow = grpo.learner.follow
+        follow = grpo.learner.update_coefficients
 
         def remember(stats, iteration, grpo=grpo, after=after, follow=follow):
             after[iteration] = torch.cat([p.flatten() for p in grpo.policy.parameters()])
             follow(stats, iteration)
 
-        grpo.learner.follow = remember
+        grpo.learner.update_coefficients = remember
         train(grpo, batches("a", "hello"))
         reference = torch.cat([p.flatten() for p in grpo.reference.policy.parameters()])
         expected = start if iterations < 2 else start + share * (after[2] - start)

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import torch
 
-from litgrpo.training import even_batches
-from litgrpo.training.even_batches import Even
-from litgrpo.training.micro_batches import Limits, Ragged
+from litgrpo.distributed.memory import RowLimit
+from litgrpo.training import micro_batches
+from litgrpo.training.micro_batches import EvenBatches, Limits, RaggedBatches
+from litgrpo.training.steppers import PlainStepper
 from litgrpo.types import TokenLogprobs
 from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of, rewards_of, rollouter_of
@@ -22,45 +25,45 @@ class Most:
 
 def batches(monkeypatch, number):
     """Of a policy that seems to be divided."""
-    monkeypatch.setattr(even_batches, "is_gathered", lambda _: False)
+    monkeypatch.setattr(micro_batches, "is_gathered", lambda _: False)
     policy = tiny_policy("qwen2")
     learner = learner_of(policy)
     rollout = rollouter_of(policy).generate(prompt_batch("a", "hello"), "train")
     logprobs = learner.old_and_reference_logprobs(rollout)
     return (
-        Even(policy, Most(number)),
+        EvenBatches(policy, Most(number)),
         learner,
-        learner.experience(rollout, rewards_of(rollout), logprobs),
+        learner.build_batch(rollout, rewards_of(rollout), logprobs),
     )
 
 
 def test_rows_without_weight_fill_up_to_the_largest_number(monkeypatch):
     even, _, experience = batches(monkeypatch, 5)
     found = list(even.split(experience, None, Limits(max_rows=4)))
-    assert [last for _, last in found] == [False] * 4 + [True]
-    assert [len(micro) for micro, _ in found[2:]] == [1, 1, 1]
-    assert not any(micro.weights.any() or micro.advantages.any() for micro, _ in found[2:])
-    own = list(Ragged().split(experience, None, Limits(max_rows=4)))
-    for (mine, _), (plain, _) in zip(found, own, strict=False):
-        torch.testing.assert_close(mine.weights, plain.weights)
+    assert [micro.is_last for micro in found] == [False] * 4 + [True]
+    assert [micro.is_filler for micro in found] == [False] * 2 + [True] * 3
+    assert [len(micro.rows) for micro in found[2:]] == [1, 1, 1]
+    fillers = [micro.rows for micro in found[2:]]
+    assert not any(rows.weights.any() or rows.advantages.any() for rows in fillers)
+    own = list(RaggedBatches().split(experience, None, Limits(max_rows=4)))
+    for mine, plain in zip(found, own, strict=False):
+        torch.testing.assert_close(mine.rows.weights, plain.rows.weights)
 
 
-def test_what_fills_up_adds_no_gradient_and_counts_nowhere(monkeypatch):
+def test_fillers_add_no_gradient_and_count_in_no_average(monkeypatch):
     even, learner, experience = batches(monkeypatch, 5)
-    normalizers = learner.normalizers(experience)
-    sums, plain = even.sums(), Ragged().sums()
-    for number, (micro, _) in enumerate(even.split(experience, None, Limits(max_rows=4))):
-        output = learner.objective.loss(learner.logprobs(micro.tokens), micro, normalizers)
-        sums.add(output)
-        if number < 2:
-            plain.add(output)
-        else:
-            learner.policy.zero_grad()
-            output.loss.backward()
-            assert not any(p.grad.any() for p in learner.policy.parameters() if p.grad is not None)
-    assert sums.totals.sums.keys() == plain.totals.sums.keys()
-    for name, total in plain.totals.sums.items():
-        assert torch.equal(sums.totals.sums[name], total)
+    limited = replace(learner, micro_batching=even, row_limit=RowLimit("", "", max_rows=4))
+    sums, gradients = [], []
+    for each in (limited, replace(limited, micro_batching=RaggedBatches())):
+        weights = [p for p in learner.policy.parameters() if p.requires_grad]
+        stepper = PlainStepper(torch.optim.SGD(weights, lr=0.0))
+        sums.append(each._accumulate_gradients(experience, stepper, 4).totals.sums)
+        gradients.append([p.grad.clone() for p in weights if p.grad is not None])
+    for padded, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(padded, plain)
+    assert sums[0].keys() == sums[1].keys()
+    for name, total in sums[1].items():
+        torch.testing.assert_close(sums[0][name], total)
 
 
 def test_rows_are_scored_as_often_as_on_the_process_with_the_most(monkeypatch):
@@ -72,11 +75,11 @@ def test_rows_are_scored_as_often_as_on_the_process_with_the_most(monkeypatch):
         ones = torch.ones(tokens.completion_ids.shape)
         return TokenLogprobs(ones, ones)
 
-    found = even.scored(experience.tokens, logprobs_of, Limits(max_rows=4))
+    found = even.compute_logprobs(experience.tokens, logprobs_of, Limits(max_rows=4))
     assert asked == [4, 4, 1, 1]
     assert (found.logprobs == 1).any(1).all()
 
 
 def test_a_gathered_policy_needs_no_filling_up():
-    even = Even(tiny_policy("qwen2"), Most(9))
-    assert even.missing(2) == 0
+    even = EvenBatches(tiny_policy("qwen2"), Most(9))
+    assert even.count_fillers(2) == 0

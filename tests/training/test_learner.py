@@ -7,14 +7,13 @@ import torch
 
 from litgrpo.algorithms.importance import ImportanceCorrection
 from litgrpo.algorithms.losses import Objective
-from litgrpo.distributed.comm import SingleProcess
+from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.learner import averages, of_completions
-from litgrpo.training.micro_batches import Totals
-from litgrpo.training.static_batches import Static
-from litgrpo.training.stepper import PlainStepper
+from litgrpo.training.iteration_metrics import Totals, average_over_ranks, completion_advantages
+from litgrpo.training.static_batches import StaticBatches
+from litgrpo.training.steppers import PlainStepper
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import RolloutLogprobs, StepReport
 from tests.support.algorithms import PUBLISHED
@@ -34,7 +33,7 @@ from tests.training.parts import (
 )
 
 BATCH = ("a", "hello there", "xyz")
-STATIC = Static(backend(torch.device("cpu")))
+STATIC = StaticBatches(backend(torch.device("cpu")))
 
 
 def difference(one, other):
@@ -49,7 +48,7 @@ def test_the_gradient_is_that_of_the_papers_formula(architecture):
     batch, policy = prompt_batch(*BATCH), tiny_policy(architecture)
     rollout = rollouter_of(policy).generate(batch, "train")
     learner = learner_of(policy)
-    got = gradient_of(learner, learner.experience(rollout, rewards_of(rollout), RolloutLogprobs()))
+    got = gradient_of(learner, learner.build_batch(rollout, rewards_of(rollout), RolloutLogprobs()))
 
     # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
     policy, loss = tiny_policy(architecture), torch.zeros(())
@@ -288,15 +287,15 @@ def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
     learner, experience = judged("qwen2", Objective())
     whole = gradient_of(learner, experience)
     tight, _ = judged("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
-    said = "out of memory in learning: update.micro_batch_size is 2 from now on"
+    said = "update.micro_batch_size = 2"
     with pytest.warns(UserWarning, match=said):
         found = gradient_of(tight, experience)
     assert difference(found, whole) < 1e-6
-    assert tight.max_rows == 2
+    assert tight.row_limit.max_rows == 2
     gradient_of(tight, experience)  # begins with two rows, so there is no further warning
 
 
-@pytest.mark.filterwarnings("ignore:out of memory")
+@pytest.mark.filterwarnings("ignore:Out of memory")
 def test_memory_too_short_for_one_row_says_what_to_do():
     @dataclass(frozen=True)
     class TooTight(Objective):
@@ -304,14 +303,14 @@ def test_memory_too_short_for_one_row_says_what_to_do():
             raise torch.OutOfMemoryError("out of memory")
 
     learner, experience = judged("qwen2", TooTight())
-    message = "Out of memory in learning, with a single row at once: shorten completions, or set"
+    message = "update.micro_batch_size.*gradient_checkpointing"
     with pytest.raises(RuntimeError, match=message):
         gradient_of(learner, experience)
 
 
 def test_several_processes_repeat_their_step_together():
     learner, experience = judged("qwen2", Tight())
-    with pytest.warns(UserWarning, match="out of memory in learning"):
+    with pytest.warns(UserWarning, match="update.micro_batch_size"):
         gradient_of(replace(learner, comm=Twins()), experience)
 
 
@@ -329,10 +328,10 @@ def test_short_memory_before_the_update_changes_no_number():
         return ask(rows, **how)
 
     other.policy.logprobs = tight
-    with pytest.warns(UserWarning, match="out of memory in learning"):
+    with pytest.warns(UserWarning, match="update.micro_batch_size"):
         found = learner.old_and_reference_logprobs(rollout).ref
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert learner.max_rows == 2
+    assert learner.row_limit.max_rows == 2
 
 
 # --- tokens of an environment ---
@@ -360,7 +359,7 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     assert said.any()
     silent = rollout.sampler_logprobs.masked_fill(~mask, 0.0)
     rollout = replace(rollout, loss_mask=mask, sampler_logprobs=silent)
-    experience = learner.experience(
+    experience = learner.build_batch(
         rollout, rewards_of(rollout), learner.old_and_reference_logprobs(rollout)
     )
     assert not experience.weights[said].any()
@@ -430,7 +429,7 @@ def test_nothing_counted_is_zero_and_no_division_by_zero():
 @pytest.mark.parametrize("comm", [SingleProcess(), Twins()])
 def test_skipped_steps_count_in_the_learning_rate_and_nowhere_else(comm):
     reports = [StepReport(0.1, {"policy/loss": pair(4, 1)}), StepReport(0.3, skipped={})]
-    logged = averages({"reward/mean": torch.tensor(0.5)}, reports, comm, CPU)
+    logged = average_over_ranks({"reward/mean": torch.tensor(0.5)}, reports, comm, CPU)
     assert logged.keys() == {"reward/mean", "policy/loss", "optim/lr"}
     assert logged["reward/mean"] == 0.5
     assert logged["policy/loss"] == 4
@@ -441,7 +440,7 @@ def test_extremes_are_of_all_processes_and_pairs_are_weighed():
     def process(smallest, largest, total, count):
         seen = {"completion/len_min": torch.tensor(smallest), "reward/max": torch.tensor(largest)}
         seen |= {"policy/entropy": pair(total, count), "reward/mean": torch.tensor(largest)}
-        return lambda comm: averages(seen, [StepReport(0.1)], comm, CPU)
+        return lambda comm: average_over_ranks(seen, [StepReport(0.1)], comm, CPU)
 
     for found in in_turns(process(3.0, 1.0, 10, 1), process(2.0, 5.0, 2, 3)):
         assert found["completion/len_min"] == 2
@@ -453,13 +452,13 @@ def test_extremes_are_of_all_processes_and_pairs_are_weighed():
 def test_an_extreme_of_nothing_is_zero():
     seen = {"completion/terminated_len_min": torch.tensor(torch.inf)}
     seen["completion/terminated_len_max"] = torch.tensor(-torch.inf)
-    found = averages(seen, [StepReport(0.1)], SingleProcess(), CPU)
+    found = average_over_ranks(seen, [StepReport(0.1)], SingleProcess(), CPU)
     assert found["completion/terminated_len_min"] == found["completion/terminated_len_max"] == 0
 
 
 def test_the_share_that_is_clipped_has_extremes_over_optimizer_steps():
     reports = [StepReport(0.1, {"policy/clip_low_frac": pair(n, 4)}) for n in (0, 1, 3)]
-    found = averages({}, reports, SingleProcess(), CPU)
+    found = average_over_ranks({}, reports, SingleProcess(), CPU)
     assert float(found["policy/clip_low_frac"]) == pytest.approx(4 / 12)
     assert found["policy/clip_low_frac_min"] == 0
     assert found["policy/clip_low_frac_max"] == 0.75
@@ -467,4 +466,4 @@ def test_the_share_that_is_clipped_has_extremes_over_optimizer_steps():
 
 def test_the_advantage_of_a_completion_is_that_of_its_policy_tokens():
     tokens = torch.tensor([[0.0, -2.0, -2.0], [1.5, 0.0, 1.5], [0.0, 0.0, 0.0]])
-    assert of_completions(tokens).tolist() == [-2.0, 1.5, 0.0]
+    assert completion_advantages(tokens).tolist() == [-2.0, 1.5, 0.0]

@@ -7,7 +7,7 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.models.kernels import linear as linears
 from litgrpo.training.micro_batches import (
     Limits,
-    Ragged,
+    RaggedBatches,
     check_centered,
     mini_batches,
     rows_with_gradient,
@@ -42,17 +42,17 @@ def test_mini_batches_keep_groups_whole_and_hold_every_row_once():
 
 def test_micro_batches_hold_rows_of_similar_length_within_the_limits():
     rows = experience([1.0, 1.0, 1.0, 1.0])
-    by_tokens = Ragged().buckets(rows, Limits(max_tokens=11))  # 6 + 5, 4 + 3 tokens
+    by_tokens = RaggedBatches().buckets(rows, Limits(max_tokens=11))  # 6 + 5, 4 + 3 tokens
     assert [bucket.tolist() for bucket in by_tokens] == [[3], [2, 1], [0]]
-    by_rows = Ragged().buckets(rows, Limits(max_rows=3))
+    by_rows = RaggedBatches().buckets(rows, Limits(max_rows=3))
     assert [bucket.tolist() for bucket in by_rows] == [[3, 2, 1], [0]]
 
 
 def test_a_shared_prompt_counts_once_in_a_micro_batch():
     rows = experience([1.0, 1.0, 1.0, 1.0])
-    whole = Ragged().buckets(rows, Limits(max_tokens=12, shared=True))
+    whole = RaggedBatches().buckets(rows, Limits(max_tokens=12, shared=True))
     assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
-    parts = Ragged().buckets(rows, Limits(max_tokens=8, shared=True))
+    parts = RaggedBatches().buckets(rows, Limits(max_tokens=8, shared=True))
     assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
 
 

@@ -66,10 +66,10 @@ def test_grpo_is_loaded_from_its_checkpoint_alone(tmp_path):
     saved(module, tmp_path / "a.ckpt")
     again = GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
     assert equal_weights(module, again)
-    assert (again.settings.group_size, again.settings.sampling.top_k) == (3, 5)
+    assert (again.group_size, again.sampling.top_k) == (3, 5)
     assert again.optimizer.keywords == {"lr": 0.25}
     changed = GRPO.load_from_checkpoint(str(tmp_path / "a.ckpt"), group_size=4)
-    assert changed.settings.group_size == 4
+    assert changed.group_size == 4
 
 
 @pytest.mark.filterwarnings("ignore")

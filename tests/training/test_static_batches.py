@@ -6,13 +6,13 @@ import torch
 from litgrpo.distributed.device import backend
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.micro_batches import Limits
-from litgrpo.training.static_batches import Static
+from litgrpo.training.static_batches import StaticBatches
 from litgrpo.types import TrainingBatch
 from tests.support.models import prompt_batch, tiny_policy
 from tests.training.parts import learner_of
 from tests.xla.fitting import SMALL, distance, fit, same_tokens
 
-STATIC = Static(backend(torch.device("cpu")))
+STATIC = StaticBatches(backend(torch.device("cpu")))
 
 
 def experience(rows: int = 5) -> TrainingBatch:
@@ -35,8 +35,8 @@ def experience(rows: int = 5) -> TrainingBatch:
 
 def test_every_micro_batch_has_one_shape_and_filling_counts_nothing():
     split = list(STATIC.split(experience(), None, Limits(max_rows=3)))
-    parts = [part for part, _ in split]
-    assert [is_last for _, is_last in split] == [False, True]
+    parts = [micro.rows for micro in split]
+    assert [micro.is_last for micro in split] == [False, True]
     assert [part.completion_ids.shape for part in parts] == [(3, 6), (3, 6)]
     assert [part.prompt_ids.shape for part in parts] == [parts[0].prompt_ids.shape] * 2
     assert parts[1].weights.sum(1).tolist()[2] == 0

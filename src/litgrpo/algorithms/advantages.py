@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.turns import Turns
-from litgrpo.distributed.comm import Comm
+from litgrpo.distributed.collectives import Comm
 from litgrpo.types import RewardTable
 
 LARGEST_REWARD = 1e20  # beyond it float32 could not hold the loss; counts as infinite

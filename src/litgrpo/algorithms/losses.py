@@ -11,7 +11,7 @@ from torch import Tensor
 from litgrpo.algorithms import importance, kl
 from litgrpo.algorithms.advantages import Advantages, Normalized
 from litgrpo.algorithms.turns import Turns
-from litgrpo.distributed.comm import Comm, SingleProcess
+from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.tensors import bounded_exp, row_mean
 from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from litgrpo.algorithms.advantages import Advantages, Groups, Normalized
 from litgrpo.algorithms.turns import Turns
-from litgrpo.distributed.comm import Comm
+from litgrpo.distributed.collectives import Comm
 from litgrpo.types import RewardTable
 
 

@@ -13,6 +13,7 @@ from litgrpo.checks.invariants import Conditions, measured, refuse
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.training.lightning_compat import find_training_loader
 from litgrpo.types import PromptBatch
 
 
@@ -42,12 +43,10 @@ class InvariantChecks(Callback):
             return
         started = time.perf_counter()
         conditions = Conditions(
-            dropout=not module.settings.precision.disable_dropout
+            dropout=not module.precision.disable_dropout
             or bool(module.lora and module.lora.dropout),
             fresh_reference=module.reference_path is None and module.iteration == 0,
         )
-        # Training calls it too, once. It may draw random numbers, so it stays outside.
-        trainer.fit_loop.setup_data()
         with isolate_rng(include_cuda=module.device.type != "cpu"):
             prompts = first_batch(trainer)
             if not isinstance(prompts, PromptBatch):
@@ -73,7 +72,7 @@ def first_batch(trainer: Any) -> Any:
     if trainer.datamodule is not None:
         loader = trainer.datamodule.train_dataloader()
     else:
-        loader = trainer.train_dataloader
+        loader = find_training_loader(trainer)
     generator = loader.generator if isinstance(loader, DataLoader) else None
     if generator is None:
         return next(iter(loader), None)

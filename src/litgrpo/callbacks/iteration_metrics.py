@@ -13,7 +13,7 @@ from litgrpo.distributed.device import backend, to_host
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.models.policy import Policy
 from litgrpo.tensors import local
-from litgrpo.training.learner import averages
+from litgrpo.training.iteration_metrics import average_over_ranks
 from litgrpo.training.lightning_compat import log_numbers
 from litgrpo.types import RewardTable, Rollout, Stats, StepReport, mean_and_extremes
 
@@ -49,10 +49,10 @@ class IterationMetrics(Callback):
         success = rewards.parts[evaluator.success].cpu() >= evaluator.settings.threshold
         stats = success_stats(success) | length_stats(rollout, success)
         stats |= text_stats(rollout, rewards) | token_stats(rollout, pl_module.policy)
-        stats |= clip_stats(outputs["reports"], pl_module.settings.update.max_grad_norm)
+        stats |= clip_stats(outputs["reports"], pl_module.update.max_grad_norm)
         if self.entries is not None:
             stats |= self._measure_change(pl_module)
-        numbers = averages(stats, [], comm, backend(pl_module.device).data_device)
+        numbers = average_over_ranks(stats, [], comm, backend(pl_module.device).data_device)
         prompts = len(rollout.prompts) * comm.world_size * pl_module.iteration
         log_numbers(pl_module, numbers | {"data/prompts_seen": torch.tensor(float(prompts))})
 

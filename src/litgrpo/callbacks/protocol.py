@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from litgrpo.evaluation.evaluator import Evaluator
     from litgrpo.models.policy import Policy
     from litgrpo.training.learner import Learner
+    from litgrpo.training.update_config import UpdateConfig
 
 
 @runtime_checkable
@@ -77,5 +78,9 @@ class RolloutModule(TrainedModule, Protocol):
         """Scores held-out prompts."""
 
     @property
-    def settings(self) -> Any:
-        """The recipe's settings of an iteration, such as `settings.update.max_grad_norm`."""
+    def update(self) -> UpdateConfig:
+        """How the optimizer uses one rollout."""
+
+    @property
+    def precision(self) -> Any:
+        """Precision options of the model."""

@@ -64,7 +64,7 @@ class DryRun:
         """What a first iteration learns from; the rewards differ within every group."""
         rewards = self.rewards(rollout)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
-        return self.learner.experience(rollout, rewards, logprobs)
+        return self.learner.build_batch(rollout, rewards, logprobs)
 
     def rewards(self, rollout: Rollout) -> RewardTable:
         """Some that differ within every group."""

@@ -26,7 +26,8 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.stop_sequences import StopStrings
 from litgrpo.rollout.turn_format import InlineFormat
-from litgrpo.training.learner import Coefficients, Learner
+from litgrpo.training.controllers import FixedCoefficients
+from litgrpo.training.learner import Learner
 from litgrpo.types import PromptBatch, RewardTable, Rollout, RolloutLogprobs, TrainingBatch
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def turns_error(
     """
     learner = with_one_mean(learner)
     known = learner.old_and_reference_logprobs(rollout)
-    whole = learner.experience(rollout, rewards, known)
+    whole = learner.build_batch(rollout, rewards, known)
     alone = as_turns(learner, rollout, rewards, known)
     found, expected = gradient_of(learner, whole), gradient_of(learner, alone)
     off = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
@@ -157,7 +158,7 @@ def with_one_mean(learner: Learner) -> Learner:
     if not isinstance(learner.objective.loss_aggregation, MicroBatchTokenMean):
         return learner
     objective = replace(learner.objective, loss_aggregation=TokenMean())
-    return replace(learner, coefficients=Coefficients(objective))
+    return replace(learner, coefficients=FixedCoefficients(objective))
 
 
 def as_turns(
@@ -185,7 +186,7 @@ def as_turns(
     }
     joined = replace(rollout, **values)
     seen = RolloutLogprobs(packed(known.old), packed(known.ref))
-    return _divided(learner.experience(joined, rewards, seen), joined, rollout)
+    return _divided(learner.build_batch(joined, rewards, seen), joined, rollout)
 
 
 def _packed(values: Tensor, marked: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from litgrpo.checks.dry_run import (
 )
 from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error, unrepeated
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
-from litgrpo.distributed.comm import Comm
+from litgrpo.distributed.collectives import Comm
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.turn_format import TemplateFormat, count_mismatches
 from litgrpo.tensors import widened
@@ -266,7 +266,7 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
     experience = dry.experience(rollout)
     learner.policy.train(not conditions.dropout)
     limits = learner.limits
-    now = learner.micro_batching.scored(experience.tokens, learner.logprobs, limits)
+    now = learner.micro_batching.compute_logprobs(experience.tokens, learner.logprobs, limits)
     errors = {
         "6 groups are contiguous": dry.probe.misplaced(rollout, experience),
         "3 the first ratio is 1": ratio_error(experience, now),

@@ -1,45 +1,173 @@
-"""How memory that is short shows, how to give memory back, and how to keep what was freed."""
+"""Detect out-of-memory errors, retry with fewer rows, release cached memory, tune glibc malloc."""
+
+from __future__ import annotations
 
 import ctypes
 import gc
 import os
 import platform
-from typing import Any
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-# How allocators that raise a plain RuntimeError say it: two on the CPU, one of compilers.
+from litgrpo.distributed.collectives import Comm
+
+Result = TypeVar("Result")
+# Attempt(max_rows) -> result. It starts from the beginning each time it is called.
+Attempt = Callable[[int | None], Result]
+
+# Messages of allocators that raise a plain RuntimeError: two of the CPU, one of XLA's compiler.
 MESSAGES = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
-# Parameters of glibc's mallopt, and the environment's names for the same.
+# Parameters of glibc's mallopt, and the environment variables that set the same.
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 SET_BY_THE_USER = ("MALLOC_", "GLIBC_TUNABLES")
 
 
+@dataclass
+class RowLimit:
+    """Largest number of rows computed at once, halved after each out-of-memory error.
+
+    The limit is kept for the rest of the run and saved in checkpoints: it decides in which order
+    sums are rounded.
+
+    Args:
+        setting: option that sets the same limit, for messages.
+        remedy: what to change if even the smallest number of rows does not fit.
+        max_rows: current limit; None: no limit.
+
+    Example:
+        >>> RowLimit("engine.max_rows", "lower model.max_completion_length", max_rows=16)
+        RowLimit(setting='engine.max_rows', remedy='lower model.max_completion_length', max_rows=16)
+    """
+
+    setting: str
+    remedy: str
+    max_rows: int | None = None
+
+
+class OutOfMemoryElsewhere(MemoryError):
+    """Another rank ran out of memory; this rank has to repeat the pass with it."""
+
+
+def retry_smaller(
+    attempt: Attempt[Result], limit: RowLimit, rows_in_use: Callable[[], int], least: int = 1
+) -> Result:
+    """Return the result of an attempt, halving the number of rows until it fits into memory.
+
+    Args:
+        attempt: is called with the limit on rows. No other rank may wait for this one in the middle
+            of it.
+        limit: is lowered in place.
+        rows_in_use: number of rows that the failed attempt computed at once, which may be less than
+            the limit.
+        least: rows that cannot be split.
+
+    Raises:
+        RuntimeError: not even `least` rows fit.
+    """
+    while True:
+        try:
+            return attempt(limit.max_rows)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            rows = rows_in_use()
+            if rows <= least:
+                raise RuntimeError(
+                    f"Out of memory with {rows} row(s) at once ({limit.setting}): {limit.remedy}."
+                ) from error
+        # The retry is outside of the handler: there the error would keep the frames of the failed
+        # attempt, and with them its tensors, alive.
+        limit.max_rows = max(least, rows // 2)
+        free_memory()
+        warnings.warn(
+            f"Out of memory with {rows} rows at once; continuing with {limit.setting} = "
+            f"{limit.max_rows}. Results do not change.",
+            stacklevel=2,
+        )
+
+
+def check_other_ranks(comm: Comm, *, out_of_memory: bool = False) -> None:
+    """Exchange the out-of-memory status with the other ranks; all must call this equally often.
+
+    Args:
+        comm: collectives of the ranks.
+        out_of_memory: status of this rank.
+
+    Raises:
+        OutOfMemoryElsewhere: another rank ran out of memory, this one did not.
+    """
+    if bool(comm.max(torch.tensor(float(out_of_memory)))) and not out_of_memory:
+        raise OutOfMemoryElsewhere
+
+
+def repeat_on_all_ranks(
+    attempt: Attempt[Result], comm: Comm, *, repeatable: bool
+) -> Attempt[Result]:
+    """Wrap an attempt so that all ranks repeat it if one of them runs out of memory.
+
+    The rank that failed raises its error, and `retry_smaller` calls it again with a lower limit;
+    the others repeat with the limit that they have.
+
+    Args:
+        attempt: calls no collective after the first pass that needs much memory, unless
+            `check_other_ranks` comes before it.
+        comm: collectives of the ranks.
+        repeatable: False if ranks exchange weights within a pass (FSDP), which one of them cannot
+            repeat alone.
+    """
+
+    def attempt_on_all_ranks(max_rows: int | None) -> Result:
+        while True:
+            try:
+                result = attempt(max_rows)
+                check_other_ranks(comm)
+            except OutOfMemoryElsewhere:
+                free_memory()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not repeatable:
+                    raise RuntimeError(
+                        "Out of memory on one rank, in a pass of sharded weights that ranks "
+                        "cannot repeat: lower update.micro_batch_size or "
+                        "update.micro_batch_tokens, or set model.precision.gradient_checkpointing."
+                    ) from error
+                check_other_ranks(comm, out_of_memory=True)
+                raise
+            else:
+                return result
+
+    return attempt_on_all_ranks
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice; each device says it in its own way."""
+    """Return True if an error reports a failed allocation; each device has its own way."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(each in str(error) for each in MESSAGES)
 
 
 def free_memory() -> None:
-    """Give cached memory back to the device, after the tensors that filled it are gone."""
+    """Return cached memory to the device, after the tensors that filled it are gone."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA has not been used
+    torch.cuda.empty_cache()  # does nothing if CUDA has not been used
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory of freed tensors for the next ones, where it has glibc.
+    """Keep the memory of freed tensors in this process for later ones, if the C library is glibc.
 
-    glibc asks the system for each large tensor and gives it back with the tensor, so that a
-    step touches new pages all the time, which a virtual machine pays dearly. What is set in the
-    environment stays.
+    By default glibc maps and unmaps each large tensor, so that every step touches new pages, which
+    is slow on virtual machines. Values set in the environment are kept.
 
     Returns:
-        Whether it does from now on.
+        True if freed memory is kept from now on.
     """
     libc = _glibc()
     if libc is None or any(name.startswith(SET_BY_THE_USER) for name in os.environ):
@@ -48,5 +176,4 @@ def keep_freed_memory() -> bool:
 
 
 def _glibc() -> Any:
-    """The C library of this process, or None where it is another one."""
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from litgrpo.arguments import one_of, require
-from litgrpo.distributed.comm import Comm, SingleProcess
+from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
 from litgrpo.evaluation.episodes import Played
 from litgrpo.evaluation.fluency import Fluency, StartFluency

@@ -1,7 +1,8 @@
-"""One step off: the rollout of the next iteration is sampled while this one is learned from.
+"""One-step off-policy: generate the next rollout while training on the current one.
 
-Iteration n learns from the rollout that the weights before iteration n - 1 sampled, 0 from its own:
-staleness is exactly 1, never "at most", so that a run is the same however fast anything is.
+Iteration n trains on the rollout that was generated with the weights before iteration n - 1;
+iteration 0 on its own. Staleness is exactly 1, never "up to 1", so that a run does not depend on
+how fast anything is.
 """
 
 from __future__ import annotations
@@ -9,30 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from litgrpo.arguments import require
-from litgrpo.distributed.together import from_all
+from litgrpo.distributed.collectives import all_gather_object
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.episodes import RolloutKey
-from litgrpo.rollout.rollouter import Rollouter
-from litgrpo.rollout.sampling import Purpose
 from litgrpo.types import PromptBatch, Rollout
 
+if TYPE_CHECKING:
+    from litgrpo.rollout.rollouter import Rollouter
+
+# Tensors of a rollout that an engine computes.
 TENSORS = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated", "candidate_ids")
 
 
 @dataclass
-class Pending:
-    """A rollout that is being sampled.
+class PendingRollout:
+    """A rollout that is being generated.
 
     Args:
-        iteration: that learns from it.
-        version: finished iterations of the weights that sample it.
-        index: [B] of its prompts; out of a checkpoint those of all processes.
-        future: of it, texts not yet decoded.
+        iteration: that trains on it.
+        version: finished iterations of the weights that generate it.
+        index: [B] positions of its prompts in the data; from a checkpoint, those of all ranks.
+        future: of the rollout, without texts.
     """
 
     iteration: int
@@ -42,115 +44,122 @@ class Pending:
 
 
 @dataclass
-class AsyncRollouter(Rollouter):
-    """Samples the next iteration's rollout in each training call, and returns the last call's.
+class Prefetch:
+    """Generates the rollout of the next iteration.
 
-    With an engine that samples elsewhere the call returns at once; the others sample within it,
-    with the same result.
+    With an engine that samples elsewhere (a server), generation overlaps the update. All other
+    engines generate right away, with the same result.
 
-    `source`: the prompts of the next iteration; without one nothing is sampled ahead.
+    Args:
+        next_prompts: returns the prompts of the next iteration.
     """
 
-    source: Callable[[], PromptBatch] | None = field(default=None, init=False)
-    _pending: Pending | None = field(default=None, init=False)
-    _taken: Pending | None = field(default=None, init=False)  # what the call before returned
-    _version: int = field(default=0, init=False)  # of the weights of the rollout at hand
+    next_prompts: Callable[[], PromptBatch]
+    pending: PendingRollout | None = field(default=None, init=False)
+    # The rollout that training uses now: a signal may drop its iteration, which then repeats.
+    in_use: PendingRollout | None = field(default=None, init=False)
 
-    def generate(
-        self, prompts: PromptBatch, purpose: Purpose, iteration: int = 0, **settings: Any
-    ) -> Rollout:
-        """Sample completions and decode them; see `Rollouter.generate`.
-
-        Raises:
-            ValueError: the prompts are not those that were to come.
-        """
-        self.settle()  # weights must not change while they sample
-        if purpose != "train" or self.source is None:
-            return super().generate(prompts, purpose, iteration, **settings)
-        self._version = iteration
-        rollout = super().generate(prompts, purpose, iteration, **settings)
-        with self.clock.phase("time/rollout_s"):
-            self._begin(iteration)
-        return replace(rollout, policy_version=self._version)
-
-    def _within_memory(self, requests: RolloutRequest, named: RolloutKey) -> Rollout:
-        """The rollout that is pending where it is this one, else one that is sampled now."""
-        if self._pending is None or self.source is None or named.purpose != "train":
-            return super()._within_memory(requests, named)
-        pending, self._pending, self._taken = self._pending, None, self._pending
-        wanted = requests.prompts.index.cpu()
-        require(
-            pending.iteration == named.iteration and bool(torch.isin(wanted, pending.index).all()),
-            f"The rollout that was sampled ahead is of iteration {pending.iteration} and other "
-            f"prompts than those of iteration {named.iteration}: the data have changed.",
-        )
-        self._version = pending.version
-        rollout, device = pending.future.result(), requests.prompts.prompt_ids.device
-        if not torch.equal(pending.index, wanted):
-            rollout = of_prompts(rollout, pending.index, wanted)
-        tensors: dict[str, Any] = {
-            name: each.to(device) for name, each in tensors_of(rollout).items()
-        }
-        return replace(rollout, prompts=requests.prompts, **tensors)
-
-    def _begin(self, iteration: int) -> None:
-        """Sample for the iteration after this one, with the weights before this one."""
-        assert self.source is not None
-        prompts, following = self.source(), iteration + 1
-        named = RolloutKey(self.seed, "train", following, 0)
-        requests = self.requests(prompts, named, None, None)
-        future: Future[Rollout] = Future()
-        if self.engine.samples_elsewhere:
-            threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-ahead")
-            future = threads.submit(super()._within_memory, requests, named)
-            threads.shutdown(wait=False)
-        else:
-            with self.policy.autocast():
-                future.set_result(super()._within_memory(requests, named))
-        self._pending = Pending(following, iteration, prompts.index.cpu(), future)
-
-    def settle(self) -> None:
-        """Wait until nothing is sampled.
-
-        Raises:
-            ServerFailure: whatever ended the sampling.
-        """
-        if self._pending is not None:
-            with self.clock.phase("time/rollout_s"):
-                self._pending.future.result()
-
-    def state_dict(self, iteration: int) -> dict[str, Any] | None:
-        """What is sampled for an iteration as plain values and tensors on the host, if anything.
-
-        Every process takes part, and gets the prompts of all.
+    def exchange(
+        self, rollouter: Rollouter, request: RolloutRequest, stream: RolloutKey
+    ) -> tuple[Rollout, int]:
+        """Return the rollout of this iteration and its version, and start the next one.
 
         Args:
-            iteration: that goes on; also the one at hand, which may be dropped by a signal.
+            rollouter: generates.
+            request: of this iteration.
+            stream: random numbers of this iteration.
         """
-        self.settle()
-        known = [each for each in (self._pending, self._taken) if each is not None]
-        pending = next((each for each in known if each.iteration == iteration), None)
+        if self.pending is None:
+            rollout, version = rollouter.sample(request, stream), stream.iteration
+            self.in_use = None
+        else:
+            self.in_use, self.pending = self.pending, None
+            rollout, version = _take(self.in_use, request, stream), self.in_use.version
+        self._start(rollouter, stream.iteration)
+        return rollout, version
+
+    def _start(self, rollouter: Rollouter, iteration: int) -> None:
+        prompts = self.next_prompts()
+        stream = RolloutKey(rollouter.seed, "train", iteration + 1, 0)
+        request = rollouter.build_request(prompts, stream)
+        future: Future[Rollout] = Future()
+        if rollouter.engine.samples_elsewhere:
+            threads = ThreadPoolExecutor(1, thread_name_prefix="litgrpo-prefetch")
+            future = threads.submit(rollouter.sample, request, stream)
+            threads.shutdown(wait=False)
+        else:
+            future.set_result(rollouter.sample(request, stream))
+        self.pending = PendingRollout(iteration + 1, iteration, prompts.index.cpu(), future)
+
+    def wait(self) -> None:
+        """Wait until nothing is being generated.
+
+        Raises:
+            ServerFailure: the engine's servers failed.
+        """
+        if self.pending is not None:
+            self.pending.future.result()
+
+    def state_dict(self, iteration: int) -> dict[str, Any] | None:
+        """Return the rollout of an iteration as plain values and host tensors, if there is one.
+
+        Every rank must call this; the result holds the prompts of all ranks.
+
+        Args:
+            iteration: that resumes from the checkpoint.
+        """
+        self.wait()
+        candidates = [each for each in (self.pending, self.in_use) if each is not None]
+        pending = next((each for each in candidates if each.iteration == iteration), None)
         if pending is None:
             return None
         rollout = pending.future.result()
-        tensors = {name: each.cpu() for name, each in tensors_of(rollout).items()}
-        indices, parts = zip(*from_all((pending.index, tensors)), strict=True)
-        numbers = {"iteration": pending.iteration, "version": pending.version}
-        numbers |= {"group": rollout.group_size}
-        return {**numbers, "index": torch.cat(indices), "rollout": stacked(parts)}
+        tensors = {name: each.cpu() for name, each in _tensors_of(rollout).items()}
+        indices, parts = zip(*all_gather_object((pending.index, tensors)), strict=True)
+        return {
+            "iteration": pending.iteration,
+            "version": pending.version,
+            "group": rollout.group_size,
+            "index": torch.cat(indices),
+            "rollout": _stack_rows(parts),
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on with a rollout that was saved; None: without one."""
-        self._pending = None if state is None else restored(state)
+        """Restore a saved rollout, if there is one; its prompts come with the next batch."""
+        self.pending = None
+        if state is not None:
+            future: Future[Rollout] = Future()
+            prompts = _prompts_without_tokens(state["index"])
+            future.set_result(Rollout(prompts, state["group"], **state["rollout"]))
+            numbers = state["iteration"], state["version"], state["index"]
+            self.pending = PendingRollout(*numbers, future)
 
 
-def tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
-    """{name: tensor} of what was sampled."""
-    return {name: vars(rollout)[name] for name in TENSORS if vars(rollout)[name] is not None}
+def _take(pending: PendingRollout, request: RolloutRequest, stream: RolloutKey) -> Rollout:
+    """Return the rollout of a request, which was generated before.
+
+    Raises:
+        ValueError: it was generated for other prompts.
+    """
+    index = request.prompts.index.cpu()
+    if pending.iteration != stream.iteration or not bool(torch.isin(index, pending.index).all()):
+        raise ValueError(
+            f"The rollout that was generated ahead is for iteration {pending.iteration} and other "
+            f"prompts than those of iteration {stream.iteration}: the data have changed."
+        )
+    rollout, device = pending.future.result(), request.prompts.prompt_ids.device
+    if not torch.equal(pending.index, index):  # a checkpoint holds the prompts of all ranks
+        rollout = _select_prompts(rollout, pending.index, index)
+    tensors: dict[str, Any] = {name: each.to(device) for name, each in _tensors_of(rollout).items()}
+    return replace(rollout, prompts=request.prompts, **tensors)
 
 
-def stacked(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of several rollouts below each other, short ones filled up on the right."""
+def _tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
+    return {name: getattr(rollout, name) for name in TENSORS if getattr(rollout, name) is not None}
+
+
+def _stack_rows(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Concatenate the rows of several rollouts, padding short ones on the right."""
     found = {}
     for name, first in parts[0].items():
         sizes = zip(*[part[name].shape for part in parts], strict=True)
@@ -164,31 +173,25 @@ def stacked(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
     return found
 
 
-def of_prompts(rollout: Rollout, known: torch.Tensor, wanted: torch.Tensor) -> Rollout:
-    """The rows of some prompts, without columns that none of them uses.
+def _select_prompts(rollout: Rollout, known: torch.Tensor, wanted: torch.Tensor) -> Rollout:
+    """Select the groups of some prompts, without columns that none of them uses.
 
     Args:
         rollout: of all prompts.
-        known: [B] their numbers in the data.
-        wanted: [b] numbers of some of them.
+        known: [B] their positions in the data.
+        wanted: [b] positions of some of them.
     """
     group = rollout.group_size
     places = torch.stack([(known == each).nonzero()[0, 0] for each in wanted])
     rows = (places[:, None] * group + torch.arange(group)).flatten()
-    tensors = {name: each[rows] for name, each in tensors_of(rollout).items()}
+    tensors = {name: each[rows] for name, each in _tensors_of(rollout).items()}
     used = max(1, int(tensors["completion_mask"].sum(1).max()))
     cut: dict[str, Any] = {
         name: each if each.dim() == 1 else each[:, :used] for name, each in tensors.items()
     }
-    empty = torch.zeros(len(wanted), 1, dtype=torch.long)
-    prompts = PromptBatch(empty, empty.bool(), [""] * len(wanted), {}, wanted)
-    return Rollout(prompts, group, **cut)
+    return Rollout(_prompts_without_tokens(wanted), group, **cut)
 
 
-def restored(state: dict[str, Any]) -> Pending:
-    """The rollout of a checkpoint; its prompts come with the next batch."""
-    index, future = state["index"], Future[Rollout]()
+def _prompts_without_tokens(index: torch.Tensor) -> PromptBatch:
     empty = torch.zeros(len(index), 1, dtype=torch.long)
-    prompts = PromptBatch(empty, empty.bool(), [""] * len(index), {}, index)
-    future.set_result(Rollout(prompts, state["group"], **state["rollout"]))
-    return Pending(state["iteration"], state["version"], index, future)
+    return PromptBatch(empty, empty.bool(), [""] * len(index), {}, index)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups whose rewards are all equal make room for those of other prompts."""
+"""Dynamic sampling (DAPO): replace zero-variance groups by groups of other prompts."""
 
 from __future__ import annotations
 
@@ -13,94 +13,88 @@ from torch.nn.functional import pad
 from litgrpo.algorithms.advantages import Groups
 from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.algorithms.turns import Turns
-from litgrpo.arguments import require
-from litgrpo.distributed.comm import Comm, SingleProcess
-from litgrpo.rollout.rollouter import AllGroups, PendingTable, Rollouter
+from litgrpo.distributed.collectives import Comm, SingleProcess
+from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """Training data that can give prompts out of turn."""
+    """Training data that can yield extra prompts."""
 
     def more(self, count: int) -> PromptBatch:
-        """The next prompts of the training order."""
+        """Return the next prompts of the training order."""
+
+
+class PendingRewards(Protocol):
+    """Rewards that are being computed."""
+
+    def wait(self) -> RewardTable:
+        """Return the rewards when they are complete."""
 
 
 class RewardSource(Protocol):
-    """Scores rollouts."""
+    """Computes the rewards of rollouts."""
 
-    def start(self, rollout: Rollout, iteration: int) -> PendingTable:
-        """Start scoring a rollout."""
-
-
-@dataclass(frozen=True)
-class FinishedTable:
-    """Rewards that are known already.
-
-    Args:
-        table: the rewards.
-    """
-
-    table: RewardTable
-
-    def wait(self) -> RewardTable:
-        """Return the rewards."""
-        return self.table
+    def start(self, rollout: Rollout, iteration: int) -> PendingRewards:
+        """Start computing the rewards of a rollout."""
 
 
-def informative(rewards: RewardTable) -> Tensor:
-    """[B] True where the rewards of a group differ by more than rounding."""
+def groups_with_variance(rewards: RewardTable) -> Tensor:
+    """Return [B] True for groups whose rewards differ by more than rounding."""
     lengths = torch.zeros_like(rewards.total)
     groups = Groups(rewards, lengths, SingleProcess(), rewards.total)
     distance = groups.use(rewards.total, rewards.valid).spread()[0]
     return (distance.nan_to_num(0.0) != 0).any(1)
 
 
-def informative_turns(rewards: RewardTable, rollout: Rollout, credit: TurnAdvantages) -> Tensor:
-    """[B] True where a turn of a group has an advantage, also where episodes earned the same.
+def groups_with_turn_advantages(
+    rewards: RewardTable, rollout: Rollout, credit: TurnAdvantages
+) -> Tensor:
+    """Return [B] True for groups with a non-zero turn-level advantage.
 
-    Credit that compares with the batch, not the group, is asked whether episodes of the group
-    differ in what a turn of theirs earned.
+    Episodes of such a group may all have the same total reward. For credit that compares with the
+    batch instead of the group, a group counts if its episodes differ in the reward of some turn.
 
     Args:
         rewards: [B, G] of the episodes.
         rollout: the N episodes.
-        credit: gives the advantages.
+        credit: computes turn-level advantages.
     """
     turns = Turns.of(rollout, rewards)
     if not credit.compares:
         by_turn = [replace(rewards, total=earned) for earned in turns.rewards.unbind(2)]
-        return torch.stack([informative(rewards), *map(informative, by_turn)]).any(0)
+        return torch.stack([groups_with_variance(each) for each in [rewards, *by_turn]]).any(0)
     lengths = torch.zeros_like(rewards.total)
     groups = Groups(rewards, lengths, SingleProcess(), rewards.total)
     return credit.known(groups.use(rewards.total, rewards.valid), turns).flatten(1).any(1)
 
 
 @dataclass
-class DynamicSampling(AllGroups):
-    """Samples other prompts in place of those whose completions were all equally good.
+class DynamicSampling:
+    """Replaces zero-variance groups, which have no gradient, by groups of other prompts.
 
-    Each resampling takes as many prompts as will do at the share that was informative so far, at
-    most B. After the last one the groups that are still missing stay as they are; they count in
+    Each attempt samples as many prompts as should suffice at the fraction of useful groups so far,
+    at most B. Groups that are still missing after the last attempt stay as they are; they count in
     the denominators of the token weights.
 
     Args:
-        rollouter: samples.
-        scorer: judges.
-        dynamic_sampling_attempts: resamplings of an iteration at most.
+        rollouter: generates.
+        scorer: computes rewards.
+        max_attempts: limit on attempts per iteration.
         device: where prompts are put.
-        comm: of the processes, which resample together.
-        static_shapes: take B prompts each time, where another number would have to be compiled.
-        prompt_source: gives further prompts.
-        credit: per turn, so that groups of equal totals may teach; None: of whole completions.
+        comm: collectives of the ranks, which make equally many attempts.
+        static_shapes: sample B prompts in each attempt, since XLA compiles each other number.
+        prompt_source: yields extra prompts; set by `connect`.
+        credit: turn-level advantages, by which groups of equal totals may be useful; None: only
+            totals count.
 
     Source: DAPO, arXiv:2503.14476, section 3.2.
     """
 
     rollouter: Rollouter
     scorer: RewardSource
-    dynamic_sampling_attempts: int
+    max_attempts: int
     device: torch.device
     comm: Comm = field(default_factory=SingleProcess)
     static_shapes: bool = False
@@ -108,93 +102,80 @@ class DynamicSampling(AllGroups):
     credit: TurnAdvantages | None = None
 
     def connect(self, loader: Any) -> None:
-        """Take further prompts from the training data.
+        """Take extra prompts from the training loader.
 
         Raises:
-            ValueError: it cannot give prompts out of turn.
+            ValueError: the loader cannot yield extra prompts.
         """
-        require(
-            isinstance(loader, PromptSource),
-            f"dynamic_sampling_attempts is {self.dynamic_sampling_attempts}, but the training "
-            f"data cannot give prompts "
-            "out of turn. Use litgrpo.PromptData, or set dynamic_sampling_attempts to 0.",
-        )
+        if not isinstance(loader, PromptSource):
+            raise ValueError(
+                f"dynamic_sampling_attempts is {self.max_attempts}, but the training data cannot "
+                "yield extra prompts. Use litgrpo.PromptData, or set dynamic_sampling_attempts to "
+                "0."
+            )
         self.prompt_source = loader
 
-    def replace_uninformative(
-        self, rollout: Rollout, pending: PendingTable, iteration: int
-    ) -> tuple[Rollout, PendingTable, Stats]:
-        """The same number of groups, uninformative ones replaced as far as others are found.
+    def replace_zero_variance_groups(
+        self, rollout: Rollout, rewards: RewardTable, iteration: int
+    ) -> tuple[Rollout, RewardTable, Stats]:
+        """Replace zero-variance groups as far as others are found.
 
         Args:
             rollout: B groups.
-            pending: their rewards.
+            rewards: [B, G] theirs.
             iteration: number of finished iterations.
 
         Returns:
-            Rollout and rewards of B groups, and what to log instead of their own statistics: those
-            of the prompts that came first, and how it went.
+            Rollout and rewards of B groups, and metrics: those of the rollout before replacement,
+            which are unbiased, and `dynamic/`.
         """
-        with self.rollouter.clock.phase("time/reward_s"):
-            rewards = pending.wait()
-        first = rewards.stats() | rollout.stats()
-        rollout, rewards, stats = self.resampled(rollout, rewards, iteration)
-        return rollout, FinishedTable(rewards), first | stats
-
-    def resampled(
-        self, rollout: Rollout, rewards: RewardTable, iteration: int
-    ) -> tuple[Rollout, RewardTable, Stats]:
-        """Rollout and rewards with uninformative groups replaced, and how it went."""
         assert self.prompt_source is not None
-        useful = self._informative(rewards, rollout)
-        num_prompts = asked = len(useful)
-        found = first = int(useful.sum())
-        resamples = 0
-        while resamples < self.dynamic_sampling_attempts and (
-            missing := self._most(int((~useful).sum()))
-        ):
-            resamples += 1
-            share = max(found / asked, 1 / num_prompts)
-            needed = num_prompts if self.static_shapes else math.ceil(missing / share)
-            count = self._most(min(num_prompts, needed))
+        stats = rewards.stats() | rollout.stats()
+        useful = self._find_useful(rewards, rollout)
+        num_prompts = num_sampled = len(useful)
+        num_useful = num_useful_at_first = int(useful.sum())
+        attempts = 0
+        while attempts < self.max_attempts:
+            # Every rank makes as many attempts as the one that misses most groups.
+            missing = self._max_over_ranks(int((~useful).sum()))
+            if not missing:
+                break
+            attempts += 1
+            fraction = max(num_useful / num_sampled, 1 / num_prompts)
+            count = num_prompts
+            if not self.static_shapes:
+                count = min(num_prompts, math.ceil(missing / fraction))
+            count = self._max_over_ranks(count)
             prompts = self.prompt_source.more(count).to(self.device)
-            fresh, fresh_rewards = self._sample(prompts, iteration, resamples)
-            donors = self._informative(fresh_rewards, fresh).nonzero().squeeze(1)
-            asked, found = asked + count, found + len(donors)
+            fresh = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
+            with self.rollouter.clock.phase("time/reward_s"):
+                fresh_rewards = self.scorer.start(fresh, iteration).wait()
+            donors = self._find_useful(fresh_rewards, fresh).nonzero().squeeze(1)
+            num_sampled, num_useful = num_sampled + count, num_useful + len(donors)
             slots = (~useful).nonzero().squeeze(1)[: len(donors)]
             donors = donors[: len(slots)]
             rollout = with_groups(rollout, slots, fresh, donors)
             rewards = with_rewards(rewards, slots, fresh_rewards, donors)
             useful[slots] = True
         numbers = {
-            "dynamic/resamples": resamples,
-            "dynamic/prompts_sampled": asked,
-            "dynamic/informative_frac": first / num_prompts,
+            "dynamic/resamples": attempts,
+            "dynamic/prompts_sampled": num_sampled,
+            "dynamic/informative_frac": num_useful_at_first / num_prompts,
             "dynamic/filled_frac": int(useful.sum()) / num_prompts,
         }
-        stats = {name: torch.tensor(float(number)) for name, number in numbers.items()}
+        stats |= {name: torch.tensor(float(number)) for name, number in numbers.items()}
         return rollout, rewards, stats
 
-    def _informative(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
-        """[B] True for groups that teach something."""
+    def _find_useful(self, rewards: RewardTable, rollout: Rollout) -> Tensor:
         if self.credit is None or rollout.turns is None:
-            return informative(rewards)
-        return informative_turns(rewards, rollout, self.credit)
+            return groups_with_variance(rewards)
+        return groups_with_turn_advantages(rewards, rollout, self.credit)
 
-    def _sample(
-        self, prompts: PromptBatch, iteration: int, attempt: int
-    ) -> tuple[Rollout, RewardTable]:
-        rollout = self.rollouter.generate(prompts, "train", iteration, attempt=attempt)
-        with self.rollouter.clock.phase("time/reward_s"):
-            rewards = self.scorer.start(rollout, iteration).wait()
-        return rollout, rewards
-
-    def _most(self, number: int) -> int:
-        """The largest of a number over all processes, so that all resample as often."""
+    def _max_over_ranks(self, number: int) -> int:
         return int(self.comm.max(torch.tensor(float(number))))
 
 
-# Fields of a rollout with one entry per row, and what fills up columns that a row does not have.
+# Fields of a rollout with one entry per row, and the value of missing columns.
 FILLING = {
     "completion_ids": 0,
     "completion_mask": 0,
@@ -209,7 +190,7 @@ LISTS = ("completions", "turn_states", "episodes")  # of N entries, or none
 
 
 def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor) -> Rollout:
-    """A rollout whose groups `slots` [k] are the groups `donors` [k] of another one."""
+    """Replace groups `slots` [k] of a rollout by groups `donors` [k] of another one."""
     group, places = rollout.group_size, torch.arange(rollout.group_size)
     into = (slots[:, None] * group + places).flatten()
     rows = (donors[:, None] * group + places).flatten()
@@ -230,25 +211,25 @@ def with_groups(rollout: Rollout, slots: Tensor, fresh: Rollout, donors: Tensor)
 def with_prompts(
     prompts: PromptBatch, slots: Tensor, fresh: PromptBatch, donors: Tensor
 ) -> PromptBatch:
-    """Prompts of which `slots` [k] are `donors` [k] of another batch, padded to the longer one."""
+    """Replace prompts `slots` [k] by `donors` [k] of another batch, padded to the longer one."""
     pairs = list(zip(slots.tolist(), donors.tolist(), strict=True))
 
-    def swapped(values: list, others: list) -> list:
+    def swap(values: list, others: list) -> list:
         values = list(values)
         for to, row in pairs:
             values[to] = others[row]
         return values
 
     def put_flipped(values: Tensor, others: Tensor) -> Tensor:
-        """The padding is on the left, so turn it to the right and back."""
+        # `_put` pads on the right, prompts are padded on the left: flip them and back.
         return _put(values.flip(1), slots, others.flip(1), donors).flip(1)
 
     return PromptBatch(
         prompt_ids=put_flipped(prompts.prompt_ids, fresh.prompt_ids),
         prompt_mask=put_flipped(prompts.prompt_mask, fresh.prompt_mask),
-        prompts=swapped(prompts.prompts, fresh.prompts),
+        prompts=swap(prompts.prompts, fresh.prompts),
         columns={
-            name: swapped(values, fresh.columns[name]) for name, values in prompts.columns.items()
+            name: swap(values, fresh.columns[name]) for name, values in prompts.columns.items()
         },
         index=_put(prompts.index, slots, fresh.index, donors),
     )
@@ -257,7 +238,7 @@ def with_prompts(
 def with_rewards(
     rewards: RewardTable, slots: Tensor, fresh: RewardTable, donors: Tensor
 ) -> RewardTable:
-    """Rewards of which the groups `slots` [k] are the groups `donors` [k] of another table."""
+    """Replace groups `slots` [k] of a reward table by groups `donors` [k] of another one."""
 
     def put(parts: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: _put(part, slots, others[name], donors) for name, part in parts.items()}
@@ -273,13 +254,13 @@ def with_rewards(
 
 
 def _put(values: Tensor, into: Tensor, fresh: Tensor, rows: Tensor, fill: float = 0) -> Tensor:
-    """A copy with rows of `fresh` in the rows `into`, both filled up to the larger sizes."""
+    """Copy `values`, with rows `into` replaced by rows of `fresh`; both padded to one size."""
     sizes = [max(a, b) for a, b in zip(values.shape[1:], fresh.shape[1:], strict=True)]
 
-    def widened(tensor: Tensor) -> Tensor:
+    def widen(tensor: Tensor) -> Tensor:
         ends = [end for a, b in zip(tensor.shape[1:], sizes, strict=True) for end in (b - a, 0)]
         return pad(tensor, ends[::-1], value=fill)
 
-    values = widened(values).clone()
-    values[into.to(values.device)] = widened(fresh)[rows.to(values.device)]
+    values = widen(values).clone()
+    values[into.to(values.device)] = widen(fresh)[rows.to(values.device)]
     return values

@@ -1,55 +1,50 @@
-"""Prompts in, sampled completions with their texts out."""
+"""Sample groups of completions for a batch of prompts."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from litgrpo.distributed.device import Clock, timed, with_halving
+from litgrpo.distributed.device import Clock, timed
+from litgrpo.distributed.fsdp.units import gathered
+from litgrpo.distributed.memory import RowLimit, retry_smaller
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import Episodes, RolloutKey
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
-from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
+from litgrpo.types import PromptBatch, Rollout, Stats
+
+if TYPE_CHECKING:
+    from litgrpo.rollout.async_rollout import Prefetch
 
 
-class PendingTable(Protocol):
-    """Rewards that are being computed."""
-
-    def wait(self) -> RewardTable:
-        """Return the rewards, when they are known."""
-
-
-class AllGroups:
-    """Learns from every group, informative or not; see `DynamicSampling`, which does not."""
-
-    def connect(self, loader: Any) -> None:
-        """No further prompts are needed."""
-
-    def replace_uninformative(
-        self, rollout: Rollout, pending: PendingTable, iteration: int
-    ) -> tuple[Rollout, PendingTable, Stats]:
-        """The rollout and its rewards, which are not waited for, and nothing to log."""
-        return rollout, pending, {}
+def rollout_row_limit() -> RowLimit:
+    """Return the limit on rows decoded at once, lowered after out-of-memory errors."""
+    remedy = "lower model.max_completion_length, data.max_prompt_length or model.group_size"
+    return RowLimit("engine.max_rows", remedy)
 
 
 @dataclass
 class Rollouter:
-    """Samples groups of completions.
+    """Samples groups of completions with an engine, and decodes them to text.
 
     Args:
-        policy: samples.
-        group_size: completions of each prompt in training, G.
-        max_completion_length: tokens of a completion at most, C.
+        policy: generates.
+        group_size: completions per prompt in training, G.
+        max_completion_length: limit on the tokens of a completion, C.
         engine: computes rollouts.
-        episodes: plays completions as episodes of an environment; None: each is one turn.
+        episodes: generates completions as multi-turn episodes; None: each is a single turn.
         sampling: temperature and filters in training.
-        seed: names the random numbers of all rollouts.
-        clock: counts the seconds.
-        max_rows: rows that decode at once at most, where memory was short; None: as the engine.
+        seed: of the random numbers of all rollouts.
+        clock: measures the phases.
+        row_limit: rows decoded at once after out-of-memory errors.
+
+    `prefetch`, if set, generates the next iteration's rollout during the update. A copy of a
+    rollouter has none: the start-up checks must not start rollouts of the run.
     """
 
     policy: Policy
@@ -60,9 +55,10 @@ class Rollouter:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     clock: Clock = field(default_factory=Clock)
-    max_rows: int | None = None
-    _sampled_tokens: int = field(default=0, init=False)
-    _synced: int = field(default=-1, init=False)
+    row_limit: RowLimit = field(default_factory=rollout_row_limit)
+    prefetch: Prefetch | None = field(default=None, init=False)
+    generated_tokens: int = field(default=0, init=False)  # in training, by this rank
+    _synced_iteration: int | None = field(default=None, init=False)  # the engine's weights
 
     @timed("time/rollout_s")
     def generate(
@@ -79,103 +75,115 @@ class Rollouter:
 
         Args:
             prompts: B prompts.
-            purpose: names the stream of random numbers; all but training use the same numbers in
-                every iteration.
+            purpose: selects the random numbers; all but training use the same ones in every
+                iteration.
             iteration: number of finished iterations.
-            attempt: number of the resampling of dynamic sampling.
-            group_size: completions of each prompt; None: as in training.
-            sampling: temperature and filters; None: as in training. Completions end as in training.
+            attempt: attempt of dynamic sampling; 0 is the first rollout.
+            group_size: completions per prompt; None: as in training.
+            sampling: temperature and filters; None: as in training. Stop sequences are always those
+                of training.
 
         Returns:
             Rollout of N = B * G completions with their texts.
 
         Raises:
-            ValueError: the batch is not one of prompts.
+            ValueError: the batch does not consist of prompts.
         """
         if not isinstance(prompts, PromptBatch):
             raise ValueError(
-                f"The data module gave a {type(prompts).__name__}, but completions are sampled for "
-                "prompts alone. Use litgrpo.PromptData."
+                f"The data module yields {type(prompts).__name__}, but GRPO needs prompts without "
+                "completions. Use litgrpo.PromptData."
             )
-        policy, stops = self.policy, self.stop_strings
-        named = RolloutKey(self.seed, purpose, iteration, attempt)
-        requests = self.requests(prompts, named, group_size, sampling)
-        policy.eval()
-        if iteration != self._synced:
-            self.engine.sync_weights(self.policy, iteration)
-            self._synced = iteration
-        with self.policy.autocast():
-            rollout = self._within_memory(requests, named)
+        stream = RolloutKey(self.seed, purpose, iteration, attempt)
+        request = self.build_request(prompts, stream, group_size, sampling)
+        self.policy.eval()
+        if self.prefetch is not None:
+            self.prefetch.wait()  # weights must not change while the engine generates with them
+        self.sync_weights(iteration)
+        version = iteration
+        if self.prefetch is not None and purpose == "train":
+            rollout, version = self.prefetch.exchange(self, request, stream)
+        else:
+            rollout = self.sample(request, stream)
         if purpose == "train":
-            self._sampled_tokens += int(rollout.lengths.sum())
-        decode = partial(policy.tokenizer.batch_decode, skip_special_tokens=True)
-        texts = rollout.completions or decode(rollout.token_lists())
-        if stops is not None:
-            texts = stops.cut_all(texts, rollout, self.sampling.include_stop_str_in_output)
-        return replace(rollout, completions=texts, policy_version=iteration)
+            self.generated_tokens += int(rollout.lengths.sum())
+        return replace(rollout, completions=self._decode(rollout), policy_version=version)
 
-    def requests(
+    def build_request(
         self,
         prompts: PromptBatch,
-        named: RolloutKey,
-        group_size: int | None,
-        sampling: Sampling | None,
+        stream: RolloutKey,
+        group_size: int | None = None,
+        sampling: Sampling | None = None,
     ) -> RolloutRequest:
-        """What the engine is asked for the rollout of a name; see `generate`."""
+        """Build the engine's request for a rollout, with one random number per token."""
         group_size = self.group_size if group_size is None else group_size
-        size, stops = (group_size, self.max_completion_length), self.stop_strings
-        uniforms = draw_uniforms(*named[:3], prompts.index, *size, attempt=named.attempt)
+        size = (group_size, self.max_completion_length)
+        uniforms = draw_uniforms(*stream[:3], prompts.index, *size, attempt=stream.attempt)
         sampling = (sampling or self.sampling).ending_as(self.sampling)
-        return RolloutRequest(self.policy, prompts, group_size, uniforms, sampling, stops=stops)
+        return RolloutRequest(
+            self.policy, prompts, group_size, uniforms, sampling, stops=self.stop_strings
+        )
+
+    def sync_weights(self, iteration: int) -> None:
+        """Hand the policy's weights to an engine that has its own copy, once per iteration."""
+        if iteration != self._synced_iteration:
+            self.engine.sync_weights(self.policy, iteration)
+            self._synced_iteration = iteration
+
+    def forget_weights(self) -> None:
+        """Hand the weights to the engine again before the next rollout, as after a checkpoint."""
+        self._synced_iteration = None
+
+    def sample(self, request: RolloutRequest, stream: RolloutKey) -> Rollout:
+        """Generate the tokens of a rollout, with fewer rows at once after out-of-memory errors.
+
+        The completions do not change: no row depends on the rows beside it. Episodes start again.
+        """
+        engine = self.engine
+        # Sharded weights (FSDP) are gathered for the whole rollout: rows end at different tokens,
+        # so ranks cannot meet for collectives within it. Engines with their own copy need none.
+        has_own_copy = type(engine).sync_weights is not RolloutEngine.sync_weights
+        rows_in_use = request.num_rows
+
+        def attempt(max_rows: int | None) -> Rollout:
+            nonlocal rows_in_use
+            limits = (request.num_rows, engine.row_limit, max_rows)
+            rows_in_use = min(rows for rows in limits if rows is not None)
+            limited = replace(request, max_rows=max_rows)
+            if self.episodes is not None:  # stop sequences end turns, not episodes
+                return self.episodes.play(engine, limited, stream)
+            rollout = engine.generate(limited)
+            if request.stops is not None:
+                shapes = engine.static_shapes
+                rollout = request.stops.cut_tokens(
+                    rollout, self.policy.pad_id, static_shapes=shapes
+                )
+            return rollout
+
+        with nullcontext() if has_own_copy else gathered(self.policy), self.policy.autocast():
+            return retry_smaller(
+                attempt, self.row_limit, lambda: rows_in_use, least=request.group_size
+            )
+
+    def _decode(self, rollout: Rollout) -> list[str]:
+        if rollout.completions:  # episodes have texts already
+            texts = list(rollout.completions)
+        else:
+            decode = self.policy.tokenizer.batch_decode
+            texts = decode(rollout.token_lists(), skip_special_tokens=True)
+        if self.stop_strings is not None:
+            keep = self.sampling.include_stop_str_in_output
+            texts = self.stop_strings.cut_all(texts, rollout, keep)
+        return texts
 
     def episode_stats(self, rollout: Rollout) -> Stats:
-        """What to log of a rollout's episodes."""
+        """Return what to log about a rollout's episodes."""
         return {} if self.episodes is None else self.episodes.stats(rollout)
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:
-        """Where completions end besides the end token; None where there is no such text."""
+        """Stop sequences of completions; None if only the end token ends them."""
         stops, policy = self.sampling.stops, self.policy
         check_stop_tokens(self.sampling.stop_token_ids, policy.vocab_size)
         return StopStrings(stops, policy.tokenizer, policy.vocab_size) if stops else None
-
-    def forget_weights(self) -> None:
-        """Hand the weights to the engine again before the next rollout."""
-        self._synced = -1
-
-    def take_sampled_tokens(self) -> int:
-        """Tokens that this process sampled for training since the last call."""
-        tokens, self._sampled_tokens = self._sampled_tokens, 0
-        return tokens
-
-    def _within_memory(self, requests: RolloutRequest, named: RolloutKey) -> Rollout:
-        """The rollout, repeated with half the rows at once while memory is short.
-
-        The completions stay the same: no row depends on those beside it. Episodes begin anew.
-        """
-        at_once, stops = requests.num_rows, requests.stops
-
-        def attempt(max_rows: int | None) -> Rollout:
-            nonlocal at_once
-            limits = (requests.num_rows, self.engine.row_limit, max_rows)
-            at_once = min(rows for rows in limits if rows is not None)
-            asked = replace(requests, max_rows=max_rows)
-            if self.episodes is not None:  # turns end at stop strings, not rows
-                return self.episodes.play(self.engine, asked, named)
-            rollout = self.engine.generate(asked)
-            if stops is None:
-                return rollout
-            shapes = self.engine.static_shapes
-            return stops.cut_tokens(rollout, self.policy.pad_id, static_shapes=shapes)
-
-        return with_halving(
-            attempt,
-            rows=lambda: at_once,
-            limit=self.max_rows,
-            on_halved=partial(setattr, self, "max_rows"),
-            what="the rollout",
-            setting="engine.max_rows",
-            unchanged="the completions",
-            remedy="lower model.max_completion_length, data.max_prompt_length or model.group_size",
-            least=requests.group_size,
-        )

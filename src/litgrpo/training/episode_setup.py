@@ -1,12 +1,11 @@
-"""Builds what plays episodes from a recipe's settings, and refuses settings that contradict."""
+"""Build what plays the multi-turn episodes of a GRPO run, and check its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from litgrpo.arguments import require
 from litgrpo.data.rendering import prompt_style
 from litgrpo.data.source_data import SourceData
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
@@ -18,111 +17,96 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.turn_format import InlineFormat, TurnFormat, chat_turn_format
-from litgrpo.training.trainer_adapters import is_attached
+from litgrpo.training.steppers import is_attached
 from litgrpo.types import PromptBatch
 
-REWARD = "environment"  # name of the reward that is the environment's own
+if TYPE_CHECKING:
+    from litgrpo.training.grpo import GRPO
+
+OWN_REWARD = "environment"  # name of the reward that the environment itself returns
 
 
-def checked(
+def check_environment(
     environment: object | None,
     episode: EpisodeSettings,
     engine: RolloutEngine,
     rewards: Mapping[str, Any],
 ) -> object | None:
-    """The environment; refuses settings of episodes that contradict each other.
+    """Return the environment, after checking it against the settings of episodes.
 
     Args:
-        environment: it, or what `given_environment` makes it of.
-        episode: limits.
-        engine: samples.
+        environment: an object, or a description of one.
+        episode: limits of an episode.
+        engine: generates.
         rewards: {name: Reward}.
 
     Raises:
-        ValueError: the environment is none, or the engine cannot play it; episodes are set or
-            rewarded without one.
+        ValueError: the object is not an environment, the engine cannot generate episodes, or
+            episodes are configured or rewarded without an environment.
     """
     if environment is None:
-        require(
-            episode == EpisodeSettings(),
-            "episode is set, but there is no environment. Name one: environment: {class_path: "
-            "litgrpo.environments.Tools, ...}.",
-        )
+        if episode != EpisodeSettings():
+            raise ValueError(
+                "episode is set, but environment is not. Set environment: {class_path: "
+                "litgrpo.environments.Tools, ...}."
+            )
         check_own_reward(rewards)
         return None
     environment = given_environment(environment)
-    require(
-        isinstance(environment, Environment),
-        f"environment is {environment!r:.80}, which lacks `reset(row, seed)` or `step(said)`; see "
-        "docs/environments.md.",
-    )
-    require(
-        engine.supports_episodes,
-        f"{type(engine).__name__} samples without turns: it cannot put what an environment answers "
-        "between the tokens that it samples. Give engine: {class_path: LocalEngine}.",
-    )
+    if not isinstance(environment, Environment):
+        raise ValueError(
+            f"environment is {environment!r:.80}, which has no `reset(row, seed)` or "
+            "`step(action)`; see docs/environments.md."
+        )
+    if not engine.supports_episodes:
+        raise ValueError(
+            f"{type(engine).__name__} does not support episodes: it cannot insert observations "
+            "between generated tokens. Set engine: {class_path: LocalEngine}."
+        )
     return environment
 
 
-def episodes_of(
-    module: Any, environment: object | None, settings: EpisodeSettings, policy: Policy
+def check_own_reward(rewards: Mapping[str, Any]) -> None:
+    """Check that the environment's own reward is not configured without an environment.
+
+    Raises:
+        ValueError: it is.
+    """
+    own = rewards.get(OWN_REWARD)
+    if own is not None and not own.function:
+        raise ValueError(
+            f"rewards.{OWN_REWARD} without a function is the environment's own reward, but "
+            "environment is not set."
+        )
+
+
+def build_episodes(
+    module: GRPO, environment: Any, settings: EpisodeSettings, policy: Policy
 ) -> Episodes | None:
-    """What plays the episodes of a GRPO; None without an environment.
+    """Build the player of episodes; None without an environment.
 
     Args:
-        module: whose data open the prompts.
-        environment: the pattern.
-        settings: limits.
-        policy: says what end tokens are, and has the tokenizer.
+        module: its data render prompts and observations.
+        environment: is copied for each episode.
+        settings: limits and format.
+        policy: has the tokenizer and the end tokens.
     """
     if environment is None:
         return None
     tools = [str(each.get("function", each)["name"]) for each in schemas_of(environment)]
-
-    longest = [0]  # so far
-
-    def opener(prompts: PromptBatch, row: int, added: Any) -> list[int]:
-        ids = opened(prompts, row, added)
-        if len(ids) > longest[0]:
-            longest[0], limit = len(ids), module.settings.max_completion_length
-            said = f"A prompt has {len(ids)} tokens with what the environment adds at its start"
-            check_length(policy, len(ids), limit, "max_prompt_length", said)
-        return ids
-
-    def opened(prompts: PromptBatch, row: int, added: Any) -> list[int]:
-        data = module.trainer.datamodule if is_attached(module) else None
-        if isinstance(data, SourceData):
-            return data.opened(prompts, row, added, settings.split_special_tokens)
-        require(isinstance(added, str), "the environment begins with messages: use PromptData")
-        style, split = prompt_style(None, False), settings.split_special_tokens
-        return style.opened(prompts.prompts[row], {}, added, policy.tokenizer, split)
-
-    turn_format = bridge_of(module, settings, policy, bool(tools))
-    return Episodes(pool_of(module, settings), turn_format, settings, opener, tools)
+    pool = build_episode_pool(module, settings)
+    turn_format = _build_turn_format(module, settings, policy, has_tools=bool(tools))
+    return Episodes(pool, turn_format, settings, PromptOpener(module, settings, policy), tools)
 
 
-def check_own_reward(rewards: Mapping[str, Any]) -> None:
-    """Refuse an environment's own reward where there is none.
-
-    Args:
-        rewards: {name: Reward}.
-    """
-    own = rewards.get(REWARD)
-    require(
-        own is None or bool(own.function),
-        f"rewards.{REWARD} without a function is the environment's own reward, but there is no"
-        " environment.",
-    )
-
-
-def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:
-    """What plays many episodes side by side."""
+def build_episode_pool(module: GRPO, settings: EpisodeSettings) -> EpisodePool:
+    """Build what runs many episodes concurrently."""
     response_log = None
     if settings.record_responses and is_attached(module):
         folder = Path(module.trainer.default_root_dir)
         response_log = ResponseLog(folder / "tool_responses", folder / "checkpoints")
     return episode_pool(
-        module.settings.environment,
+        module.environment,
         workers=settings.workers,
         timeout_s=settings.timeout_s,
         on_timeout=settings.on_timeout,
@@ -131,36 +115,71 @@ def pool_of(module: Any, settings: EpisodeSettings) -> EpisodePool:
     )
 
 
-def bridge_of(module: Any, settings: EpisodeSettings, policy: Policy, tools: bool) -> TurnFormat:
-    """What stands between two turns.
+class PromptOpener:
+    """Tokenizes a prompt with what the environment adds to it at the start of an episode.
 
     Args:
-        module: whose data know the chat format.
-        settings: which of the two it is.
-        policy: has the tokenizer.
-        tools: tools will answer.
+        module: its data have the chat format.
+        settings: of episodes.
+        policy: has the tokenizer and the number of positions.
+    """
+
+    def __init__(self, module: GRPO, settings: EpisodeSettings, policy: Policy) -> None:
+        self.module, self.settings, self.policy = module, settings, policy
+        self.longest = 0  # prompt so far; each new maximum is checked against the positions
+
+    def __call__(self, prompts: PromptBatch, row: int, added: Any) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ValueError: the model has too few positions for prompt and completion.
+        """
+        ids = self._tokenize(prompts, row, added)
+        if len(ids) > self.longest:
+            self.longest = len(ids)
+            what = f"A prompt has {len(ids)} tokens with what the environment adds at its start"
+            completion = self.module.max_completion_length
+            check_length(self.policy, len(ids), completion, "max_prompt_length", what)
+        return ids
+
+    def _tokenize(self, prompts: PromptBatch, row: int, added: Any) -> list[int]:
+        split_special = self.settings.split_special_tokens
+        data = _data_of(self.module)
+        if data is not None:
+            return data.opened(prompts, row, added, split_special)
+        if not isinstance(added, str):
+            raise ValueError("The environment begins with messages: use litgrpo.PromptData.")
+        style = prompt_style(None, False)
+        return style.opened(prompts.prompts[row], {}, added, self.policy.tokenizer, split_special)
+
+
+def _data_of(module: GRPO) -> SourceData | None:
+    data = module.trainer.datamodule if is_attached(module) else None  # type: ignore[attr-defined]
+    return data if isinstance(data, SourceData) else None
+
+
+def _build_turn_format(
+    module: GRPO, settings: EpisodeSettings, policy: Policy, *, has_tools: bool
+) -> TurnFormat:
+    """Build the tokenizer of observations between turns.
 
     Raises:
-        ValueError: the chat template cannot say it, or there is none.
+        ValueError: the chat template cannot render observations, or the data have none.
     """
     if settings.turn_format == "inline":
         return InlineFormat(policy.tokenizer, settings.split_special_tokens)
-    data: Any = module.trainer.datamodule if is_attached(module) else None
-    require(
-        isinstance(data, SourceData) and data.shown is not None,
-        "episode.turn_format is template, but there are no data whose chat format says it: use "
-        "litgrpo.PromptData with chat: true, or set it to inline.",
-    )
+    data = _data_of(module)
+    if data is None or data.shown is None:
+        raise ValueError(
+            "episode.turn_format is template, but the data have no chat format: use "
+            "litgrpo.PromptData with chat: true, or set it to inline."
+        )
     style, tokenizer = data.shown
-    ends = (*policy.eos_ids, *module.settings.sampling.stop_token_ids)
-    role, split = settings.tool_role, settings.split_special_tokens
     return chat_turn_format(
-        style, tokenizer, ends, tool_role=role, tools=tools, split_special_tokens=split
+        style,
+        tokenizer,
+        (*policy.eos_ids, *module.sampling.stop_token_ids),
+        tool_role=settings.tool_role,
+        tools=has_tools,
+        split_special_tokens=settings.split_special_tokens,
     )
-
-
-def close_episodes(module: Any) -> None:
-    """End the episodes of a GRPO, and the processes that played them."""
-    rollouter = vars(module).get("rollouter")
-    if rollouter is not None and rollouter.episodes is not None:
-        rollouter.episodes.pool.close()

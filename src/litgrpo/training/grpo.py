@@ -1,62 +1,79 @@
-"""GRPO as a LightningModule: the walk from prompts to a better policy."""
+"""GRPO as a LightningModule: prompts, rollout, rewards, advantages, loss, optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
 
 from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.turn_credit import TurnAdvantages
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
+from litgrpo.data.sampler import BatchLoader
 from litgrpo.data.source_data import reward_columns, set_names
-from litgrpo.distributed.device import backend
+from litgrpo.distributed.device import Clock, backend
+from litgrpo.distributed.fsdp.units import is_divided
 from litgrpo.environments.base import shown_schemas_of
 from litgrpo.evaluation.evaluator import Evaluator
 from litgrpo.evaluation.settings import Evaluation
-from litgrpo.models.loading import LoRA, Precision, load_tokenizer, save_in_memory_model
+from litgrpo.models.kernels import linear as linears
+from litgrpo.models.loading import (
+    LoRA,
+    Precision,
+    check_weights,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    save_in_memory_model,
+)
 from litgrpo.models.policy import Policy
-from litgrpo.models.reference import Reference
+from litgrpo.models.reference import FrozenReference, Reference
 from litgrpo.rewards.reward import Reward, RewardFormat, named_rewards
 from litgrpo.rewards.reward_model import load_judges
 from litgrpo.rewards.runner import RewardRunner
 from litgrpo.rewards.scorer import Scorer
+from litgrpo.rollout.async_rollout import Prefetch
+from litgrpo.rollout.dynamic_sampling import DynamicSampling
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
-from litgrpo.rollout.rollouter import PendingTable
+from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
 from litgrpo.rollout.sampling import Purpose, Sampling
-from litgrpo.training import initial_policy as start
-from litgrpo.training import kernel_choice
-from litgrpo.training import saved_arguments as arguments_kept
-from litgrpo.training.assembly import (
-    Settings,
-    changing,
-    check_sizes,
-    corrected,
-    join,
-    loaded,
-    overlong,
-    place_of,
-    prepare_device,
-    remembered,
+from litgrpo.training import kernel_choice, saved_arguments, settings_checks
+from litgrpo.training.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
+from litgrpo.training.episode_setup import build_episodes, check_environment
+from litgrpo.training.initial_policy import initial_logprobs, measure_initial_policy
+from litgrpo.training.iteration_metrics import (
+    advantage_stats,
+    average_over_ranks,
+    group_advantages,
 )
-from litgrpo.training.context import check_data
-from litgrpo.training.controllers import Controllers, coefficients_of
-from litgrpo.training.defaults import GRPO_RATES, refuse_greedy_training, settled
-from litgrpo.training.episode_setup import checked, close_episodes
-from litgrpo.training.learner import advantage_stats, advantages_of, averages
+from litgrpo.training.learner import Learner, learning_row_limit
 from litgrpo.training.lightning_compat import ignore_harmless_warnings, log_numbers
+from litgrpo.training.micro_batches import EvenBatches, MicroBatching, RaggedBatches
 from litgrpo.training.optim import DefaultAdamW
-from litgrpo.training.optimizers import optimizer_and_schedule
-from litgrpo.training.state import load, save
-from litgrpo.training.trainer_adapters import TrainerStepper, is_attached, passes_over_data
+from litgrpo.training.run_setup import (
+    GRPO_RATES,
+    build_optimizer,
+    make_sharding,
+    passes_over_data,
+)
+from litgrpo.training.settings_checks import (
+    can_reuse_sampler_logprobs,
+    check_data_fits_model,
+    overlong_reward,
+    with_importance_correction,
+)
+from litgrpo.training.static_batches import StaticBatches
+from litgrpo.training.steppers import TrainerComm, TrainerStepper, is_attached
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import PromptBatch, Stats, StepReport, TrainingBatch
 
@@ -67,51 +84,59 @@ if TYPE_CHECKING:
 class GRPO(LightningModule):
     """Group Relative Policy Optimization of a language model.
 
-    One training step is one iteration: sample a group of completions of each prompt, reward them,
-    and learn from how each compares with its group.
+    One training step is one iteration: sample a group of completions for each prompt, compute their
+    rewards, and reinforce completions by how they compare with their group.
 
     Args:
-        pretrained: the model to train: hub id, folder, GGUF file, `builtin:<name>`; in Python also
-            a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
+        pretrained: model to train: Hub id, folder, GGUF file or `builtin:<name>`; in Python also a
+            `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         rewards: {name: reward function, weight, arguments}; their weighted sum is maximized.
-        objective: what is maximized: advantages, surrogate, loss_aggregation and KL term.
-        group_size: completions of each prompt, G.
-        max_completion_length: tokens of a completion at most, C.
+        objective: advantages, surrogate loss, loss aggregation and KL term.
+        group_size: completions per prompt, G (TRL: num_generations).
+        max_completion_length: limit on the tokens of a completion, C.
         sampling: temperature and filters of the rollout.
-        engine: how the rollout is computed.
+        engine: computes the rollout.
         update: how the optimizer uses one rollout.
-        evaluation: how held-out prompts are answered and counted.
-        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
-        lr_scheduler: as in torch, or `WarmupCosine`, `WarmupLinear`; a step per optimizer step.
-        max_iterations: stop after so many iterations; None: after three passes over the data,
-            unless tokens or the trainer set a limit.
-        max_generated_tokens: stop after so many tokens were sampled for training, by all processes.
-        dynamic_sampling_attempts: where all completions of a prompt are equally good, sample
-            another prompt, at
-            most so many times per iteration (DAPO's dynamic sampling); 0 learns from what there is.
-        soft_overlong: share of max_completion_length, at its end, over which a completion loses
-            up to
-            1 point of reward (DAPO's soft overlong punishment); 0 punishes nothing.
-        reference: model that the KL term refers to; None takes the start (with LoRA: the model
-            without adapters). Nothing is loaded when the KL coefficient is 0.
-        controllers: steer the coefficients of entropy and KL, let the reference follow the policy.
+        evaluation: how held-out prompts are answered and scored.
+        optimizer: callable that takes the parameters, such as `lambda p: AdamW(p, lr=1e-6)`;
+            default: AdamW, with a learning rate that is logged at start-up.
+        lr_scheduler: callable that takes the optimizer, or `WarmupCosine`, `WarmupLinear`; stepped
+            after each optimizer step.
+        max_iterations: stop after this many iterations; None: after three passes over the data,
+            unless tokens or the trainer limit the run.
+        max_generated_tokens: stop once this many training tokens have been generated (all ranks).
+        dynamic_sampling_attempts: limit on attempts per iteration to replace zero-variance groups
+            by groups of other prompts (DAPO's dynamic sampling); 0: off.
+        overlong_buffer_frac: fraction of max_completion_length, at its end, over which a completion
+            loses up to 1 point of reward (DAPO's soft overlong punishment); 0: off.
+        reference: reference model of the KL term; None: the initial policy (with LoRA: the model
+            without adapters). Nothing is loaded if the KL coefficient is 0.
+        controllers: adaptive coefficients of entropy and KL, and a moving reference.
         precision: dtype of the weights, gradient checkpointing, dropout.
-        lora: train adapters instead of the weights.
-        check_invariants: refuse to train where sampling, learning and reference disagree on a few
-            short prompts; skipped on devices that compile a program for each shape.
+        lora: train adapters instead of all weights.
+        check_invariants: compare sampling, training and reference on a few short prompts before
+            training, and stop if they disagree; skipped on XLA devices.
         reward_format: `text`, or `chat` for functions that expect lists of messages.
-        reward_runner: `ProcessRunner` (default) ends functions that hang; or `InProcessRunner`.
-        environment: answers between the turns of an episode: an object with `reset(row, seed)` and
-            `step(said)`, such as `litgrpo.environments.Tools`; null: every completion is one turn.
-        episode: limits of an episode, and how turns follow each other.
-        seed: names the random numbers of all rollouts.
+        reward_runner: `ProcessRunner` (default) kills functions that hang; or `InProcessRunner`.
+        environment: for multi-turn episodes: an object with `reset(row, seed)` and `step(action)`,
+            such as `litgrpo.environments.Tools`; None: every completion is a single turn.
+        episode: limits and format of multi-turn episodes.
+        seed: random seed for generation.
+
+    Example:
+        >>> def count_vowels(prompts, completions):
+        ...     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+        >>> module = GRPO("builtin:tiny-gemma2", {"vowels": count_vowels}, group_size=4)
+        >>> module.group_size
+        4
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
 
-    scorer_class: type[Scorer] = Scorer  # whose `combine` makes rewards of what functions gave
+    # Subclass Scorer and override `combine` to change how components become one reward.
+    scorer_class: type[Scorer] = Scorer
 
-    def __init__(  # noqa: PLR0913 (each is a line of a recipe)
+    def __init__(  # noqa: PLR0913 (each is an option of a config)
         self,
         pretrained: str,
         rewards: dict[str, Reward],
@@ -128,7 +153,7 @@ class GRPO(LightningModule):
         max_iterations: int | None = None,
         max_generated_tokens: int | None = None,
         dynamic_sampling_attempts: int = 0,
-        soft_overlong: float = 0.0,
+        overlong_buffer_frac: float = 0.0,
         reference: str | None = None,
         controllers: Controllers = Controllers(),  # noqa: B008 (frozen)
         precision: Precision = Precision(),  # noqa: B008 (frozen)
@@ -142,192 +167,424 @@ class GRPO(LightningModule):
     ) -> None:
         super().__init__()
         ignore_harmless_warnings()
-        self.arguments = arguments_kept.kept(locals())
-        check_sizes(group_size, max_completion_length, max_iterations, objective)
+        self.arguments = saved_arguments.kept(locals())
+        # The learner accumulates gradients and takes several optimizer steps per iteration.
         self.automatic_optimization = False
-        self.strict_loading = False  # a checkpoint holds what is trained and nothing else
-        self.pretrained, self.reference_path = save_in_memory_model(pretrained), reference
+        self.strict_loading = False  # checkpoints hold trained weights only
+
+        settings_checks.check_sizes(group_size, max_completion_length, max_iterations, objective)
+        settings_checks.check_async(update, dynamic_sampling_attempts, environment)
+        rewards = named_rewards(rewards)
+        self.pretrained = save_in_memory_model(pretrained)
+        self.reference_path = reference
+        self.group_size, self.max_completion_length = group_size, max_completion_length
+        self.sampling = settings_checks.with_candidates(sampling)
+        self.engine, self.update = engine, update
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.max_iterations, self.max_generated_tokens = max_iterations, max_generated_tokens
-        self.lora, self.check_invariants = lora, check_invariants
+        self.dynamic_sampling_attempts = dynamic_sampling_attempts
+        self.precision, self.lora = precision, lora
+        self.check_invariants = check_invariants
+        self.environment: Any = check_environment(environment, episode, engine, rewards)
+        self.episode, self.seed = episode, seed
+
+        objective = with_importance_correction(objective, engine, update)
+        self.coefficients = FixedCoefficients(objective)
+        if controllers != Controllers():
+            self.coefficients = AdaptiveCoefficients(controllers, objective)
+        rewards |= overlong_reward(overlong_buffer_frac, max_completion_length)
+        self.scorer = self.scorer_class(rewards, reward_format, reward_runner, max_iterations)
+        self.evaluator = Evaluator(evaluation, self.scorer)
+
+        # Loaded and built by `configure_model`.
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.policy: Policy | None = None
         self.reference: Reference | None = None
-        self.settings = Settings(
-            group_size=group_size,
-            max_completion_length=max_completion_length,
-            sampling=remembered(sampling),
-            engine=engine,
-            environment=checked(environment, episode, engine, named_rewards(rewards)),
-            episode=episode,
-            update=update,
-            precision=precision,
-            dynamic_sampling_attempts=dynamic_sampling_attempts,
-            seed=seed,
-        )
-        self.coefficients = coefficients_of(controllers, corrected(objective, engine, update))
-        parts = named_rewards(rewards) | overlong(soft_overlong, max_completion_length)
-        self.scorer = self.scorer_class(parts, reward_format, reward_runner, max_iterations)
-        self.evaluator = Evaluator(evaluation, self.scorer)
+        self.learner: Learner
+        self.rollouter: Rollouter
+        self.dynamic_sampling: DynamicSampling | None = None
+        self.clock = Clock()
+        self.stepper: TrainerStepper | None = None
+        self._built_for: tuple[torch.device, str] | None = None
+        # Limits after out-of-memory errors outlive the trainer.
+        self.rollout_limit, self.learning_limit = rollout_row_limit(), learning_row_limit()
+
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
 
-    load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
-    # What callbacks ask after an evaluation, besides `evaluation_report`.
-    evaluated_prompts = property(attrgetter("evaluator.of_prompts"))
-    complete_evaluation = start.complete
-    # What the data show to the model in their chat format: schemas of the environment's tools.
-    shown_tools = property(lambda self: shown_schemas_of(self.settings.environment))
+    load_from_checkpoint: Any = classmethod(saved_arguments.loaded)
+
+    # --- setup ---
 
     def setup(self, stage: str) -> None:
-        """Refuse what the trainer's device or precision cannot compute; load judges."""
+        """Check the config against device and data, and load reward models."""
         check_trainer(self)
         device = self.trainer.strategy.root_device
         if stage == "fit":
-            refuse_greedy_training(self.settings.sampling, self.settings.group_size)
-        prepare_device(self, device)
+            settings_checks.check_temperature(self.sampling, self.group_size)
+        settings_checks.check_trainer_precision(str(self.trainer.precision))
+        settings_checks.check_device(
+            device, self.engine, self.coefficients.objective, self.precision
+        )
+        backend(device).prepare()
+        if backend(device).static_shapes:
+            # Prompts stay on the host, where rollouts are assembled. Set on this object only:
+            # Lightning warns about a class that overrides the hook if a data module is used.
+            self.transfer_batch_to_device = _keep_on_host  # type: ignore[assignment,method-assign]
         self.evaluator.start(backend(device).data_device, set_names(self.trainer))
-        for columns in reward_columns(self.trainer):  # before a model is loaded
-            self.scorer.check(columns, episodes=self.settings.environment is not None)
+        for columns in reward_columns(self.trainer):
+            self.scorer.check(columns, episodes=self.environment is not None)
         if stage != "predict":
             load_judges(self.scorer.functions.values(), device, self.pretrained)
 
-    def teardown(self, stage: str) -> None:
-        """Let the processes of reward functions and environments go."""
-        self.scorer.close()
-        close_episodes(self)
-
     def fit_tokenizer(self, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
-        """The tokenizer of `pretrained`, loaded once; the texts are not looked at."""
+        """Load the tokenizer of `pretrained` once; GRPO does not train one on texts."""
         if self.tokenizer is None:
             policy = self.policy
             self.tokenizer = policy.tokenizer if policy else load_tokenizer(self.pretrained)
         return self.tokenizer
 
     def configure_model(self) -> None:
-        """Load the policy and, where the objective has a KL term, its reference; join the parts."""
-        self.policy, self.reference = loaded(self)
-        if vars(self).get("place") != place_of(self, self.policy):
-            self.place = place_of(self, self.policy)
-            self.clock, self.rollouter, self.learner, self.dynamic_sampling = join(
-                self.settings, self.policy, self.reference, self.coefficients, self.scorer, self
-            )
+        """Load the policy and the reference of the KL term, and build the parts of an iteration."""
+        policy = self._load_policy()
+        self._load_reference(policy)
+        device, precision = policy.model.device, "32-true"
         if is_attached(self):
-            check_data(self, self.policy, self.settings.max_completion_length, "max_prompt_length")
-            kernel_choice.use_everywhere(self, self.policy)
+            device, precision = self.trainer.strategy.root_device, str(self.trainer.precision)
+        if self._built_for != (device, precision):
+            self._use_static_shapes(device)
+            self.clock = Clock(device)
+            self.rollouter = self._build_rollouter(policy, device)
+            self.learner = self._build_learner(policy, device, precision)
+            self.dynamic_sampling = self._build_dynamic_sampling(device)
+            self._built_for = device, precision
+        if is_attached(self):
+            check_data_fits_model(self, policy, self.max_completion_length, "max_prompt_length")
+            kernel_choice.use_everywhere(self, policy)
+
+    def _load_policy(self) -> Policy:
+        sharding = make_sharding(self)
+        if self.policy is None:
+            self.policy = load_policy(
+                self.pretrained,
+                tokenizer=self.fit_tokenizer(),
+                precision=self.precision,
+                lora=self.lora,
+                sharding=sharding,
+            )
+        if sharding is not None:
+            sharding.shard(self.policy)
+        return self.policy
+
+    def _load_reference(self, policy: Policy) -> None:
+        sharding = make_sharding(self)
+        if self.reference is None and self.coefficients.objective.needs_reference:
+            self.reference = load_reference(
+                policy,
+                self.reference_path,
+                self.pretrained,
+                self.precision,
+                self.lora,
+                sharding=sharding,
+            )
+        if sharding is not None and isinstance(self.reference, FrozenReference):
+            sharding.shard(self.reference.policy)
+
+    def _build_rollouter(self, policy: Policy, device: torch.device) -> Rollouter:
+        rollouter = Rollouter(
+            policy,
+            self.group_size,
+            self.max_completion_length,
+            engine=self.engine,
+            episodes=build_episodes(self, self.environment, self.episode, policy),
+            sampling=self.sampling,
+            seed=self.seed,
+            clock=self.clock,
+            row_limit=self.rollout_limit,
+        )
+        if self.update.staleness:
+            settings_checks.check_async_sharding(policy, self.engine)
+            if is_attached(self):
+                next_prompts = partial(self._next_prompts, backend(device).data_device)
+                rollouter.prefetch = Prefetch(next_prompts)
+        return rollouter
+
+    def _build_learner(self, policy: Policy, device: torch.device, precision: str) -> Learner:
+        comm = TrainerComm(self)
+        static_shapes = backend(device).static_shapes
+        micro_batching: MicroBatching = RaggedBatches()
+        if static_shapes:
+            micro_batching = StaticBatches(backend(device))
+        elif is_divided(policy):
+            micro_batching = EvenBatches(policy, comm)
+        linear_outputs = linears.count_linear_outputs(policy.model)
+        return Learner(
+            policy,
+            self.coefficients,
+            self.update.fitted(linear_outputs, static_shapes=static_shapes),
+            self.sampling,
+            self.group_size,
+            self.max_completion_length,
+            reference=self.reference,
+            exact_logprobs=self.engine.exact_logprobs,
+            reuse_sampler_logprobs=can_reuse_sampler_logprobs(
+                precision, self.precision, self.engine, self.environment, self.update
+            ),
+            comm=comm,
+            micro_batching=micro_batching,
+            clock=self.clock,
+            row_limit=self.learning_limit,
+        )
+
+    def _build_dynamic_sampling(self, device: torch.device) -> DynamicSampling | None:
+        if not self.dynamic_sampling_attempts:
+            return None
+        advantages = self.coefficients.objective.advantages
+        return DynamicSampling(
+            self.rollouter,
+            self.scorer,
+            self.dynamic_sampling_attempts,
+            backend(device).data_device,
+            self.learner.comm,
+            backend(device).static_shapes,
+            credit=advantages if isinstance(advantages, TurnAdvantages) else None,
+        )
+
+    def _use_static_shapes(self, device: torch.device) -> None:
+        static_shapes = backend(device).static_shapes
+        for part in self.modules():
+            if isinstance(part, Policy):
+                part.static_shapes = static_shapes
+                if static_shapes and part.bare_model.is_activation_checkpointing:
+                    # A hook that XLA cannot trace; checkpoints without reentry need none.
+                    part.bare_model.disable_input_require_grads()
+
+    def _next_prompts(self, device: torch.device) -> PromptBatch:
+        loader = self.trainer.train_dataloader
+        if not isinstance(loader, BatchLoader):
+            raise ValueError("update.staleness is 1, which needs litgrpo.PromptData. Set it to 0.")
+        return loader.ahead().to(device)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Start-up checks, metrics of an iteration, a progress bar that counts iterations."""
+        """Return start-up checks, metrics and a progress bar that counts iterations."""
         callbacks: list[Callback] = [IterationMetrics(), NoLearningSignal()]
         if self.check_invariants:
             callbacks.insert(0, InvariantChecks())
         return callbacks + replace_stock_bar(self)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over what is trained, and its schedule in optimizer steps."""
-        made = settled(self, GRPO_RATES, self.settings.update.num_steps)
-        return optimizer_and_schedule(self, *made)
+        """Build the optimizer over the trained weights, and its schedule in optimizer steps."""
+        return build_optimizer(self, GRPO_RATES, self.update.num_steps)
 
-    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        """One iteration: sample, reward, and learn from the comparison.
-
-        Reward functions of other processes work while the models compute log-probabilities.
-        Returns the rollout, its rewards, the [B, G] advantages and a report of each optimizer step.
-        """
-        n = self.iteration
-        rollout = self.rollouter.generate(prompts, "train", n)
-        with self.clock.phase("time/reward_s"):  # worker processes run from here on
-            pending: PendingTable = self.scorer.start(rollout, n)
-        rollout, pending, first = self.dynamic_sampling.replace_uninformative(rollout, pending, n)
-        logprobs = self.learner.old_and_reference_logprobs(rollout)
-        with self.clock.phase("time/reward_s"):
-            rewards = pending.wait()
-        experience = self.learner.experience(rollout, rewards, logprobs)
-        reports = self.learner.update(experience, TrainerStepper(self))
-        self.log_dict(rewards.metrics)
-        seen = rewards.stats() | rollout.stats() | self.rollouter.episode_stats(rollout) | first
-        self.log_iteration(seen, experience, reports)
-        shown = {"rollout": rollout, "rewards": rewards, "reports": reports}
-        return shown | {"advantages": advantages_of(experience, rewards)}
-
-    def log_iteration(
-        self, seen: Stats, experience: TrainingBatch, reports: list[StepReport]
-    ) -> None:
-        """Count the iteration and log it; its number is the loggers' x-axis."""
-        self.iteration += 1
-        comm, tokens = self.learner.comm, self.rollouter.take_sampled_tokens()
-        self.generated_tokens += int(comm.sum(torch.tensor(tokens)))
-        seen |= advantage_stats(experience) | self.clock.stats(tokens)
-        stats = averages(seen, reports, comm, backend(self.device).data_device)
-        stats |= self.coefficients.stats()
-        stats["perf/tokens_per_s"] *= comm.world_size
-        stats["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
-        stats["data/epoch"] = torch.tensor(passes_over_data(self))
-        stats["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
-        log_numbers(self, stats | {"step": torch.tensor(float(self.iteration))})
-        self.learner.follow(stats, self.iteration)
-        self.stop_when_done()
-        self.reseed()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start the clock and the device's random numbers."""
-        self.clock.restart()
-        self.reseed()
-
-    def reseed(self) -> None:
-        """Seed the device's own numbers, which dropout draws from and compiled programs advance."""
-        backend(self.device).seed(self.settings.seed * 1_000_003 + self.iteration)
+    # --- training ---
 
     def on_train_start(self) -> None:
-        """Let dynamic sampling ask the training data; a resumed run may be done already."""
-        self.dynamic_sampling.connect(self.trainer.train_dataloader)
-        self.stop_when_done()
+        """Connect dynamic sampling to the training data; a resumed run may be complete already."""
+        self.stepper = TrainerStepper(self)
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.connect(self.trainer.train_dataloader)
+        self._stop_if_done()
 
-    def stop_when_done(self) -> None:
-        """Stop after `max_iterations` or `max_generated_tokens`."""
-        most = self.max_generated_tokens or torch.inf
-        if self.iteration >= (self.max_iterations or torch.inf) or self.generated_tokens >= most:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the clock and seed the device."""
+        self.clock.restart()
+        self.rollouter.generated_tokens = 0
+        self._seed_device()
+
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Run one iteration: rollout, rewards, advantages, optimizer steps.
+
+        Args:
+            prompts: B prompts.
+            batch_idx: number of the batch in this epoch.
+
+        Returns:
+            For callbacks: the rollout, its rewards, [B, G] advantages and a report of each step.
+        """
+        assert self.stepper is not None
+        iteration = self.iteration
+        rollout = self.rollouter.generate(prompts, "train", iteration)
+
+        # Reward functions run in worker processes while the models compute log-probabilities.
+        with self.clock.phase("time/reward_s"):
+            pending = self.scorer.start(rollout, iteration)
+        if self.dynamic_sampling is None:
+            logprobs = self.learner.old_and_reference_logprobs(rollout)
+            with self.clock.phase("time/reward_s"):
+                rewards = pending.wait()
+            stats = rewards.stats() | rollout.stats()
+        else:
+            # Which groups stay depends on their rewards: log-probabilities have to wait.
+            with self.clock.phase("time/reward_s"):
+                rewards = pending.wait()
+            rollout, rewards, stats = self.dynamic_sampling.replace_zero_variance_groups(
+                rollout, rewards, iteration
+            )
+            logprobs = self.learner.old_and_reference_logprobs(rollout)
+
+        # Advantages and loss weights per token, then clipped surrogate loss and optimizer steps.
+        batch = self.learner.build_batch(rollout, rewards, logprobs)
+        reports = self.learner.update(batch, self.stepper)
+
+        self.log_dict(rewards.metrics)
+        stats |= self.rollouter.episode_stats(rollout)
+        self._finish_iteration(stats, batch, reports)
+        return {
+            "rollout": rollout,
+            "rewards": rewards,
+            "reports": reports,
+            "advantages": group_advantages(batch, rewards),
+        }
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip gradients: only here are they reduced over ranks and unscaled (fp16)."""
+        assert self.stepper is not None
+        self.stepper.before_step()
+
+    def _finish_iteration(
+        self, stats: Stats, batch: TrainingBatch, reports: list[StepReport]
+    ) -> None:
+        """Count the iteration, log it, and adapt coefficients; loggers' x-axis is the iteration."""
+        self.iteration += 1
+        comm, own_tokens = self.learner.comm, self.rollouter.generated_tokens
+        self.generated_tokens += int(comm.sum(torch.tensor(own_tokens)))
+        stats = stats | advantage_stats(batch) | self.clock.stats(own_tokens)
+        averages = average_over_ranks(stats, reports, comm, backend(self.device).data_device)
+        averages |= self.coefficients.stats()
+        averages["perf/tokens_per_s"] *= comm.world_size
+        averages["perf/peak_memory_gib"] = torch.tensor(backend(self.device).peak_memory_gib())
+        averages["perf/generated_tokens"] = torch.tensor(float(self.generated_tokens))
+        averages["data/epoch"] = torch.tensor(passes_over_data(self.trainer))
+        log_numbers(self, averages | {"step": torch.tensor(float(self.iteration))})
+        self.learner.update_coefficients(averages, self.iteration)
+        self._stop_if_done()
+        self._seed_device()
+
+    def _stop_if_done(self) -> None:
+        iterations = self.max_iterations or torch.inf
+        tokens = self.max_generated_tokens or torch.inf
+        if self.iteration >= iterations or self.generated_tokens >= tokens:
             self.trainer.should_stop = True
+
+    def _seed_device(self) -> None:
+        # Dropout draws from the device's generator; XLA programs advance it. A seed per iteration
+        # makes a resumed run draw the same.
+        backend(self.device).seed(self.seed * 1_000_003 + self.iteration)
+
+    # --- evaluation and prediction ---
 
     def validation_step(
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
-        """Answer held-out prompts and count successes; the sampled rollout and its rewards."""
-        self.evaluator.start_logprobs = start.start_logprobs(self)
-        asked = (self.rollouter, prompts, purpose, self.iteration)
-        return vars(self.evaluator.evaluate(*asked, name=prompts.set_name))
+        """Answer held-out prompts and count correct answers; return rollout and rewards."""
+        self.evaluator.start_logprobs = initial_logprobs(self)
+        evaluated = self.evaluator.evaluate(
+            self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
+        )
+        return vars(evaluated)
+
+    def on_validation_epoch_end(self) -> None:
+        """Report accuracies with intervals, and mean rewards."""
+        self._report_evaluation("val")
 
     def test_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
-        """Like a validation step, with random numbers of its own."""
+        """Run a validation step with the random numbers of the test stage."""
         return self.validation_step(prompts, batch_idx, "test")
 
-    def on_validation_epoch_end(self, stage: str = "val") -> None:
+    def on_test_epoch_end(self) -> None:
         """Report accuracies with intervals, and mean rewards."""
+        self._report_evaluation("test")
+
+    def _report_evaluation(self, stage: str) -> None:
         self.evaluation_report = self.evaluator.report(stage, self.learner.comm)
-        self.reseed()
+        self._seed_device()
         report = self.evaluation_report | {"step": float(self.iteration)}
         self.log_dict({name: torch.tensor(value) for name, value in report.items()})
 
-    def on_test_epoch_end(self) -> None:
-        """Like the end of a validation."""
-        self.on_validation_epoch_end("test")
+    def complete_evaluation(self) -> dict[str, float]:
+        """Measure what the last evaluation needs the initial policy for, at the end of a run."""
+        return measure_initial_policy(self)
+
+    @property
+    def evaluated_prompts(self) -> Any:
+        """Results of each held-out prompt in the last evaluation."""
+        return self.evaluator.of_prompts
+
+    @property
+    def shown_tools(self) -> Any:
+        """Schemas of the environment's tools, which the chat format lists in prompts."""
+        return shown_schemas_of(self.environment)
 
     def predict_step(self, prompts: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
-        """Answer prompts; see `Evaluator.predict`."""
+        """Answer prompts."""
         return self.evaluator.predict(self.rollouter, prompts)
 
+    # --- checkpoints ---
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what changes: no frozen reference, no weights under adapters."""
-        if "learner" not in vars(self):  # the trainer's processes were forked, and this one waits
+        """Add the state of the run, and drop weights that never change."""
+        if self._built_for is None:  # this process only waits for those that it spawned
             self.configure_model()
-        checkpoint |= {"iteration": self.iteration, "generated_tokens": self.generated_tokens}
-        checkpoint |= {arguments_kept.KEY: self.arguments, "judges": self.scorer.state_dict()}
-        save(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
+        weights, changing = checkpoint["state_dict"], self._changing_weights()
+        checkpoint["state_dict"] = {name: weights[name] for name in weights if name in changing}
+        # Limits on rows decide in which order sums are rounded.
+        lowered = {
+            "micro_batch_size": self.learning_limit.max_rows,
+            "max_rows": self.rollout_limit.max_rows,
+        }
+        if self.rollouter.prefetch is not None:
+            checkpoint["ahead"] = self.rollouter.prefetch.state_dict(self.iteration)
+        checkpoint |= {
+            "iteration": self.iteration,
+            "generated_tokens": self.generated_tokens,
+            "coefficients": self.coefficients.state_dict(),
+            "judges": self.scorer.state_dict(),
+            "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
+            kernel_choice.KEY: kernel_choice.saved(self.learner.policy),
+            saved_arguments.KEY: self.arguments,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on where the checkpoint was taken; refuse one of another model."""
-        load(checkpoint, changing(self, self.coefficients), self.learner, self.rollouter)
-        kernel_choice.restore(self, checkpoint)
+        """Restore the state of the run.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
+        check_weights(checkpoint["state_dict"], self._changing_weights())
         self.iteration = checkpoint["iteration"]
         self.generated_tokens = checkpoint["generated_tokens"]
+        self.coefficients.load_state_dict(checkpoint["coefficients"])
         self.scorer.load_state_dict(checkpoint.get("judges", {}))
+        self.learning_limit.max_rows = checkpoint["lowered"].get("micro_batch_size")
+        self.rollout_limit.max_rows = checkpoint["lowered"].get("max_rows")
+        self.rollouter.forget_weights()
+        if self.rollouter.prefetch is not None:
+            self.rollouter.prefetch.load_state_dict(checkpoint.get("ahead"))
+        kernel_choice.restore(self, checkpoint)
+
+    def _changing_weights(self) -> dict[str, Tensor]:
+        """Return {name: tensor} of the weights that training changes."""
+        moves_reference = self.coefficients.moves_reference
+        return {
+            name: parameter.data
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad or (moves_reference and name.startswith("reference."))
+        }
+
+    # --- devices ---
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a number; on XLA devices as a host tensor, since each would become a program."""
+        if backend(self.device).static_shapes and isinstance(value, int | float):
+            value = torch.tensor(float(value))
+        super().log(name, value, *args, **kwargs)
+
+    def teardown(self, stage: str) -> None:
+        """Shut down the workers of reward functions and environments."""
+        self.scorer.close()
+        if self._built_for is not None and self.rollouter.episodes is not None:
+            self.rollouter.episodes.pool.close()
+
+
+def _keep_on_host(batch: Any, *_: Any) -> Any:
+    return batch

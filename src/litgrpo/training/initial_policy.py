@@ -1,9 +1,9 @@
-"""What the weights that training started from say of completions; they are loaded when needed."""
+"""Log-probabilities under the initial policy, which evaluations compare samples with."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,81 +15,85 @@ from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.evaluation.evaluator import StartLogprobs
 from litgrpo.models.loading import load_reference
 from litgrpo.models.reference import BaseModelReference, Reference
-from litgrpo.training.assembly import make_sharding
+from litgrpo.training.run_setup import make_sharding
 from litgrpo.types import Rollout
 
+if TYPE_CHECKING:
+    from litgrpo.training.grpo import GRPO
 
-def start_logprobs(module: Any) -> StartLogprobs | None:
-    """The start of training, where it costs no second model; None where it has to be loaded.
 
-    Before the first iteration it is the policy itself, so what the engine said at sampling is
-    taken. Then it is the reference, if that is a copy of the start that stays, or with LoRA the
-    weights under the adapters.
+def initial_logprobs(module: GRPO) -> StartLogprobs | None:
+    """Return a function of log-probabilities under the initial policy, if it needs no extra model.
+
+    Before the first iteration the policy itself is the initial one, so the log-probabilities at
+    sampling serve. Later it is the reference, if that is a fixed copy, or the model without its
+    LoRA adapters.
 
     Args:
-        module: a `GRPO` whose model is configured.
+        module: after `configure_model`.
+
+    Returns:
+        None if the initial policy would have to be loaded again.
     """
+    policy, reference = module.policy, module.reference
+    assert policy is not None
     if module.iteration == 0:
-        return as_sampled
-    reference, policy = module.reference, module.policy
+        return _sampler_logprobs
     moves = module.coefficients.moves_reference
     if reference is not None and module.reference_path is None and not moves:
-        return partial(asked, module, reference)
-    return partial(asked, module, BaseModelReference(policy)) if policy.has_adapter else None
+        return partial(_logprobs_under, module, reference)
+    if policy.has_adapter:
+        return partial(_logprobs_under, module, BaseModelReference(policy))
+    return None
 
 
-def as_sampled(rollout: Rollout) -> Tensor:
-    """[N, C] log-probabilities under the policy that sampled, as its engine said."""
+def _sampler_logprobs(rollout: Rollout) -> Tensor:
     return rollout.sampler_logprobs
 
 
-def asked(module: Any, reference: Reference, rollout: Rollout) -> Tensor:
-    """[N, C] log-probabilities of a rollout under a frozen model, at the evaluation's temperature.
+def _logprobs_under(module: GRPO, reference: Reference, rollout: Rollout) -> Tensor:
+    temperature = module.evaluator.sampling.policy_temperature
+    return module.learner.logprobs_under(reference, rollout.tokens, temperature)
+
+
+def measure_initial_policy(module: GRPO) -> dict[str, float]:
+    """Load the initial policy, and complete the metrics of the last evaluation that need it.
+
+    At the end of a run nothing may be lost because of it: if it cannot be loaded, or memory is
+    exhausted, all ranks skip these metrics together, with a warning.
 
     Args:
-        module: its learner knows how many rows fit into memory at once.
-        reference: the frozen model.
-        rollout: N completions.
-    """
-    sampling = module.evaluator.sampling
-    return module.learner.logprobs_under(reference, rollout.tokens, sampling.policy_temperature)
-
-
-def complete(module: Any) -> dict[str, float]:
-    """What the last evaluation lacks: the start of training is loaded, asked and let go.
-
-    At the end of a run nothing may be lost for it: where the start cannot be loaded, or memory is
-    short, one line says so, on all processes together.
-
-    Args:
-        module: a `GRPO` after an evaluation.
+        module: after an evaluation.
 
     Returns:
-        {stage/name: number}; nothing where nothing is missing or the start cannot be asked.
+        {stage/name: number}; {} if nothing is missing or the initial policy is not available.
     """
-    evaluator, device = module.evaluator, module.device
-    # A device that compiles programs would need new ones for the second model.
+    evaluator, device, policy = module.evaluator, module.device, module.policy
+    # On XLA devices a second model would need new programs.
     if not evaluator.waiting or backend(device).static_shapes:
         return {}
+    assert policy is not None
     failure = ""
     try:
-        policy, precision = module.policy, module.settings.precision
-        sharding = make_sharding(module)
-        start = load_reference(policy, None, module.pretrained, precision, sharding=sharding).to(
-            device
-        )
-        with gathered(start, policy):  # processes have unequal numbers of batches
-            evaluator.score(partial(asked, module, start))
-        del start
+        initial = load_reference(
+            policy,
+            None,
+            module.pretrained,
+            module.precision,
+            sharding=make_sharding(module),
+        ).to(device)
+        with gathered(initial, policy):  # ranks have unequal numbers of batches
+            evaluator.score(partial(_logprobs_under, module, initial))
+        del initial
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        failure = "memory is short" if is_out_of_memory(error) else str(error).splitlines()[0]
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
+        failure = "out of memory" if is_out_of_memory(error) else str(error).splitlines()[0]
     free_memory()
     if module.learner.comm.max(torch.tensor(float(bool(failure)))):
         rank_zero_warn(
-            "start_perplexity and start_kl are not measured: the weights that training started "
-            f"from cannot be asked ({failure or 'on another process'})"
+            "start_perplexity and start_kl are not measured: the initial policy is not available "
+            f"({failure or 'on another rank'})"
         )
         return {}
     return evaluator.complete()

@@ -1,9 +1,10 @@
-"""How a rollout becomes optimizer steps: what to learn from it, and the exact gradient of that."""
+"""The learning step: training batches from rollouts and rewards, exact gradients, steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -12,25 +13,26 @@ from torch.nn import Parameter
 
 from litgrpo.algorithms.losses import Normalizers, Objective
 from litgrpo.algorithms.turns import Turns
-from litgrpo.distributed.agreement import on_all
-from litgrpo.distributed.comm import Comm, SingleProcess
-from litgrpo.distributed.device import Clock, timed, with_halving
+from litgrpo.distributed.collectives import Comm, SingleProcess
+from litgrpo.distributed.device import Clock, timed
+from litgrpo.distributed.fsdp.units import gathered
+from litgrpo.distributed.memory import Attempt, RowLimit, repeat_on_all_ranks, retry_smaller
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import Reference
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.tensors import whole
+from litgrpo.training.controllers import FixedCoefficients
+from litgrpo.training.iteration_metrics import StepSums, completion_advantages
 from litgrpo.training.micro_batches import (
     Limits,
+    MicroBatch,
     MicroBatching,
-    Ragged,
-    StepSums,
-    Totals,
+    RaggedBatches,
     check_centered,
     mini_batches,
     rows_with_gradient,
 )
-from litgrpo.training.skipped_steps import OfRow, not_finite
-from litgrpo.training.stepper import Stepper
+from litgrpo.training.steppers import Stepper
 from litgrpo.training.update_config import UpdateConfig
 from litgrpo.types import (
     LossOutput,
@@ -46,68 +48,40 @@ from litgrpo.types import (
 
 Result = TypeVar("Result")
 MISMATCH = "policy/sampler_mismatch"
-# Names that end so are extremes, over processes too; everything else is averaged.
-SMALLEST, LARGEST = ("_min", "/min"), ("_max", "/max")
-# Shares of which an iteration's optimizer steps have extremes, too.
-CLIPPED = {"policy/clip_low_frac", "policy/clip_high_frac"}
 
 
-class Coefficients:
-    """The objective, whose coefficients stay as they are; controllers may move them.
-
-    Args:
-        objective: what is maximized.
-    """
-
-    moves_reference = False
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-
-    def follow_entropy(self, rollout: Rollout, comm: Comm) -> None:
-        """Called with each rollout, before it is learned from."""
-
-    def follow(
-        self, stats: Stats, iteration: int, policy: Policy, reference: Reference | None
-    ) -> None:
-        """Called after each iteration, with its averages and how many are finished."""
-
-    def stats(self) -> Stats:
-        """The coefficients of this iteration, to log."""
-        kl_coef = {"policy/kl_coef": torch.tensor(self.objective.kl_coef)}
-        return kl_coef if self.objective.needs_reference else {}
-
-    def state_dict(self) -> dict[str, float]:
-        """The coefficients that a checkpoint holds."""
-        return {"entropy_coef": self.objective.entropy_coef, "kl_coef": self.objective.kl_coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing steers them, so they are the recipe's."""
+def learning_row_limit() -> RowLimit:
+    """Return the limit on rows of a micro-batch, lowered after out-of-memory errors."""
+    remedy = "shorten completions, or set model.precision.gradient_checkpointing"
+    return RowLimit("update.micro_batch_size", remedy)
 
 
 @dataclass
 class Learner:
     """Turns rewarded completions into optimizer steps.
 
+    The gradient of an optimizer step does not depend on how its rows are split into micro-batches,
+    on padding or on the number of ranks: every token has its weight in the loss before the split.
+
     Args:
-        policy: learns.
-        coefficients: the objective, with coefficients that may change.
+        policy: is trained.
+        coefficients: the objective, whose coefficients may change during training.
         config: how the optimizer uses one rollout.
         sampling: how the completions were sampled.
-        group_size: completions of each prompt, G.
-        max_completion_length: tokens of a completion at most.
+        group_size: completions per prompt, G.
+        max_completion_length: limit on the tokens of a completion.
         reference: for the KL term; None without one.
-        exact_logprobs: whether the engine's log-probabilities are the policy's own, up to rounding.
-        reuse_sampler_logprobs: take the sampler's log-probabilities as those before the update;
-            right only where both were computed in the same full precision.
-        comm: of the processes that learn together.
-        micro_batching: ragged micro-batches, or static ones for devices that compile.
-        clock: counts the seconds.
-        max_rows: rows at once at most, where memory was short; None: as `config` says.
+        exact_logprobs: True if the engine's log-probabilities are the policy's, up to rounding.
+        reuse_sampler_logprobs: use the sampler's log-probabilities as those before the update,
+            which is correct only if both were computed in the same full precision.
+        comm: collectives of the ranks.
+        micro_batching: ragged micro-batches, or static ones for XLA devices.
+        clock: measures the phases.
+        row_limit: rows of a micro-batch after out-of-memory errors.
     """
 
     policy: Policy
-    coefficients: Coefficients
+    coefficients: FixedCoefficients
     config: UpdateConfig
     sampling: Sampling
     group_size: int
@@ -116,56 +90,52 @@ class Learner:
     exact_logprobs: bool = True
     reuse_sampler_logprobs: bool = True
     comm: Comm = field(default_factory=SingleProcess)
-    micro_batching: MicroBatching = field(default_factory=Ragged)
+    micro_batching: MicroBatching = field(default_factory=RaggedBatches)
     clock: Clock = field(default_factory=Clock)
-    max_rows: int | None = None
+    row_limit: RowLimit = field(default_factory=learning_row_limit)
 
     def __post_init__(self) -> None:
-        """Refuse a reference that cannot follow the policy where a controller lets it."""
+        """Check that the reference can follow the policy if a controller moves it."""
         if self.reference is not None and self.coefficients.moves_reference:
             self.reference.check_can_mix(self.policy)
 
     @property
     def objective(self) -> Objective:
-        """What is maximized in this iteration."""
+        """Objective of this iteration."""
         return self.coefficients.objective
-
-    @property
-    def limits(self) -> Limits:
-        """Of one pass of the policy."""
-        return self._limits(self.max_rows, self.policy.shares_prompts)
 
     # --- before the update ---
 
     @timed("time/reference_s")
     def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
-        """Log-probabilities that the objective compares with.
+        """Compute the log-probabilities that the objective compares with.
 
-        Those before the update are needed only where a rollout is used for several optimizer
-        steps: in a single step the policy has not moved yet, and its ratio is 1.
+        Those before the update are needed only if a rollout is used for several optimizer steps: in
+        a single step the policy has not moved yet, and its ratio is 1.
 
         Args:
             rollout: N completions.
         """
-        tokens = rollout.tokens
 
-        def attempt(max_rows: int | None) -> RolloutLogprobs:
+        def compute(max_rows: int | None) -> RolloutLogprobs:
             return RolloutLogprobs(
-                self._old(rollout, max_rows), self.reference_logprobs(tokens, max_rows)
+                self._old_logprobs(rollout, max_rows),
+                self.reference_logprobs(rollout.tokens, max_rows),
             )
 
-        return self._within_memory(attempt, tokens)
+        return self._retry_smaller(compute, rollout.tokens)
 
-    def _old(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
+    def _old_logprobs(self, rollout: Rollout, max_rows: int | None) -> Tensor | None:
         if self.config.num_steps == 1:
             return None
+        # Greedy decoding has log-probabilities at temperature 1, not the policy's.
         if self.reuse_sampler_logprobs and self.exact_logprobs and not self.sampling.greedy:
             return rollout.sampler_logprobs
         limits = self._limits(max_rows, self.policy.shares_prompts)
-        return self.micro_batching.scored(rollout.tokens, self.logprobs, limits).logprobs
+        return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs
 
     def reference_logprobs(self, tokens: TokenRows, max_rows: int | None = None) -> Tensor | None:
-        """[N, C] log-probabilities under the reference; None without one."""
+        """Return [N, C] log-probabilities under the reference; None without one."""
         if self.reference is None:
             return None
         temperature = self.sampling.policy_temperature
@@ -178,31 +148,30 @@ class Learner:
         temperature: float,
         max_rows: int | None = None,
     ) -> Tensor:
-        """[N, C] log-probabilities under a frozen model, a micro-batch at a time."""
+        """Return [N, C] log-probabilities under a frozen model, computed in micro-batches."""
 
-        def logprobs_of(rows: TokenRows) -> TokenLogprobs:
+        def compute(rows: TokenRows) -> TokenLogprobs:
             with self.policy.autocast():
                 return reference.logprobs(rows, temperature=temperature)
 
         limits = self._limits(max_rows, reference.shares_prompts)
-        return self.micro_batching.scored(tokens, logprobs_of, limits).logprobs
+        return self.micro_batching.compute_logprobs(tokens, compute, limits).logprobs
 
     @timed("time/learn_s")
-    def experience(
+    def build_batch(
         self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
     ) -> TrainingBatch:
-        """Everything that the optimizer steps of this iteration need.
+        """Build the training batch of an iteration: per-token advantages and loss weights.
 
         Args:
             rollout: N completions.
-            rewards: [B, G] theirs.
-            logprobs: of the same rollout.
-
-        Returns:
-            TrainingBatch of all N rows.
+            rewards: [B, G] of these completions.
+            logprobs: of these completions, before the update and under the reference.
         """
+        self.coefficients.update_entropy_coef(rollout, self.comm)
         mask = rollout.loss_mask
-        self.coefficients.follow_entropy(rollout, self.comm)
+        # Weights are those of an optimizer step: a token's share in its loss, before the step is
+        # split into micro-batches.
         weights = torch.zeros_like(rollout.sampler_logprobs)
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
             weights[rows] = self.objective.token_weights(
@@ -210,10 +179,16 @@ class Learner:
             )
         turns = None if rollout.turns is None else Turns.of(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
-        check_centered(of_completions(advantages).view_as(rewards.total), self.objective)
+        check_centered(completion_advantages(advantages).view_as(rewards.total), self.objective)
         tokens = rollout.tokens
         return TrainingBatch(
-            **vars(tokens) | {"loss_mask": mask},
+            prompt_ids=tokens.prompt_ids,
+            prompt_mask=tokens.prompt_mask,
+            prompt_of=tokens.prompt_of,
+            completion_ids=tokens.completion_ids,
+            completion_mask=tokens.completion_mask,
+            candidate_ids=tokens.candidate_ids,
+            loss_mask=mask,
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
             weights=weights,
@@ -224,124 +199,115 @@ class Learner:
     # --- the update ---
 
     @timed("time/learn_s")
-    def update(self, experience: TrainingBatch, stepper: Stepper) -> list[StepReport]:
-        """All optimizer steps of this iteration.
+    def update(self, batch: TrainingBatch, stepper: Stepper) -> list[StepReport]:
+        """Take all optimizer steps of an iteration.
 
         Args:
-            experience: N rows.
-            stepper: takes the steps.
+            batch: N rows.
+            stepper: backward passes and optimizer steps.
 
         Returns:
-            What each step did, in order.
+            A report of each step, in order.
         """
         self.policy.train()
-        steps = mini_batches(len(experience), self.group_size, self.config.num_mini_batches)
+        mini_batch_rows = mini_batches(len(batch), self.group_size, self.config.num_mini_batches)
         reports: list[StepReport] = []
         for _ in range(self.config.epochs_per_rollout):
-            for rows in steps:
-                report = self.step(self.micro_batching.step_rows(experience, rows), stepper)
-                if report.skipped:
-                    found = {int(rows[row]): reason for row, reason in report.skipped.items()}
-                    report = replace(report, skipped=found)
-                if reports:  # the policy has moved away from what sampled
+            for rows in mini_batch_rows:
+                report = self.step(self.micro_batching.select_step(batch, rows), stepper)
+                if report.skipped:  # its row numbers are those of the mini-batch
+                    numbers = {int(rows[row]): why for row, why in report.skipped.items()}
+                    report = replace(report, skipped=numbers)
+                if reports:  # after a step the policy is no longer the one that sampled
                     report.sums.pop(MISMATCH, None)
                 reports.append(report)
         return reports
 
-    def step(self, experience: TrainingBatch, stepper: Stepper) -> StepReport:
-        """One step on the exact gradient of these rows; none if a number in it is not finite.
+    def step(self, batch: TrainingBatch, stepper: Stepper) -> StepReport:
+        """Take one optimizer step with the exact gradient of these rows.
+
+        The step is skipped on all ranks if a loss or gradient on any of them is not finite.
 
         Args:
-            experience: M rows.
-            stepper: takes the step.
+            batch: M rows.
+            stepper: backward passes and optimizer steps.
         """
-        sums = self._within_memory(
-            lambda max_rows: self._add_up_gradients(experience, stepper, max_rows),
-            experience.tokens,
+        sums = self._retry_smaller(
+            partial(self._accumulate_gradients, batch, stepper), batch.tokens
         )
-        lr = stepper.lr
-        stats = stepper.step(lambda trained: self._finish(experience, sums, trained))
+        lr = stepper.lr  # before the schedule moves
+        stats = stepper.step(partial(self._clip_gradients, batch, sums))
         if stats is None:
-            return StepReport(
-                lr, skipped=not_finite(experience, self._alone(experience), self.policy)
-            )
+            return StepReport(lr, skipped=self._find_non_finite(batch))
         return StepReport(lr, stats)
 
-    def _add_up_gradients(
-        self, experience: TrainingBatch, stepper: Stepper, max_rows: int | None
+    def _accumulate_gradients(
+        self, batch: TrainingBatch, stepper: Stepper, max_rows: int | None
     ) -> StepSums:
-        """The gradient of these rows, micro-batch by micro-batch."""
         stepper.zero_grad()
         sums = self.micro_batching.sums()
         limits = self._limits(max_rows, self.policy.shares_prompts)
-        for output, is_last in self.losses(experience, limits):
-            # Gradients are averaged over processes, but the weights count the rows of all.
-            stepper.backward(output.loss * self.comm.world_size, last=is_last)
-            sums.add(output)
+        for output, micro in self.losses(batch, limits):
+            # Gradients are averaged over ranks, while the weights count the rows of all ranks.
+            stepper.backward(output.loss * self.comm.world_size, last=micro.is_last)
+            if not micro.is_filler:
+                sums.add(output)
         return sums
 
-    def _finish(
-        self, experience: TrainingBatch, sums: StepSums, trained: list[Parameter]
+    def losses(
+        self, batch: TrainingBatch, limits: Limits
+    ) -> Iterator[tuple[LossOutput, MicroBatch[TrainingBatch]]]:
+        """Yield the loss of each micro-batch; their sum is the loss of the optimizer step.
+
+        Args:
+            batch: M rows that share the step.
+            limits: of a micro-batch.
+        """
+        normalizers = self.normalizers(batch)
+        # Without a KL or entropy term, rows with zero advantage have no gradient: skip their pass.
+        rows = None if self.objective.needs_all_rows else rows_with_gradient(batch)
+        for micro in self.micro_batching.split(batch, rows, limits):
+            new = self.logprobs(micro.rows.tokens)
+            output = self.objective.loss(new, micro.rows, normalizers)
+            output.stats[MISMATCH] = _sampler_mismatch(new, micro.rows)
+            yield output, micro
+
+    def _clip_gradients(
+        self, batch: TrainingBatch, sums: StepSums, trained: list[Parameter]
     ) -> Stats | None:
-        """Clip the gradient; drop it on all processes if a number on any of them is not finite.
+        """Clip the gradient, or drop it on all ranks if a number on any rank is not finite.
 
         Returns:
-            {name: [2] sum and count}, or None where the gradient was dropped.
+            {name: [2] sum and count}, or None if the gradient was dropped.
         """
-        limit = self.config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(trained, torch.inf if limit is None else limit)
+        max_norm = self.config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(trained, torch.inf if max_norm is None else max_norm)
         stats, loss, norm = sums.read(whole(norm))
-        known = experience.sampler_logprobs.isfinite() & experience.advantages.isfinite()
-        finite = known.all() & loss.isfinite() & norm.isfinite()
+        inputs = batch.sampler_logprobs.isfinite() & batch.advantages.isfinite()
+        finite = inputs.all() & loss.isfinite() & norm.isfinite()
         if self.comm.sum((~finite).float()) != 0:
-            # Optimizers pass over a parameter without a gradient: no moment, no decay.
+            # Optimizers skip parameters without a gradient: no optimizer state, no weight decay.
             for parameter in trained:
                 parameter.grad = None
             return None
         one = torch.ones_like(loss)
-        # A process knows its share of the loss, and shares are averaged over processes when logged.
-        share = torch.stack([loss * self.comm.world_size, one])
-        return stats | {"policy/loss": share, "optim/grad_norm": torch.stack([norm, one])}
+        # `loss` is this rank's share of the sum over ranks, and logged numbers are averaged.
+        loss_of_step = torch.stack([loss * self.comm.world_size, one])
+        return stats | {"policy/loss": loss_of_step, "optim/grad_norm": torch.stack([norm, one])}
 
-    def _alone(self, experience: TrainingBatch) -> OfRow:
-        """Learns from single rows of a step; for the rare one that was skipped."""
-        normalizers = self.normalizers(experience)
-
-        def of_row(row: Tensor) -> tuple[TrainingBatch, TokenLogprobs, Tensor]:
-            micro, _ = next(self.micro_batching.split(experience, row, self.limits))
-            new = self.logprobs(micro.tokens)
-            return micro, new, self.objective.loss(new, micro, normalizers).loss
-
-        return of_row
-
-    def losses(
-        self, experience: TrainingBatch, limits: Limits
-    ) -> Iterator[tuple[LossOutput, bool]]:
-        """What each micro-batch of one optimizer step adds to its loss, and whether it is the last.
-
-        Args:
-            experience: M rows that share the step.
-            limits: of a micro-batch.
-        """
-        normalizers = self.normalizers(experience)
-        rows = None if self.objective.needs_all_rows else rows_with_gradient(experience)
-        for micro, is_last in self.micro_batching.split(experience, rows, limits):
-            new = self.logprobs(micro.tokens)
-            output = self.objective.loss(new, micro, normalizers)
-            output.stats[MISMATCH] = _sampler_mismatch(new, micro)
-            yield output, is_last
-
-    def normalizers(self, experience: TrainingBatch) -> Normalizers:
-        """What all micro-batches of one optimizer step must agree on."""
+    def normalizers(self, batch: TrainingBatch) -> Normalizers:
+        """Compute the numbers that all micro-batches of an optimizer step share."""
         entropy = None
         if self.objective.needs_entropy:
-            scored = self.micro_batching.scored(experience.tokens, self.logprobs, self.limits)
-            entropy = scored.entropy
-        normalizers = self.objective.normalizers(experience.weights, entropy, self.comm)
+            limits = self.limits
+            entropy = self.micro_batching.compute_logprobs(
+                batch.tokens, self.logprobs, limits
+            ).entropy
+        normalizers = self.objective.normalizers(batch.weights, entropy, self.comm)
         return self.micro_batching.on_device(normalizers)
 
     def logprobs(self, tokens: TokenRows) -> TokenLogprobs:
-        """The policy's view of these rows, with gradient."""
+        """Compute log-probabilities and entropies under the policy, with gradient."""
         with self.policy.autocast():
             return self.policy.logprobs(
                 tokens,
@@ -349,113 +315,67 @@ class Learner:
                 entropy_grad=self.objective.entropy_coef != 0,
             )
 
+    def _find_non_finite(self, batch: TrainingBatch) -> dict[int, str]:
+        """Return {row: its first number that is not finite}.
+
+        Repeats a forward and a backward pass for each row, which only happens after a skipped step.
+        """
+        found: dict[int, str] = {}
+        normalizers = self.normalizers(batch)
+        with gathered(self.policy):  # ranks have unequal numbers of rows
+            trained = [p for p in self.policy.parameters() if p.requires_grad]
+            for row in (batch.weights != 0).any(1).nonzero():
+                micro = next(self.micro_batching.split(batch, row, self.limits)).rows
+                new = self.logprobs(micro.tokens)
+                loss = self.objective.loss(new, micro, normalizers).loss
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+                numbers = {
+                    "advantage": micro.advantages,
+                    "log-probability at sampling": micro.sampler_logprobs,
+                    "log-probability": new.logprobs,
+                    "loss": loss,
+                    "gradient": torch.stack([g.abs().max() for g in gradients if g is not None]),
+                }
+                bad = [name for name, values in numbers.items() if not values.isfinite().all()]
+                if bad:
+                    found[int(row)] = bad[0]
+        return found
+
     # --- after the update ---
 
-    def follow(self, stats: Stats, iteration: int) -> None:
-        """Let what is steered follow this iteration.
+    def update_coefficients(self, stats: Stats, iteration: int) -> None:
+        """Let adaptive coefficients and a moving reference follow this iteration.
 
         Args:
             stats: averages of this iteration.
             iteration: number of finished iterations.
         """
-        self.coefficients.follow(stats, iteration, self.policy, self.reference)
+        self.coefficients.update(stats, iteration, self.policy, self.reference)
 
     # --- memory ---
 
+    @property
+    def limits(self) -> Limits:
+        """Limits of a micro-batch of the policy."""
+        return self._limits(self.row_limit.max_rows, self.policy.shares_prompts)
+
     def _limits(self, max_rows: int | None, shared: bool) -> Limits:
-        asked = (self.config.micro_batch_size, max_rows)
-        given = [rows for rows in asked if rows is not None]
+        given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
         return Limits(min(given, default=None), self.config.max_tokens, shared)
 
-    def _within_memory(self, attempt: Callable[[int | None], Result], tokens: TokenRows) -> Result:
-        """The result of an attempt, repeated with half the rows at once while memory is short.
-
-        The gradient stays the same, up to rounding. Processes repeat together.
-        """
+    def _retry_smaller(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
+        """Return the result of an attempt, in smaller micro-batches after out-of-memory errors."""
         if self.comm.world_size > 1:
-            attempt = on_all(attempt, self.comm, repeats=type(self.micro_batching) is Ragged)
+            repeatable = type(self.micro_batching) is RaggedBatches
+            attempt = repeat_on_all_ranks(attempt, self.comm, repeatable=repeatable)
 
-        def lower(rows: int) -> None:
-            self.max_rows = rows
+        def largest_micro_batch() -> int:
+            return max(map(len, self.micro_batching.buckets(tokens, self.limits)))
 
-        return with_halving(
-            attempt,
-            rows=lambda: max(map(len, self.micro_batching.buckets(tokens, self.limits))),
-            limit=self.max_rows,
-            on_halved=lower,
-            what="learning",
-            setting="update.micro_batch_size",
-            unchanged="the gradient",
-            remedy="shorten completions, or set model.precision.gradient_checkpointing",
-        )
+        return retry_smaller(attempt, self.row_limit, largest_micro_batch)
 
 
-def _sampler_mismatch(new: TokenLogprobs, rows: TrainingBatch) -> Tensor:
-    """[2] sum and count of the distance (nats) of the sampler from the policy."""
-    gap = (new.logprobs.detach() - rows.sampler_logprobs).abs()
-    return torch.stack([torch.where(rows.loss_mask, gap, 0.0).sum(), rows.loss_mask.sum()])
-
-
-def averages(seen: Stats, reports: list[StepReport], comm: Comm, device: torch.device) -> Stats:
-    """Averages and extremes over processes and optimizer steps of one iteration, to log.
-
-    Args:
-        seen: {name: [] number, or [2] sum and count} of this process; all report the same names.
-        reports: of its optimizer steps.
-        comm: of the processes.
-        device: where the numbers are put together.
-    """
-    totals = Totals()
-    extremes = _extremes(seen, reports, device)
-    for name, value in seen.items():
-        if value.dim():
-            totals.add({name: value})
-        elif not name.endswith(SMALLEST + LARGEST):
-            totals.add_value(name, value)
-    totals.add_steps(reports)
-    averaged = totals.averages(comm, device)
-    known = comm.max(torch.stack(list(extremes.values()))) if extremes else torch.zeros(0)
-    for name, value in zip(extremes, known, strict=True):
-        signed = -value if name.endswith(SMALLEST) else value
-        averaged[name] = signed.nan_to_num(0.0, posinf=0.0, neginf=0.0)
-    return averaged
-
-
-def _extremes(seen: Stats, reports: list[StepReport], device: torch.device) -> Stats:
-    """{name: [] largest so far, smallest ones negated}, so that one maximum serves both."""
-    found = {
-        name: [-value if name.endswith(SMALLEST) else value]
-        for name, value in seen.items()
-        if name.endswith(SMALLEST + LARGEST) and not value.dim()
-    }
-    for report in reports:
-        for name in CLIPPED & report.sums.keys():
-            total, count = report.sums[name].unbind()
-            share = total / count.clamp(min=1)
-            found.setdefault(f"{name}_min", []).append(-share)
-            found.setdefault(f"{name}_max", []).append(share)
-    # float64: Totals counts in it, too.
-    on_device = {n: [v.to(device, torch.float64) for v in values] for n, values in found.items()}
-    return {name: torch.stack(values).max().float() for name, values in on_device.items()}
-
-
-def of_completions(advantages: Tensor) -> Tensor:
-    """[N] the advantage of each completion from those of its tokens [N, C].
-
-    Without a discount all tokens of the policy have the same; others have 0.
-    """
-    return advantages.gather(1, advantages.abs().argmax(1, keepdim=True)).squeeze(1)
-
-
-def advantages_of(experience: TrainingBatch, rewards: RewardTable) -> Tensor:
-    """[B, G] the advantage of each completion, on the host."""
-    return of_completions(experience.advantages).view_as(rewards.total).cpu()
-
-
-def advantage_stats(experience: TrainingBatch) -> Stats:
-    """Mean and spread of the advantages of completions."""
-    advantages = of_completions(experience.advantages)
-    return {
-        "policy/advantage_mean": advantages.mean(),
-        "policy/advantage_std": advantages.std(correction=0),
-    }
+def _sampler_mismatch(new: TokenLogprobs, batch: TrainingBatch) -> Tensor:
+    """Return [2] sum and count of |log p_policy - log p_sampler| (nats)."""
+    gap = (new.logprobs.detach() - batch.sampler_logprobs).abs()
+    return torch.stack([torch.where(batch.loss_mask, gap, 0.0).sum(), batch.loss_mask.sum()])

@@ -125,6 +125,28 @@ def find_pending_metrics(trainer: Any) -> dict[str, Any]:
     return dict(private(trainer, "_logger_connector").metrics["log"])
 
 
+def count_training_batches(trainer: Any) -> int | float:
+    """Return the batches of an epoch, before training starts; inf if their number is unknown.
+
+    The loader that this sets up is dropped again: Lightning loads the position of a resumed run
+    only into a loader that it sets up afterwards.
+    """
+    trainer.fit_loop.setup_data()
+    batches = trainer.num_training_batches
+    private(trainer.fit_loop, "_combined_loader")
+    trainer.fit_loop._combined_loader = None
+    return batches
+
+
+def find_training_loader(trainer: Any) -> Any:
+    """Return the training loader that was passed to `fit`, before the trainer sets it up.
+
+    `trainer.train_dataloader` is None until `fit_loop.setup_data()`. Calling that early would lose
+    the loader's position in a resumed run, which Lightning loads when it sets the loader up.
+    """
+    return private(trainer.fit_loop, "_data_source").dataloader()
+
+
 def ignore_harmless_warnings() -> None:
     """Ignore warnings of Lightning that appear in every run and ask nothing of the user."""
     for message in HARMLESS_WARNINGS:

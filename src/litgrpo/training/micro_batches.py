@@ -1,22 +1,25 @@
-"""Which rows share an optimizer step, and which go through the model together."""
+"""Split the rows of an iteration into mini-batches (optimizer steps) and micro-batches (passes)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.estimators import DecoupledNormalized
-from litgrpo.algorithms.losses import RATIO_MAX, Normalizers, Objective
-from litgrpo.distributed.comm import Comm
+from litgrpo.algorithms.losses import Normalizers, Objective
+from litgrpo.distributed.collectives import Comm
+from litgrpo.distributed.fsdp.units import is_gathered
 from litgrpo.models.packing import bucket_by_parent
+from litgrpo.models.policy import Policy
 from litgrpo.tensors import length_buckets
-from litgrpo.types import LossOutput, Stats, StepReport, TokenLogprobs, TokenRows, TrainingBatch
+from litgrpo.training.iteration_metrics import StepSums
+from litgrpo.types import TokenLogprobs, TokenRows, TrainingBatch
 
 Rows = TypeVar("Rows", TokenRows, TrainingBatch)
 LogprobsOf = Callable[[TokenRows], TokenLogprobs]
@@ -24,14 +27,18 @@ LogprobsOf = Callable[[TokenRows], TokenLogprobs]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much goes through the model at once; None sets no limit.
+    """Largest micro-batch; None: no limit.
 
     Args:
         max_rows: completions.
         max_tokens: tokens, see `UpdateConfig.micro_batch_tokens`.
-        shared: whether the model reads a prompt once for all of its rows: then rows of a prompt
-            stay together and real tokens count; else rows of similar length do, and padded tokens
-            count, the prompt's in each row.
+        shared: True if the model reads a prompt once for all of its completions. Then completions
+            of a prompt stay together and real tokens count; otherwise completions of similar length
+            do, and padded tokens count, the prompt's for each row.
+
+    Example:
+        >>> Limits(max_rows=8, max_tokens=2048)
+        Limits(max_rows=8, max_tokens=2048, shared=False)
     """
 
     max_rows: int | None = None
@@ -39,132 +46,92 @@ class Limits:
     shared: bool = False
 
 
-class Totals:
-    """Sums and counts that micro-batches contribute to; their quotients are exact averages."""
+@dataclass(frozen=True)
+class MicroBatch(Generic[Rows]):
+    """Rows that go through the model together.
 
-    def __init__(self) -> None:
-        self.sums: Stats = {}
+    Args:
+        rows: m rows on the device.
+        is_last: True for the last one of its optimizer step on this rank; gradients are averaged
+            over ranks with its backward pass.
+        is_filler: True if it repeats a row with zero weight, so that all ranks have equally many.
+    """
 
-    def add(self, stats: Stats) -> None:
-        """Count {name: [2] sum and count}; of a largest ratio keep the largest."""
-        for name, pair in stats.items():
-            known, new = self.sums.get(name), pair.detach().double()
-            join = torch.maximum if name == RATIO_MAX else torch.add
-            self.sums[name] = new if known is None else join(known, new)
-
-    def add_value(self, name: str, value: Tensor) -> None:
-        """Count one number."""
-        self.add({name: torch.stack([value.detach(), torch.ones_like(value)])})
-
-    def add_steps(self, reports: list[StepReport]) -> None:
-        """Count what optimizer steps report; the learning rate of skipped ones, too."""
-        for report in reports:
-            self.add(report.sums)
-            self.add_value("optim/lr", torch.tensor(report.lr))
-
-    def averages(self, comm: Comm, device: torch.device) -> Stats:
-        """{name: []} averages over everything that all processes counted, by one collective.
-
-        Args:
-            comm: of the processes; all of them count the same names.
-            device: where the numbers are put together.
-        """
-        table = torch.stack([pair.to(device) for pair in self.sums.values()])
-        sums, counts = comm.sum(table).unbind(-1)
-        means = sums / counts.clamp(min=1)
-        return dict(zip(self.sums, means.float(), strict=True))
-
-
-class StepSums:
-    """What the micro-batches of one optimizer step add up to."""
-
-    def __init__(self) -> None:
-        self.totals = Totals()
-        self.losses: list[Tensor] = []
-
-    def add(self, output: LossOutput) -> None:
-        """Count a micro-batch whose gradient has been computed."""
-        self.totals.add(output.stats)
-        self.losses.append(output.loss.detach())
-
-    def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
-        """Everything that was counted.
-
-        Args:
-            grad_norm: [] norm of the gradient.
-
-        Returns:
-            {name: [2] sum and count}, [] the loss of all micro-batches, and the norm.
-        """
-        loss = torch.zeros((), device=grad_norm.device)
-        for part in self.losses:
-            loss += part
-        return self.totals.sums, loss, grad_norm
+    rows: Rows
+    is_last: bool
+    is_filler: bool = False
 
 
 class MicroBatching(ABC):
-    """How the rows of an optimizer step become micro-batches on the device."""
+    """Splits the rows of an optimizer step into micro-batches on the device."""
 
     @abstractmethod
-    def step_rows(self, experience: TrainingBatch, rows: Tensor) -> TrainingBatch:
-        """The rows [m] of one optimizer step."""
+    def select_step(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+        """Select the rows [m] of one optimizer step."""
 
     @abstractmethod
-    def buckets(self, carrier: Rows, limits: Limits) -> list[Tensor]:
-        """Lists of row numbers that go through the model together; together every row once."""
+    def buckets(self, batch: Rows, limits: Limits) -> list[Tensor]:
+        """Return row numbers of each micro-batch; together every row once."""
 
     @abstractmethod
-    def split(
-        self, carrier: Rows, rows: Tensor | None, limits: Limits
-    ) -> Iterator[tuple[Rows, bool]]:
-        """Micro-batches of some rows [m] or of all of them, and whether each is the last."""
+    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+        """Yield micro-batches of the given rows [m], or of all rows."""
 
     @abstractmethod
-    def scored(self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits) -> TokenLogprobs:
-        """[N, C] log-probabilities and entropies of all rows, a micro-batch at a time.
+    def compute_logprobs(
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+    ) -> TokenLogprobs:
+        """Compute [N, C] log-probabilities and entropies of all rows, without gradient.
 
         Args:
             tokens: N rows.
-            logprobs_of: asks a model about a micro-batch.
+            logprobs_of: computes those of a micro-batch.
             limits: of a micro-batch.
         """
 
     def sums(self) -> StepSums:
-        """Where the micro-batches of a step are counted."""
+        """Return an empty accumulator for the micro-batches of a step."""
         return StepSums()
 
     def on_device(self, normalizers: Normalizers) -> Normalizers:
-        """The same numbers where the losses are computed."""
+        """Move the numbers to where losses are computed."""
         return normalizers
 
 
-class Ragged(MicroBatching):
-    """Micro-batches as small as their content, where the rollout is: on CPU and CUDA."""
+class RaggedBatches(MicroBatching):
+    """Micro-batches without unused columns, on the rollout's device: for CPU and CUDA."""
 
-    def step_rows(self, experience: TrainingBatch, rows: Tensor) -> TrainingBatch:
-        """The rows without columns that none of them uses."""
-        return experience.select(rows)
+    def select_step(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+        """Select rows, without columns that none of them uses."""
+        return batch.select(rows)
 
-    def buckets(self, carrier: Rows, limits: Limits) -> list[Tensor]:
-        """Rows of a prompt together where it is read once for all of them, else by length."""
-        most = {"max_rows": limits.max_rows, "max_tokens": limits.max_tokens}
-        lengths = carrier.completion_mask.sum(1)
+    def buckets(self, batch: Rows, limits: Limits) -> list[Tensor]:
+        """Group rows by prompt if it is read once for all of them, else by length."""
+        max_rows, max_tokens = limits.max_rows, limits.max_tokens
+        lengths = batch.completion_mask.sum(1)
         if limits.shared:
-            return bucket_by_parent(lengths, carrier.prompt_mask.sum(1), carrier.prompt_of, **most)
-        return length_buckets(lengths + carrier.prompt_mask.shape[1], **most)
+            return bucket_by_parent(
+                lengths,
+                batch.prompt_mask.sum(1),
+                batch.prompt_of,
+                max_rows=max_rows,
+                max_tokens=max_tokens,
+            )
+        lengths = lengths + batch.prompt_mask.shape[1]
+        return length_buckets(lengths, max_rows=max_rows, max_tokens=max_tokens)
 
-    def split(
-        self, carrier: Rows, rows: Tensor | None, limits: Limits
-    ) -> Iterator[tuple[Rows, bool]]:
-        """Micro-batches without columns that none of their rows uses."""
-        chosen = carrier if rows is None else carrier.select(rows)
+    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+        """Yield micro-batches without columns that none of their rows uses."""
+        chosen = batch if rows is None else batch.select(rows)
         buckets = self.buckets(chosen, limits)
         for number, bucket in enumerate(buckets, start=1):
-            yield chosen.select(bucket), number == len(buckets)
+            yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets))
 
     @torch.no_grad()
-    def scored(self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits) -> TokenLogprobs:
-        """Log-probabilities written to where their rows are."""
+    def compute_logprobs(
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+    ) -> TokenLogprobs:
+        """Compute micro-batches, and write each to its rows."""
         shape, device = tokens.completion_ids.shape, tokens.completion_ids.device
         found = TokenLogprobs(*torch.zeros(2, *shape, device=device).unbind())
         for rows in self.buckets(tokens, limits):
@@ -175,8 +142,58 @@ class Ragged(MicroBatching):
         return found
 
 
+class EvenBatches(RaggedBatches):
+    """Ragged micro-batches, padded to an equal count on every rank as FSDP collectives require.
+
+    A filler is one row with zero weight: its gradient is 0, and it counts in no average.
+
+    Args:
+        policy: sharded; while its weights are gathered, ranks work independently.
+        comm: collectives of the ranks.
+    """
+
+    def __init__(self, policy: Policy, comm: Comm) -> None:
+        self.policy, self.comm = policy, comm
+
+    def count_fillers(self, number: int) -> int:
+        """Return how many more than `number` micro-batches the rank with the most of them has."""
+        if is_gathered(self.policy):
+            return 0
+        own = torch.tensor(float(number), device=self.policy.model.device)
+        return int(self.comm.max(own)) - number
+
+    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+        """Yield the micro-batches of this rank, then fillers."""
+        chosen = batch if rows is None else batch.select(rows)
+        buckets = self.buckets(chosen, limits)
+        fillers = self.count_fillers(len(buckets))
+        for number, bucket in enumerate(buckets, start=1):
+            yield MicroBatch(chosen.select(bucket), is_last=number == len(buckets) + fillers)
+        for number in range(1, fillers + 1):
+            filler = _without_weight(chosen.select(buckets[0][:1]))
+            yield MicroBatch(filler, is_last=number == fillers, is_filler=True)
+
+    @torch.no_grad()
+    def compute_logprobs(
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+    ) -> TokenLogprobs:
+        """Compute as many passes as the rank with the most micro-batches."""
+        found = super().compute_logprobs(tokens, logprobs_of, limits)
+        buckets = self.buckets(tokens, limits)
+        for _ in range(self.count_fillers(len(buckets))):
+            logprobs_of(tokens.select(buckets[0][:1]))
+        return found
+
+
+def _without_weight(rows: Rows) -> Rows:
+    if not isinstance(rows, TrainingBatch):
+        return rows
+    weights, advantages = (torch.zeros_like(x) for x in (rows.weights, rows.advantages))
+    return replace(rows, weights=weights, advantages=advantages)
+
+
 def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]:
-    """The rows of each optimizer step: whole groups in order, the same in every inner epoch.
+    """Return the rows of each optimizer step: whole groups in order, the same in every epoch.
 
     Args:
         num_rows: N.
@@ -184,37 +201,41 @@ def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]
         num_steps: optimizer steps of one pass over the rollout.
 
     Returns:
-        Lists of row numbers, together every row once.
+        Row numbers of each step; together every row once.
+
+    Example:
+        >>> [rows.tolist() for rows in mini_batches(6, group_size=2, num_steps=2)]
+        [[0, 1, 2, 3], [4, 5]]
     """
     groups = torch.arange(num_rows).view(-1, group_size)
     return [part.flatten() for part in groups.tensor_split(num_steps) if part.numel()]
 
 
-def rows_with_gradient(experience: TrainingBatch) -> Tensor:
-    """Rows whose tokens have both weight and advantage.
+def rows_with_gradient(batch: TrainingBatch) -> Tensor:
+    """Return the rows that have a token with both a weight and an advantage.
 
-    Without a KL or entropy term the gradient of the others is 0; their tokens stay in the
-    denominators of the weights. One row is always kept, so that every process takes part in every
+    Without a KL or entropy term the gradient of all other rows is 0; their tokens stay in the
+    denominators of the weights. One row is always kept, so that every rank takes part in every
     optimizer step.
 
     Args:
-        experience: M rows.
+        batch: M rows.
 
     Returns:
         [m] row numbers, at least one.
     """
-    teaches = ((experience.advantages != 0) & (experience.weights != 0)).any(1)
-    teaches[0] |= ~teaches.any()
-    return teaches.nonzero().squeeze(1)
+    contributes = ((batch.advantages != 0) & (batch.weights != 0)).any(1)
+    contributes[0] |= ~contributes.any()
+    return contributes.nonzero().squeeze(1)
 
 
 def check_centered(advantages: Tensor, objective: Objective, tolerance: float = 1e-4) -> None:
-    """Make sure that the advantages of a group compared with itself sum to zero.
+    """Check that advantages with a group baseline sum to zero in every group.
 
     Args:
         advantages: [B, G] of each completion.
-        objective: what they were computed by; one without a group baseline, with a discount or
-            with a filter need not be centered.
+        objective: of the run; without a group baseline, or with a discount or a filter,
+            advantages need not be centered.
         tolerance: largest mean of a group, in units of its largest advantage or 1.
 
     Raises:

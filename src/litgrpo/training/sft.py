@@ -21,13 +21,11 @@ from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tok
 from litgrpo.tensors import head_chunk, token_logprobs, whole
 from litgrpo.training import kernel_choice
 from litgrpo.training import saved_arguments as arguments_kept
-from litgrpo.training.assembly import make_sharding
-from litgrpo.training.context import check_data
-from litgrpo.training.defaults import SFT_RATES, settled
 from litgrpo.training.lightning_compat import ignore_harmless_warnings
 from litgrpo.training.optim import DefaultAdamW
-from litgrpo.training.optimizers import optimizer_and_schedule
-from litgrpo.training.trainer_adapters import is_attached
+from litgrpo.training.run_setup import SFT_RATES, build_optimizer, make_sharding
+from litgrpo.training.settings_checks import check_data_fits_model
+from litgrpo.training.steppers import is_attached
 from litgrpo.types import StepReport
 
 if TYPE_CHECKING:
@@ -159,7 +157,7 @@ class SFT(LightningModule):
         if sharding is not None:
             sharding.shard(self.policy)
         if is_attached(self):
-            check_data(self, self.policy, 0, "max_length")
+            check_data_fits_model(self, self.policy, 0, "max_length")
             kernel_choice.use_everywhere(self, self.policy)
 
     def configure_callbacks(self) -> list[Callback]:
@@ -168,7 +166,7 @@ class SFT(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and its schedule in iterations."""
-        return optimizer_and_schedule(self, *settled(self, SFT_RATES))
+        return build_optimizer(self, SFT_RATES)
 
     def score(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """How well the policy predicts the K target tokens of a batch.

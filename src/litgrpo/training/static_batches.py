@@ -1,8 +1,8 @@
-"""Micro-batches of one shape, for devices that compile a program for each set of shapes.
+"""Micro-batches of one static shape, for XLA devices, which compile a program for each shape.
 
-The rollout lies on the host. Every micro-batch has the same number of rows, each with a prompt of
-its own, and all columns; rows that are missing are filled up with one that counts nothing. What
-micro-batches report stays on the device until the optimizer step needs it, by one wait.
+The rollout is in the host's memory. Every micro-batch has the same number of rows, each with its
+own copy of the prompt, and all columns; missing rows are filled with one of zero weight. Statistics
+stay on the device until the optimizer step needs them, which is a single wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from litgrpo.algorithms.losses import Normalizers
 from litgrpo.distributed.device import Backend, to_host
-from litgrpo.training.micro_batches import Limits, LogprobsOf, MicroBatching, Rows, StepSums
+from litgrpo.training.iteration_metrics import StepSums
+from litgrpo.training.micro_batches import Limits, LogprobsOf, MicroBatch, MicroBatching, Rows
 from litgrpo.types import (
     PROMPT_FIELDS,
     LossOutput,
@@ -28,7 +29,7 @@ from litgrpo.types import (
 
 
 class StaticSums(StepSums):
-    """Reports of micro-batches, kept on the device until all of them are read at once.
+    """Sums of a step, kept on the device until all of them are read at once.
 
     Args:
         device: computes the micro-batches.
@@ -48,7 +49,7 @@ class StaticSums(StepSums):
         self.device.flush()
 
     def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
-        """Everything that was counted, on the host; see `StepSums.read`."""
+        """Copy all sums to the host by one wait."""
         self.device.flush()
         *reports, norm = to_host([*self.reports, grad_norm])
         for report in reports:
@@ -58,56 +59,55 @@ class StaticSums(StepSums):
 
 
 @dataclass(frozen=True)
-class Static(MicroBatching):
+class StaticBatches(MicroBatching):
     """Micro-batches of one shape.
 
     Args:
-        device: computes them.
+        device: the XLA device.
     """
 
     device: Backend
 
-    def step_rows(self, experience: TrainingBatch, rows: Tensor) -> TrainingBatch:
-        """The rows with all of their columns."""
-        return whole_rows(experience, rows)
+    def select_step(self, batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+        """Select rows with all of their columns."""
+        return select_whole_rows(batch, rows)
 
-    def rows_at_once(self, carrier: TokenRows | TrainingBatch, limits: Limits) -> int:
-        """Rows of every micro-batch: padding counts, the prompt in each row; chips share evenly."""
-        width = carrier.prompt_ids.shape[1] + carrier.completion_ids.shape[1]
-        most = [len(carrier)]
+    def rows_at_once(self, batch: TokenRows | TrainingBatch, limits: Limits) -> int:
+        """Return the rows of every micro-batch, a multiple of the chips; padded tokens count."""
+        width = batch.prompt_ids.shape[1] + batch.completion_ids.shape[1]
+        most = [len(batch)]
         if limits.max_rows is not None:
             most.append(limits.max_rows)
         if limits.max_tokens is not None:
             most.append(limits.max_tokens // width)
         return -(-max(1, min(most)) // self.device.num_chips) * self.device.num_chips
 
-    def buckets(self, carrier: Rows, limits: Limits) -> list[Tensor]:
-        """Rows in their order."""
-        return list(torch.arange(len(carrier)).split(self.rows_at_once(carrier, limits)))
+    def buckets(self, batch: Rows, limits: Limits) -> list[Tensor]:
+        """Split rows in order."""
+        return list(torch.arange(len(batch)).split(self.rows_at_once(batch, limits)))
 
-    def split(
-        self, carrier: Rows, rows: Tensor | None, limits: Limits
-    ) -> Iterator[tuple[Rows, bool]]:
-        """Micro-batches on the device, the last one filled up."""
-        chosen = torch.arange(len(carrier)) if rows is None else rows
-        at_once = self.rows_at_once(carrier, limits)
+    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+        """Yield micro-batches on the device, the last one filled to the same shape."""
+        chosen = torch.arange(len(batch)) if rows is None else rows
+        at_once = self.rows_at_once(batch, limits)
         buckets = chosen.split(at_once)
         for number, bucket in enumerate(buckets, start=1):
-            yield self.filled(carrier, bucket, at_once), number == len(buckets)
+            filled = self.fill(batch, bucket, at_once)
+            yield MicroBatch(filled, is_last=number == len(buckets))
 
-    def filled(self, carrier: Rows, rows: Tensor, at_once: int) -> Rows:
-        """A micro-batch on the device, filled up to the one shape.
+    def fill(self, batch: Rows, rows: Tensor, at_once: int) -> Rows:
+        """Build a micro-batch of the static shape on the device.
 
         Args:
-            carrier: M rows on the host.
+            batch: M rows on the host.
             rows: [m] row numbers, at most `at_once`.
             at_once: rows of the micro-batch.
         """
         missing = at_once - len(rows)
-        chosen = whole_rows(carrier, torch.cat([rows, rows[:1].expand(missing)]))
+        chosen = select_whole_rows(batch, torch.cat([rows, rows[:1].expand(missing)]))
         filling = (torch.arange(at_once) >= len(rows))[:, None]
         values = row_fields(chosen)
-        # A row that only fills up has no tokens, so it has no weight either.
+        # A filler row has no tokens, and so no weight.
         for name in {"completion_mask", "loss_mask", "weights"} & values.keys():
             values[name] = values[name].masked_fill(filling, 0)
         values |= {name: getattr(chosen, name) for name in (*PROMPT_FIELDS, "prompt_of")}
@@ -116,12 +116,14 @@ class Static(MicroBatching):
             chosen, **{name: self.device.rows_to(value) for name, value in values.items()}
         )
 
-    def scored(self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits) -> TokenLogprobs:
-        """Log-probabilities and entropies on the host, by one wait at the end."""
+    def compute_logprobs(
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+    ) -> TokenLogprobs:
+        """Compute log-probabilities and entropies, and copy them to the host by one wait."""
         parts: list[Tensor] = []
         with torch.no_grad():
-            for micro, _ in self.split(tokens, None, limits):
-                found = logprobs_of(micro)
+            for micro in self.split(tokens, None, limits):
+                found = logprobs_of(micro.rows)
                 parts += [found.logprobs, found.entropy]
                 self.device.flush()
         parts = to_host(parts)
@@ -129,11 +131,11 @@ class Static(MicroBatching):
         return TokenLogprobs(*(torch.cat(parts[kind::2])[:number] for kind in (0, 1)))
 
     def sums(self) -> StepSums:
-        """Sums that are read at the end of a step."""
+        """Return sums that are read at the end of a step."""
         return StaticSums(self.device)
 
     def on_device(self, normalizers: Normalizers) -> Normalizers:
-        """As inputs of the program, so that other numbers do not need another one."""
+        """Pass the numbers as inputs: as constants, each value would need another program."""
         threshold = normalizers.entropy_threshold
         return Normalizers(
             self.device.number_to(normalizers.num_tokens),
@@ -141,14 +143,14 @@ class Static(MicroBatching):
         )
 
 
-def whole_rows(carrier: Rows, rows: Tensor) -> Rows:
-    """The given rows, each with a prompt of its own, and no column cut off.
+def select_whole_rows(batch: Rows, rows: Tensor) -> Rows:
+    """Select rows, each with its own copy of the prompt, without cutting columns.
 
     Args:
-        carrier: M rows.
-        rows: [m] row numbers; a row may come twice.
+        batch: M rows.
+        rows: [m] row numbers; a row may occur twice.
     """
-    chosen = {name: value[rows] for name, value in row_fields(carrier).items()}
+    chosen = {name: value[rows] for name, value in row_fields(batch).items()}
     for name in PROMPT_FIELDS:
-        chosen[name] = getattr(carrier, name)[carrier.prompt_of[rows]]
-    return replace(carrier, prompt_of=torch.arange(len(rows)), **chosen)
+        chosen[name] = getattr(batch, name)[batch.prompt_of[rows]]
+    return replace(batch, prompt_of=torch.arange(len(rows)), **chosen)

@@ -3,7 +3,7 @@
 import torch
 from torch import distributed
 
-from litgrpo.distributed.together import several
+from litgrpo.distributed.collectives import is_distributed
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.rollout.sampling import Sampling
@@ -21,7 +21,12 @@ def one_of_two(rank, url, file, folder):
     engine.sync_weights(policy, 3)
     prompts = prompt_batch(TEXTS[rank])
     asked = RolloutRequest(policy, prompts, GROUP, uniforms_for(prompts), Sampling())
-    found = (several(), engine.fleet.version, engine.fleet.sender.place, engine.generate(asked))
+    found = (
+        is_distributed(),
+        engine.fleet.version,
+        engine.fleet.sender.place,
+        engine.generate(asked),
+    )
     torch.save((*found[:3], found[3].token_lists()), f"{folder}/{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()

@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from litgrpo.arguments import above, at_least, require
+from litgrpo.distributed.collectives import all_gather_object, broadcast_object, is_distributed
 from litgrpo.distributed.messages import log, rank
-from litgrpo.distributed.together import from_all, from_first, several
 from litgrpo.models.adapters import merge_adapter
 from litgrpo.models.export import export
 from litgrpo.models.policy import Policy
@@ -582,9 +582,9 @@ class FolderSender(WeightSender):
         mine = None if rank() else self.root / version
         if mine is not None:
             mine.mkdir(parents=True)
-        folder: Any = from_first(mine)
+        folder: Any = broadcast_object(mine)
         require(
-            all(from_all(folder.is_dir())),
+            all(all_gather_object(folder.is_dir())),
             f"engine.weight_transfer writes {folder}, which not all processes see: give "
             f"engine.weight_transfer.path"
             " a folder that all machines share.",
@@ -873,7 +873,7 @@ class ServerPool:
             ServerFailure: no server takes them.
         """
         # No other publish has this name, in this run or another one.
-        version = from_first(f"{number}-{uuid.uuid4().hex[:12]}")
+        version = broadcast_object(f"{number}-{uuid.uuid4().hex[:12]}")
         failure: ServerFailure | None = None
         self.sender.prepare(policy, version)
         self.version = version
@@ -882,7 +882,7 @@ class ServerPool:
                 self._send_to_all()
             except ServerFailure as error:
                 failure = error
-        self.sender.place, failure = from_first((self.sender.place, failure))
+        self.sender.place, failure = broadcast_object((self.sender.place, failure))
         if failure is not None:
             raise failure
 
@@ -1038,7 +1038,9 @@ class ColocatedEngine(ServedEngine):
         Raises:
             ValueError: it is not installed, or several processes train.
         """
-        require(not several(), "ColocatedEngine is for one process. Take a server for several.")
+        require(
+            not is_distributed(), "ColocatedEngine is for one process. Take a server for several."
+        )
         # One process: it would start another for itself, which could not see the trainer's device.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:

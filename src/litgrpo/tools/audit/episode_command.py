@@ -69,10 +69,10 @@ def audit_environment(
     data = data_of(recipe, gold, limit)
     module = module_of({key: settings[key] for key in TAKEN if key in settings})
     rollout, rewards = samples_of(module, data, str(settings["pretrained"]))
-    starts = starts_of(rollout, data, module.settings.seed)
-    episode = module.settings.episode
+    starts = starts_of(rollout, data, module.seed)
+    episode = module.episode
     pool = EpisodeWorkers(
-        module.settings.environment,  # type: ignore[arg-type]
+        module.environment,
         workers=min(WORKERS, episode.workers or WORKERS),
         timeout_s=episode.timeout_s,
         max_observation_chars=episode.max_observation_chars,
@@ -87,7 +87,7 @@ def audit_environment(
     ):
         patient = Scorer(scorer.parts, scorer.reward_format, runner)
         turns = episode.max_turns
-        environment = module.settings.environment
+        environment = module.environment
         return audit_episodes(pool, environment, patient, starts, rewards, groups, max_turns=turns)
 
 

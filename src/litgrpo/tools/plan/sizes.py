@@ -39,8 +39,8 @@ from litgrpo.tools.plan.sharding import (
     SingleDevice,
     XLASharding,
 )
-from litgrpo.training.defaults import GRPO_RATES, PASSES, SFT_RATES, UsualRates
 from litgrpo.training.optim import DefaultAdamW
+from litgrpo.training.run_setup import DEFAULT_EPOCHS, GRPO_RATES, SFT_RATES, DefaultRates
 from litgrpo.training.update_config import UpdateConfig
 
 # Engines that do not generate with the trainer's own model.
@@ -259,11 +259,11 @@ def read_publisher(model: Namespace) -> str:
     return "Native" if path.endswith("Native") else "Folder"
 
 
-def read_optimizer(model: Namespace, rates: UsualRates) -> partial[torch.optim.Optimizer]:
+def read_optimizer(model: Namespace, rates: DefaultRates) -> partial[torch.optim.Optimizer]:
     """Return the function that builds the optimizer, with the default learning rate filled in."""
     kind, given = import_by_path(model.optimizer.class_path), vars(model.optimizer.init_args)
     if kind is DefaultAdamW and given.get("lr") is None:
-        given = given | {"lr": rates.of(model)[0]}
+        given = given | {"lr": rates.select(model)[0]}
     return partial(kind, **given)
 
 
@@ -465,7 +465,7 @@ def apply_data(sets: dict[str, Any], recipe: RecipeSizes) -> RecipeSizes:
         batch_size = work.rollouts[0][0]
     iterations = schedule.iterations
     if schedule.open_ended:
-        iterations = PASSES * len(lengths) // batch_size
+        iterations = DEFAULT_EPOCHS * len(lengths) // batch_size
     schedule = replace(
         schedule,
         val_prompts=len(sets.get("val", ())) or schedule.val_prompts,

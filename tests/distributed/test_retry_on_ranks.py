@@ -1,4 +1,4 @@
-"""Two processes halve together where memory is short on one."""
+"""Ranks repeat a pass together if one of them runs out of memory."""
 
 import warnings
 from functools import partial
@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.distributed.agreement import ShortElsewhere, check_others, on_all
-from litgrpo.distributed.memory import is_out_of_memory
+from litgrpo.distributed.memory import (
+    OutOfMemoryElsewhere,
+    check_other_ranks,
+    is_out_of_memory,
+    repeat_on_all_ranks,
+)
 from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.update_config import UpdateConfig
@@ -17,50 +21,50 @@ from tests.support.gloo import run_by
 
 
 class Other:
-    """Of two processes the other is short of memory, or not."""
+    """Collectives of two ranks, of which the other is out of memory or not."""
 
     world_size = 2
 
-    def __init__(self, short):
-        self.short = short
+    def __init__(self, out_of_memory):
+        self.out_of_memory = out_of_memory
 
     def max(self, value):
-        return value.clamp(min=float(self.short))
+        return value.clamp(min=float(self.out_of_memory))
 
 
-def test_what_is_short_elsewhere_is_short_here():
-    check_others(Other(short=False))
-    check_others(Other(short=True), short=True)  # it raises its own error
-    with pytest.raises(ShortElsewhere):
-        check_others(Other(short=True))
+def test_out_of_memory_on_another_rank_is_raised_here():
+    check_other_ranks(Other(out_of_memory=False))
+    check_other_ranks(Other(out_of_memory=True), out_of_memory=True)  # it raises its own error
+    with pytest.raises(OutOfMemoryElsewhere):
+        check_other_ranks(Other(out_of_memory=True))
 
 
-def test_an_attempt_is_repeated_until_no_process_is_short():
-    other, limits = Other(short=True), []
+def test_an_attempt_is_repeated_until_no_rank_is_out_of_memory():
+    other, limits = Other(out_of_memory=True), []
 
     def attempt(limit):
         limits.append(limit)
-        other.short = len(limits) < 3
+        other.out_of_memory = len(limits) < 3
         return "done"
 
-    assert on_all(attempt, other, repeats=True)(4) == "done"
+    assert repeat_on_all_ranks(attempt, other, repeatable=True)(4) == "done"
     assert limits == [4, 4, 4]
 
 
-def short(limit):
+def fails(limit):
     raise torch.OutOfMemoryError("a test")
 
 
-def test_own_shortness_is_raised_and_where_nothing_repeats_it_says_what_to_do():
+def test_the_failing_rank_raises_its_error_or_names_the_remedy():
     with pytest.raises(torch.OutOfMemoryError):
-        on_all(short, Other(short=False), repeats=True)(4)
-    with pytest.raises(RuntimeError, match=r"lower update\.micro_batch_size") as found:
-        on_all(short, Other(short=False), repeats=False)(4)
+        repeat_on_all_ranks(fails, Other(out_of_memory=False), repeatable=True)(4)
+    with pytest.raises(RuntimeError, match="micro_batch_size") as found:
+        repeat_on_all_ranks(fails, Other(out_of_memory=False), repeatable=False)(4)
     assert not is_out_of_memory(found.value)
 
 
-class ShortOnOne(GRPO):
-    """The second process has room for two rows at once."""
+class LimitedOnOne(GRPO):
+    """The second rank has memory for two rows at once."""
 
     def on_train_start(self):
         super().on_train_start()
@@ -78,16 +82,16 @@ def halve(processes, folder):
     """Two iterations with whole weights on each process."""
     warnings.simplefilter("ignore")
     update = UpdateConfig(micro_batch_size=8, epochs_per_rollout=2)
-    module = grpo(folder, module=ShortOnOne, update=update)
+    module = grpo(folder, module=LimitedOnOne, update=update)
     runner = trainer(processes, strategy="ddp" if processes > 1 else "auto")
     runner.fit(module, PromptData(TEXTS[:4], batch_size=4))
-    assert module.learner.max_rows == (2 if module.global_rank == 1 else None)
+    assert module.learner.row_limit.max_rows == (2 if module.global_rank == 1 else None)
     weights = {name: each.detach() for name, each in gather_weights(module.policy.model)}
     torch.save(weights, folder / f"halved {processes} {module.global_rank}.pt")
 
 
 @pytest.mark.timeout(900)
-def test_processes_halve_together_and_learn_the_same(tmp_path):
+def test_ranks_retry_together_and_learn_the_same(tmp_path):
     save_models(tmp_path)
     for processes in (1, 2):
         run_by(processes, halve, tmp_path)

@@ -1,0 +1,172 @@
+"""Fill in the learning rate and the length of a run, and build its optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from torch.optim import Optimizer
+
+from litgrpo.callbacks.guards import TimeBudget
+from litgrpo.distributed.fsdp.strategy import strategy_of
+from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.models.sharded_weights import PolicySharding
+from litgrpo.training.lightning_compat import count_training_batches
+from litgrpo.training.optim import DefaultAdamW, Warmup
+
+DEFAULT_EPOCHS = 3  # transformers' and TRL's num_train_epochs
+LIGHTNINGS_DEFAULT_EPOCHS = 1000  # of a Trainer without max_epochs
+EMBEDDED = "builtin:"
+MUCH_HIGHER = 30  # times the default learning rate: worth a note
+
+
+@dataclass(frozen=True)
+class DefaultRates:
+    """Default learning rates of AdamW.
+
+    Args:
+        full: for all weights of a pretrained model.
+        lora: for adapters.
+        small: for a small model that was trained from scratch.
+
+    Example:
+        >>> DefaultRates(full=1e-6, lora=1e-5, small=3e-4).lora
+        1e-05
+    """
+
+    full: float
+    lora: float
+    small: float
+
+    def select(self, module: Any) -> tuple[float, str]:
+        """Return the default rate for what a module trains, and a description of it."""
+        if module.lora is not None:
+            return self.lora, "adapters"
+        if module.pretrained is None or str(module.pretrained).startswith(EMBEDDED):
+            return self.small, "a small model trained from scratch"
+        return self.full, "full fine-tuning"
+
+
+# TRL: GRPOConfig, SFTConfig and its PEFT page; `small` are the rates of the built-in recipes.
+GRPO_RATES = DefaultRates(full=1e-6, lora=1e-5, small=3e-4)
+SFT_RATES = DefaultRates(full=2e-5, lora=2e-4, small=1e-3)
+
+
+def build_optimizer(module: Any, default_rates: DefaultRates, steps_per_iteration: int = 1) -> Any:
+    """Build the optimizer over a module's trained weights, and its schedule.
+
+    Also sets `module.max_iterations` if nothing else limits the run, since a schedule needs the
+    number of steps.
+
+    Args:
+        module: attached to its trainer; has `optimizer`, `lr_scheduler`, `max_iterations`, `lora`
+            and `pretrained`.
+        default_rates: learning rates if the config has none.
+        steps_per_iteration: optimizer steps of an iteration.
+
+    Returns:
+        The result of Lightning's `configure_optimizers`.
+
+    Raises:
+        ValueError: optimizer or schedule reject their arguments.
+    """
+    iterations = resolve_run_length(module)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = _construct("optimizer", module.optimizer, parameters)
+    _set_and_log_learning_rate(optimizer, *default_rates.select(module))
+    _check_eps(optimizer)
+    if module.lr_scheduler is None:
+        return optimizer
+    schedule = _construct("lr_scheduler", module.lr_scheduler, optimizer)
+    if isinstance(schedule, Warmup):
+        schedule.set_total_steps(None if iterations is None else iterations * steps_per_iteration)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+    }
+
+
+def _construct(option: str, constructor: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return constructor(argument)
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"Could not construct model.{option}: {reason}") from error
+
+
+def _set_and_log_learning_rate(optimizer: Optimizer, default: float, trained: str) -> None:
+    name, origin = type(optimizer).__name__, ""
+    if isinstance(optimizer, DefaultAdamW):
+        name = "AdamW"
+        if optimizer.needs_lr:
+            origin = f" (default for {trained})"
+        optimizer.set_default_lr(default)
+    group = optimizer.param_groups[0]
+    lr, decay = float(group["lr"]), group.get("weight_decay", 0)
+    line = f"Optimizer: {name}, lr {lr:.3g}{origin}, weight decay {decay:g}"
+    if "betas" in group and lr > MUCH_HIGHER * default:
+        line += f". That lr is high: {default:.0e} is usual for {trained} (--model.optimizer.lr)"
+    rank_zero_info(line)
+
+
+def _check_eps(optimizer: Optimizer) -> None:
+    """Check that the optimizer's divisor does not become 0 in the dtype of its weights."""
+    for group in optimizer.param_groups:
+        eps, weights = group.get("eps"), group["params"]
+        if eps and weights and torch.tensor(eps, dtype=weights[0].dtype) == 0:
+            raise ValueError(
+                f"The optimizer's eps is {eps}, which is 0 in {weights[0].dtype}: its first step "
+                "would not be finite. Set precision.dtype to float32 (with trainer.precision "
+                "16-mixed for speed) or bfloat16, or optimizer.eps to 1e-4."
+            )
+
+
+def make_sharding(module: LightningModule) -> PolicySharding | None:
+    """Return the sharding of a module's trainer strategy; None if weights are not sharded."""
+    strategy = strategy_of(module)
+    return None if strategy is None else PolicySharding(strategy)
+
+
+def resolve_run_length(module: Any) -> int | None:
+    """Return the iterations of the run; by default set `module.max_iterations` to three epochs.
+
+    Returns:
+        None if something else ends the run: a number of tokens, time, or the trainer's max_steps.
+    """
+    trainer = module.trainer
+    if module.max_iterations is not None:
+        return int(module.max_iterations)
+    if trainer.max_steps != -1:
+        return None
+    if trainer.max_epochs not in (-1, None, LIGHTNINGS_DEFAULT_EPOCHS):
+        batches = batches_per_epoch(trainer)
+        return None if batches is None else batches * int(trainer.max_epochs or 0)
+    limits_time = any(isinstance(each, Timer | TimeBudget) for each in trainer.callbacks)
+    if module.max_generated_tokens is not None or trainer.fast_dev_run or limits_time:
+        return None
+    batches = batches_per_epoch(trainer)
+    if batches is None:
+        return None
+    module.max_iterations = DEFAULT_EPOCHS * batches
+    rank_zero_info(
+        f"Length: {DEFAULT_EPOCHS} epochs, {module.max_iterations} iterations "
+        "(default; set --model.max_iterations)"
+    )
+    return module.max_iterations
+
+
+def batches_per_epoch(trainer: Trainer) -> int | None:
+    """Return the iterations of one epoch; None if their number is not known."""
+    batches = count_training_batches(trainer)
+    if not 0 < batches < float("inf"):
+        return None
+    return -(-int(batches) // trainer.accumulate_grad_batches)
+
+
+def passes_over_data(trainer: Trainer) -> float:
+    """Return how often the training prompts have been seen, including the current batch."""
+    return trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
