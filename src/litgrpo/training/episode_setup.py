@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from litgrpo.data.rendering import prompt_style
 from litgrpo.data.source_data import SourceData
@@ -16,12 +16,20 @@ from litgrpo.models.limits import check_length
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
+from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.turn_format import InlineFormat, TurnFormat, chat_turn_format
 from litgrpo.training.steppers import is_attached
 from litgrpo.types import PromptBatch
 
-if TYPE_CHECKING:
-    from litgrpo.training.grpo import GRPO
+
+class EpisodeModule(Protocol):
+    """The parts of GRPO that episodes need."""
+
+    trainer: Any
+    environment: Any
+    max_completion_length: int
+    sampling: Sampling
+
 
 OWN_REWARD = "environment"  # name of the reward that the environment itself returns
 
@@ -81,7 +89,7 @@ def check_own_reward(rewards: Mapping[str, Any]) -> None:
 
 
 def build_episodes(
-    module: GRPO, environment: Any, settings: EpisodeSettings, policy: Policy
+    module: EpisodeModule, environment: Any, settings: EpisodeSettings, policy: Policy
 ) -> Episodes | None:
     """Build the player of episodes; None without an environment.
 
@@ -99,7 +107,7 @@ def build_episodes(
     return Episodes(pool, turn_format, settings, PromptOpener(module, settings, policy), tools)
 
 
-def build_episode_pool(module: GRPO, settings: EpisodeSettings) -> EpisodePool:
+def build_episode_pool(module: EpisodeModule, settings: EpisodeSettings) -> EpisodePool:
     """Build what runs many episodes concurrently."""
     response_log = None
     if settings.record_responses and is_attached(module):
@@ -124,7 +132,7 @@ class PromptOpener:
         policy: has the tokenizer and the number of positions.
     """
 
-    def __init__(self, module: GRPO, settings: EpisodeSettings, policy: Policy) -> None:
+    def __init__(self, module: EpisodeModule, settings: EpisodeSettings, policy: Policy) -> None:
         self.module, self.settings, self.policy = module, settings, policy
         self.longest = 0  # prompt so far; each new maximum is checked against the positions
 
@@ -153,13 +161,13 @@ class PromptOpener:
         return style.opened(prompts.prompts[row], {}, added, self.policy.tokenizer, split_special)
 
 
-def _data_of(module: GRPO) -> SourceData | None:
-    data = module.trainer.datamodule if is_attached(module) else None  # type: ignore[attr-defined]
+def _data_of(module: EpisodeModule) -> SourceData | None:
+    data = module.trainer.datamodule if is_attached(module) else None
     return data if isinstance(data, SourceData) else None
 
 
 def _build_turn_format(
-    module: GRPO, settings: EpisodeSettings, policy: Policy, *, has_tools: bool
+    module: EpisodeModule, settings: EpisodeSettings, policy: Policy, *, has_tools: bool
 ) -> TurnFormat:
     """Build the tokenizer of observations between turns.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,17 +12,35 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import free_memory, is_out_of_memory
 from litgrpo.distributed.messages import rank_zero_warn
-from litgrpo.evaluation.evaluator import StartLogprobs
-from litgrpo.models.loading import load_reference
+from litgrpo.evaluation.evaluator import Evaluator, StartLogprobs
+from litgrpo.models.loading import Precision, load_reference
+from litgrpo.models.policy import Policy
 from litgrpo.models.reference import BaseModelReference, Reference
+from litgrpo.training.controllers import FixedCoefficients
+from litgrpo.training.learner import Learner
 from litgrpo.training.run_setup import make_sharding
 from litgrpo.types import Rollout
 
-if TYPE_CHECKING:
-    from litgrpo.training.grpo import GRPO
+
+class EvaluatedModule(Protocol):
+    """The parts of GRPO that measuring the initial policy needs."""
+
+    iteration: int
+    pretrained: Any
+    reference_path: str | None
+    precision: Precision
+    policy: Policy | None
+    reference: Reference | None
+    coefficients: FixedCoefficients
+    evaluator: Evaluator
+    learner: Learner
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the policy."""
 
 
-def initial_logprobs(module: GRPO) -> StartLogprobs | None:
+def initial_logprobs(module: EvaluatedModule) -> StartLogprobs | None:
     """Return a function of log-probabilities under the initial policy, if it needs no extra model.
 
     Before the first iteration the policy itself is the initial one, so the log-probabilities at
@@ -51,12 +69,12 @@ def _sampler_logprobs(rollout: Rollout) -> Tensor:
     return rollout.sampler_logprobs
 
 
-def _logprobs_under(module: GRPO, reference: Reference, rollout: Rollout) -> Tensor:
+def _logprobs_under(module: EvaluatedModule, reference: Reference, rollout: Rollout) -> Tensor:
     temperature = module.evaluator.sampling.policy_temperature
     return module.learner.logprobs_under(reference, rollout.tokens, temperature)
 
 
-def measure_initial_policy(module: GRPO) -> dict[str, float]:
+def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
     """Load the initial policy, and complete the metrics of the last evaluation that need it.
 
     At the end of a run nothing may be lost because of it: if it cannot be loaded, or memory is

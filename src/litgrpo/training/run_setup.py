@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import Timer
 from torch.optim import Optimizer
 
@@ -125,7 +125,7 @@ def _check_eps(optimizer: Optimizer) -> None:
             )
 
 
-def make_sharding(module: LightningModule) -> PolicySharding | None:
+def make_sharding(module: Any) -> PolicySharding | None:
     """Return the sharding of a module's trainer strategy; None if weights are not sharded."""
     strategy = strategy_of(module)
     return None if strategy is None else PolicySharding(strategy)

@@ -190,6 +190,6 @@ class TrainerComm:
         return self.module.trainer.strategy.all_gather(padded).flatten()
 
 
-def is_attached(module: LightningModule) -> bool:
+def is_attached(module: Any) -> bool:
     """Return True if a module has a trainer; `module.trainer` raises if it has none."""
     return find_trainer(module) is not None
