@@ -10,20 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from litgrpo.distributed.collectives import all_gather_object
-from litgrpo.rollout.engines.base import RolloutRequest
+from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.episodes import RolloutKey
 from litgrpo.types import PromptBatch, Rollout
 
-if TYPE_CHECKING:
-    from litgrpo.rollout.rollouter import Rollouter
-
 # Tensors of a rollout that an engine computes.
 TENSORS = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated", "candidate_ids")
+
+
+class Generator(Protocol):
+    """The parts of a rollouter that generate."""
+
+    seed: int
+    engine: RolloutEngine
+
+    def build_request(self, prompts: PromptBatch, stream: RolloutKey) -> RolloutRequest:
+        """Build the engine's request for a rollout."""
+
+    def sample(self, request: RolloutRequest, stream: RolloutKey) -> Rollout:
+        """Generate the tokens of a rollout."""
 
 
 @dataclass
@@ -60,7 +70,7 @@ class Prefetch:
     in_use: PendingRollout | None = field(default=None, init=False)
 
     def exchange(
-        self, rollouter: Rollouter, request: RolloutRequest, stream: RolloutKey
+        self, rollouter: Generator, request: RolloutRequest, stream: RolloutKey
     ) -> tuple[Rollout, int]:
         """Return the rollout of this iteration and its version, and start the next one.
 
@@ -78,7 +88,7 @@ class Prefetch:
         self._start(rollouter, stream.iteration)
         return rollout, version
 
-    def _start(self, rollouter: Rollouter, iteration: int) -> None:
+    def _start(self, rollouter: Generator, iteration: int) -> None:
         prompts = self.next_prompts()
         stream = RolloutKey(rollouter.seed, "train", iteration + 1, 0)
         request = rollouter.build_request(prompts, stream)

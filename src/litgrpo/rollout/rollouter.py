@@ -5,21 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from litgrpo.distributed.device import Clock, timed
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import RowLimit, retry_smaller
 from litgrpo.models.policy import Policy
+from litgrpo.rollout.async_rollout import Prefetch
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import Episodes, RolloutKey
 from litgrpo.rollout.sampling import Purpose, Sampling, draw_uniforms
 from litgrpo.rollout.stop_sequences import StopStrings, check_stop_tokens
 from litgrpo.types import PromptBatch, Rollout, Stats
-
-if TYPE_CHECKING:
-    from litgrpo.rollout.async_rollout import Prefetch
 
 
 def rollout_row_limit() -> RowLimit:
