@@ -79,7 +79,7 @@ class RolloutModule(TrainedModule, Protocol):
 
     @property
     def update(self) -> UpdateConfig:
-        """How the optimizer uses one rollout."""
+        """Options of the optimizer step."""
 
     @property
     def precision(self) -> Any:
