@@ -16,11 +16,8 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithms import advantages, estimators, loss_aggregation, surrogates
-from litgrpo.algorithms import losses as objectives
-from litgrpo.algorithms import turn_credit as credit
-from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.surrogates import PolicyGradient
+from litgrpo.algorithms import advantages, losses, turn_credit
+from litgrpo.algorithms.losses import Objective, PolicyGradient
 from litgrpo.cli.main import main
 from litgrpo.types import TokenLogprobs, TrainingBatch
 from tests.support.algorithms import PUBLISHED
@@ -28,19 +25,19 @@ from tests.support.algorithms import PUBLISHED
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-ROOMS = (advantages, credit, estimators, objectives, surrogates, loss_aggregation)
-CHOICES = {name: value for room in ROOMS for name, value in vars(room).items()}
+MODULES = (advantages, losses, turn_credit)
+CHOICES = {name: value for module in MODULES for name, value in vars(module).items()}
 # A recipe that has chosen everything already, and nothing as any algorithm does.
 CONTRARY = """
 model:
   init_args:
     objective:
       advantages: {class_path: Normalized, init_args: {baseline: batch, scale: mean, eps: 0.5}}
-      ratio: sequence
-      surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, cap: 7.0}}
-      loss_aggregation: {class_path: Constant, init_args: {by_limit: false}}
+      importance_sampling_level: sequence
+      surrogate: {class_path: Clipped, init_args: {clip_low: 0.9, clip_high: 0.9, max_ratio: 7.0}}
+      loss_aggregation: {class_path: SequenceSum}
       kl_coef: 0.7
-      kl: litgrpo.algorithms.kl.absolute
+      kl_estimator: abs
       kl_bias_correction: true
       mask_truncated_completions: true
 """
@@ -91,7 +88,7 @@ def test_nothing_that_a_recipe_chose_before_is_left(name, shown, tmp_path):
     contrary.write_text(CONTRARY)
     found = shown(QUICKSTART, contrary, OVERLAYS / f"{name}.yaml")
     if not found.needs_reference:  # then nobody asks how the penalty would be estimated
-        found = replace(found, kl=Objective().kl, kl_bias_correction=False)
+        found = replace(found, kl_estimator="k3", kl_bias_correction=True)
     assert found == PUBLISHED[name]
 
 
@@ -114,7 +111,7 @@ def test_an_overlay_states_all_that_makes_an_algorithm(name):
         for field in fields(row)
         if getattr(row, field.name) != getattr(default, field.name)
     }
-    penalty = {"kl", "kl_bias_correction"}
+    penalty = {"kl_estimator", "kl_bias_correction"}
     expected = differs | penalty if PUBLISHED[name].needs_reference else differs - penalty
     assert chosen.keys() == expected
     for part in parts(chosen):
@@ -145,9 +142,9 @@ def cells(name: str) -> list[str]:
     mask = ", `mask_truncated_completions`" if row.mask_truncated_completions else ""
     return [
         f"`{described(row.advantages)}`",
-        f"{row.ratio}, `{described(row.surrogate)}`",
-        f"`{described(row.loss_aggregation)}`{mask}",
-        f"{row.kl_coef} `{row.kl.__name__}`" if row.needs_reference else "none",
+        f"{row.importance_sampling_level}, `{described(row.surrogate)}`",
+        f"`{row.loss_aggregation}`{mask}",
+        f"{row.kl_coef} `{row.kl_estimator}`" if row.needs_reference else "none",
         f"[{name}.yaml](../configs/algorithms/{name}.yaml)",
     ]
 
@@ -191,5 +188,5 @@ def gradient(objective: Objective) -> torch.Tensor:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_with_one_optimizer_step_per_rollout_every_surrogate_is_the_policy_gradient(name):
     row = replace(PUBLISHED[name], kl_coef=0.0)
-    plain = replace(row, ratio="token", surrogate=PolicyGradient())
+    plain = replace(row, importance_sampling_level="token", surrogate=PolicyGradient())
     torch.testing.assert_close(gradient(row), gradient(plain))

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
-from litgrpo.algorithms.importance import ImportanceCorrection
+from litgrpo.algorithms.losses import ImportanceCorrection
 from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row

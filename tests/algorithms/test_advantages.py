@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.estimators import DecoupledNormalized, TopShare
+from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized
 from litgrpo.algorithms.losses import Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.types import RewardTable
 from tests.support.comms import in_turns
+from tests.support.raises import raises_for
 
 NAN, INF = float("nan"), float("inf")
 HALF = math.sqrt(0.5)
@@ -73,7 +73,7 @@ def test_gdpo_weighs_reward_functions_alike_whatever_their_spread():
         [[0.0, 101.0], [1.0, 100.0]], a=[[0.0, 1.0], [1.0, 0.0]], b=[[0.0, 100.0], [0.0, 100.0]]
     )
     # With h the half: a gives (-h, h), (h, -h), b (-h, h) twice; their sums are -2h, 2h, 0, 0.
-    found = advantages(DecoupledNormalized(eps=0.0), rewards)
+    found = advantages(GDPO(eps=0.0), rewards)
 
     unit = 2 * HALF / math.sqrt(4 / 3)
     expected = torch.tensor([[-unit, unit], [0.0, 0.0]], dtype=torch.float64)
@@ -82,23 +82,23 @@ def test_gdpo_weighs_reward_functions_alike_whatever_their_spread():
 
 def test_top_share_keeps_the_best_half_and_what_ties_with_it():
     centered = Normalized(scale="none")
-    check(TopShare(of=centered), [[0.0, 1.0, 2.0, 5.0]], [[0.0, 0.0, 0.0, 3.0]])
-    check(TopShare(0.25, of=centered), [[1.0, 1.0, 0.0, 0.0]], [[0.5, 0.5, 0.0, 0.0]])
+    check(GFPO(advantages=centered), [[0.0, 1.0, 2.0, 5.0]], [[0.0, 0.0, 0.0, 3.0]])
+    check(GFPO(0.25, advantages=centered), [[1.0, 1.0, 0.0, 0.0]], [[0.5, 0.5, 0.0, 0.0]])
 
 
 def test_gfpo_computes_advantages_among_the_shortest():
-    chosen = TopShare(0.5, "shortest", among_kept=True, of=Normalized(scale="none"))
+    chosen = GFPO(0.5, "shortest", normalize_kept_only=True, advantages=Normalized(scale="none"))
     check(chosen, [[9.0, 1.0, 3.0, 9.0]], [[0.0, -1.0, 1.0, 0.0]], lengths=[[9, 2, 3, 8]])
 
 
 def test_gfpo_by_reward_per_token():
-    chosen = TopShare(0.5, "reward_per_token", of=Normalized(scale="none"))
+    chosen = GFPO(0.5, "reward_per_token", advantages=Normalized(scale="none"))
     check(chosen, [[4.0, 2.0, 4.0, 2.0]], [[1.0, 0.0, 0.0, -1.0]], lengths=[[2, 9, 9, 1]])
 
 
 def test_share_must_be_a_share():
-    with pytest.raises(ValueError, match="share is 0"):
-        TopShare(0)
+    with raises_for("keep_frac", "0"):
+        GFPO(0)
 
 
 EVERY = [
@@ -108,9 +108,9 @@ EVERY = [
             ("group", "others", "batch", "none"), ("group", "batch", "mean", "none")
         )
     ),
-    DecoupledNormalized(),
-    TopShare(),
-    TopShare(by="shortest", among_kept=True),
+    GDPO(),
+    GFPO(),
+    GFPO(rank_by="shortest", normalize_kept_only=True),
 ]
 ZERO_IF_EQUAL = [chosen for chosen in EVERY if "baseline='none'" not in repr(chosen)]
 
@@ -171,7 +171,7 @@ def test_order_of_rows_and_groups_does_not_matter(chosen):
 def test_two_processes_see_the_statistics_of_the_whole_batch():
     rewards = [[1.0, 3.0], [2.0, 7.0]]
     halves = [table([row], r=[row]) for row in rewards]
-    for chosen in (Normalized("batch", "batch"), Normalized(scale="batch"), DecoupledNormalized()):
+    for chosen in (Normalized("batch", "batch"), Normalized(scale="batch"), GDPO()):
         whole = advantages(chosen, table(rewards, r=rewards))
         found = in_turns(*(partial(chosen, half, torch.ones(1, 2)) for half in halves))
         torch.testing.assert_close(torch.cat(found), whole)
@@ -199,7 +199,9 @@ def test_gamma_counts_the_tokens_of_the_policy_alone():
 def test_the_shortest_completion_is_the_one_with_the_fewest_tokens_of_the_policy():
     # The first row is longer, but its environment said most of it.
     mask = torch.tensor([[1, 0, 0, 0, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
-    objective = Objective(advantages=TopShare(0.3, by="shortest", of=Normalized(scale="none")))
+    objective = Objective(
+        advantages=GFPO(0.3, rank_by="shortest", advantages=Normalized(scale="none"))
+    )
 
     found = objective.token_advantages(table([[5.0, 2.0, 0.0]]), mask)
 

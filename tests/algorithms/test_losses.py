@@ -1,4 +1,4 @@
-"""The objective: every algorithm as a row, invariances, masks, bad numbers, YAML."""
+"""The objective, surrogates, loss aggregation, KL estimators and importance correction."""
 
 import math
 from dataclasses import replace
@@ -7,22 +7,33 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.estimators import TopShare
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.kl import absolute, k1, k2
-from litgrpo.algorithms.loss_aggregation import Constant, MicroBatchTokenMean
+from litgrpo.algorithms.advantages import GFPO, Normalized
 from litgrpo.algorithms.losses import (
+    CISPO,
+    GMPO,
     RATIO_MAX,
+    SAPO,
+    VESPO,
     Clipped,
+    ConstantLength,
+    ImportanceCorrection,
+    MicroBatchTokenMean,
     Objective,
+    PolicyGradient,
     SequenceMean,
+    SequenceSum,
+    SurrogateInputs,
     TokenMean,
+    absolute,
+    k1,
+    k2,
+    k3,
 )
-from litgrpo.algorithms.surrogates import SAPO, VESPO, PolicyGradient
+from litgrpo.tensors import bounded_exp, row_mean
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch, row_fields
-from tests.support.algorithms import CLIP_HIGHER, PUBLISHED, SUM
+from tests.support.algorithms import CLIP_HIGHER, PUBLISHED
 from tests.support.comms import Twins
+from tests.support.raises import raises_for
 
 ALGORITHMS = PUBLISHED | {
     "DeepSeek-V3.2": Objective(
@@ -35,11 +46,13 @@ ALGORITHMS = PUBLISHED | {
     "80/20": Objective(
         surrogate=CLIP_HIGHER, loss_aggregation=TokenMean(), top_entropy_quantile=0.3
     ),
-    "entropy bonus": Objective(entropy_coef=0.01, kl_coef=0.1, kl=absolute),
-    "sampler": Objective(kl_coef=0.1, kl=k1, importance_correction=ImportanceCorrection()),
+    "entropy bonus": Objective(entropy_coef=0.01, kl_coef=0.1, kl_estimator="abs"),
+    "sampler": Objective(
+        kl_coef=0.1, kl_estimator="k1", importance_correction=ImportanceCorrection()
+    ),
     "sampler, sequences": Objective(
         surrogate=VESPO(),
-        importance_correction=ImportanceCorrection("sequence", "mask", low=0.1, high=20.0),
+        importance_correction=ImportanceCorrection("sequence", "mask", min=0.1, max=20.0),
     ),
 }
 LENGTHS = torch.tensor([5, 1, 3, 0, 4, 5])
@@ -196,7 +209,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_has_a_gradient(name):
 
 
 def test_grpo_against_the_sums_of_the_paper():
-    objective = Objective(kl_coef=0.04)
+    objective = PUBLISHED["grpo"]
     now, entropy, experience = batch(objective)
     rows = []
     for row, length in enumerate(LENGTHS.tolist()):
@@ -235,7 +248,7 @@ def test_stats_are_sums_and_counts_of_tokens():
 def test_masks_and_corrections_leave_the_kl_term_alone():
     plain = Objective(kl_coef=0.1)
     masked = replace(plain, top_entropy_quantile=0.3, off_policy_mask_threshold=-9.0)
-    masked = replace(masked, importance_correction=ImportanceCorrection(outside="mask", high=0.0))
+    masked = replace(masked, importance_correction=ImportanceCorrection(mode="mask", max=0.0))
     now, entropy, experience = batch(plain)
     only_kl = replace(experience, advantages=torch.zeros_like(now))
     bad = replace(experience, advantages=-torch.ones_like(now))
@@ -388,7 +401,7 @@ def test_needs():
 
 @pytest.mark.parametrize("bad", [{"kl_coef": -0.1}, {"gamma": 1.1}, {"top_entropy_quantile": -1.0}])
 def test_impossible_numbers_are_refused(bad):
-    with pytest.raises(ValueError, match="kl_coef"):
+    with raises_for(*bad):
         Objective(**bad)
 
 
@@ -423,35 +436,33 @@ def test_every_choice_can_be_made_in_yaml(tmp_path):
 model:
   objective:
     advantages:
-      class_path: litgrpo.algorithms.estimators.TopShare
+      class_path: litgrpo.algorithms.advantages.GFPO
       init_args:
-        by: shortest
-        of:
+        rank_by: shortest
+        advantages:
           class_path: Normalized
           init_args: {scale: none}
-    ratio: sequence
+    importance_sampling_level: sequence
     surrogate:
       class_path: VESPO
       init_args: {k: [1, 2], lam: [3, 4]}
-    loss_aggregation:
-      class_path: Constant
-      init_args: {by_limit: false}
+    loss_aggregation: sequence_sum
     kl_coef: 1e-3
-    kl: litgrpo.algorithms.kl.k2
+    kl_estimator: litgrpo.algorithms.losses.k2
     off_policy_mask_threshold: 0.5
-    importance_correction: {level: sequence, outside: mask, high: null}
+    importance_correction: {level: sequence, mode: mask, max: null}
 """,
     )
 
     assert found == Objective(
-        TopShare(by="shortest", of=Normalized(scale="none")),
-        ratio="sequence",
+        GFPO(rank_by="shortest", advantages=Normalized(scale="none")),
+        importance_sampling_level="sequence",
         surrogate=VESPO((1.0, 2.0), (3.0, 4.0)),
-        loss_aggregation=SUM,
+        loss_aggregation="sequence_sum",
         kl_coef=1e-3,
-        kl=k2,
+        kl_estimator=k2,
         off_policy_mask_threshold=0.5,
-        importance_correction=ImportanceCorrection("sequence", "mask", high=None),
+        importance_correction=ImportanceCorrection("sequence", "mask", max=None),
     )
 
 
@@ -466,8 +477,8 @@ UNCUT = torch.zeros(3, dtype=torch.bool)
 ROWS = [
     (SequenceMean(), [[1 / 6, 1 / 6, 0], [1 / 3, 0, 0], [0, 0, 0]]),
     (TokenMean(), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
-    (Constant(), [[1 / 12, 1 / 12, 0], [1 / 12, 0, 0], [0, 0, 0]]),
-    (Constant(by_limit=False), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+    (ConstantLength(), [[1 / 12, 1 / 12, 0], [1 / 12, 0, 0], [0, 0, 0]]),
+    (SequenceSum(), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
 ]
 
 
@@ -491,7 +502,9 @@ def test_two_equal_processes_halve_the_weights(loss_aggregation, expected):
 
 def test_truncated_rows_lose_their_tokens_but_stay_in_the_number_of_rows():
     cut = torch.tensor([True, False, False])
-    per_sequence = Objective(mask_truncated_completions=True).token_weights(MASK, cut, 4)
+    per_sequence = Objective(
+        mask_truncated_completions=True, loss_aggregation="sequence_mean"
+    ).token_weights(MASK, cut, 4)
     per_token = Objective(
         mask_truncated_completions=True, loss_aggregation=TokenMean()
     ).token_weights(MASK, cut, 4)
@@ -507,10 +520,11 @@ def test_bnpo_shares_out_the_part_of_each_micro_batch():
 
     # One row of three, two tokens: each counts 1/3 * 1/2.
     torch.testing.assert_close(
-        loss_aggregation.within(weights[:1], MASK[:1]), torch.tensor([[1 / 6, 1 / 6, 0.0]])
+        loss_aggregation.rescale_micro_batch(weights[:1], MASK[:1]),
+        torch.tensor([[1 / 6, 1 / 6, 0.0]]),
     )
     # All three rows: a plain mean over three tokens.
-    assert loss_aggregation.within(weights, MASK).sum().item() == pytest.approx(1.0)
+    assert loss_aggregation.rescale_micro_batch(weights, MASK).sum().item() == pytest.approx(1.0)
 
 
 def test_a_batch_without_tokens_has_no_weight():
@@ -535,3 +549,277 @@ def test_tokens_of_an_environment_have_no_weight_and_are_in_no_denominator(
     torch.testing.assert_close(
         weights, torch.cat([expected[:, :1], said.double(), expected[:, 1:]], 1)
     )
+
+
+# --- surrogates: loss and gradient of one or two tokens, by hand ---
+
+
+def evaluate(surrogate, ratios, advantages, *, sequence=False, correction=1.0):
+    """Loss and gradient of one row; the log-probs now are those of the ratios, before it 0."""
+    logprobs = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    log_ratio = logprobs - 0.0
+    tokens = SurrogateInputs(
+        logprobs,
+        log_ratio,
+        bounded_exp(row_mean(log_ratio, mask) if sequence else log_ratio),
+        torch.tensor([advantages], dtype=torch.float64),
+        mask,
+        torch.full_like(logprobs, correction),
+    )
+    loss = surrogate(tokens).expand(1, len(ratios))
+    loss.sum().backward()
+    return loss.detach()[0].tolist(), logprobs.grad[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.4, 0.0),  # good and already more likely: cut at 1.2
+        (0.5, 2.0, -1.0, -1.0),
+        (0.5, -2.0, 1.6, 0.0),  # bad and already less likely: cut at 0.8
+        (1.5, -2.0, 3.0, 3.0),
+        (0.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clipped(ratio, advantage, loss, gradient):
+    assert evaluate(Clipped(), [ratio], [advantage]) == (
+        [pytest.approx(loss)],
+        [pytest.approx(gradient)],
+    )
+
+
+def test_clip_higher_lets_good_tokens_rise_further():
+    losses, gradients = evaluate(Clipped(0.2, 0.28), [1.25, 1.3], [1.0, 1.0])
+
+    assert losses == pytest.approx([-1.25, -1.28])
+    assert gradients == pytest.approx([-1.25, 0.0])
+
+
+def test_two_sided_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
+    assert evaluate(Clipped(max_ratio=4.0), [10.0], [-1.0]) == ([pytest.approx(4.0)], [0.0])
+    assert evaluate(Clipped(max_ratio=4.0), [10.0], [1.0]) == ([pytest.approx(-1.2)], [0.0])
+
+
+def test_gspo_takes_one_ratio_per_row_and_its_gradient_flows_through_the_mean():
+    losses, gradients = evaluate(Clipped(), [4.0, 0.25], [1.0, 1.0], sequence=True)
+
+    # Geometric mean 1; the loss of both tokens is -1, each log-prob moves both by a half.
+    assert losses == pytest.approx([-1.0, -1.0])
+    assert gradients == pytest.approx([-1.0, -1.0])
+
+
+def test_cispo_keeps_the_gradient_of_capped_tokens():
+    losses, gradients = evaluate(CISPO(2.0), [3.0, 1.5], [1.0, -2.0])
+
+    assert losses == pytest.approx([-2 * math.log(3.0), 3 * math.log(1.5)])
+    assert gradients == pytest.approx([-2.0, 3.0])
+
+
+def test_sapo_by_hand():
+    # On-policy the gate is a half: loss -2 / tau A, gradient -A, whatever tau.
+    losses, gradients = evaluate(SAPO(2.0, 4.0), [1.0, 1.0], [3.0, -3.0])
+
+    assert losses == pytest.approx([-3.0, 1.5])
+    assert gradients == pytest.approx([-3.0, 3.0])
+
+
+def test_vespo_weighs_by_the_ratio_of_the_whole_row():
+    # W = 2 * 0.5 = 1: phi is 1. W = 2 * 1: phi = exp(3 + 2 log 2 - 3 * 2) = 4 e^-3.
+    assert evaluate(VESPO(), [2.0, 0.5], [1.0, 1.0])[1] == pytest.approx([-1.0, -1.0])
+    assert evaluate(VESPO(), [2.0, 1.0], [1.0, 1.0])[1] == pytest.approx([-4 * math.exp(-3)] * 2)
+    # A < 0: k and lam are 3 and 2, phi = exp(2 + 3 log 2 - 2 * 2) = 8 e^-2.
+    assert evaluate(VESPO(), [2.0, 1.0], [-1.0, -1.0])[1] == pytest.approx([8 * math.exp(-2)] * 2)
+
+
+def test_vespo_takes_the_correction_into_its_ratio():
+    # W = 1 * 2 by the correction of the single token.
+    _, gradients = evaluate(VESPO(), [1.0], [1.0], correction=2.0)
+
+    assert gradients == pytest.approx([-4 * math.exp(-3)])
+
+
+def test_gmpo_is_a_geometric_mean_of_clipped_ratios():
+    # Log-ratios 0.2 and 0.8, the second is cut to 0.4: exp(0.3), moved by the first token only.
+    losses, gradients = evaluate(GMPO(), [math.exp(0.2), math.exp(0.8)], [1.0, 1.0])
+
+    assert losses == pytest.approx([-math.exp(0.3)] * 2)
+    assert gradients == pytest.approx([-math.exp(0.3), 0.0])
+
+
+def test_gmpo_cuts_bad_tokens_below():
+    losses, gradients = evaluate(GMPO(), [math.exp(-0.8), math.exp(0.8)], [-1.0, -1.0])
+
+    assert losses == pytest.approx([math.exp(0.2)] * 2)
+    assert gradients == pytest.approx([0.0, math.exp(0.2)])
+
+
+def test_policy_gradient_ignores_the_ratio():
+    losses, gradients = evaluate(PolicyGradient(), [3.0, 0.5], [2.0, -1.0])
+
+    assert losses == pytest.approx([-2 * math.log(3.0), math.log(0.5)])
+    assert gradients == pytest.approx([-2.0, 1.0])
+
+
+@pytest.mark.parametrize("surrogate", [Clipped(), CISPO(), SAPO(), GMPO(), PolicyGradient()])
+def test_the_correction_multiplies_the_loss(surrogate):
+    plain, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0])
+    corrected, _ = evaluate(surrogate, [1.1, 0.7], [1.0, -2.0], correction=0.5)
+
+    assert corrected == pytest.approx([loss / 2 for loss in plain])
+
+
+@pytest.mark.parametrize(
+    "surrogate", [Clipped(), CISPO(), SAPO(), VESPO(), GMPO(), PolicyGradient()]
+)
+def test_on_policy_every_gradient_is_minus_the_advantage(surrogate):
+    _, gradients = evaluate(surrogate, [1.0], [-1.5])
+
+    assert gradients == pytest.approx([1.5])
+
+
+@pytest.mark.parametrize(
+    "surrogate", [Clipped(), CISPO(), SAPO(), VESPO(), GMPO(), PolicyGradient()]
+)
+def test_an_advantage_of_zero_has_no_gradient(surrogate):
+    assert evaluate(surrogate, [1.1, 0.9], [0.0, 0.0])[1] == [0.0, 0.0]
+
+
+def test_bad_settings_are_refused_and_a_small_cap_is_warned_about():
+    with raises_for("clip_low -0.2"):
+        Clipped(clip_low=-0.2)
+    with raises_for("tau_positive 0"):
+        SAPO(tau_positive=0)
+    with pytest.warns(UserWarning, match="max_ratio"):
+        CISPO(0.2)
+
+
+# --- KL estimators ---
+
+
+def test_values_at_a_doubled_probability():
+    d = torch.tensor(math.log(2.0))
+
+    assert k1(d).item() == pytest.approx(-math.log(2.0))
+    assert k2(d).item() == pytest.approx(math.log(2.0) ** 2 / 2)
+    assert k3(d).item() == pytest.approx(1 - math.log(2.0))
+    assert absolute(-d).item() == pytest.approx(math.log(2.0))
+
+
+def test_k1_and_k3_are_unbiased():
+    policy, reference = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])
+    d = reference.log() - policy.log()
+    divergence = (policy * -d).sum()
+
+    torch.testing.assert_close((policy * k1(d)).sum(), divergence)
+    torch.testing.assert_close((policy * k3(d)).sum(), divergence)
+
+
+@pytest.mark.parametrize("estimator", [k1, k2, k3, absolute])
+def test_a_token_at_minus_100_against_a_reference_at_minus_1_is_finite(estimator):
+    logprob = torch.tensor([-100.0], requires_grad=True)
+    penalty = estimator(-1.0 - logprob)
+    penalty.sum().backward()
+
+    assert penalty.isfinite().all()
+    assert logprob.grad.isfinite().all()
+
+
+def test_the_bound_of_k3_still_pulls_towards_the_reference():
+    logprob = torch.tensor([-100.0], requires_grad=True)
+    k3(-1.0 - logprob).sum().backward()
+
+    assert logprob.grad.item() < 0
+
+
+def test_bounded_exp_is_exp_below_its_limit_and_a_tangent_above():
+    x = torch.tensor([-3.0, 0.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
+    y = bounded_exp(x, limit=2.0)
+    y.sum().backward()
+
+    tangent = math.exp(2.0)
+    expected = torch.tensor([math.exp(-3.0), 1.0, tangent, 3 * tangent], dtype=torch.float64)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(
+        x.grad, torch.tensor([math.exp(-3.0), 1.0, tangent, tangent]).double()
+    )
+    assert bounded_exp(torch.tensor(-math.inf)).item() == 0
+
+
+# --- importance correction ---
+
+
+OLD = torch.log(torch.tensor([[0.4, 0.1, 0.5], [0.2, 0.9, 0.9]]))
+SAMPLER = torch.log(torch.tensor([[0.1, 0.2, math.nan], [0.2, math.nan, math.nan]]))
+SAMPLED = torch.tensor([[True, True, True], [True, False, False]])
+
+
+def weights(**kwargs):
+    return ImportanceCorrection(**kwargs)(OLD, SAMPLER, SAMPLED)
+
+
+def test_token_weights_by_hand():
+    # Unknown sampler log-probs and padding weigh 1.
+    torch.testing.assert_close(weights(max=None), torch.tensor([[4.0, 0.5, 1.0], [1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(
+        weights(min=0.8, max=2.0), torch.tensor([[2.0, 0.8, 1.0], [1.0, 1.0, 1.0]])
+    )
+    torch.testing.assert_close(
+        weights(mode="mask", max=2.0), torch.tensor([[0.0, 0.5, 1.0], [1.0, 1.0, 1.0]])
+    )
+
+
+def test_sequence_weights_are_products():
+    torch.testing.assert_close(weights(level="sequence"), torch.tensor([[2.0], [1.0]]))
+    torch.testing.assert_close(
+        weights(level="sequence", mode="mask", max=1.5), torch.tensor([[0.0], [1.0]])
+    )
+
+
+def test_a_geometric_mean_does_not_grow_with_the_length():
+    # Weights 4, 0.5 and an unknown one that agrees.
+    torch.testing.assert_close(
+        weights(level="geometric_mean"), torch.tensor([[2 ** (1 / 3)], [1.0]])
+    )
+    masked = weights(level="geometric_mean", mode="mask", max=1.2)
+    torch.testing.assert_close(masked, torch.tensor([[0.0], [1.0]]))
+
+
+def test_a_token_that_the_policy_would_never_say_takes_its_completion_with_it():
+    by_token = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    torch.testing.assert_close(weights(token_min=0.6), by_token)
+    torch.testing.assert_close(weights(token_min=0.4, max=None), weights(max=None))
+    torch.testing.assert_close(
+        weights(level="sequence", token_min=0.6), torch.tensor([[0.0], [1.0]])
+    )
+    with raises_for("token_min"):
+        ImportanceCorrection(token_min=1.5)
+
+
+def test_bounds_must_be_in_order():
+    with raises_for("min 3.0", "max 2.0"):
+        ImportanceCorrection(min=3.0, max=2.0)
+
+
+def test_the_bias_correction_makes_the_gradient_that_of_the_kl():
+    # Exact sums over six actions; `sampler` drew them, `reference` and `policy` differ from it.
+    generator = torch.Generator().manual_seed(0)
+    logits, ref, moved = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    now, ref = logits.log_softmax(0), ref.log_softmax(0)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    kl_of_policy = gradient((now.exp() * (now - ref)).sum())
+    kl_of_reference = gradient((ref.exp() * (ref - now)).sum())
+    for sampler in (now.detach(), (logits.detach() + 0.3 * moved).log_softmax(0)):
+        for estimator in (k1, k3):
+            corrected = sampler.exp() * (now - sampler).exp() * estimator(ref - now)
+            torch.testing.assert_close(gradient(corrected.sum()), kl_of_policy)
+    uncorrected = {
+        each: gradient((now.detach().exp() * each(ref - now)).sum()) for each in (k2, k3)
+    }
+    torch.testing.assert_close(uncorrected[k2], kl_of_policy)
+    torch.testing.assert_close(uncorrected[k3], kl_of_reference)

@@ -1,4 +1,4 @@
-"""Per-turn credit: episodes worked out by hand, and what must hold for any."""
+"""Turn-level advantages: episodes worked out by hand, invariances, and the turns of a rollout."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, WithoutVoid
-from litgrpo.algorithms.turns import Turns
+from litgrpo.algorithms.turn_credit import (
+    GTPO,
+    MTGRPO,
+    GiGPO,
+    ReBN,
+    SimpleTIR,
+    TurnAdvantages,
+    Turns,
+)
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.rewards.reward import Reward, environment
 from litgrpo.rewards.runner import InProcessRunner
@@ -18,9 +25,11 @@ from tests.support.algorithms import PUBLISHED
 from tests.support.comms import in_turns
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
+from tests.support.raises import raises_for
+from tests.support.turns import episode, rollout, table
 from tests.training.parts import gradient_of, learner_of, rollouter_of
 
-ALL = [GiGPO(), MTGRPO(), GTPO(), ReBN(), WithoutVoid()]
+ALL = [GiGPO(), MTGRPO(), GTPO(), ReBN(), SimpleTIR()]
 HALF = math.sqrt(0.5)
 
 
@@ -41,16 +50,20 @@ def turns_of(rewards, states=None, void=None, answers=None):
     return Turns(number, exist, earned, known, void, answers or [None] * len(number))
 
 
-def of_tokens(chosen, turns, valid=None, comm=None):
+def per_token(chosen, turns, valid=None, comm=None):
     total = turns.rewards.sum(2)
     valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
     table = RewardTable({}, {}, total, valid)
     lengths = turns.exist.sum(2)
-    return chosen.of_tokens(table, lengths, comm or SingleProcess(), turns)
+    comm = comm or SingleProcess()
+    if isinstance(chosen, TurnAdvantages):
+        return chosen.per_token(table, lengths, comm, turns)
+    episode = chosen(table, lengths, comm)[..., None]
+    return turns.per_token(episode.expand(turns.exist.shape))
 
 
 def check(chosen, turns, expected, **kwargs):
-    found = of_tokens(chosen, turns, **kwargs)
+    found = per_token(chosen, turns, **kwargs)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -59,7 +72,7 @@ def test_gigpo_adds_a_comparison_of_turns_in_equal_states():
     # gamma 1/2: returns 0 + 4 / 2 = 2 and 4; 2 + 0 / 2 = 2 and 0.
     # State 0: 2 and 2, both 0. State 1: 4 and 0, mean 2: +2 and -2; half of it is +1 and -1.
     turns = turns_of([[[0.0, 4.0], [2.0, 0.0]]], [[[0, 1], [0, 1]]])
-    chosen = GiGPO(gamma=0.5, weight=0.5, scale="none")
+    chosen = GiGPO(gamma=0.5, turn_weight=0.5, scale="none")
     check(chosen, turns, [[1.0, 2.0], [-1.0, -2.0]])
 
 
@@ -80,8 +93,8 @@ def test_gigpo_compares_a_state_that_one_episode_meets_twice():
 
 def test_gigpo_of_states_that_come_once_is_the_episodes_advantage():
     turns = turns_of([[[1.0, 4.0], [2.0, 0.0], [7.0]]], [[[0, 1], [2, 3], [-1]]])
-    whole = of_tokens(Normalized(), turns)
-    torch.testing.assert_close(of_tokens(GiGPO(), turns), whole)
+    whole = per_token(Normalized(), turns)
+    torch.testing.assert_close(per_token(GiGPO(), turns), whole)
 
 
 def test_gigpo_never_compares_states_of_two_groups():
@@ -95,7 +108,7 @@ def test_mt_grpo_adds_what_turns_before_the_last_earned():
     # Outcomes (last turns) 1 and 0: +-h, h = sqrt(1/2). First turns 0 and 2: -h and +h.
     turns = turns_of([[[0.0, 1.0], [2.0, 0.0]]])
     check(MTGRPO(eps=0.0), turns, [[0.0, HALF], [0.0, -HALF]])
-    check(MTGRPO(weight=3.0, eps=0.0), turns, [[-2 * HALF, HALF], [2 * HALF, -HALF]])
+    check(MTGRPO(turn_weight=3.0, eps=0.0), turns, [[-2 * HALF, HALF], [2 * HALF, -HALF]])
 
 
 def test_mt_grpo_sums_from_a_turn_to_the_one_before_the_last():
@@ -121,9 +134,9 @@ def test_rebn_normalizes_returns_over_the_turns_of_the_batch():
 
 def test_rebn_of_two_processes_is_that_of_one():
     groups = [[[0.0, 4.0], [6.0, 1.0]], [[8.0, 3.0], [0.0, 2.0]]]
-    together = of_tokens(ReBN(), turns_of(groups))
+    together = per_token(ReBN(), turns_of(groups))
     one, other = (
-        lambda comm, group=group: of_tokens(ReBN(), turns_of([group]), comm=comm)
+        lambda comm, group=group: per_token(ReBN(), turns_of([group]), comm=comm)
         for group in groups
     )
     torch.testing.assert_close(torch.cat(in_turns(one, other)), together)
@@ -132,23 +145,23 @@ def test_rebn_of_two_processes_is_that_of_one():
 def test_an_episode_with_a_void_turn_is_not_learned_and_stays_in_the_baseline():
     # Mean of 0, 0 and 3 is 1, of which the void row is a part.
     turns = turns_of([[[0.0], [0.0], [1.0, 2.0]]], void=[[True, False, False]])
-    chosen = WithoutVoid(of=Normalized(scale="none"))
+    chosen = SimpleTIR(advantages=Normalized(scale="none"))
     check(chosen, turns, [[0.0, 0.0], [-1.0, 0.0], [2.0, 2.0]])
 
 
 def test_a_last_turn_without_an_answer_is_void():
     turns = turns_of([[[1.0], [3.0], [5.0]]], answers=["#### 7", "seven", None])
-    chosen = WithoutVoid(answer="####", of=Normalized(scale="none"))
+    chosen = SimpleTIR(answer_pattern="####", advantages=Normalized(scale="none"))
     check(chosen, turns, [[-2.0], [0.0], [2.0]])
     turns = replace(turns, answers=["7", "  \n", None])
-    check(WithoutVoid(of=Normalized(scale="none")), turns, [[-2.0], [0.0], [2.0]])
+    check(SimpleTIR(advantages=Normalized(scale="none")), turns, [[-2.0], [0.0], [2.0]])
 
 
 # --- what holds for all ---
 
 GROUPS = [[[0.5, 2.0, 1.0], [0.0, -1.0], [3.0]], [[1.0, 0.25], [2.0], [0.0, 1.0]]]
 STATES = [[[0, 1, 2], [0, 1], [0]], [[0, 1], [0], [0, 1]]]
-GRPO_LIKE = [GiGPO(), MTGRPO(), GTPO(), WithoutVoid()]
+GRPO_LIKE = [GiGPO(), MTGRPO(), GTPO(), SimpleTIR()]
 
 
 @pytest.mark.parametrize("chosen", GRPO_LIKE, ids=lambda each: type(each).__name__)
@@ -159,13 +172,13 @@ def test_one_turn_is_grpo(chosen):
     torch.testing.assert_close(chosen(*arguments), Normalized()(*arguments))
     turns = turns_of(rewards[..., None].tolist())
     expected = Normalized()(*arguments).view(-1, 1)
-    torch.testing.assert_close(of_tokens(chosen, turns), expected)
+    torch.testing.assert_close(per_token(chosen, turns), expected)
 
 
 def test_one_turn_of_rebn_is_normalized_over_the_batch():
     turns = turns_of([[[1.0], [4.0]], [[0.0], [1.0]]])
-    expected = of_tokens(Normalized("batch", "batch"), turns)
-    torch.testing.assert_close(of_tokens(ReBN(), turns), expected)
+    expected = per_token(Normalized("batch", "batch"), turns)
+    torch.testing.assert_close(per_token(ReBN(), turns), expected)
     arguments = (
         RewardTable({}, {}, turns.rewards[..., 0], turns.exist[..., 0]),
         turns.exist.sum(2),
@@ -177,16 +190,16 @@ def test_one_turn_of_rebn_is_normalized_over_the_batch():
 @pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
 def test_a_unit_of_rewards_changes_nothing(chosen):
     turns = turns_of(GROUPS, STATES)
-    exact = replace(chosen, of=Normalized(eps=0.0)) if chosen == WithoutVoid() else None
+    exact = replace(chosen, advantages=Normalized(eps=0.0)) if chosen == SimpleTIR() else None
     exact = exact or replace(chosen, eps=0.0)
     scaled = replace(turns, rewards=turns.rewards * 7.0)
-    torch.testing.assert_close(of_tokens(exact, scaled), of_tokens(exact, turns))
+    torch.testing.assert_close(per_token(exact, scaled), per_token(exact, turns))
 
 
 @pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
 def test_equal_episodes_teach_nothing(chosen):
     turns = turns_of([[[1.0, 0.5]] * 3] * 2, [[[0, 1]] * 3] * 2)
-    found = of_tokens(replace(chosen, gamma=1.0) if chosen == GiGPO() else chosen, turns)
+    found = per_token(replace(chosen, gamma=1.0) if chosen == GiGPO() else chosen, turns)
     if not isinstance(chosen, GTPO | ReBN):  # whose turns are compared with each other, too
         assert not found.any()
     assert torch.equal(found[:1].expand(6, -1), found)
@@ -196,10 +209,10 @@ def test_equal_episodes_teach_nothing(chosen):
 def test_episodes_that_failed_are_in_no_statistic(chosen):
     with_failed = [[*group, [1e6, -3.0]] for group in GROUPS]
     states = [[*group, [0, 1]] for group in STATES]
-    found = of_tokens(chosen, turns_of(with_failed, states), valid=[[True] * 3 + [False]] * 2)
+    found = per_token(chosen, turns_of(with_failed, states), valid=[[True] * 3 + [False]] * 2)
     found = found.view(2, 4, -1)
     assert not found[:, 3].any()
-    without = of_tokens(chosen, turns_of(GROUPS, STATES)).view(2, 3, -1)
+    without = per_token(chosen, turns_of(GROUPS, STATES)).view(2, 3, -1)
     torch.testing.assert_close(found[:, :3], without)
 
 
@@ -207,7 +220,7 @@ def test_episodes_that_failed_are_in_no_statistic(chosen):
 def test_a_reward_at_the_end_reaches_the_first_turn(chosen):
     # B4: discounting that began anew at what is heard would leave the first turns equal
     turns = turns_of([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]])
-    found = of_tokens(chosen, turns)
+    found = per_token(chosen, turns)
     assert found[0, 0] > 0.1
     assert found[1, 0] < -0.1
 
@@ -215,18 +228,18 @@ def test_a_reward_at_the_end_reaches_the_first_turn(chosen):
 @pytest.mark.parametrize("chosen", ALL, ids=lambda each: type(each).__name__)
 def test_heard_tokens_and_padding_have_no_advantage(chosen):
     turns = turns_of(GROUPS, STATES)
-    assert not of_tokens(chosen, turns)[turns.number < 0].any()
+    assert not per_token(chosen, turns)[turns.number < 0].any()
 
 
 @pytest.mark.parametrize("make", [GiGPO, GTPO, ReBN])
 def test_a_discount_above_one_is_refused(make):
-    with pytest.raises(ValueError, match=r"gamma is 1\.5; it must be from 0 to 1"):
+    with raises_for("gamma", "1.5"):
         make(gamma=1.5)
 
 
 def test_an_answer_that_is_no_expression_is_refused():
-    with pytest.raises(ValueError, match=r"answer is '\(', no regular expression"):
-        WithoutVoid(answer="(")
+    with raises_for("answer_pattern"):
+        SimpleTIR(answer_pattern="(")
 
 
 # --- a rollout of episodes, learned ---
@@ -253,3 +266,109 @@ def test_every_overlay_learns_from_episodes(name):
     # Echo rewards equal turns equally, so before the last turn MT-GRPO has nothing to compare
     assert (different > 1) == (name not in ("mt_grpo", "simpletir"))
     assert gradient_of(learner, experience).norm() > 0
+
+
+# --- the turns of a rollout ---
+
+
+NAN = math.nan
+
+
+THREE = [[0, 0, -1, 1, -1, 2], [0, -1, 1, 1, -1, -1]]
+
+
+def test_each_turn_has_its_share_of_the_environments_reward_and_the_last_one_all_else():
+    # 2 * (1, 0, 3) and 0.5 for the text; 2 * (-1, 4), nothing for the text
+    found = Turns.from_rollout(
+        rollout(THREE, [[1.0, 0.0, 3.0], [-1.0, 4.0, NAN]]),
+        table([8.5, 6.0], counted=[4.0, 3.0], weight=2.0),
+    )
+    assert found.rewards.tolist() == [[[2.0, 0.0, 6.5], [-2.0, 8.0, 0.0]]]
+    assert found.exist.tolist() == [[[True] * 3, [True, True, False]]]
+
+
+def test_a_turn_whose_reward_abstained_earned_nothing():
+    found = Turns.from_rollout(rollout([[0, 1]], [[NAN, 3.0]]), table([3.0], counted=[3.0]))
+    assert found.rewards.tolist() == [[[0.0, 3.0]]]
+
+
+def test_without_the_environments_own_reward_all_is_the_last_turns():
+    found = Turns.from_rollout(
+        rollout(THREE, [[1.0, 0.0, 3.0], [-1.0, 4.0, NAN]]), table([8.0, 6.0])
+    )
+    assert found.rewards.tolist() == [[[0.0, 0.0, 8.0], [0.0, 6.0, 0.0]]]
+
+
+def test_a_reward_that_a_gate_changed_is_the_last_turns():
+    found = Turns.from_rollout(
+        rollout(THREE, [[1.0, 0.0, 3.0], [-1.0, 4.0, NAN]]), table([0.0, 3.0], counted=[0.0, 3.0])
+    )
+    assert found.rewards.tolist() == [[[0.0, 0.0, 0.0], [-1.0, 4.0, 0.0]]]
+
+
+def test_an_episode_in_which_nothing_was_said_has_no_turn():
+    found = Turns.from_rollout(
+        rollout([[-1, -1], [0, -1]], [[NAN], [1.0]]), table([0.0, 1.0], [0.0, 1.0])
+    )
+    assert found.exist.tolist() == [[[False], [True]]]
+    assert found.per_token(found.rewards).tolist() == [[0.0, 0.0], [1.0, 0.0]]
+
+
+def test_discounting_is_per_turn_and_goes_on_through_what_is_heard():
+    # R_2 = 4; R_1 = 0 + 4 / 2 = 2; R_0 = 1 + 2 / 2 = 2, however many tokens lie between
+    found = Turns.from_rollout(rollout([THREE[0]], [[1.0, 0.0, 4.0]]), table([5.0], counted=[5.0]))
+    assert found.returns(0.5).tolist() == [[[2.0, 2.0, 4.0]]]
+    assert found.per_token(found.returns(0.5)).tolist() == [[2.0, 2.0, 0.0, 2.0, 0.0, 4.0]]
+    assert found.returns(1.0)[..., 0].item() == 5.0
+    assert found.returns(0.0).tolist() == found.rewards.tolist()
+
+
+def test_a_turn_is_in_the_state_that_the_one_before_it_left():
+    states = [["a", "b", "a"], ["b", None]]
+    found = Turns.from_rollout(rollout(THREE, [[0.0] * 3] * 2, states), table([0.0, 0.0]))
+    # both begin in state 0; what the last turn leaves is nobody's
+    assert found.states.tolist() == [[[0, 1, 2], [0, 2, -1]]]
+    found = Turns.from_rollout(
+        rollout(THREE, [[0.0] * 3] * 2, [[None, 3, None], [3, None]]), table([0, 0])
+    )
+    assert found.states.tolist() == [[[0, -1, 1], [0, 1, -1]]]
+
+
+def test_an_environment_that_tells_no_states_has_none():
+    found = Turns.from_rollout(
+        rollout(THREE, [[0.0] * 3] * 2, [[None] * 3, [None] * 2]), table([0.0, 0.0])
+    )
+    assert (found.states == -1).all()
+
+
+def test_void_turns_neither_call_nor_end_the_episode():
+    cases = {
+        "calls, then answers": (episode([1, 1, 0], ["", "", "42"]), False, "42"),
+        "calls to the last": (episode([1, 2, 1], ["", "", "x"], done=False), False, None),
+        "says something between": (episode([1, 0, 1], ["", "", "x"], done=False), True, None),
+        "cut off in its answer": (episode([1, 1], ["", "", "4"], done=False), True, "4"),
+    }
+    for name, (played, void, answer) in cases.items():
+        found = Turns.from_rollout(
+            rollout([THREE[0]], [[0.0] * 3], episodes=[played]), table([0.0])
+        )
+        assert found.void.tolist() == [[void]], name
+        assert found.answers == [answer], name
+
+
+def test_a_last_turn_that_earned_nothing_has_no_rounding_of_the_others():
+    # 0.3 * (0.1 + 0.7 + 0.2) is not 0.3 * 0.1 + 0.3 * 0.7 + 0.3 * 0.2.
+    earned = [[0.1, 0.7, 0.2, 0.0], [0.1, 0.2, 0.0, 0.0], [0.3, 0.7, 0.6, 0.0]]
+    sums = [sum(row) for row in earned]
+    found = Turns.from_rollout(
+        rollout([[0, 1, 2, 3]] * 3, earned),
+        table([0.3 * each for each in sums], counted=sums, weight=0.3),
+    )
+    assert found.rewards[..., 3].tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("state", [["a"], ("a", [1])])
+def test_a_state_that_cannot_be_compared_is_refused(state):
+    played = rollout([[0, 1]], [[0.0, 1.0]], states=[[state, None]])
+    with raises_for("StepResult.state"):
+        Turns.from_rollout(played, table([1.0], counted=[1.0]))

@@ -27,7 +27,7 @@ OVERLAY: dict[str, Any] = {
             "objective": {
                 "advantages": {"class_path": "tests.benchmarks.lapdog_released.WrongSign"},
                 "surrogate": {"class_path": "PolicyGradient"},
-                "loss_aggregation": {"class_path": "SequenceMean"},
+                "loss_aggregation": "sequence_mean",
                 "kl_coef": 0.0,
             },
             "check_invariants": False,  # they reject it: see tests/benchmarks/test_dialogue.py
@@ -42,7 +42,7 @@ class WrongSign(Advantages):
     """Minus the reward, so that descending on -A log p descends on -R * CE = R log p."""
 
     @property
-    def compares(self) -> bool:
+    def needs_group(self) -> bool:
         """One completion is enough."""
         return False
 

@@ -36,7 +36,7 @@ from tests.benchmarks.seeds import curve, read_samples
 ROOT = Path(__file__).parents[2]
 HANDED = 3  # iterations whose completions TRL learns, too
 # {litgrpo's loss_aggregation: TRL's loss with the same divisor}, with one step per rollout.
-LOSSES = {"TokenMean": "dapo", "SequenceMean": "grpo"}
+LOSSES = {"token_mean": "dapo", "sequence_mean": "grpo"}
 LAST = 5  # the share of the iterations, one of five, whose mean reward is compared separately
 
 
@@ -98,7 +98,7 @@ class Recorder(Callback):
             "bf16": trainer.precision == "bf16-mixed",
             "kl_coef": objective.kl_coef,
             "kl_bias_correction": objective.kl_bias_correction,
-            "loss_type": LOSSES[type(objective.loss_aggregation).__name__],
+            "loss_type": LOSSES[objective.loss_aggregation],
             "optimizer": model["optimizer"],
             "lr_scheduler": model["lr_scheduler"],
             "rewards": model["rewards"],

@@ -51,7 +51,7 @@ def steps_of_ours(
     import torch
     from lightning import Callback, Trainer, seed_everything
 
-    from litgrpo.algorithms.losses import Objective, TokenMean
+    from litgrpo.algorithms.losses import Objective
     from litgrpo.rewards.reward import Reward
     from litgrpo.training.grpo import GRPO
 
@@ -97,7 +97,7 @@ def steps_of_ours(
         {"even": Reward(even_words)},
         group_size=work.group,
         max_completion_length=work.max_new,
-        objective=Objective(loss_aggregation=TokenMean()),
+        objective=Objective(),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
         max_iterations=warmup + steps,
         **settings,

@@ -5,8 +5,7 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader
 
-from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.surrogates import PolicyGradient
+from litgrpo.algorithms.losses import Objective, PolicyGradient
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.learner import Learner

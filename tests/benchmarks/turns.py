@@ -59,7 +59,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
     from lightning import Callback, Trainer, seed_everything
     from torch.utils.data import DataLoader
 
-    from litgrpo.algorithms.losses import Objective, TokenMean
+    from litgrpo.algorithms.losses import Objective
     from litgrpo.rewards.reward import Reward
     from litgrpo.rollout.episodes import EpisodeSettings
     from litgrpo.training.grpo import GRPO
@@ -98,7 +98,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
         {"even": Reward(even_words)},
         group_size=args.group,
         max_completion_length=args.max_new,
-        objective=Objective(loss_aggregation=TokenMean()),
+        objective=Objective(),
         environment=Look(answer, args.tool_s),
         episode=EpisodeSettings(
             max_turns=args.turns,

@@ -4,8 +4,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.callbacks.metric_table import (
     METRICS,
     PLACEHOLDER,

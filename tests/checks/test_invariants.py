@@ -10,8 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
-from litgrpo.algorithms.losses import Objective, SequenceMean
+from litgrpo.algorithms.losses import MicroBatchTokenMean, Objective, TokenMean
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
 from litgrpo.data.prompt_data import PromptData
@@ -344,7 +343,8 @@ def reference_of_other_weights(patch):
 
 
 def mean_of_means_over_tokens(patch):
-    patch(SequenceMean, "within", MicroBatchTokenMean.within)
+    buggy = MicroBatchTokenMean.rescale_micro_batch
+    patch(TokenMean, "rescale_micro_batch", buggy)
     return module()
 
 

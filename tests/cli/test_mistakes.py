@@ -107,9 +107,9 @@ def test_a_value_that_a_class_rejects_is_one_line(cli):  # noqa: F811
     assert "group_size is 0" in error_of(cli, "fit", "-c", "grpo.yaml", "--model.group_size", "0")
 
 
-def test_a_function_is_given_by_its_import_path(cli):  # noqa: F811
-    line = error_of(cli, "fit", "-c", "grpo.yaml", "--model.objective.kl", "kk1")
-    assert "model.objective.kl" in line
+def test_an_unknown_kl_estimator_names_the_known_ones(cli):  # noqa: F811
+    line = error_of(cli, "fit", "-c", "grpo.yaml", "--model.objective.kl_estimator", "kk1")
+    assert "model.objective.kl_estimator" in line
     assert "k1" in line
 
 

@@ -52,7 +52,7 @@ def test_recipes_by_name_are_merged_in_their_order(cli):  # noqa: F811
     code, out, _ = cli("fit", *words)
     assert code == 0
     loss_aggregation = yaml.safe_load(out)["model"]["init_args"]["objective"]["loss_aggregation"]
-    assert loss_aggregation["class_path"].endswith(".Constant")
+    assert loss_aggregation == "constant_length"
 
 
 def test_a_command_line_without_a_recipe_means_grpo(cli):  # noqa: F811

@@ -25,9 +25,9 @@ PROBES = [
     ),
     Probe("a key of another trainer", f"{QUICK} --learning_rate 1e-6", ("model.optimizer.lr",)),
     Probe(
-        "a function without its path",
-        f"{QUICK} --model.objective.kl k1",
-        ("model.objective.kl", "algorithms.kl.k1"),
+        "a KL estimator that does not exist",
+        f"{QUICK} --model.objective.kl_estimator k4",
+        ("model.objective.kl_estimator",),
     ),
     Probe(
         "a recipe by a wrong name", "fit -c quikstart", ("did you mean 'quickstart'",), quick=True
@@ -35,7 +35,7 @@ PROBES = [
     Probe(
         "recipes by name in an empty folder",
         "fit -c quickstart -c algorithms/dr_grpo --print_config",
-        ("Constant",),
+        ("constant_length",),
         code=0,
     ),
     Probe(

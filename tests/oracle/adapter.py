@@ -15,35 +15,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms import kl
-from litgrpo.algorithms.advantages import Advantages, Normalized
-from litgrpo.algorithms.estimators import DecoupledNormalized
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.loss_aggregation import Constant, MicroBatchTokenMean
+from litgrpo.algorithms.advantages import GDPO, Advantages, Normalized
 from litgrpo.algorithms.losses import (
+    CISPO,
+    SAPO,
+    VESPO,
     Clipped,
+    ImportanceCorrection,
     Normalizers,
     Objective,
-    SequenceMean,
     Surrogate,
-    TokenMean,
 )
-from litgrpo.algorithms.surrogates import CISPO, SAPO, VESPO
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 
 Case = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
 MAX_COMPLETION_LEN = 16
-WEIGHTINGS = {
-    "grpo": SequenceMean(),
-    "sapo": SequenceMean(),
-    "bnpo": MicroBatchTokenMean(),
-    "dr_grpo": Constant(),
-    "luspo": Constant(by_limit=False),
-    "dapo": TokenMean(),
-    "cispo": TokenMean(),
-    "vespo": TokenMean(),
+AGGREGATIONS = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "bnpo": "micro_batch_token_mean",
+    "dr_grpo": "constant_length",
+    "luspo": "sequence_sum",
+    "dapo": "token_mean",
+    "cispo": "token_mean",
+    "vespo": "token_mean",
 }
 
 
@@ -74,13 +71,13 @@ def objective(case: Case) -> Objective:
     correction = None
     if case["is_ratio"] is not None:
         level = "token" if case["is_ratio"] == "token" else "sequence"
-        correction = ImportanceCorrection(level, high=None)
+        correction = ImportanceCorrection(level, max=None)
     return Objective(
-        ratio=case["level"],
+        importance_sampling_level=case["level"],
         surrogate=_surrogate(case),
-        loss_aggregation=WEIGHTINGS[case["loss_type"]],
+        loss_aggregation=AGGREGATIONS[case["loss_type"]],
         kl_coef=case["beta"],
-        kl=kl.k3,
+        kl_estimator="k3",
         kl_bias_correction=case["bias_correction_kl"],
         entropy_coef=case["entropy_coef"],
         top_entropy_quantile=case["top_entropy_quantile"],
@@ -110,7 +107,7 @@ def _accumulated(case: Case, loss_tokens: Tensor) -> tuple[float, float]:
     """Factors of the weights and of the entropy bonus due to accumulation over micro-batches."""
     training = case["mode"] == "train"
     per_micro = 1 / case["ga"] if training else 1.0
-    if not isinstance(WEIGHTINGS[case["loss_type"]], TokenMean):
+    if AGGREGATIONS[case["loss_type"]] != "token_mean":
         return per_micro, per_micro
     # The tokens of one accumulation window, of which the case's rows are a part.
     window = max(case["num_items_in_batch"], 1)
@@ -181,15 +178,15 @@ def advantages(case: Case, arrays: Arrays) -> np.ndarray:
     )
     chosen: Advantages = Normalized(baseline="group", scale=case["scale_rewards"])
     if case["multi_objective_aggregation"] == "normalize_then_sum":
-        chosen = DecoupledNormalized()
+        chosen = GDPO()
     mask = torch.ones(len(rewards), 2, dtype=torch.bool)
     return Objective(advantages=chosen).token_advantages(table, mask)[:, 0].numpy()
 
 
 def importance(case: Case, arrays: Arrays, old: np.ndarray, sampler: np.ndarray) -> np.ndarray:
     """[8, 12] or [8, 1] sampler/trainer weights of one of the oracle's importance cases."""
-    level, outside = case["mode"].split("_")
+    level, mode = case["mode"].split("_")
     low = 0.0 if case["clip_min"] is None else case["clip_min"]
-    correction = ImportanceCorrection(level, outside, low, case["clip_max"])
+    correction = ImportanceCorrection(level, mode, low, case["clip_max"])
     mask = _tensor(arrays, "completion_mask").bool()
     return correction(torch.from_numpy(old), torch.from_numpy(sampler), mask).numpy()

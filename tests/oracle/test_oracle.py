@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.surrogates import CISPO
+from litgrpo.algorithms.losses import CISPO, Objective
 from tests.oracle.adapter import advantages, importance, loss
 
 FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
@@ -57,8 +56,8 @@ def test_where_we_differ_the_cispo_cap_bounds_the_ratio_and_is_5_by_default():
     capped = [case for case in CASES["loss"] if case["loss_type"] == "cispo"]
 
     assert {case["epsilon_high"] for case in capped} >= {5.0, 0.28}
-    assert CISPO().cap == 5.0
-    with pytest.warns(UserWarning, match="CISPO's cap"):
+    assert CISPO().max_ratio == 5.0
+    with pytest.warns(UserWarning, match="max_ratio"):
         CISPO(0.28)
 
 

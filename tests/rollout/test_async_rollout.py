@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.models.export import export
 from litgrpo.rollout.async_rollout import Prefetch, _select_prompts, _stack_rows, _tensors_of
 from litgrpo.rollout.engines.vllm import ServerEngine

@@ -7,8 +7,7 @@ import torch
 from lightning import Callback
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN
-from litgrpo.algorithms.turns import Turns
+from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN, Turns
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import Clock
@@ -70,7 +69,7 @@ def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
         total = sum(earned[0])
         rewards = turns_table([total, total], counted=[total, total])
         assert not groups_with_variance(rewards).any()
-        turns = Turns.of(played, rewards)
+        turns = Turns.from_rollout(played, rewards)
         for kind in (MTGRPO, GTPO, ReBN, None):
             if kind is not None:
                 found = groups_with_turn_advantages(rewards, played, kind()).tolist()

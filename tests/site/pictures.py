@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.losses import Clipped, Tokens
+from litgrpo.algorithms.losses import Clipped, SurrogateInputs
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.models.packing import Packing
 from litgrpo.types import RewardTable, TokenRows
@@ -135,10 +135,10 @@ def clipping() -> None:
     both[0].legend(frameon=False, fontsize=8)
 
 
-def tokens_with(ratio: torch.Tensor, advantage: float) -> Tokens:
-    """Tokens with these ratios, all with one advantage."""
+def tokens_with(ratio: torch.Tensor, advantage: float) -> SurrogateInputs:
+    """Inputs with these ratios, all with one advantage."""
     ones = torch.ones_like(ratio)
-    return Tokens(ratio.log(), ratio.log(), ratio, advantage * ones, ones.bool(), ones)
+    return SurrogateInputs(ratio.log(), ratio.log(), ratio, advantage * ones, ones.bool(), ones)
 
 
 def packing() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import litgrpo
 from litgrpo import GRPO, SFT, PairData, PromptData
-from litgrpo.algorithms.surrogates import SAPO
+from litgrpo.algorithms.losses import SAPO
 from litgrpo.callbacks.guards import Watchdog
 from litgrpo.rollout.engines.vllm import ServerEngine
 from litgrpo.training.controllers import KLTarget

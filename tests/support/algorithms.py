@@ -1,44 +1,55 @@
-"""The published algorithms as objectives, under the names of their overlays in `configs`."""
+"""The published algorithms as objectives, by the names of their files in `configs`."""
 
-from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.estimators import DecoupledNormalized, TopShare
-from litgrpo.algorithms.kl import k2
-from litgrpo.algorithms.loss_aggregation import Constant, MicroBatchTokenMean
-from litgrpo.algorithms.losses import Clipped, Objective, TokenMean
-from litgrpo.algorithms.surrogates import CISPO, GMPO, SAPO, VESPO, PolicyGradient
-from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, WithoutVoid
+from litgrpo.algorithms.advantages import GDPO, GFPO, Normalized
+from litgrpo.algorithms.losses import CISPO, GMPO, SAPO, VESPO, Clipped, Objective, PolicyGradient
+from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, GiGPO, ReBN, SimpleTIR
 
 CLIP_HIGHER = Clipped(0.2, 0.28)
-SUM = Constant(by_limit=False)
 
 PUBLISHED = {
-    "grpo": Objective(kl_coef=0.04),
-    "dr_grpo": Objective(Normalized(scale="none"), loss_aggregation=Constant()),
+    "grpo": Objective(loss_aggregation="sequence_mean", kl_coef=0.04, kl_bias_correction=False),
+    "dr_grpo": Objective(Normalized(scale="none"), loss_aggregation="constant_length"),
     "dapo": Objective(
-        surrogate=CLIP_HIGHER, loss_aggregation=TokenMean(), mask_truncated_completions=True
+        surrogate=CLIP_HIGHER, loss_aggregation="token_mean", mask_truncated_completions=True
     ),
-    "bnpo": Objective(loss_aggregation=MicroBatchTokenMean()),
-    "gspo": Objective(ratio="sequence", surrogate=Clipped(3e-4, 4e-4)),
-    "cispo": Objective(surrogate=CISPO(), loss_aggregation=TokenMean()),
-    "sapo": Objective(surrogate=SAPO()),
-    "vespo": Objective(surrogate=VESPO(), loss_aggregation=TokenMean()),
-    "luspo": Objective(ratio="sequence", surrogate=Clipped(2e-3, 2.5e-3), loss_aggregation=SUM),
-    "gmpo": Objective(surrogate=GMPO()),
+    "bnpo": Objective(loss_aggregation="micro_batch_token_mean"),
+    "gspo": Objective(
+        importance_sampling_level="sequence",
+        surrogate=Clipped(3e-4, 4e-4),
+        loss_aggregation="sequence_mean",
+    ),
+    "cispo": Objective(surrogate=CISPO(), loss_aggregation="token_mean"),
+    "sapo": Objective(surrogate=SAPO(), loss_aggregation="sequence_mean"),
+    "vespo": Objective(surrogate=VESPO(), loss_aggregation="token_mean"),
+    "luspo": Objective(
+        importance_sampling_level="sequence",
+        surrogate=Clipped(2e-3, 2.5e-3),
+        loss_aggregation="sequence_sum",
+    ),
+    "gmpo": Objective(surrogate=GMPO(), loss_aggregation="sequence_mean"),
     "rloo": Objective(
-        Normalized("others", "none"), surrogate=PolicyGradient(), loss_aggregation=SUM
+        Normalized("others", "none"), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"
     ),
     "reinforce": Objective(
-        Normalized("none", "none"), surrogate=PolicyGradient(), loss_aggregation=SUM
+        Normalized("none", "none"), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"
     ),
     "reinforce_baseline": Objective(
-        Normalized("batch", "none"), surrogate=PolicyGradient(), loss_aggregation=SUM
+        Normalized("batch", "none"), surrogate=PolicyGradient(), loss_aggregation="sequence_sum"
     ),
-    "reinforce_pp": Objective(Normalized("batch", "batch"), kl_coef=0.01, kl=k2),
-    "gdpo": Objective(DecoupledNormalized()),
-    "gfpo": Objective(TopShare(by="shortest", among_kept=True), loss_aggregation=TokenMean()),
-    "gigpo": Objective(GiGPO()),
-    "mt_grpo": Objective(MTGRPO()),
-    "gtpo": Objective(GTPO()),
-    "rebn": Objective(ReBN(), surrogate=PolicyGradient(), loss_aggregation=Constant()),
-    "simpletir": Objective(WithoutVoid()),
+    "reinforce_pp": Objective(
+        Normalized("batch", "batch"),
+        loss_aggregation="sequence_mean",
+        kl_coef=0.01,
+        kl_estimator="k2",
+        kl_bias_correction=False,
+    ),
+    "gdpo": Objective(GDPO(), loss_aggregation="sequence_mean"),
+    "gfpo": Objective(
+        GFPO(rank_by="shortest", normalize_kept_only=True), loss_aggregation="token_mean"
+    ),
+    "gigpo": Objective(GiGPO(), loss_aggregation="sequence_mean"),
+    "mt_grpo": Objective(MTGRPO(), loss_aggregation="sequence_mean"),
+    "gtpo": Objective(GTPO(), loss_aggregation="sequence_mean"),
+    "rebn": Objective(ReBN(), surrogate=PolicyGradient(), loss_aggregation="constant_length"),
+    "simpletir": Objective(SimpleTIR(), loss_aggregation="sequence_mean"),
 }

@@ -4,8 +4,7 @@ import pytest
 import torch
 from lightning import Trainer
 
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.data.pairs import PairBatch
 from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.loading import LoRA, Precision, build_policy
@@ -57,7 +56,8 @@ def step_gradient(grpo, batch) -> torch.Tensor:
 
 def test_the_gradient_is_that_of_the_papers_formula(architecture):
     batch = prompt_batch("a", "hello there", "xyz")
-    grpo = module(architecture, update=UpdateConfig(max_grad_norm=None))
+    paper = Objective(loss_aggregation="sequence_mean")
+    grpo = module(architecture, objective=paper, update=UpdateConfig(max_grad_norm=None))
     got = step_gradient(grpo, batch)
 
     # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
@@ -94,7 +94,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(objective, kind):
         gradients.append(step_gradient(grpo, batch))
     whole, *split = gradients
     for limit, gradient in zip(limits[1:], split, strict=True):
-        assert (gradient - whole).norm() / whole.norm() < 1e-5, limit
+        assert (gradient - whole).norm() / whole.norm() < 2e-5, limit
 
 
 def test_rows_that_teach_nothing_are_skipped_and_the_gradient_stays(monkeypatch):
@@ -187,6 +187,7 @@ def test_it_learns_to_say_vowels(kind):
     grpo = module(
         kind,
         reward=vowels,
+        objective=Objective(loss_aggregation="sequence_mean"),
         max_iterations=30,
         group_size=8,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import backend
 from litgrpo.models.reference import FrozenReference
@@ -47,7 +46,7 @@ def difference(one, other):
 def test_the_gradient_is_that_of_the_papers_formula(architecture):
     batch, policy = prompt_batch(*BATCH), tiny_policy(architecture)
     rollout = rollouter_of(policy).generate(batch, "train")
-    learner = learner_of(policy)
+    learner = learner_of(policy, Objective(loss_aggregation="sequence_mean"))
     got = gradient_of(learner, learner.build_batch(rollout, rewards_of(rollout), RolloutLogprobs()))
 
     # DeepSeekMath, equation 3 on-policy: mean over completions of the mean over tokens of A log p.
@@ -211,7 +210,8 @@ def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
 
 
 def test_weights_are_made_for_each_optimizer_step():
-    learner = learner_of(tiny_policy("qwen2"), config=UpdateConfig(num_mini_batches=3))
+    objective = Objective(loss_aggregation="sequence_mean")
+    learner = learner_of(tiny_policy("qwen2"), objective, UpdateConfig(num_mini_batches=3))
     experience = sampled(learner, prompt_batch(*BATCH))
     per_row = experience.weights.sum(1)
     torch.testing.assert_close(per_row, torch.full((3 * GROUP,), 1 / GROUP))

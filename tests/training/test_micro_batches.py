@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.estimators import TopShare
+from litgrpo.algorithms.advantages import GFPO, Normalized
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.kernels import linear as linears
 from litgrpo.training.micro_batches import (
@@ -105,7 +104,7 @@ def test_advantages_that_do_not_sum_to_zero_in_a_group_are_refused():
     "objective",
     [
         Objective(advantages=Normalized(baseline="batch")),
-        Objective(advantages=TopShare()),
+        Objective(advantages=GFPO()),
         Objective(gamma=0.9),
     ],
 )

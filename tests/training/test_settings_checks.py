@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.models.loading import Precision

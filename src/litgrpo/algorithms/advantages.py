@@ -1,30 +1,39 @@
-"""Advantages: how much better a completion is than what could be expected of its prompt."""
+"""Advantage estimators of whole completions; those of single turns are in `turn_credit`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.turns import Turns
 from litgrpo.distributed.collectives import Comm
 from litgrpo.types import RewardTable
 
-LARGEST_REWARD = 1e20  # beyond it float32 could not hold the loss; counts as infinite
+LARGEST_REWARD = 1e20  # counts as infinite: float32 could not hold the loss of a larger one
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The rewards of a batch by prompt, with the statistics that advantages are made of.
+    """The rewards of a batch by group, with the statistics that advantages are made of.
 
     Args:
         table: rewards of B * G completions.
-        lengths: [B, G] tokens of the policy in each completion.
+        lengths: [B, G] generated tokens of each completion.
         comm: of the processes that share the batch.
-        values: [B, G] float64 rewards in use; NaN where a row teaches nothing.
+        values: [B, G] float64 rewards in use; NaN for completions without a valid reward.
+
+    Example:
+        One group of two completions::
+
+            Groups(
+                table=RewardTable(...),
+                lengths=tensor([[12, 9]]),
+                comm=SingleProcess(),
+                values=tensor([[0.0, 1.0]], dtype=float64),
+            )
     """
 
     table: RewardTable
@@ -32,26 +41,32 @@ class Groups:
     comm: Comm
     values: Tensor
 
-    def use(self, rewards: Tensor, valid: Tensor) -> Groups:
-        """The same groups with other rewards [B, G]: those that are valid and not infinite."""
+    @classmethod
+    def from_table(cls, table: RewardTable, lengths: Tensor, comm: Comm) -> Groups:
+        """Groups of the total rewards; arguments as of the class."""
+        return cls(table, lengths, comm, table.total).with_rewards(table.total, table.valid)
+
+    def with_rewards(self, rewards: Tensor, valid: Tensor) -> Groups:
+        """The same groups with other rewards [B, G]; NaN for those invalid [B, G] or infinite."""
         usable = valid & (rewards.abs() < LARGEST_REWARD)
         return replace(self, values=rewards.double().where(usable, torch.nan))
 
-    def spread(self) -> tuple[Tensor, Tensor, Tensor]:
+    def group_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B, G] distance from the group's mean, [B, 1] its standard deviation, [B, 1] n - 1.
 
-        The distance is exactly 0 where the rewards of a group differ by rounding only.
+        The distance is exactly 0 if the rewards of a group differ only by rounding.
         """
         values, missing = self.values, self.values.isnan()
         largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
         high = values.masked_fill(missing, -torch.inf).amax(1, keepdim=True)
         low = values.masked_fill(missing, torch.inf).amin(1, keepdim=True)
+        # Rounding noise divided by its own standard deviation would be an advantage of order 1.
         equal = high - low <= 4 * self.table.precision * largest
         distance = torch.where(equal & ~missing, 0.0, values - values.nanmean(1, keepdim=True))
         others = ((~missing).sum(1, keepdim=True) - 1).clamp(min=1)
         return distance, (distance.square().nansum(1, keepdim=True) / others).sqrt(), others
 
-    def batch(self) -> tuple[Tensor, Tensor]:
+    def batch_statistics(self) -> tuple[Tensor, Tensor]:
         """[B, G] distance from the mean of all processes' rewards, [] their standard deviation."""
         count = self.comm.sum((~self.values.isnan()).sum().double())
         mean = self.comm.sum(self.values.nansum()) / count.clamp(min=1)
@@ -62,22 +77,32 @@ class Groups:
 
 
 class Advantages(ABC):
-    """How much better a completion is than expected."""
+    """Advantage estimator: how much better a completion is than expected.
+
+    Example:
+        An estimator is a frozen dataclass; its fields are the options of the config::
+
+            @dataclass(frozen=True)
+            class MeanCentered(Advantages):
+                def estimate(self, groups):
+                    return groups.values - groups.values.nanmean(1, keepdim=True)
+    """
 
     @property
-    def compares(self) -> bool:
-        """Whether a prompt needs two completions at least."""
+    def needs_group(self) -> bool:
+        """Whether a prompt needs at least two completions."""
         return True
 
     def __call__(self, table: RewardTable, lengths: Tensor, comm: Comm) -> Tensor:
-        """[B, G] float64 advantages, 0 for rows that teach nothing; arguments as in `Groups`."""
-        groups = Groups(table, lengths, comm, table.total).use(table.total, table.valid)
-        return torch.where(groups.values.isnan(), 0.0, self.estimate(groups)).nan_to_num(0.0)
+        """[B, G] float64 advantages, 0 for rows without a valid reward.
 
-    def of_tokens(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
-        """[N, C] float64 advantages of the tokens of episodes; here the same in all turns."""
-        whole = self(table, lengths, comm)[..., None]
-        return turns.per_token(whole.expand(turns.exist.shape))
+        Args:
+            table: rewards of B * G completions.
+            lengths: [B, G] generated tokens of each completion.
+            comm: of the processes that share the batch.
+        """
+        groups = Groups.from_table(table, lengths, comm)
+        return torch.where(groups.values.isnan(), 0.0, self.estimate(groups)).nan_to_num(0.0)
 
     @abstractmethod
     def estimate(self, groups: Groups) -> Tensor:
@@ -86,7 +111,7 @@ class Advantages(ABC):
 
 @dataclass(frozen=True)
 class Normalized(Advantages):
-    """Distance from a baseline in units of a scale: (r - baseline) / scale.
+    """Reward minus a baseline, divided by a scale: (r - baseline) / scale.
 
     GRPO: group, group (arXiv:2402.03300). Dr. GRPO: group, none (arXiv:2503.20783). RLOO: others,
     none (arXiv:2402.14740). REINFORCE: none | batch, none. REINFORCE++: batch, batch (2501.03262).
@@ -94,7 +119,14 @@ class Normalized(Advantages):
     Args:
         baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`.
         scale: standard deviation (n - 1) of the `group` or `batch`, its |`mean`|, or `none`.
-        eps: added to a standard deviation; the least |mean|.
+        eps: added to a standard deviation; the smallest |mean|.
+
+    Example:
+        >>> from litgrpo.distributed.collectives import SingleProcess
+        >>> rewards = torch.tensor([[0.0, 1.0]])
+        >>> table = RewardTable({"r": rewards}, {"r": 1.0}, rewards, torch.ones(1, 2).bool())
+        >>> Normalized(eps=0.0)(table, torch.tensor([[3, 5]]), SingleProcess())
+        tensor([[-0.7071,  0.7071]], dtype=torch.float64)
     """
 
     baseline: Literal["group", "others", "batch", "none"] = "group"
@@ -102,26 +134,90 @@ class Normalized(Advantages):
     eps: float = 1e-4
 
     @property
-    def compares(self) -> bool:
-        """Only a baseline of the prompt's own group needs companions."""
+    def needs_group(self) -> bool:
+        """Only baselines of the prompt's own group need further completions."""
         return self.baseline in ("group", "others")
 
     def estimate(self, groups: Groups) -> Tensor:
         """[B, G] (r - baseline) / scale."""
-        from_group, std, others = groups.spread()
-        over_batch = "batch" in (self.baseline, self.scale)
-        from_batch, batch_std = groups.batch() if over_batch else (from_group, std)
-        distance = {
-            "group": from_group,
-            # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
-            "others": from_group * (others + 1) / others,
-            "batch": from_batch,
-            "none": groups.values,
-        }
-        scale = {
-            "group": std + self.eps,
-            "batch": batch_std + self.eps,
-            "mean": groups.values.nanmean(1, keepdim=True).abs().clamp(min=self.eps),
-            "none": torch.ones_like(std),
-        }
-        return distance[self.baseline] / scale[self.scale]
+        from_group, std, others = groups.group_statistics()
+        match self.baseline:
+            case "group":
+                distance = from_group
+            case "others":
+                # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
+                distance = from_group * (others + 1) / others
+            case "batch":
+                distance = groups.batch_statistics()[0]
+            case "none":
+                distance = groups.values
+        match self.scale:
+            case "group":
+                return distance / (std + self.eps)
+            case "batch":
+                return distance / (groups.batch_statistics()[1] + self.eps)
+            case "mean":
+                mean = groups.values.nanmean(1, keepdim=True)
+                return distance / mean.abs().clamp(min=self.eps)
+            case "none":
+                return distance
+
+
+@dataclass(frozen=True)
+class GDPO(Advantages):
+    """GDPO: each reward function normalized in its group, weighted, summed, scaled by the batch.
+
+    A reward function of small spread then counts as much as one of large spread. Source:
+    arXiv:2601.05242. TRL: `multi_objective_aggregation: normalize_then_sum`.
+
+    Args:
+        eps: added to each standard deviation.
+    """
+
+    eps: float = 1e-4
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] weighted sums of normalized rewards over their standard deviation in the batch."""
+        table, total = groups.table, torch.zeros_like(groups.values)
+        for name, component in table.counted.items():
+            distance, std, _ = groups.with_rewards(component, table.valid).group_statistics()
+            total = total + table.weights[name] * (distance / (std + self.eps)).nan_to_num(0.0)
+        # Every component sums to 0 in each group, so the mean over the batch is 0 already.
+        _, std = groups.with_rewards(total, ~groups.values.isnan()).batch_statistics()
+        return total / (std + self.eps)
+
+
+@dataclass(frozen=True)
+class GFPO(Advantages):
+    """GFPO: only the best completions of each group, and ties, keep their advantage.
+
+    Source: arXiv:2508.09726, which ranks by `shortest` or `reward_per_token`, with
+    `normalize_kept_only`.
+
+    Args:
+        keep_frac: fraction of the group that keeps its advantage.
+        rank_by: highest `reward`, `shortest` completion, or highest `reward_per_token`.
+        normalize_kept_only: compute the advantages from the kept completions, not from the group.
+        advantages: advantage estimator.
+    """
+
+    keep_frac: float = 0.5
+    rank_by: Literal["reward", "shortest", "reward_per_token"] = "reward"
+    normalize_kept_only: bool = False
+    advantages: Advantages = field(default_factory=Normalized)
+
+    def __post_init__(self) -> None:
+        """Check the fraction."""
+        if not 0 < self.keep_frac <= 1:
+            raise ValueError(f"keep_frac is {self.keep_frac}; it must be above 0 and at most 1")
+
+    def estimate(self, groups: Groups) -> Tensor:
+        """[B, G] advantages; 0 for the completions that are filtered out."""
+        rewards, lengths = groups.values, groups.lengths.clamp(min=1)
+        scores = {"reward": rewards, "shortest": -lengths, "reward_per_token": rewards / lengths}
+        score = scores[self.rank_by].double().masked_fill(rewards.isnan(), -torch.inf)
+        num_kept = max(1, round(self.keep_frac * score.shape[1]))
+        kept = score >= score.topk(num_kept).values[:, -1:]
+        if self.normalize_kept_only:
+            groups = groups.with_rewards(rewards, kept)
+        return self.advantages.estimate(groups).masked_fill(~kept, 0.0)

@@ -1,16 +1,25 @@
-"""The objective: a few choices and the loss they make. Algorithms are rows of a table, not code."""
+"""The training objective: surrogate loss, loss aggregation, KL penalty, importance correction.
 
+An algorithm is a combination of these choices, not a class: `configs/algorithms` has one config
+override for each published algorithm, and docs/algorithm.md a table of them.
+
+A loss is never a mean over a micro-batch. Each token gets a weight that is computed once for all
+rows of an optimizer step (`Objective.token_weights`), and the loss is the weighted sum over tokens.
+So the gradient does not depend on how the step is split into micro-batches and processes.
+"""
+
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms import importance, kl
 from litgrpo.algorithms.advantages import Advantages, Normalized
-from litgrpo.algorithms.turns import Turns
+from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.tensors import bounded_exp, row_mean
 from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
@@ -19,17 +28,32 @@ ALONE = SingleProcess()
 RATIO_MAX = "policy/ratio_max"
 
 
+# --- surrogate losses ---
+
+
 @dataclass(frozen=True)
-class Tokens:
-    """What a surrogate may look at; every field is finite, 0 or 1 on padding.
+class SurrogateInputs:
+    """Inputs of a surrogate loss; every field is finite, 0 or 1 on padding.
 
     Args:
-        logprobs: [M, C] l, log-probability now, with gradient.
-        log_ratio: [M, C] s, log-probability now minus before the update, with gradient.
+        logprobs: [M, C] l, log-probabilities under the current policy, with gradient.
+        log_ratio: [M, C] s = l - l_old, l_old before the update, with gradient.
         ratio: [M, C] or [M, 1] w, importance ratio of the update, with gradient.
-        advantages: [M, C] A, how much better than expected.
-        mask: [M, C] tokens that count.
-        correction: [M, C] or [M, 1] weight of the trainer over the sampler.
+        advantages: [M, C] A.
+        mask: [M, C] tokens that contribute to the loss.
+        correction: [M, C] or [M, 1] importance weight of the trainer over the sampler.
+
+    Example:
+        One completion of two tokens, the second one became twice as likely::
+
+            SurrogateInputs(
+                logprobs=tensor([[-1.0, -0.69]]),
+                log_ratio=tensor([[0.0, 0.69]]),
+                ratio=tensor([[1.0, 2.0]]),
+                advantages=tensor([[0.7, 0.7]]),
+                mask=tensor([[True, True]]),
+                correction=tensor([[1.0, 1.0]]),
+            )
     """
 
     logprobs: Tensor
@@ -41,90 +65,408 @@ class Tokens:
 
 
 class Surrogate(ABC):
-    """The loss of one token."""
+    """The loss of one token.
+
+    Example:
+        A surrogate is a frozen dataclass; its fields are the options of the config::
+
+            @dataclass(frozen=True)
+            class MyLoss(Surrogate):
+                max_ratio: float = 2.0
+
+                def __call__(self, inputs):
+                    ratio = inputs.ratio.clamp(max=self.max_ratio)
+                    return -ratio * inputs.advantages * inputs.correction
+    """
 
     @abstractmethod
-    def __call__(self, tokens: Tokens) -> Tensor:
-        """[M, C] loss of each token, corrected for the sampler."""
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss of each token, times `inputs.correction`."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Ratios below and above which a token pushed further loses gradient; for statistics."""
+        """Ratios at which a token loses its gradient; used by the clipping metrics."""
         return 0.0, torch.inf
 
 
 @dataclass(frozen=True)
 class Clipped(Surrogate):
-    """GRPO, DAPO, GSPO: -min(min(w, cap) A, clip(w, 1 - clip_low, 1 + clip_high) A).
+    """GRPO, DAPO, GSPO: -min(min(w, max_ratio) A, clip(w, 1 - clip_low, 1 + clip_high) A).
 
     Source: PPO, arXiv:1707.06347; clip-higher: DAPO, arXiv:2503.14476 (0.2, 0.28); GSPO,
-    arXiv:2507.18071 (3e-4, 4e-4 with `ratio: sequence`); cap: INTELLECT-2, arXiv:2505.07291.
+    arXiv:2507.18071 (3e-4, 4e-4 with `importance_sampling_level: sequence`); two-sided clip:
+    INTELLECT-2, arXiv:2505.07291.
 
     Args:
-        clip_low: how far below 1 the ratio may go.
-        clip_high: how far above 1 the ratio may go.
-        cap: two-sided clip: largest ratio of a bad token that became likely; not given: none.
+        clip_low: the ratio is clipped at 1 - clip_low (TRL: epsilon).
+        clip_high: the ratio is clipped at 1 + clip_high (TRL: epsilon_high).
+        max_ratio: two-sided clip (TRL: delta): largest ratio of a token of negative advantage,
+            whose loss is otherwise unbounded; null: no limit.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    cap: float | None = None
+    max_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Check the range."""
         if min(self.clip_low, self.clip_high) < 0:
             raise ValueError(f"clip_low {self.clip_low}, clip_high {self.clip_high}: must be >= 0")
 
-    def __call__(self, tokens: Tokens) -> Tensor:
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] clipped loss."""
-        free = tokens.ratio.clamp(max=torch.inf if self.cap is None else self.cap)
-        clipped = tokens.ratio.clamp(*self.clip_range)
-        worst = torch.minimum(free * tokens.advantages, clipped * tokens.advantages)
-        return -worst * tokens.correction
+        unclipped = inputs.ratio
+        if self.max_ratio is not None:
+            unclipped = unclipped.clamp(max=self.max_ratio)
+        clipped = inputs.ratio.clamp(*self.clip_range)
+        gain = torch.minimum(unclipped * inputs.advantages, clipped * inputs.advantages)
+        return -gain * inputs.correction
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The range of the clip."""
+        """The clip range."""
         return 1 - self.clip_low, 1 + self.clip_high
 
 
+@dataclass(frozen=True)
+class CISPO(Surrogate):
+    """CISPO: -sg[min(w, max_ratio)] A l; every token keeps its gradient. Source: arXiv:2506.13585.
+
+    Args:
+        max_ratio: largest ratio (TRL: epsilon_high), not its distance from 1; values up to 1 shrink
+            the gradient of every token and give a warning.
+    """
+
+    max_ratio: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Warn about a limit that was meant as a distance from 1."""
+        if self.max_ratio <= 1:
+            warnings.warn(f"CISPO: max_ratio {self.max_ratio} <= 1 shrinks gradients", stacklevel=3)
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss."""
+        weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
+        return -weight * inputs.advantages * inputs.logprobs
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The largest ratio; tokens above it keep their gradient."""
+        return 0.0, self.max_ratio
+
+
+@dataclass(frozen=True)
+class SAPO(Surrogate):
+    """SAPO: -4 / tau sigmoid(tau (w - 1)) A, a soft gate for the clip. Source: arXiv:2511.20347.
+
+    Args:
+        tau_positive: sharpness of the gate if A > 0.
+        tau_negative: sharpness of the gate otherwise; larger, for stability.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if min(self.tau_positive, self.tau_negative) <= 0:
+            given = f"tau_positive {self.tau_positive}, tau_negative {self.tau_negative}"
+            raise ValueError(f"{given}: must be > 0")
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] gated loss."""
+        tau = torch.where(inputs.advantages > 0, self.tau_positive, self.tau_negative)
+        # 4 / tau: the gate's derivative at w = 1 is then 1, as that of the ratio.
+        gate = torch.sigmoid(tau * (inputs.ratio - 1)) * 4 / tau
+        return -gate * inputs.advantages * inputs.correction
+
+
+@dataclass(frozen=True)
+class VESPO(Surrogate):
+    """VESPO: -phi A l, phi = sg[exp(lam + k log W - lam W)], W the ratio of the whole completion.
+
+    W is a product, not a mean, and includes the importance correction. Source: arXiv:2602.10693.
+
+    Args:
+        k: power of W if A >= 0, and if A < 0.
+        lam: decay in W if A >= 0, and if A < 0.
+    """
+
+    k: tuple[float, float] = (2.0, 3.0)
+    lam: tuple[float, float] = (3.0, 2.0)
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss; phi includes the correction."""
+        # The bounds are those of TRL: W is kept within [1e-8, e^20].
+        floor = math.log(1e-8)
+        steps = inputs.log_ratio.detach().clamp(-20.0, 20.0).sum(1, keepdim=True)
+        correction = inputs.correction.log().clamp(floor, 20.0).sum(1, keepdim=True)
+        log_w = (steps + correction).clamp(floor, 20.0)
+        k = torch.where(inputs.advantages >= 0, *self.k)
+        lam = torch.where(inputs.advantages >= 0, *self.lam)
+        phi = (lam + k * log_w - lam * log_w.exp()).exp()
+        return -phi * inputs.advantages * inputs.logprobs
+
+
+@dataclass(frozen=True)
+class GMPO(Surrogate):
+    """GMPO: -A exp(mean of clipped s), a geometric mean of token ratios. Source: arXiv:2507.20673.
+
+    Args:
+        clip_low: log-ratios are clipped at -clip_low if A < 0, in nats.
+        clip_high: log-ratios are clipped at clip_high if A > 0, in nats.
+    """
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss of the row, at each of its tokens."""
+        s = inputs.log_ratio
+        up, down = s.clamp(max=self.clip_high), s.clamp(min=-self.clip_low)
+        mean = row_mean(torch.where(inputs.advantages > 0, up, down), inputs.mask)
+        return -bounded_exp(mean) * inputs.advantages * inputs.correction
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The clip range, as ratios."""
+        return math.exp(-self.clip_low), math.exp(self.clip_high)
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Surrogate):
+    """REINFORCE, RLOO: -A l, for one optimizer step per rollout. Source: Williams 1992."""
+
+    def __call__(self, inputs: SurrogateInputs) -> Tensor:
+        """[M, C] loss."""
+        return -inputs.advantages * inputs.logprobs * inputs.correction
+
+
+# --- loss aggregation ---
+
+
 class LossAggregation(ABC):
-    """How much each token counts in the loss of one optimizer step, which is then a plain sum."""
+    """Weight of each token in the loss of one optimizer step, which is the weighted sum."""
 
     @abstractmethod
-    def __call__(self, mask: Tensor, rows: Tensor, tokens: Tensor, limit: int) -> Tensor:
-        """[N, C] weights, 0 off `mask`; the step has `rows` and `tokens` over all processes."""
+    def __call__(
+        self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
+    ) -> Tensor:
+        """[N, C] weights, 0 off `mask`.
 
-    def within(self, weights: Tensor, mask: Tensor) -> Tensor:
-        """[M, C] weights inside one micro-batch: the same, or they would depend on the split."""
+        Args:
+            mask: [N, C] 1 marks a token that contributes to the loss; of the weights' dtype.
+            num_completions: [] of the optimizer step, over all processes.
+            num_tokens: [] that contribute, over all processes.
+            max_completion_length: in tokens.
+        """
+
+    def rescale_micro_batch(self, weights: Tensor, mask: Tensor) -> Tensor:
+        """[M, C] weights in one micro-batch; unchanged, or they would depend on the split."""
         return weights
 
 
 @dataclass(frozen=True)
-class SequenceMean(LossAggregation):
-    """GRPO: every completion counts the same, m / length / N. Source: arXiv:2402.03300."""
+class TokenMean(LossAggregation):
+    """DAPO (`token_mean`): every token counts the same, m / tokens of the step.
 
-    def __call__(self, mask: Tensor, rows: Tensor, tokens: Tensor, limit: int) -> Tensor:
-        """[N, C] m / length / N."""
-        return mask / mask.sum(1, keepdim=True).clamp(min=1) / rows
+    Source: arXiv:2503.14476, section 3.3. TRL: `dapo`; verl: `token-mean`.
+    """
+
+    def __call__(
+        self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
+    ) -> Tensor:
+        """[N, C] m / tokens."""
+        return mask / num_tokens
 
 
 @dataclass(frozen=True)
-class TokenMean(LossAggregation):
-    """DAPO: every token counts the same, m / tokens. Source: arXiv:2503.14476, section 3.3."""
+class SequenceMean(LossAggregation):
+    """GRPO's paper (`sequence_mean`): every completion counts the same, m / length / N.
 
-    def __call__(self, mask: Tensor, rows: Tensor, tokens: Tensor, limit: int) -> Tensor:
-        """[N, C] m / tokens."""
-        return mask / tokens
+    Source: arXiv:2402.03300. TRL: `grpo`; verl: `seq-mean-token-mean`.
+    """
+
+    def __call__(
+        self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
+    ) -> Tensor:
+        """[N, C] m / length / N."""
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / num_completions
+
+
+@dataclass(frozen=True)
+class ConstantLength(LossAggregation):
+    """Dr. GRPO (`constant_length`): m / (N * max_completion_length).
+
+    Source: arXiv:2503.20783. TRL: `dr_grpo`; verl: `seq-mean-token-sum-norm`.
+    """
+
+    def __call__(
+        self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
+    ) -> Tensor:
+        """[N, C] m / (N * max_completion_length)."""
+        return mask / (num_completions * max_completion_length)
+
+
+@dataclass(frozen=True)
+class SequenceSum(LossAggregation):
+    """LUSPO, RLOO, REINFORCE (`sequence_sum`): the sum over a completion's tokens, m / N.
+
+    Source: arXiv:2602.05261. TRL: `luspo`; verl: `seq-mean-token-sum`.
+    """
+
+    def __call__(
+        self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
+    ) -> Tensor:
+        """[N, C] m / N."""
+        return mask / num_completions
+
+
+@dataclass(frozen=True)
+class MicroBatchTokenMean(LossAggregation):
+    """BNPO (`micro_batch_token_mean`), discouraged: the mean over each micro-batch's tokens.
+
+    The gradient depends on the split; a micro-batch of M rows counts M / N. It exists for
+    comparison with TRL's `bnpo`; prefer `token_mean`.
+    """
+
+    def __call__(
+        self, mask: Tensor, num_completions: Tensor, num_tokens: Tensor, max_completion_length: int
+    ) -> Tensor:
+        """[N, C] m / N, completed by `rescale_micro_batch`."""
+        return mask / num_completions
+
+    def rescale_micro_batch(self, weights: Tensor, mask: Tensor) -> Tensor:
+        """[M, C] weights times rows over tokens of the micro-batch."""
+        return weights * mask.shape[0] / mask.sum().clamp(min=1)
+
+
+LossAggregationName: TypeAlias = Literal[
+    "token_mean", "sequence_mean", "constant_length", "sequence_sum", "micro_batch_token_mean"
+]
+LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
+    "token_mean": TokenMean(),
+    "sequence_mean": SequenceMean(),
+    "constant_length": ConstantLength(),
+    "sequence_sum": SequenceSum(),
+    "micro_batch_token_mean": MicroBatchTokenMean(),
+}
+
+
+# --- KL estimators ---
+# d = log-probability under the reference minus that under the policy, [M, C], in nats.
+# Source: Schulman 2020, Approximating KL divergence.
+
+KLEstimator: TypeAlias = Callable[..., Tensor]
+
+
+def k1(d: Tensor) -> Tensor:
+    """Estimate the KL as -d: unbiased.
+
+    Its gradient without `kl_bias_correction` is that of the log-probability, whose mean is 0: the
+    reference has no influence.
+    """
+    return -d
+
+
+def k2(d: Tensor) -> Tensor:
+    """Estimate the KL as d^2 / 2: biased.
+
+    On-policy its gradient without `kl_bias_correction` is that of the KL.
+    """
+    return d.square() / 2
+
+
+def k3(d: Tensor) -> Tensor:
+    """Estimate the KL as e^d - d - 1: unbiased, never negative. Cannot overflow.
+
+    Source: GRPO, arXiv:2402.03300, equation 4.
+    """
+    return bounded_exp(d) - d - 1
+
+
+def absolute(d: Tensor) -> Tensor:
+    """Penalize |d|: not a divergence, but used in practice."""
+    return d.abs()
+
+
+KLName: TypeAlias = Literal["k1", "k2", "k3", "abs"]
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+# --- importance correction ---
+
+
+@dataclass(frozen=True)
+class ImportanceCorrection:
+    """Weights p_trainer / p_sampler for a sampler whose probabilities differ from the trainer's.
+
+    p_trainer is the probability before the update. TRL: `vllm_importance_sampling_correction`;
+    verl: rollout correction. Source: Yao et al. 2025, Your efficient RL framework secretly brings
+    you off-policy RL training.
+
+    Args:
+        level: one weight per `token`; per `sequence`, the product over the completion; or
+            `geometric_mean` over the completion, which does not depend on its length.
+        mode: `truncate` a weight to [min, max], or `mask` its token or sequence if it is outside.
+        min: smallest weight.
+        max: largest weight; null: no limit.
+        token_min: mask a completion if the weight of one of its tokens is below this; 0: never.
+
+    Example:
+        IcePop: drop tokens whose probabilities differ by more than these factors::
+
+            ImportanceCorrection(level="token", mode="mask", min=0.5, max=5.0)
+    """
+
+    level: Literal["token", "sequence", "geometric_mean"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    min: float = 0.0
+    max: float | None = 3.0
+    token_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        if not 0 <= self.min <= (torch.inf if self.max is None else self.max):
+            raise ValueError(f"min {self.min}, max {self.max}: must be 0 <= min <= max")
+        if not 0 <= self.token_min < 1:
+            raise ValueError(f"token_min {self.token_min}: must be at least 0 (off) and below 1")
+
+    def __call__(self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """[M, C] weights, 1 on padding, or [M, 1].
+
+        An unknown (NaN) sampler log-probability gets the weight 1.
+        """
+        gap = (old_logprobs - sampler_logprobs).masked_fill(~mask, 0.0).nan_to_num(0.0)
+        impossible = bounded_exp(gap.amin(1, keepdim=True)) < self.token_min
+        if self.level != "token":
+            num_tokens = mask.sum(1, keepdim=True).clamp(min=1)
+            gap, mask = gap.sum(1, keepdim=True), mask.any(1, keepdim=True)
+            if self.level == "geometric_mean":
+                gap = gap / num_tokens
+        weight = bounded_exp(gap)
+        bounded = weight.clamp(self.min, self.max)
+        if self.mode == "mask":
+            bounded = torch.where(weight == bounded, weight, 0.0)
+        return bounded.masked_fill(impossible, 0.0).masked_fill(~mask, 1.0)
+
+
+# --- the objective ---
 
 
 @dataclass(frozen=True)
 class Normalizers:
-    """Numbers over all micro-batches and processes of one optimizer step.
+    """Numbers that all micro-batches and processes of one optimizer step share.
 
     Args:
         num_tokens: [] tokens that the entropy bonus is a mean over.
-        entropy_threshold: [] least entropy of a token to learn from; None for all tokens.
+        entropy_threshold: [] smallest entropy of a token that contributes to the loss; None: all
+            tokens contribute.
+
+    Example:
+        A step of 4,096 tokens of which the 20 % of highest entropy contribute::
+
+            Normalizers(num_tokens=tensor(819), entropy_threshold=tensor(1.37))
     """
 
     num_tokens: Tensor
@@ -133,50 +475,85 @@ class Normalizers:
 
 @dataclass(frozen=True)
 class Objective:
-    """What training maximizes. The defaults are GRPO without a KL penalty.
+    """The training objective. The default is GRPO with a token mean and without a KL penalty.
 
     Args:
-        advantages: how much better a completion is than expected.
-        ratio: compare the policy with its past self per `token` or per `sequence` (GSPO).
-        surrogate: the loss of one token.
-        loss_aggregation: how much one token counts.
-        kl_coef: weight of the penalty for leaving the reference; 0 loads no reference.
-        kl: estimator of that penalty, a function of litgrpo.algorithms.kl: k1, k2, k3, absolute.
-        kl_bias_correction: multiply it by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556).
-        entropy_coef: weight of a bonus for the mean entropy of the tokens that are learned from.
-        gamma: an advantage shrinks by this factor per token before the last one; 1: not at all.
-        mask_truncated_completions: learn nothing from completions cut off by the length limit
+        advantages: advantage estimator.
+        importance_sampling_level: ratio of the policy to the one before the update per `token`, or
+            per `sequence` (GSPO).
+        surrogate: loss of one token.
+        loss_aggregation: token_mean (DAPO), sequence_mean (the GRPO paper), constant_length (Dr.
+            GRPO), sequence_sum (LUSPO, RLOO), micro_batch_token_mean (BNPO), or a LossAggregation.
+        kl_coef: KL penalty coefficient (TRL: beta); 0: no reference model.
+        kl_estimator: k1, k2, k3, abs, or a function of (ref_logprobs - logprobs).
+        kl_bias_correction: multiply the KL penalty by the importance ratio (TRL:
+            use_bias_correction_kl), which makes the gradient of k1 and k3 unbiased; see below.
+            Switch it off with k2 and for the GRPO paper's loss.
+        entropy_coef: coefficient of a bonus for the mean entropy of the tokens in the loss.
+        gamma: discount per token, counted from the last token of a completion; 1: none.
+        mask_truncated_completions: exclude completions cut off by the length limit from the loss
             (DAPO).
-        top_entropy_quantile: learn from this share of tokens, of highest entropy
-            (arXiv:2506.01939).
-        off_policy_mask_threshold: drop bad completions that lost more nats per token
-            (arXiv:2512.02556).
-        importance_correction: weights for a sampler that differs from the trainer; not given: none.
+        top_entropy_quantile: fraction of tokens, those of highest entropy, that contribute to the
+            loss (arXiv:2506.01939).
+        off_policy_mask_threshold: exclude completions of negative advantage whose mean
+            log-probability fell by more than this many nats since sampling (arXiv:2512.02556).
+        importance_correction: weights for a sampler that differs from the trainer; null: none.
+
+    Gradient of the KL penalty k3 by l, for one token with d = l_ref - l and w = e^(l - l_old)::
+
+        kl_bias_correction: false    1 - e^d    on average that of KL(reference || policy)
+        kl_bias_correction: true     -w d       on average that of KL(policy || reference)
+
+    So the correction changes the gradient on-policy as well, where w = 1 leaves the value as it is:
+    training then minimizes the divergence that `policy/kl` shows. The weight 1 - e^d is unbounded
+    for tokens that became much less likely than under the reference; -d grows slowly. With several
+    optimizer steps per rollout, w also accounts for the tokens having been sampled before them.
+    Source: DeepSeek-V3.2, arXiv:2512.02556, "Unbiased KL Estimate".
+
+    Example:
+        >>> dr_grpo = Objective(Normalized(scale="none"), loss_aggregation="constant_length")
+        >>> dr_grpo.needs_reference
+        False
     """
 
     advantages: Advantages = field(default_factory=Normalized)
-    ratio: Literal["token", "sequence"] = "token"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     surrogate: Surrogate = field(default_factory=Clipped)
-    loss_aggregation: LossAggregation = field(default_factory=SequenceMean)
+    loss_aggregation: LossAggregationName | LossAggregation = "token_mean"
     kl_coef: float = 0.0
-    kl: Callable[..., Any] = kl.k3
-    kl_bias_correction: bool = False
+    kl_estimator: KLName | Callable = "k3"  # type: ignore[type-arg]
+    kl_bias_correction: bool = True
     entropy_coef: float = 0.0
     gamma: float = 1.0
     mask_truncated_completions: bool = False
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
-    importance_correction: importance.ImportanceCorrection | None = None
+    importance_correction: ImportanceCorrection | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
-        if self.kl_coef < 0 or not 0 <= self.gamma <= 1 or not 0 <= self.top_entropy_quantile <= 1:
-            given = f"{self.kl_coef}, {self.gamma} and {self.top_entropy_quantile}"
-            raise ValueError(f"kl_coef (>= 0), gamma and top_entropy_quantile (0 to 1) are {given}")
+        """Check the options."""
+        if self.kl_coef < 0:
+            raise ValueError(f"kl_coef is {self.kl_coef}; it must be >= 0")
+        for name in ("gamma", "top_entropy_quantile"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
+        # A checked name here is an early error; a Python caller has no parser to check it.
+        for name, known in (("loss_aggregation", LossAggregationName), ("kl_estimator", KLName)):
+            chosen = getattr(self, name)
+            if not callable(chosen) and chosen not in get_args(known):
+                allowed = ", ".join(get_args(known))
+                raise ValueError(f"{name} is {chosen!r}; it must be one of {allowed}, or callable")
+
+    @property
+    def aggregation(self) -> LossAggregation:
+        """The loss aggregation, looked up if it was given by name."""
+        if isinstance(self.loss_aggregation, str):
+            return LOSS_AGGREGATIONS[self.loss_aggregation]
+        return self.loss_aggregation
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the experience must hold reference log-probabilities."""
+        """Whether `loss` needs reference log-probabilities."""
         return self.kl_coef > 0
 
     @property
@@ -186,7 +563,7 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `normalizers` must see every token's entropy before the update."""
+        """Whether `normalizers` needs every token's entropy before the update."""
         return self.top_entropy_quantile < 1
 
     def token_advantages(
@@ -195,20 +572,20 @@ class Objective:
         """[N, C] float32 advantage of every token of a rollout, 0 off `mask`.
 
         Args:
-            rewards: what the N = B * G completions earned.
-            mask: [N, C] True marks a token of the policy.
+            rewards: of N = B * G completions.
+            mask: [N, C] True marks a generated token.
             comm: of the processes that share the batch.
             turns: of the episodes; None: every completion is one turn.
         """
         device, mask = mask.device, mask.to(rewards.total.device)
         lengths = mask.sum(1).view_as(rewards.total)
-        if turns is None:
-            found = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        if turns is not None and isinstance(self.advantages, TurnAdvantages):
+            values = self.advantages.per_token(rewards, lengths, comm, turns)
         else:
-            found = self.advantages.of_tokens(rewards, lengths, comm, turns)
-        # The last token has the whole advantage: gamma ** (tokens of the policy after this one).
-        to_come = (mask.flip(1).cumsum(1).flip(1) - 1).clamp(min=0)
-        discounted = torch.where(mask, found * self.gamma ** to_come.double(), 0.0)
+            values = self.advantages(rewards, lengths, comm).reshape(-1, 1)
+        # The last token has the whole advantage; each token before it gamma times that of the next.
+        remaining = (mask.flip(1).cumsum(1).flip(1) - 1).clamp(min=0)
+        discounted = torch.where(mask, values * self.gamma ** remaining.double(), 0.0)
         return discounted.to(device, torch.float32)
 
     def token_weights(
@@ -219,25 +596,27 @@ class Objective:
         comm: Comm = ALONE,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """[N, C] weight of every token of an optimizer step; exactly 0 where a token has no part.
+        """[N, C] weight of every token of an optimizer step; exactly 0 for tokens not in the loss.
 
         Args:
-            loss_mask: [N, C] True marks a token of the policy.
-            truncated: [N] True where the length limit stopped the completion.
+            loss_mask: [N, C] True marks a generated token.
+            truncated: [N] True if the length limit stopped the completion.
             max_completion_length: that limit, in tokens.
             comm: of the processes that share the step.
             dtype: of the weights.
         """
-        mask = (loss_mask & ~(truncated[:, None] & self.mask_truncated_completions)).to(dtype)
-        rows = comm.sum(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
-        return self.loss_aggregation(
-            mask, rows, comm.sum(mask.sum()).clamp(min=1), max_completion_length
-        )
+        if self.mask_truncated_completions:
+            loss_mask = loss_mask & ~truncated[:, None]
+        mask = loss_mask.to(dtype)
+        # Truncated completions stay in N: an all-truncated batch must not blow up the others.
+        num_completions = comm.sum(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
+        num_tokens = comm.sum(mask.sum()).clamp(min=1)
+        return self.aggregation(mask, num_completions, num_tokens, max_completion_length)
 
     def normalizers(
         self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
     ) -> Normalizers:
-        """What the micro-batches of one optimizer step must agree on.
+        """Numbers that the micro-batches of one optimizer step must agree on.
 
         Args:
             weights: [N, C] of all rows of the step on this process.
@@ -255,58 +634,73 @@ class Objective:
         return Normalizers(comm.sum(active.sum()).clamp(min=1), threshold)
 
     def loss(
-        self, new: TokenLogprobs, experience: TrainingBatch, normalizers: Normalizers | None = None
+        self, new: TokenLogprobs, batch: TrainingBatch, normalizers: Normalizers | None = None
     ) -> LossOutput:
-        """The share of a micro-batch in the loss of its optimizer step; the shares add up.
+        """Loss of a micro-batch; the losses of an optimizer step's micro-batches add up.
 
         Args:
-            new: log-probabilities and entropies [M, C] now, with gradient.
-            experience: M completions; no `old_logprobs`: the policy has not moved since sampling.
-            normalizers: of the step, for the entropy bonus and mask; None if these rows are all
-                of it.
+            new: [M, C] current log-probabilities and entropies, with gradient.
+            batch: M completions; without `old_logprobs` the policy has not changed since sampling.
+            normalizers: of the step, for the entropy bonus and mask; None if these are all its
+                rows.
         """
         if normalizers is None:
-            normalizers = self.normalizers(experience.weights, new.entropy)
-        tokens, active = self._tokens(new, experience), experience.weights != 0
-        entropy, keep = torch.where(active, new.entropy, 0.0), active
+            normalizers = self.normalizers(batch.weights, new.entropy)
+        inputs, active = self._surrogate_inputs(new, batch), batch.weights != 0
+        entropy, kept = torch.where(active, new.entropy, 0.0), active
         if normalizers.entropy_threshold is not None:
-            keep = keep & (entropy.detach().float() >= normalizers.entropy_threshold)
-        bonus = torch.where(keep, entropy, 0.0).sum()
+            kept = kept & (entropy.detach().float() >= normalizers.entropy_threshold)
+        bonus = torch.where(kept, entropy, 0.0).sum()
         if self.off_policy_mask_threshold is not None:
-            drift = torch.where(active, experience.sampler_logprobs - tokens.logprobs.detach(), 0.0)
+            drift = torch.where(active, batch.sampler_logprobs - inputs.logprobs.detach(), 0.0)
             drift = row_mean(drift.nan_to_num(0.0), active)
-            keep = keep & ((tokens.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
-        token_loss = torch.where(keep, self.surrogate(tokens), 0.0)
-        stats = {"policy/entropy_trained": entropy, "policy/log_ratio": tokens.log_ratio}
+            kept = kept & ((inputs.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
+        token_loss = torch.where(kept, self.surrogate(inputs), 0.0)
+        stats = {"policy/entropy_trained": entropy, "policy/log_ratio": inputs.log_ratio}
         low, high = self.surrogate.clip_range
-        stats["policy/clip_low_frac"] = (tokens.ratio < low) & (tokens.advantages < 0)
-        stats["policy/clip_high_frac"] = (tokens.ratio > high) & (tokens.advantages > 0)
-        if keep is not active:
-            stats["policy/kept_frac"] = keep
+        stats["policy/clip_low_frac"] = (inputs.ratio < low) & (inputs.advantages < 0)
+        stats["policy/clip_high_frac"] = (inputs.ratio > high) & (inputs.advantages > 0)
+        if kept is not active:
+            stats["policy/kept_frac"] = kept
         if self.importance_correction is not None:
-            stats["policy/sampler_weight"] = tokens.correction
+            stats["policy/sampler_weight"] = inputs.correction
         if self.needs_reference:
-            assert experience.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
-            penalty = self.kl(torch.where(active, experience.ref_logprobs, 0.0) - tokens.logprobs)
-            penalty = penalty * tokens.ratio if self.kl_bias_correction else penalty
+            # The masks above and the correction leave the KL term alone: it holds for all tokens.
+            penalty = self._kl_penalty(inputs, batch)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        loss = (self.loss_aggregation.within(experience.weights, active) * token_loss).sum()
-        loss = loss - self.entropy_coef * bonus / normalizers.num_tokens
+        weights = self.aggregation.rescale_micro_batch(batch.weights, active)
+        loss = (weights * token_loss).sum() - self.entropy_coef * bonus / normalizers.num_tokens
         sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
         pairs = {name: torch.stack([x, active.sum()]) for name, x in sums.items()}
-        largest = tokens.ratio.detach().max()
-        return LossOutput(
-            loss, pairs | {RATIO_MAX: torch.stack([largest, torch.ones_like(largest)])}
-        )
+        largest = inputs.ratio.detach().max()
+        pairs[RATIO_MAX] = torch.stack([largest, torch.ones_like(largest)])
+        return LossOutput(loss, pairs)
 
-    def _tokens(self, new: TokenLogprobs, experience: TrainingBatch) -> Tokens:
-        """What the surrogate sees; padding is cut off first, so that not even NaN in it matters."""
-        active = experience.weights != 0
-        logprobs, old = torch.where(active, new.logprobs, 0.0), experience.old_logprobs
-        old = logprobs.detach() if old is None else torch.where(active, old, 0.0)
-        s, correction = logprobs - old, torch.ones_like(logprobs)
+    def _kl_penalty(self, inputs: SurrogateInputs, batch: TrainingBatch) -> Tensor:
+        """[M, C] KL estimate of each token, with gradient."""
+        assert batch.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
+        d = torch.where(inputs.mask, batch.ref_logprobs, 0.0) - inputs.logprobs
+        estimator = self.kl_estimator
+        penalty = KL_ESTIMATORS[estimator](d) if isinstance(estimator, str) else estimator(d)
+        return penalty * inputs.ratio if self.kl_bias_correction else penalty
+
+    def _surrogate_inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> SurrogateInputs:
+        """Inputs of the surrogate, without padding.
+
+        `torch.where` comes before any arithmetic: the gradient of 0 * NaN would be NaN.
+        """
+        active = batch.weights != 0
+        logprobs = torch.where(active, new.logprobs, 0.0)
+        if batch.old_logprobs is None:
+            old = logprobs.detach()  # the ratio is 1, its gradient that of the log-probability
+        else:
+            old = torch.where(active, batch.old_logprobs, 0.0)
+        log_ratio, correction = logprobs - old, torch.ones_like(logprobs)
         if self.importance_correction is not None:
-            correction = self.importance_correction(old, experience.sampler_logprobs, active)
-        w = bounded_exp(s if self.ratio == "token" else row_mean(s, active))
-        advantages = torch.where(active, experience.advantages, 0.0)
-        return Tokens(logprobs, s, w, advantages, active, correction)
+            correction = self.importance_correction(old, batch.sampler_logprobs, active)
+        if self.importance_sampling_level == "token":
+            ratio = bounded_exp(log_ratio)
+        else:
+            ratio = bounded_exp(row_mean(log_ratio, active))
+        advantages = torch.where(active, batch.advantages, 0.0)
+        return SurrogateInputs(logprobs, log_ratio, ratio, advantages, active, correction)

@@ -1,34 +1,193 @@
-"""Per-turn credit: published advantages of episodes, one number for each turn of the policy.
+"""Turn-level advantages of multi-turn episodes: one value for each turn of the policy.
 
-A completion of one turn is an episode of one turn, whose reward is its turn's.
+A completion without an environment is an episode of one turn.
 """
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import Advantages, Groups, Normalized
-from litgrpo.algorithms.turns import Turns
 from litgrpo.distributed.collectives import Comm
-from litgrpo.types import RewardTable
+from litgrpo.types import RewardTable, Rollout
+
+ENVIRONMENT_REWARD = "environment"  # the component that is the sum of the turns' rewards
+
+
+# --- the turns of a rollout ---
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of B * G episodes, at most K in each.
+
+    Args:
+        number: [N, C] turn in which a token was generated, -1 for other tokens.
+        exist: [B, G, K] True for a turn in which the policy generated tokens.
+        rewards: [B, G, K] float64 reward of each turn; they add up to the episode's reward.
+        states: [B, G, K] number of the state before a turn; equal numbers in a group are equal
+            states, -1 is unknown.
+        void: [B, G] True if a turn neither called a tool nor ended the episode.
+        answers: N last turns that called no tool; None if they did.
+
+    Example:
+        One group of two episodes; the first one calls a tool and answers, the second answers::
+
+            Turns(
+                number=tensor([[0, 0, -1, 1], [0, 0, 0, -1]]),
+                exist=tensor([[[True, True], [True, False]]]),
+                rewards=tensor([[[0.1, 1.0], [0.0, 0.0]]]),
+                states=tensor([[[0, 1], [0, -1]]]),
+                void=tensor([[False, False]]),
+                answers=["12", "I do not know."],
+            )
+    """
+
+    number: Tensor
+    exist: Tensor
+    rewards: Tensor
+    states: Tensor
+    void: Tensor
+    answers: list[str | None]
+
+    @classmethod
+    def from_rollout(cls, rollout: Rollout, table: RewardTable) -> Turns:
+        """The turns of a rollout.
+
+        Each turn has its own reward from the environment if that reward is an unmodified component
+        of the total. Everything else (rewards of the whole text; the environment's reward if a gate
+        or a normalization changed it) is known only at the end and belongs to the last turn.
+
+        Args:
+            rollout: N episodes.
+            table: [B, G] their rewards.
+        """
+        assert rollout.turns is not None
+        assert rollout.turn_rewards is not None
+        shape = (*table.total.shape, rollout.turn_rewards.shape[1])
+        number = rollout.turns.long().to(table.total.device)
+        num_turns = number.amax(1).view(shape[:2]) + 1
+        exist = torch.arange(shape[2], device=num_turns.device) < num_turns[..., None]
+        rewards = torch.where(exist, _turn_rewards(rollout, table).view(shape), 0.0)
+        last = (num_turns - 1).clamp(min=0)[..., None]
+        rest, size = table.total - rewards.sum(2), table.total.abs() + rewards.abs().sum(2)
+        # A difference of this size is rounding, one for each turn, not a reward of the last turn.
+        rest = rest.where(rest.abs() > 4 * shape[2] * torch.finfo(rest.dtype).eps * size, 0.0)
+        rewards = rewards.scatter_add(2, last, rest[..., None])
+        counts = num_turns.flatten().tolist()
+        pairs = list(zip(rollout.episodes, counts, strict=True))
+        void = torch.tensor([_is_void(*pair) for pair in pairs]).view(shape[:2]).to(exist.device)
+        answers = [_last_answer(*pair) for pair in pairs]
+        return cls(number, exist, rewards, _number_states(rollout, exist), void, answers)
+
+    def returns(self, gamma: float) -> Tensor:
+        """[B, G, K] discounted return from each turn on: R_k = r_k + gamma * R_(k+1).
+
+        Args:
+            gamma: weight of the next turn's return.
+        """
+        returns, after = torch.zeros_like(self.rewards), torch.zeros_like(self.rewards[..., 0])
+        for turn in reversed(range(self.rewards.shape[2])):
+            after = self.rewards[..., turn] + gamma * after
+            returns[..., turn] = after
+        return returns
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[N, C] value [B, G, K] of the turn in which each token was generated; 0 for others."""
+        found = values.flatten(0, 1).gather(1, self.number.clamp(min=0))
+        return found.masked_fill(self.number < 0, 0.0)
+
+
+def _turn_rewards(rollout: Rollout, table: RewardTable) -> Tensor:
+    """[N, K] contribution of the environment's reward of each turn to the total reward."""
+    earned = rollout.turn_rewards
+    assert earned is not None
+    earned = earned.to(table.total).nan_to_num(0.0)
+    if ENVIRONMENT_REWARD not in table.weights:
+        return torch.zeros_like(earned)
+    episode_rewards = earned.sum(1).view_as(table.total)
+    unmodified = table.counted[ENVIRONMENT_REWARD].isclose(episode_rewards)
+    return torch.where(unmodified.view(-1, 1), table.weights[ENVIRONMENT_REWARD] * earned, 0.0)
+
+
+def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
+    """[B, G, K] number of the state before each turn; -1: unknown.
+
+    All episodes of a group begin in the same state (number 0), which counts only if the environment
+    returns states at all.
+
+    Raises:
+        ValueError: a state cannot be compared.
+    """
+    try:
+        hash(tuple(map(tuple, rollout.turn_states)))
+    except TypeError as error:
+        raise ValueError(
+            f"StepResult.state must be a text, a number, a tuple of them, or None, so that states "
+            f"can be compared: {error}"
+        ) from error
+    found, size = torch.full(exist.shape, -1, dtype=torch.long), exist.shape[1]
+    for group in range(len(found)):
+        after = rollout.turn_states[group * size : (group + 1) * size]
+        known = {state: None for states in after for state in states if state is not None}
+        numbers: dict[Hashable, int] = {None: -1} | {s: n for n, s in enumerate(known, 1)}
+        for row, states in enumerate(after):
+            first = 0 if known else -1
+            before = [first, *(numbers[state] for state in states)][: exist.shape[2]]
+            found[group, row, : len(before)] = torch.tensor(before)
+    return found.to(exist.device).masked_fill(~exist, -1)
+
+
+def _tool_calls(episode: Any, num_turns: int) -> list[bool]:
+    """Whether each turn called a tool; False for a turn that a limit cut off."""
+    called = [calls > 0 for calls in episode.turn_calls[:num_turns]]
+    return called + [False] * (num_turns - len(called))
+
+
+def _is_void(episode: Any, num_turns: int) -> bool:
+    """Whether a turn neither called a tool nor ended the episode."""
+    called = _tool_calls(episode, num_turns)
+    if not called:
+        return False
+    *before, last = called
+    return not all(before) or not (last or episode.done)
+
+
+def _last_answer(episode: Any, num_turns: int) -> str | None:
+    """The last turn if it called no tool."""
+    called = _tool_calls(episode, num_turns)
+    return episode.assistant_texts[-1] if called and not called[-1] else None
+
+
+# --- advantages ---
 
 
 class TurnAdvantages(Advantages):
-    """How much better a turn is than expected."""
+    """Advantage estimator of single turns.
 
-    def of_tokens(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
-        """[N, C] float64 advantage of each token's turn; see `Advantages.of_tokens`."""
-        groups = Groups(table, lengths, comm, table.total).use(table.total, table.valid)
-        return turns.per_token(self.known(groups, turns))
+    Example:
+        Each turn's own reward, minus the mean over all turns of the group::
 
-    def known(self, groups: Groups, turns: Turns) -> Tensor:
-        """[B, G, K] advantages; 0 where there is no turn, or the episode teaches nothing."""
+            @dataclass(frozen=True)
+            class TurnReward(TurnAdvantages):
+                def by_turn(self, groups, turns, known):
+                    rewards = turns.rewards.where(known, torch.nan)
+                    return rewards - rewards.flatten(1).nanmean(1)[:, None, None]
+    """
+
+    def per_token(self, table: RewardTable, lengths: Tensor, comm: Comm, turns: Turns) -> Tensor:
+        """[N, C] float64 advantage of each token's turn; other arguments as of `__call__`."""
+        return turns.per_token(self.per_turn(Groups.from_table(table, lengths, comm), turns))
+
+    def per_turn(self, groups: Groups, turns: Turns) -> Tensor:
+        """[B, G, K] advantages; 0 if there is no turn, or the episode has no valid reward."""
         known = turns.exist & ~groups.values.isnan()[..., None]
         return torch.where(known, self.by_turn(groups, turns, known), 0.0).nan_to_num(0.0)
 
@@ -52,43 +211,43 @@ class TurnAdvantages(Advantages):
 
         Args:
             groups: rewards of whole episodes.
-            turns: what happened in their turns.
-            known: [B, G, K] turns that exist, in episodes that teach something.
+            turns: of the episodes.
+            known: [B, G, K] turns that exist, in episodes with a valid reward.
         """
 
 
-def _normalized(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Tensor:
+def _normalize(groups: Groups, values: Tensor, known: Tensor, eps: float) -> Tensor:
     """Distance from the mean of the known values, in their standard deviations; per group.
 
     Args:
         groups: for the precision of rewards.
         values: [B, ...] numbers that are compared with each other in each of B groups.
-        known: [B, ...] which count; the others get 0.
+        known: [B, ...] entries that count; the others get 0.
         eps: added to the standard deviation.
     """
     chosen = values.where(known, torch.nan).flatten(1)
-    distance, std, _ = replace(groups, values=chosen).spread()
+    distance, std, _ = replace(groups, values=chosen).group_statistics()
     return (distance / (std + eps)).nan_to_num(0.0).view_as(values)
 
 
 @dataclass(frozen=True)
 class GiGPO(TurnAdvantages):
-    """GiGPO: how good the episode was, plus how good the turn was among turns in the same state.
+    """GiGPO: advantage of the episode plus that of the turn among turns in the same state.
 
-    A_ik = A(R_i) + weight * A(R_ik); A(x) = (x - mean) / (std + eps), of R_i over the group, of the
-    return R_ik over all turns of the group that were spoken in a state equal to that of turn k. A
-    state that comes once adds 0. Without states, and in one turn: GRPO. Source: arXiv:2505.10978,
-    equations 3 and 6 to 8; gamma and weight are those of its authors' ALFWorld run.
+    A_ik = A(R_i) + turn_weight * A(R_ik); A(x) = (x - mean) / (std + eps), of R_i over the group,
+    of the return R_ik over all turns of the group whose state equals that of turn k. A state that
+    occurs once adds 0. Without states, and in one turn, this is GRPO. Source: arXiv:2505.10978,
+    equations 3 and 6 to 8; gamma and turn_weight are those of its authors' ALFWorld run.
 
     Args:
         gamma: weight of the next turn's return, per turn.
-        weight: of the comparison between turns.
-        scale: standard deviation (n - 1) of what is compared, or `none`.
+        turn_weight: weight of the turn's advantage (verl-agent: step_advantage_w).
+        scale: standard deviation (n - 1) over the same values as the mean, or `none`.
         eps: added to a standard deviation.
     """
 
     gamma: float = 0.95
-    weight: float = 1.0
+    turn_weight: float = 1.0
     scale: Literal["group", "none"] = "group"
     eps: float = 1e-4
 
@@ -97,7 +256,7 @@ class GiGPO(TurnAdvantages):
         _check_gamma(self.gamma)
 
     def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] of the episode, and of each turn among those in its state."""
+        """[B, G, K] advantage of the episode, and of each turn among those in its state."""
         episode = Normalized("group", self.scale, self.eps).estimate(groups)[..., None]
         returns, compared = turns.returns(self.gamma), torch.zeros_like(turns.rewards)
         for state in range(int(turns.states.max()) + 1):
@@ -105,47 +264,47 @@ class GiGPO(TurnAdvantages):
             chosen = replace(groups, values=returns.where(here, torch.nan).flatten(1))
             among = Normalized("group", self.scale, self.eps).estimate(chosen)
             compared = compared + among.nan_to_num(0.0).view_as(compared)
-        return episode + self.weight * compared
+        return episode + self.turn_weight * compared
 
 
 @dataclass(frozen=True)
 class MTGRPO(TurnAdvantages):
-    """MT-GRPO: the outcome for all turns, plus what a turn and those after it earned on the way.
+    """MT-GRPO: advantage of the outcome for all turns, plus those of the rewards from a turn on.
 
-    A_ik = A(r_iK) + weight * sum of A(r_il) over turns l = k ... K - 1, with K the last turn of the
-    episode, whose reward is the outcome; A(x) = (x - mean) / (std + eps) over the episodes of the
-    group that have a turn l before their last one. In one turn: GRPO. Source: arXiv:2505.11821.
-    As in its authors' code the histories before a turn differ; the paper's later form compares
-    turns of one history only, which takes a tree of rollouts.
+    A_ik = A(r_iK) + turn_weight * sum of A(r_il) over turns l = k ... K - 1, with K the last turn
+    of the episode, whose reward is the outcome; A(x) = (x - mean) / (std + eps) over the episodes
+    of the group that have a turn l before their last one. In one turn this is GRPO. Source:
+    arXiv:2505.11821. As in its authors' code the histories before a turn differ; the paper's later
+    form compares turns of one history only, which takes a tree of rollouts.
 
     Args:
-        weight: of the turns before the last.
+        turn_weight: weight of the rewards of turns before the last.
         eps: added to a standard deviation.
     """
 
-    weight: float = 1.0
+    turn_weight: float = 1.0
     eps: float = 1e-4
 
     def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
-        """[B, G, K] of the outcome, and of the turns from here to the one before the last."""
+        """[B, G, K] advantage of the outcome, and of the turns from here to the one before last."""
         before = known & torch.nn.functional.pad(turns.exist, (0, 1))[..., 1:]
         last = (turns.rewards * (turns.exist & ~before)).sum(2)
-        outcome = _normalized(groups, last, ~groups.values.isnan(), self.eps)
+        outcome = _normalize(groups, last, ~groups.values.isnan(), self.eps)
         single = [
-            _normalized(groups, turns.rewards[..., k], before[..., k], self.eps)
+            _normalize(groups, turns.rewards[..., k], before[..., k], self.eps)
             for k in range(before.shape[2])
         ]
         to_come = torch.stack(single, 2).flip(2).cumsum(2).flip(2)
-        return outcome[..., None] + self.weight * to_come
+        return outcome[..., None] + self.turn_weight * to_come
 
 
 @dataclass(frozen=True)
 class GTPO(TurnAdvantages):
     """GTPO: discounted return of each turn, normalized over all turns of the group.
 
-    A_ik = (R_ik - mean) / (std + eps), R_ik = r_ik + gamma * R_i(k+1). In one turn: GRPO. Source:
-    arXiv:2511.14846; of the paper only the abstract was at hand: that all turns of the group share
-    one mean is our reading, and its reward shaping is a matter of the environment.
+    A_ik = (R_ik - mean) / (std + eps), R_ik = r_ik + gamma * R_i(k+1). In one turn this is GRPO.
+    Source: the abstract of arXiv:2511.14846; one mean over all turns of the group is an
+    interpretation of it, and its reward shaping belongs to the environment.
 
     Args:
         gamma: weight of the next turn's return, per turn.
@@ -161,16 +320,16 @@ class GTPO(TurnAdvantages):
 
     def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
         """[B, G, K] normalized returns."""
-        return _normalized(groups, turns.returns(self.gamma), known, self.eps)
+        return _normalize(groups, turns.returns(self.gamma), known, self.eps)
 
 
 @dataclass(frozen=True)
 class ReBN(TurnAdvantages):
-    """REINFORCE with return batch normalization: returns of turns over all turns of the batch.
+    """REINFORCE with return batch normalization: returns normalized over all turns of the batch.
 
     A_ik = (R_ik - mean) / (std + eps), R_ik = r_ik + gamma * R_i(k+1), over all turns of all
-    processes. In one turn: REINFORCE with the batch's mean and deviation. Source: GEM,
-    arXiv:2510.01051; its authors' code divides by n where this takes n - 1.
+    processes. In one turn: REINFORCE with the batch's mean and standard deviation. Source: GEM,
+    arXiv:2510.01051; its authors' code divides by n, this by n - 1.
 
     Args:
         gamma: weight of the next turn's return, per turn.
@@ -185,48 +344,51 @@ class ReBN(TurnAdvantages):
         _check_gamma(self.gamma)
 
     @property
-    def compares(self) -> bool:
+    def needs_group(self) -> bool:
         """The baseline is the batch's."""
         return False
 
     def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
         """[B, G, K] normalized returns."""
         chosen = turns.returns(self.gamma).where(known, torch.nan).flatten(1)
-        distance, std = replace(groups, values=chosen).batch()
+        distance, std = replace(groups, values=chosen).batch_statistics()
         return (distance / (std + self.eps)).view_as(turns.rewards)
 
 
 @dataclass(frozen=True)
-class WithoutVoid(TurnAdvantages):
-    """SimpleTIR: episodes with a void turn leave the update; they stay in the baseline.
+class SimpleTIR(TurnAdvantages):
+    """SimpleTIR: episodes with a void turn get zero advantage; they stay in the baseline.
 
     A turn is void if it neither calls a tool nor ends the episode with an answer. A completion of
-    one turn has no turn to look at: `of`. Source: arXiv:2509.02479.
+    one turn without an environment is never void. Source: arXiv:2509.02479.
 
     Args:
-        answer: regular expression that a last turn must hold to be an answer; the default is any
-            text at all.
-        of: advantages of whole episodes.
+        answer_pattern: regular expression that a last turn must match (anywhere) to be an answer;
+            the default matches any text.
+        advantages: advantage estimator of whole episodes.
     """
 
-    answer: str = r"\S"
-    of: Advantages = field(default_factory=Normalized)
+    answer_pattern: str = r"\S"
+    advantages: Advantages = field(default_factory=Normalized)
 
     def __post_init__(self) -> None:
         """Check the expression."""
         try:
-            re.compile(self.answer)
+            re.compile(self.answer_pattern)
         except re.error as error:
-            raise ValueError(f"answer is {self.answer!r}, no regular expression: {error}") from None
+            given = f"answer_pattern is {self.answer_pattern!r}"
+            raise ValueError(f"{given}, not a regular expression: {error}") from None
 
     def by_turn(self, groups: Groups, turns: Turns, known: Tensor) -> Tensor:
         """[B, G, K] the episode's advantage; 0 in those with a void turn."""
-        given = [each is None or re.search(self.answer, each) is not None for each in turns.answers]
-        void = turns.void | ~torch.tensor(given, device=known.device).view_as(turns.void)
-        return self.of.estimate(groups).masked_fill(void, 0.0)[..., None].expand_as(known)
+        pattern = re.compile(self.answer_pattern)
+        answered = [answer is None or bool(pattern.search(answer)) for answer in turns.answers]
+        void = turns.void | ~torch.tensor(answered, device=known.device).view_as(turns.void)
+        advantages = self.advantages.estimate(groups).masked_fill(void, 0.0)
+        return advantages[..., None].expand_as(known)
 
 
 def _check_gamma(gamma: float) -> None:
-    """Refuse a discount that is none."""
+    """Reject a discount outside of [0, 1]."""
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; it must be from 0 to 1, per turn")

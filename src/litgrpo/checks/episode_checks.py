@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
-from litgrpo.algorithms.losses import TokenMean
+from litgrpo.algorithms.losses import MicroBatchTokenMean
 from litgrpo.data.prompts import pad_left
 from litgrpo.environments.base import EpisodeStart, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
@@ -155,9 +154,9 @@ def with_one_mean(learner: Learner) -> Learner:
     Args:
         learner: of the run, in small.
     """
-    if not isinstance(learner.objective.loss_aggregation, MicroBatchTokenMean):
+    if not isinstance(learner.objective.aggregation, MicroBatchTokenMean):
         return learner
-    objective = replace(learner.objective, loss_aggregation=TokenMean())
+    objective = replace(learner.objective, loss_aggregation="token_mean")
     return replace(learner, coefficients=FixedCoefficients(objective))
 
 

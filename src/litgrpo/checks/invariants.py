@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
+from litgrpo.algorithms.losses import MicroBatchTokenMean
 from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
     FULL_TOLERANCE,
@@ -275,9 +275,7 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
         errors |= episode_errors(dry, rollout)
     if learner.reference is not None:
         errors |= reference_errors(learner, experience, now, conditions)
-    if not isinstance(
-        learner.objective.loss_aggregation, MicroBatchTokenMean
-    ):  # defined by the split
+    if not isinstance(learner.objective.aggregation, MicroBatchTokenMean):  # defined by the split
         errors["7 the gradient does not depend on micro-batches"] = split_error(learner, experience)
     return errors
 

@@ -62,10 +62,10 @@ OTHER_NAMES = {
     ),
     **dict.fromkeys(("num_generations", "rollout.n", "group_size"), "model.group_size"),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), "model.objective.kl_coef"),
-    **dict.fromkeys(("kl_loss_type", "kl_penalty", "kl"), "model.objective.kl"),
+    **dict.fromkeys(("kl_loss_type", "kl_penalty"), "model.objective.kl_estimator"),
     **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"), CLIP),
     **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "model.objective.surrogate.clip_high"),
-    **dict.fromkeys(("delta", "clip_ratio_c"), "model.objective.surrogate.cap"),
+    **dict.fromkeys(("delta", "clip_ratio_c"), "model.objective.surrogate.max_ratio"),
     **dict.fromkeys(("loss_type", "loss_agg_mode"), AGGREGATION),
     **dict.fromkeys(
         ("scale_rewards", "norm_adv_by_std_in_grpo"), "model.objective.advantages.scale"
@@ -93,7 +93,9 @@ OTHER_NAMES = {
     "top_k": "model.sampling.top_k",
     "entropy_coeff": "model.objective.entropy_coef",
     "use_vllm": "model.engine",
-    "importance_sampling_level": "model.objective.ratio",
+    "importance_sampling_level": "model.objective.importance_sampling_level",
+    "use_bias_correction_kl": "model.objective.kl_bias_correction",
+    "vllm_importance_sampling_correction": "model.objective.importance_correction",
     "num_train_epochs": "trainer.max_epochs",
     "total_epochs": "trainer.max_epochs",
     **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.every_n_iterations"),

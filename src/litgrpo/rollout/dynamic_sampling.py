@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from litgrpo.algorithms.advantages import Groups
-from litgrpo.algorithms.turn_credit import TurnAdvantages
-from litgrpo.algorithms.turns import Turns
+from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
@@ -43,8 +42,8 @@ class RewardSource(Protocol):
 def groups_with_variance(rewards: RewardTable) -> Tensor:
     """Return [B] True for groups whose rewards differ by more than rounding."""
     lengths = torch.zeros_like(rewards.total)
-    groups = Groups(rewards, lengths, SingleProcess(), rewards.total)
-    distance = groups.use(rewards.total, rewards.valid).spread()[0]
+    groups = Groups.from_table(rewards, lengths, SingleProcess())
+    distance = groups.group_statistics()[0]
     return (distance.nan_to_num(0.0) != 0).any(1)
 
 
@@ -61,13 +60,13 @@ def groups_with_turn_advantages(
         rollout: the N episodes.
         credit: computes turn-level advantages.
     """
-    turns = Turns.of(rollout, rewards)
-    if not credit.compares:
+    turns = Turns.from_rollout(rollout, rewards)
+    if not credit.needs_group:
         by_turn = [replace(rewards, total=earned) for earned in turns.rewards.unbind(2)]
         return torch.stack([groups_with_variance(each) for each in [rewards, *by_turn]]).any(0)
     lengths = torch.zeros_like(rewards.total)
-    groups = Groups(rewards, lengths, SingleProcess(), rewards.total)
-    return credit.known(groups.use(rewards.total, rewards.valid), turns).flatten(1).any(1)
+    groups = Groups.from_table(rewards, lengths, SingleProcess())
+    return credit.per_turn(groups, turns).flatten(1).any(1)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from litgrpo.algorithms.losses import Normalizers, Objective
-from litgrpo.algorithms.turns import Turns
+from litgrpo.algorithms.turn_credit import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.distributed.device import Clock, timed
 from litgrpo.distributed.fsdp.units import gathered
@@ -177,7 +177,7 @@ class Learner:
             weights[rows] = self.objective.token_weights(
                 mask[rows], rollout.truncated[rows], self.max_completion_length, self.comm
             )
-        turns = None if rollout.turns is None else Turns.of(rollout, rewards)
+        turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
         check_centered(completion_advantages(advantages).view_as(rewards.total), self.objective)
         tokens = rollout.tokens

@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.advantages import Normalized
-from litgrpo.algorithms.estimators import DecoupledNormalized
+from litgrpo.algorithms.advantages import GDPO, Normalized
 from litgrpo.algorithms.losses import Normalizers, Objective
 from litgrpo.distributed.collectives import Comm
 from litgrpo.distributed.fsdp.units import is_gathered
@@ -242,8 +241,8 @@ def check_centered(advantages: Tensor, objective: Objective, tolerance: float = 
         RuntimeError: a group's advantages do not sum to zero.
     """
     kind = objective.advantages
-    by_group = isinstance(kind, Normalized | DecoupledNormalized)
-    if not (by_group and kind.compares and objective.gamma == 1):
+    by_group = isinstance(kind, Normalized | GDPO)
+    if not (by_group and kind.needs_group and objective.gamma == 1):
         return
     off = advantages.mean(1).abs() / advantages.abs().amax(1).clamp(min=1)
     if bool((off > tolerance).any()):

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from lightning import LightningModule
 
-from litgrpo.algorithms.importance import ImportanceCorrection
-from litgrpo.algorithms.loss_aggregation import MicroBatchTokenMean
-from litgrpo.algorithms.losses import Objective
+from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
 from litgrpo.arguments import at_least
 from litgrpo.data.pairs import PairSet
 from litgrpo.data.prompts import PromptSet
@@ -42,7 +40,7 @@ def check_sizes(
     at_least("group_size", group_size, 1)
     at_least("max_completion_length", max_completion_length, 1)
     at_least("max_iterations", max_iterations, 1)
-    if group_size == 1 and objective.advantages.compares:
+    if group_size == 1 and objective.advantages.needs_group:
         raise ValueError(
             "group_size is 1, but this objective compares completions of the same prompt. Set "
             "group_size to 2 or more, or objective.advantages.baseline to batch or none."
@@ -121,7 +119,7 @@ def check_device(
             "device compiles a program for each shape. Set engine: {class_path: StaticEngine}, as "
             "the config overrides for such devices in configs/hardware do."
         )
-    if isinstance(objective.loss_aggregation, MicroBatchTokenMean):
+    if isinstance(objective.aggregation, MicroBatchTokenMean):
         raise ValueError(
             "objective.loss_aggregation divides by the tokens of a micro-batch, which has a fixed "
             "shape with filler rows on this device. Use token_mean."

@@ -20,7 +20,7 @@ import torch
 import yaml
 from lightning import Callback, Trainer
 
-from litgrpo.algorithms.losses import Objective, TokenMean
+from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.guards import NonFinite
 from litgrpo.callbacks.loggers import MetricsCSV
@@ -87,7 +87,7 @@ def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
     defaults = {
         "pretrained": model_of(task, kind.demonstrator),
         "rewards": {"correct": Reward(correct)},
-        "objective": Objective(loss_aggregation=TokenMean()),
+        "objective": Objective(),
         "group_size": 8,
         "max_completion_length": 10,
         "evaluation": Evaluation(samples=2, pass_at=[1], fluency=False),

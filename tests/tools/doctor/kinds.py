@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning import Callback
 
-from litgrpo.algorithms.losses import Clipped, Objective, TokenMean
+from litgrpo.algorithms.losses import Clipped, Objective
 from litgrpo.models.loading import LoRA
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.local import LocalEngine
@@ -369,7 +369,7 @@ FAULTS = (
         ("entropy_explosion", *COLLAPSE),
         fell,
         since=None,
-        settings=with_settings(objective=Objective(loss_aggregation=TokenMean(), entropy_coef=1.0)),
+        settings=with_settings(objective=Objective(entropy_coef=1.0)),
     ),
     Kind(
         "kl_blowup",
@@ -377,7 +377,7 @@ FAULTS = (
         fell_from_best,
         since=None,
         lr=2e-2,
-        settings=with_settings(objective=Objective(loss_aggregation=TokenMean(), kl_coef=1e-4)),
+        settings=with_settings(objective=Objective(kl_coef=1e-4)),
     ),
     Kind(
         "clip_saturated",
@@ -395,7 +395,7 @@ FAULTS = (
         lr=2e-2,
         settings=with_settings(
             update=OFTEN,
-            objective=Objective(loss_aggregation=TokenMean(), surrogate=Clipped(0.9, 100.0)),
+            objective=Objective(surrogate=Clipped(0.9, 100.0)),
         ),
     ),
     Kind("noisy_sampler", MISMATCH, always, settings=with_settings(engine=Noisy())),
@@ -411,9 +411,7 @@ FAULTS = (
         "nan_loss",
         ("not_finite",),
         lambda h: h.skipped >= 3,
-        settings=lambda: {
-            "objective": Objective(loss_aggregation=TokenMean(), surrogate=Breaking())
-        },
+        settings=lambda: {"objective": Objective(surrogate=Breaking())},
     ),
     Kind(
         "broken_weight",
@@ -503,7 +501,7 @@ HEALTHY = (
     Kind("warm", settings=with_settings(sampling=Sampling(temperature=0.8))),
     Kind(
         "entropy_bonus",
-        settings=with_objective(Objective(loss_aggregation=TokenMean(), entropy_coef=1e-3)),
+        settings=with_objective(Objective(entropy_coef=1e-3)),
     ),
     Kind("resampled", settings=with_settings(dynamic_sampling_attempts=2)),
     Kind("long_limit", settings=with_settings(max_completion_length=24)),
