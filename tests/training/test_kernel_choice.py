@@ -45,7 +45,7 @@ def test_the_reference_computes_as_the_policy():
 def test_another_number_of_threads_is_said():
     grpo = GRPO("", {"none": Reward(lambda prompts, completions: [0.0] * len(prompts))})
     grpo.policy = tiny_policy("qwen2")
-    checkpoint = {kernel_choice.KEY: kernel_choice.saved(grpo.policy)}
+    checkpoint = {kernel_choice.KEY: kernel_choice.save_kernels(grpo.policy)}
     kernel_choice.restore(grpo, checkpoint)
     checkpoint[kernel_choice.KEY]["threads"] += 1
     with pytest.warns(UserWarning, match=f"OMP_NUM_THREADS={torch.get_num_threads() + 1}"):

@@ -1,19 +1,17 @@
-"""What a device can do, asked for by capability: `backend(device)`; no room asks for its name."""
+"""Capabilities of devices: `backend(device)`; no other package asks for a device's name."""
 
 from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from litgrpo.arguments import import_by_path
-from litgrpo.distributed.memory import free_memory, is_out_of_memory
 from litgrpo.types import Stats
 
 Function = Callable[..., Any]
@@ -30,7 +28,7 @@ class Backend:
 
     `static_shapes`: whether the device compiles a program for each set of shapes, which takes
     seconds. Then shapes must not follow the content, and rollouts and numbers stay on the host.
-    `num_chips`: the device stands for so many; the rows of a micro-batch are divided among them.
+    `num_chips`: chips that the device represents; the rows of a micro-batch are divided among them.
 
     Args:
         device: one device of the process.
@@ -44,7 +42,7 @@ class Backend:
 
     @property
     def data_device(self) -> torch.device:
-        """Where prompts, rollouts and numbers to log are: on the host where shapes are static."""
+        """Device of prompts, rollouts and numbers to log: the host if shapes are static."""
         return torch.device("cpu") if self.static_shapes else self.device
 
     def prepare(self) -> None:
@@ -54,7 +52,7 @@ class Backend:
         """Seed the device's own random numbers, where `torch.manual_seed` does not reach them."""
 
     def random_state(self) -> dict[str, Any]:
-        """Where these numbers stand, by a name that no other backend uses."""
+        """State of these random numbers, under a name that no other backend uses."""
         return {}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
@@ -101,7 +99,7 @@ class Backend:
         return number.to(self.device)
 
     def note_shapes(self, program: str, **tensors: Tensor) -> None:
-        """Note the shapes that a program is given; new ones are what it is compiled anew for."""
+        """Record the shapes that a program is given; it is compiled again for new ones."""
 
     def new_shapes(self) -> list[str]:
         """Shapes that were noted for the first time since the last call of this."""
@@ -208,63 +206,3 @@ def timed(name: str) -> Callable[[Method], Method]:
         return call
 
     return decorate
-
-
-Result = TypeVar("Result")
-
-
-def with_halving(
-    attempt: Callable[[int | None], Result],
-    *,
-    rows: Callable[[], int],
-    limit: int | None,
-    on_halved: Callable[[int], None],
-    what: str,
-    setting: str,
-    unchanged: str,
-    remedy: str,
-    least: int = 1,
-) -> Result:
-    """The result of an attempt, repeated with half as many rows at once while memory is short.
-
-    Only for what may be repeated: the attempt must begin anew when it is called again, and no
-    other process may wait for this one in the middle of it.
-
-    Args:
-        attempt: called with the limit on rows at once; None: no limit.
-        rows: how many rows the attempt that failed had at once; may be fewer than the limit.
-        limit: of the first attempt.
-        on_halved: called with each lower limit, so that later computations begin with it.
-        what: which part of the iteration, for messages.
-        setting: which setting the limit is, for messages.
-        unchanged: what a lower limit does not change, for messages.
-        remedy: what the user can do where nothing is left to halve.
-        least: the lowest limit; rows below it cannot be divided.
-
-    Returns:
-        What the first attempt with enough memory returned.
-
-    Raises:
-        RuntimeError: memory does not suffice for `least` rows either.
-    """
-    while True:
-        try:
-            return attempt(limit)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = rows()
-            if failed <= least:
-                at_once = "a single row" if least == 1 else f"{least} rows"
-                raise RuntimeError(
-                    f"Out of memory in {what}, with {at_once} at once: {remedy}."
-                ) from error
-        # Here, behind the handler, the error is gone, and with it the frames that held tensors.
-        limit = max(least, failed // 2)
-        on_halved(limit)
-        free_memory()
-        warnings.warn(
-            f"out of memory in {what}: {setting} is {limit} from now on "
-            f"({unchanged} will be the same)",
-            stacklevel=2,
-        )

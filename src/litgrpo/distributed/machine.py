@@ -1,4 +1,4 @@
-"""Whether this machine has what a trainer needs, asked before one is built."""
+"""Check that this machine has what a trainer needs, before one is built."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from litgrpo.distributed import device
 
 
 def check_machine(trainer: Any, rows: int | None) -> None:
-    """Refuse a trainer for which this machine lacks something.
+    """Check the machine for what this trainer needs.
 
     Args:
         trainer: settings of the Trainer, `accelerator` and `strategy` among them.

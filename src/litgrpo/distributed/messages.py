@@ -35,7 +35,7 @@ def rank_zero_warn(message: str) -> None:
 
 
 def _nobody_else_writes(record: logging.LogRecord) -> bool:
-    """Whether the root logger has no handler, which would write the record a second time."""
+    """Return True if the root logger has no handler, which would write the record again."""
     return not logging.getLogger().handlers
 
 

@@ -1,4 +1,4 @@
-"""How float32 products are rounded here."""
+"""Rounding of float32 matrix products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def matmul_precision() -> str:
-    """What `torch.set_float32_matmul_precision` was told; without torch 2.9's advice on CUDA."""
+    """Return the float32 matmul precision, without torch 2.9's advice on CUDA."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
         return torch.get_float32_matmul_precision()

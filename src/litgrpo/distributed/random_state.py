@@ -1,4 +1,4 @@
-"""Where the random numbers of the host and of every device in use stand."""
+"""Random state of the host and of every device in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from litgrpo.distributed.device import known_backends
 
 
 def random_state() -> dict[str, Any]:
-    """Where torch's random numbers stand on the host and on each device, as tensors and numbers."""
+    """Return torch's random state on the host and on each device, as tensors and numbers."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     for each in known_backends():
         state |= each.random_state()

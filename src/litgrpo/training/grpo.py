@@ -540,7 +540,7 @@ class GRPO(LightningModule):
             "coefficients": self.coefficients.state_dict(),
             "judges": self.scorer.state_dict(),
             "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
-            kernel_choice.KEY: kernel_choice.saved(self.learner.policy),
+            kernel_choice.KEY: kernel_choice.save_kernels(self.learner.policy),
             saved_arguments.KEY: self.arguments,
         }
 

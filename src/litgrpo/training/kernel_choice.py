@@ -34,8 +34,8 @@ def use_everywhere(module: LightningModule, policy: Policy) -> None:
         rank_zero_info(f"Linear layers: {kernels}; {torch.get_num_threads()} threads")
 
 
-def saved(policy: Policy) -> dict[str, Any]:
-    """What decides how results are rounded, for a checkpoint."""
+def save_kernels(policy: Policy) -> dict[str, Any]:
+    """Return what decides how results are rounded, for a checkpoint."""
     return asdict(policy.linear_kernels) | {"threads": torch.get_num_threads()}
 
 

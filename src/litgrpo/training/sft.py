@@ -246,7 +246,7 @@ class SFT(LightningModule):
         """Note what decides how results are rounded, and the tokenizer if it was fitted."""
         assert self.policy is not None
         checkpoint[arguments_kept.KEY] = self.arguments
-        checkpoint[kernel_choice.KEY] = kernel_choice.saved(self.policy)
+        checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 

@@ -1,4 +1,4 @@
-"""How the optimizer uses one rollout."""
+"""Options of the update: epochs, mini-batches, micro-batches, gradient clipping."""
 
 from __future__ import annotations
 

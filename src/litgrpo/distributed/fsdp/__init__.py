@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism: weights, gradients and moments divided over processes."""
+"""Fully sharded data parallelism: weights, gradients and optimizer state sharded over ranks."""
