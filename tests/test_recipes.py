@@ -132,7 +132,7 @@ def test_the_overlays_of_static_shapes_refuse_episodes_in_one_sentence(
     words += ["--run_dir", tmp_path / "run"]
     assert program("fit", *words, "--model.episode.turn_format", "inline") == 2
     said = capsys.readouterr().err
-    assert said.count("StaticEngine samples without turns") == 1
+    assert said.count("StaticEngine does not support episodes") == 1
     assert "engine: {class_path: LocalEngine}" in said
 
 

@@ -46,7 +46,7 @@ def test_a_class_is_there_with_all_its_keys(page, owner, pages):
 
 
 def test_a_key_has_its_type_its_default_and_what_it_is(pages):
-    line = "| `group_size` | `int` | `8` | completions of each prompt, G. |"
+    line = "| `group_size` | `int` | `8` | completions per prompt, G (TRL: num_generations). |"
     assert line in pages["reference/model_keys"]
     assert (
         "| `pretrained` | `str` | required | the model to train:" in pages["reference/model_keys"]
