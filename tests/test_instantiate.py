@@ -27,7 +27,7 @@ def test_an_object_is_taken_as_it_is():
 def test_a_path_and_a_class_with_arguments_are_made():
     assert given_environment(f"{__name__}.Plain") == Plain(3)
     assert given_environment({"class_path": f"{__name__}.Plain"}) == Plain(3)
-    tags = {"class_path": "litgrpo.environments.TagFormat", "init_args": {"call": "calc"}}
+    tags = {"class_path": "litgrpo.environments.TagFormat", "init_args": {"call_tag": "calc"}}
     arguments = Namespace(functions=[CALCULATE], call_format=tags)
     made = given_environment(Namespace(class_path=TOOLS, init_args=arguments))
     assert isinstance(made, Tools)
