@@ -54,17 +54,17 @@ class WrongSign(Advantages):
 class PaddingLearner(Learner):
     """A learner that takes the padding behind a reply for a part of it."""
 
-    def experience(
+    def build_batch(
         self, rollout: Rollout, rewards: RewardTable, logprobs: RolloutLogprobs
     ) -> TrainingBatch:
         """The mean of a reply is over every column of the batch."""
         everything = torch.ones_like(rollout.completion_mask)
         filled = replace(rollout, completion_mask=everything, loss_mask=everything)
-        return super().experience(filled, rewards, logprobs)
+        return super().build_batch(filled, rewards, logprobs)
 
 
 class Released(GRPO):
-    """GRPO's walk, with the padding behind a reply learned too."""
+    """GRPO, with the padding behind a reply learned too."""
 
     def configure_model(self) -> None:
         """Load the policy, and let it learn from padding."""

@@ -34,7 +34,9 @@ def subject(**settings):
         max_completion_length=12,
         max_iterations=1,
         sampling=Sampling(temperature=0.0),
-        objective=Objective(WrongSign(), surrogate=PolicyGradient()),
+        objective=Objective(
+            WrongSign(), surrogate=PolicyGradient(), loss_aggregation="sequence_mean"
+        ),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
         **settings,
     )
