@@ -17,7 +17,7 @@ from litgrpo.algorithms.losses import ImportanceCorrection
 from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import Template
 from litgrpo.data.sources import Row
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import load_policy
 from tests.benchmarks.wordproblems import add_demonstration
 from tests.support.recipes import CONFIGS, read, samples_of, small

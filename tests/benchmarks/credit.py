@@ -35,8 +35,8 @@ from litgrpo.cli.console import keep_quiet
 from litgrpo.data import EpisodePrompts
 from litgrpo.environments import StepResult
 from litgrpo.environments.examples import NumberGame
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
-from litgrpo.evaluation.settings import Evaluation
 from litgrpo.models.export import export
 from litgrpo.models.scratch import Scratch
 from litgrpo.rewards import Reward
@@ -148,7 +148,7 @@ def play_games(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Re
         sampling=Sampling(stop=(".",)),
         group_size=8,
         max_completion_length=16,
-        evaluation=Evaluation(samples=SAMPLES, pass_at=[1], greedy=False, fluency=False),
+        evaluation=Evaluation(num_samples=SAMPLES, pass_at_k=[1], greedy=False, text_quality=False),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         max_iterations=None,
         max_generated_tokens=TOKENS,

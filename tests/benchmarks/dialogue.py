@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.evaluation.dialogue import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
+from litgrpo.evaluation.metrics import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.models.loading import load_policy
 from litgrpo.rewards.builtin.dialogue import lapdog
 from litgrpo.rollout.engines.base import RolloutRequest

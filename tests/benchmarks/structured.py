@@ -28,7 +28,7 @@ def shares(rows: Rows) -> list[float]:
     fields = [
         mean(_has(one["completion"], name, answer[name]) for answer, one in said) for name in FIELDS
     ]
-    return [ended, objects, *fields, mean(one["right"] for _, one in said)]
+    return [ended, objects, *fields, mean(one["correct"] for _, one in said)]
 
 
 def _read(text: str) -> Any:
@@ -54,7 +54,7 @@ def of_run(folder: Path) -> list[str]:
     """Cells of a run."""
     before, after = map(shares, run_rows(folder))
     summary = json.loads((folder / "summary.json").read_text())
-    texts = [summary[when]["text_quality"]["start_perplexity"] for when in ("before", "after")]
+    texts = [summary[when]["text_quality"]["initial_perplexity"] for when in ("before", "after")]
     found = [f"{one:.2f} to {two:.2f}" for one, two in zip(before, after, strict=True)]
     return [folder.name.removeprefix("seed "), *found, f"{texts[0]:.2f} to {texts[1]:.2f}"]
 

@@ -12,7 +12,7 @@ def row(*completions):
         {
             "completion": text,
             "truncated": text.endswith("[cut]"),
-            "right": text == json.dumps(RIGHT),
+            "correct": text == json.dumps(RIGHT),
         }
         for text in completions
     ]

@@ -22,6 +22,6 @@ def test_the_two_parts_of_a_change_add_up_to_it():
 
 
 def test_a_change_is_paired_by_topic_whatever_the_order():
-    before = [{"index": 0, "right": 0.0}, {"index": 1, "right": 1.0}]
-    after = [{"index": 1, "right": 1.0}, {"index": 0, "right": 0.0}]
+    before = [{"index": 0, "correct": 0.0}, {"index": 1, "correct": 1.0}]
+    after = [{"index": 1, "correct": 1.0}, {"index": 0, "correct": 0.0}]
     assert bootstrap_change(before, after) == (0.0, 0.0)

@@ -10,8 +10,8 @@ def rows(sampled, greedy, said):
     return [
         {
             "index": place,
-            "samples": [{"right": right} for right in each],
-            "greedy": {"right": best, "completion": text},
+            "samples": [{"correct": right} for right in each],
+            "greedy": {"correct": best, "completion": text},
             "columns": {"solution": "2 + 3 = 5"} if place else {},
         }
         for place, (each, best, text) in enumerate(zip(sampled, greedy, said, strict=True))
@@ -39,7 +39,7 @@ def test_every_side_is_compared_with_those_before_it(tmp_path, monkeypatch, caps
 def test_what_was_said_to_a_calculator_counts():
     asked = {
         "completion": "#### 5",
-        "right": True,
+        "correct": True,
         "calls": {"calculate": [1, 0]},
         "messages": [
             {"role": "assistant", "content": "<call>2 + 3</call>"},
@@ -47,7 +47,7 @@ def test_what_was_said_to_a_calculator_counts():
             {"role": "assistant", "content": "#### 5"},
         ],
     }
-    alone = {"completion": "2 + 3 = 6\n#### 6", "right": False, "calls": {}}
+    alone = {"completion": "2 + 3 = 6\n#### 6", "correct": False, "calls": {}}
     row = {"samples": [asked, alone], "columns": {"solution": "2 + 3 = 5"}}
     assert wordproblems.how([row | {"greedy": asked}]) == [
         "0.50, 1.00",

@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from litgrpo.evaluation.paired import bootstrap_ratio
+from litgrpo.evaluation.intervals import bootstrap_ratio
 from litgrpo.rewards import cheerful
 
 Rows = list[dict[str, Any]]
 THRESHOLD = 0.8
-FLUENCY = ("start_perplexity", "start_kl", "distinct_2", "len_mean")
+FLUENCY = ("initial_perplexity", "initial_kl", "distinct_2", "len_mean")
 CUT = " [cut]"
 
 
@@ -69,7 +69,7 @@ def split(before: Shares, after: Shares) -> tuple[float, float]:
 
 def bootstrap_change(before: Rows, after: Rows) -> tuple[float, float]:
     """Return a bootstrap interval of the change of success, resampling topics."""
-    old, new = ({row["index"]: row["right"] for row in rows} for rows in (before, after))
+    old, new = ({row["index"]: row["correct"] for row in rows} for rows in (before, after))
     return bootstrap_ratio([new[index] - old[index] for index in sorted(old)], [1.0] * len(old))
 
 

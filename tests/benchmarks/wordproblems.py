@@ -24,8 +24,7 @@ from statistics import mean
 from typing import Any
 
 from litgrpo.environments.examples import calculate
-from litgrpo.evaluation.intervals import clustered_proportion
-from litgrpo.evaluation.paired import compared
+from litgrpo.evaluation.intervals import clustered_proportion, compare_evaluations
 from litgrpo.rewards import arithmetic
 from tests.benchmarks.tone import table
 
@@ -93,12 +92,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def results(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     """{name: a number of each problem}."""
-    right = [[float(one["right"]) for one in row["samples"]] for row in rows]
+    right = [[float(one["correct"]) for one in row["samples"]] for row in rows]
     return {
         "index": [float(row["index"]) for row in rows],
         "sampled": [mean(each) for each in right],
         "any": [max(each) for each in right],
-        "greedy": [float(row["greedy"]["right"]) for row in rows],
+        "greedy": [float(row["greedy"]["correct"]) for row in rows],
     }
 
 
@@ -147,7 +146,7 @@ def shown(sides: dict[str, Path]) -> str:
         low, high = clustered_proportion(right, samples)
         changes = []
         for other, before in known.items():
-            both = compared(before, found)
+            both = compare_evaluations(before, found)
             assert both is not None
             for kind in ("sampled", "greedy"):
                 change = both.changes[kind]

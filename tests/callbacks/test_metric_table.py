@@ -17,7 +17,7 @@ from litgrpo.callbacks.metric_table import (
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.data.pair_data import PairData
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Reward
 from litgrpo.training.controllers import Controllers, EntropyTarget
@@ -30,7 +30,7 @@ MODEL = "builtin:tiny-gemma2"
 # Of runs with an environment; see tests/training/test_episode_setup.py.
 OF_EPISODES = {"env/turns", "env/reward", "env/failed_frac", "env/timeout_frac", "time/env_s"}
 OF_EPISODES |= {"tools/<name>_calls", "tools/<name>_failed", "completion/observation_frac"}
-OF_EPISODES |= {"val/<set>/turns", "val/<set>/called_frac"}
+OF_EPISODES |= {"val/<set>/turns", "val/<set>/tool_call_frac"}
 ELSEWHERE = {"optim/skipped_steps", "val/<set>/corpus_<part>"}
 
 pytestmark = pytest.mark.filterwarnings(
@@ -91,7 +91,7 @@ def of_grpo(folder) -> set[str]:
         {"letters": Reward(letters), "short": Reward(short)},
         objective=objective,
         controllers=Controllers(entropy=EntropyTarget(1.0)),
-        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.5),
+        evaluation=Evaluation(num_samples=2, pass_at_k=[1], success_threshold=0.5),
         group_size=2,
         max_completion_length=6,
         dynamic_sampling_attempts=1,
@@ -128,7 +128,7 @@ def test_the_most_specific_definition_is_chosen():
     assert find_entry("reward/format_std") == "reward/<part>_std"
     assert find_entry("reward/cosine_a_b") == "reward/cosine_<part>_<part>"
     assert find_entry("val/hard/avg@16_high") == "val/<set>/avg@<k>"
-    assert find_entry("test/start_kl") == "val/<set>/start_kl"
+    assert find_entry("test/initial_kl") == "val/<set>/initial_kl"
     assert find_entry("val/loss") == "val/<set>/loss"
     assert definition("loss") == ""
 

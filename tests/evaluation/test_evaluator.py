@@ -1,15 +1,17 @@
+"""The evaluator: what it samples, counts and reports."""
+
 from dataclasses import replace
 
 import pytest
 import torch
 
-from litgrpo.evaluation.evaluator import Evaluator
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.sampling import Sampling
 from tests.support.models import prompt_batch, tiny_policy
+from tests.support.raises import raises_for
 from tests.training.parts import letters, rollouter_of
 
 BATCH = prompt_batch("a", "hello there", "xyz")
@@ -30,7 +32,7 @@ def rollouter():
 
 
 def test_successes_of_the_samples_are_counted_at_the_threshold():
-    judge = evaluator(success="second", threshold=2.0, greedy=False)
+    judge = evaluator(success_reward="second", success_threshold=2.0, greedy=False)
     answered = judge.evaluate(rollouter(), BATCH, "val", 0)
     rollout, rewards = answered.rollout, answered.rewards
     assert rewards.total.shape == (3, 4)
@@ -44,13 +46,13 @@ def test_successes_of_the_samples_are_counted_at_the_threshold():
 
 
 def test_the_first_reward_counts_unless_another_is_named():
-    assert evaluator().success == "first"
-    with pytest.raises(ValueError, match=r"evaluation.success is 'secnd'; it must be"):
-        evaluator(success="secnd")
+    assert evaluator().success_reward == "first"
+    with raises_for("evaluation.success_reward", "secnd"):
+        evaluator(success_reward="secnd")
 
 
 def test_the_most_likely_reply_is_counted_on_its_own():
-    judge = evaluator(threshold=0.5)
+    judge = evaluator(success_threshold=0.5)
     policy = rollouter()
     judge.evaluate(policy, BATCH, "val", 0)
     greedy = policy.generate(BATCH, "val", group_size=1, sampling=Sampling(temperature=0.0))
@@ -63,13 +65,13 @@ def test_a_reward_that_failed_is_no_success():
         return [None] * len(completions)
 
     parts = {"only": Reward(abstains)}
-    judge = Evaluator(Evaluation(threshold=-1.0), Scorer(parts, runner=InProcessRunner()))
+    judge = Evaluator(Evaluation(success_threshold=-1.0), Scorer(parts, runner=InProcessRunner()))
     judge.evaluate(rollouter(), BATCH, "val", 0)
     assert judge.report("val")["val/avg@4"] == 0
 
 
 def test_a_report_forgets_what_it_reported():
-    judge, policy = evaluator(success="second", threshold=2.0), rollouter()
+    judge, policy = evaluator(success_reward="second", success_threshold=2.0), rollouter()
     judge.evaluate(policy, BATCH, "val", 0)
     once = judge.report("val")
     judge.evaluate(policy, BATCH, "val", 7)
@@ -106,7 +108,7 @@ def test_the_corpus_gets_the_reply_that_would_be_given():
     batch, policy = replace(BATCH, columns={"level": [1, 2, 3]}), rollouter()
     for greedy in (True, False):
         corpus = Corpus()
-        judge = evaluator(greedy=greedy, corpus=corpus)
+        judge = evaluator(greedy=greedy, corpus_metrics=corpus)
         rollout = judge.evaluate(policy, batch, "val", 0).rollout
         likely = policy.generate(batch, "val", group_size=1, sampling=Sampling(temperature=0.0))
         replies = likely.completions if greedy else rollout.completions[::4]
@@ -152,6 +154,27 @@ def test_a_set_that_nobody_answered_is_not_asked_of_the_start_either():
     judge, policy = evaluator(greedy=False), rollouter()
     judge.start(torch.device("cpu"), ("easy", "hard"))
     judge.evaluate(policy, BATCH, "val", 0, name="easy")
-    assert not [name for name in judge.report("val") if "hard" in name or "start" in name]
-    judge.score(lambda rollout: rollout.sampler_logprobs)
-    assert judge.complete().keys() == {"val/easy/start_perplexity", "val/easy/start_kl"}
+    assert not [name for name in judge.report("val") if "hard" in name or "initial" in name]
+    judge.measure_initial_distance(lambda rollout: rollout.sampler_logprobs)
+    assert judge.complete().keys() == {"val/easy/initial_perplexity", "val/easy/initial_kl"}
+
+
+# --- settings ---
+
+
+def test_each_number_of_attempts_can_be_made_from_the_samples():
+    assert Evaluation(num_samples=3, pass_at_k=[1, 3]).pass_at_k == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"num_samples": 0}, ("evaluation.num_samples", "0")),
+        ({"num_samples": 2}, ("evaluation.pass_at_k", "4")),
+        ({"pass_at_k": [0]}, ("evaluation.pass_at_k", "0")),
+        ({"predict_top_p": 0.0}, ("evaluation.predict_top_p", "0.0")),
+    ],
+)
+def test_impossible_settings_are_rejected(settings, names):
+    with raises_for(*names):
+        Evaluation(**settings)

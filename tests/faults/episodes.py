@@ -15,7 +15,7 @@ EPISODE = {
     "max_observation_tokens": 8,
 }
 EPISODE |= {"close_truncated_turns": True}
-AT_SAMPLING = ("policy/entropy", "policy/sampler_mismatch", "/start_kl", "/start_perplexity")
+AT_SAMPLING = ("policy/entropy", "policy/sampler_mismatch", "/initial_kl", "/initial_perplexity")
 
 
 def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any) -> dict[str, Any]:

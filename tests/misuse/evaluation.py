@@ -27,7 +27,7 @@ def graded(folder: Path) -> str:
     faults += [] if after["reward"]["low"] <= after["reward"]["mean"] else ["no interval"]
     faults += [] if {"mean", "low", "high"} == change["reward"].keys() else ["no paired difference"]
     faults += (
-        [] if {"start_kl", "distinct_2"} <= after["text_quality"].keys() else ["no text_quality"]
+        [] if {"initial_kl", "distinct_2"} <= after["text_quality"].keys() else ["no text_quality"]
     )
     lines = (folder / "run" / "evaluation" / "iteration-000001.jsonl").read_text().splitlines()
     faults += [] if len(lines) == 4 else ["not every prompt has a line"]
@@ -39,8 +39,12 @@ PROBES = [
     Probe(
         "monitor that is not measured", f"{VALIDATED} --checkpoint.monitor nothing", ("nothing",)
     ),
-    Probe("success that is no reward", f"{QUICK} --model.evaluation.success nothing", ("nothing",)),
-    Probe("pass@k beyond the samples", f"{QUICK} --model.evaluation.pass_at [9]", ("samples",)),
+    Probe(
+        "success that is no reward",
+        f"{QUICK} --model.evaluation.success_reward nothing",
+        ("nothing",),
+    ),
+    Probe("pass@k beyond the samples", f"{QUICK} --model.evaluation.pass_at_k [9]", ("samples",)),
     Probe(
         "a reward with the name of a number",
         f"{QUICK} --model.rewards '{{distinct_2: {{function: litgrpo.rewards.correctness}}}}'",
@@ -56,7 +60,7 @@ PROBES = [
     Probe(
         "a graded reward that never reaches the threshold",
         f"{VALIDATED} --model.rewards '{{words: {{function: my_words.words}}}}'"
-        " --model.evaluation.threshold 1000",
+        " --model.evaluation.success_threshold 1000",
         ("reward ", "95 % intervals"),
         code=0,
         files={"my_words.py": GRADED},

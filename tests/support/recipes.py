@@ -48,7 +48,7 @@ SMALL_SIZES = {
 }
 
 
-SMALL_MODULE = {"group_size": FEW, "max_completion_length": 4, "evaluation": {"samples": 4}}
+SMALL_MODULE = {"group_size": FEW, "max_completion_length": 4, "evaluation": {"num_samples": 4}}
 
 
 SMALL_DATA = {"eval_batch_size": FEW, "max_tokens_per_batch": 256}

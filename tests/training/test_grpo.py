@@ -6,7 +6,7 @@ from lightning import Trainer
 
 from litgrpo.algorithms.losses import ImportanceCorrection, Objective
 from litgrpo.data.pairs import PairBatch
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.models.reference import BaseModelReference, FrozenReference
 from litgrpo.rewards.scorer import Scorer
@@ -233,7 +233,7 @@ def test_a_run_that_is_done_takes_no_further_iteration(tmp_path):
 
 
 def test_validation_reports_accuracies_with_intervals():
-    evaluation = Evaluation(samples=4, pass_at=[1, 4], threshold=0.1)
+    evaluation = Evaluation(num_samples=4, pass_at_k=[1, 4], success_threshold=0.1)
     grpo = module(evaluation=evaluation)
     runner = Trainer(logger=False, enable_progress_bar=False)
     (report,) = runner.validate(
@@ -263,7 +263,10 @@ def test_predictions_name_prompt_completion_and_columns():
         (dict(group_size=0), "group_size is 0; it must be at least 1"),
         (dict(group_size=1), "group_size is 1, but .* compares completions"),
         (dict(max_completion_length=0), "max_completion_length is 0"),
-        (dict(evaluation=Evaluation(success="right")), "evaluation.success is 'right'; it must"),
+        (
+            dict(evaluation=Evaluation(success_reward="right")),
+            "evaluation.success_reward",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_before_anything_is_loaded(settings, message):
@@ -273,7 +276,7 @@ def test_impossible_settings_are_refused_before_anything_is_loaded(settings, mes
 
 def test_pass_at_more_than_the_samples_is_refused():
     with pytest.raises(ValueError, match=r"pass_at has 8; with 4 samples it can be 1 to 4"):
-        Evaluation(pass_at=[8])
+        Evaluation(pass_at_k=[8])
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "t5"])

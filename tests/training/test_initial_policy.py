@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import LoRA, load_policy
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Reward
@@ -21,7 +21,7 @@ def ones(prompts, completions, **_):
 
 
 def module(kl_coef: float = 0.0, lora: LoRA | None = None, **evaluation) -> GRPO:
-    settings = {"samples": 2, "pass_at": [1], "greedy": False} | evaluation
+    settings = {"num_samples": 2, "pass_at_k": [1], "greedy": False} | evaluation
     grpo = GRPO(
         MODEL,
         {"ones": Reward(ones)},
@@ -66,8 +66,8 @@ def test_before_training_the_start_is_the_policy_and_costs_nothing(monkeypatch):
     monkeypatch.setattr(start, "load_reference", None)
     grpo = module()
     found = numbers(grpo)
-    assert found["val/start_kl"] == 0
-    assert found["val/start_perplexity"] == pytest.approx(expected(grpo)[0], rel=1e-4)
+    assert found["val/initial_kl"] == 0
+    assert found["val/initial_perplexity"] == pytest.approx(expected(grpo)[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_after_training_the_samples_are_asked_of_the_start(settings, monkeypatch
         monkeypatch.setattr(start, "load_reference", None)
     found = numbers(grpo)
     perplexity, kl = expected(grpo)
-    assert found["val/start_perplexity"] == pytest.approx(perplexity, rel=1e-3)
-    assert found["val/start_kl"] == pytest.approx(kl, rel=1e-3)
+    assert found["val/initial_perplexity"] == pytest.approx(perplexity, rel=1e-3)
+    assert found["val/initial_kl"] == pytest.approx(kl, rel=1e-3)
     assert kl > 0.01
 
 
@@ -96,18 +96,18 @@ def test_the_weights_and_what_is_kept_stay_as_they_are():
 def test_where_the_start_is_gone_a_line_says_so_and_nothing_is_lost():
     grpo = moved(module())
     grpo.pretrained = "/nowhere/at/all"
-    with pytest.warns(UserWarning, match="start_perplexity and start_kl are not measured"):
+    with pytest.warns(UserWarning, match="initial_perplexity and initial_kl are not measured"):
         found = numbers(grpo)
     assert found["val/ones"] == 1
-    assert "val/start_kl" not in found
+    assert "val/initial_kl" not in found
 
 
 def test_it_can_be_switched_off():
-    found = numbers(moved(module(fluency=False)))
+    found = numbers(moved(module(text_quality=False)))
     assert not [name for name in found if "start" in name or "distinct" in name]
 
 
 def test_an_evaluation_at_another_temperature_asks_the_start_at_it():
     grpo = module(temperature=0.5)
     grpo.iteration = 1  # the weights have not moved, so the distance is 0 at the right temperature
-    assert numbers(grpo)["val/start_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert numbers(grpo)["val/initial_kl"] == pytest.approx(0.0, abs=1e-5)

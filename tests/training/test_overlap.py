@@ -7,7 +7,7 @@ import torch
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards import InProcessRunner, ProcessRunner
 from litgrpo.rollout.sampling import Sampling
@@ -68,7 +68,7 @@ def test_time_of_functions_that_run_in_this_process_is_time_of_rewards():
 def test_greedy_completions_are_sampled_while_workers_judge(runner, tmp_path):
     path = tmp_path / "asked"
     reward = faulty.waiting_for(str(path))
-    grpo = module(reward=reward, reward_runner=runner, evaluation=Evaluation(samples=4))
+    grpo = module(reward=reward, reward_runner=runner, evaluation=Evaluation(num_samples=4))
     grpo.configure_model()
     generate = grpo.rollouter.generate
 

@@ -6,8 +6,8 @@ import torch
 from litgrpo.algorithms.losses import Objective
 from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sampler import BatchLoader, BatchOrder
-from litgrpo.evaluation.dialogue import DialogueScores
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.evaluation.metrics import DialogueScores
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
@@ -51,7 +51,9 @@ def train(num_processes, folder, kind):
         objective=Objective(kl_coef=0.1),
         reference="another",
         update=UpdateConfig(epochs_per_rollout=2, micro_batch_size=3),
-        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3, corpus=DialogueScores()),
+        evaluation=Evaluation(
+            num_samples=2, pass_at_k=[1], success_threshold=0.3, corpus_metrics=DialogueScores()
+        ),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
         reward_runner=InProcessRunner(),
     )
@@ -121,7 +123,9 @@ def evaluate_apart(num_processes, folder):
         "",
         {"letters": Reward(letters)},
         max_completion_length=6,
-        evaluation=Evaluation(samples=2, pass_at=[1], threshold=0.3, corpus=DialogueScores()),
+        evaluation=Evaluation(
+            num_samples=2, pass_at_k=[1], success_threshold=0.3, corpus_metrics=DialogueScores()
+        ),
         reward_runner=InProcessRunner(),
     )
     grpo.policy = tiny_policy("qwen2")

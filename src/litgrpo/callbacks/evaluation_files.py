@@ -78,10 +78,10 @@ def prompt_rows(outputs: Row) -> list[Row]:
     """
     rollout, greedy, name = outputs["rollout"], outputs["greedy"], outputs["name"]
     prompts, size = rollout.prompts, rollout.group_size
-    samples = sample_rows(rollout, outputs["rewards"], outputs["right"])
+    samples = sample_rows(rollout, outputs["rewards"], outputs["correct"])
     greedy_rows: list[Row] = []
     if greedy is not None:
-        greedy_rows = sample_rows(greedy, outputs["greedy_rewards"], outputs["greedy_right"])
+        greedy_rows = sample_rows(greedy, outputs["greedy_rewards"], outputs["greedy_correct"])
     rows = []
     for b, index in enumerate(prompts.index.tolist()):
         group = samples[b * size : (b + 1) * size]
@@ -92,7 +92,7 @@ def prompt_rows(outputs: Row) -> list[Row]:
                 "index": index,
                 "prompt": prompts.prompts[b],
                 "reward": known_mean([sample["reward"] for sample in group]),
-                "right": known_mean([float(sample["right"]) for sample in group]),
+                "correct": known_mean([float(sample["correct"]) for sample in group]),
                 "samples": group,
                 "greedy": greedy_rows[b] if greedy_rows else None,
                 "columns": {column: values[b] for column, values in prompts.columns.items()},
@@ -101,25 +101,25 @@ def prompt_rows(outputs: Row) -> list[Row]:
     return rows
 
 
-def sample_rows(rollout: Rollout, rewards: RewardTable, right: Tensor) -> list[Row]:
+def sample_rows(rollout: Rollout, rewards: RewardTable, correct: Tensor) -> list[Row]:
     """One plain dictionary per held-out completion.
 
     Args:
         rollout: N = B * G completions.
         rewards: [B, G] their rewards.
-        right: [B, G] True where a completion is correct.
+        correct: [B, G] True for correct completions.
     """
     total = finite_or_none(rewards.total.where(rewards.valid, float("nan")))
     parts = {name: finite_or_none(part) for name, part in rewards.parts.items()}
-    lengths, truncated, correct = (
-        values.flatten().tolist() for values in (rollout.lengths, rollout.truncated, right)
+    lengths, truncated, successes = (
+        values.flatten().tolist() for values in (rollout.lengths, rollout.truncated, correct)
     )
     return [
         {
             "completion": mark_truncated(text, truncated[row]),
             "reward": total[row],
             "rewards": {name: values[row] for name, values in parts.items()},
-            "right": correct[row],
+            "correct": successes[row],
             "length": lengths[row],
             "truncated": truncated[row],
             **episode_row(rollout, row),

@@ -46,7 +46,9 @@ class IterationMetrics(Callback):
             return  # a training step of the user's own class
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         evaluator, comm = pl_module.evaluator, pl_module.learner.comm
-        success = rewards.parts[evaluator.success].cpu() >= evaluator.settings.threshold
+        success = (
+            rewards.parts[evaluator.success_reward].cpu() >= evaluator.settings.success_threshold
+        )
         stats = success_stats(success) | length_stats(rollout, success)
         stats |= text_stats(rollout, rewards) | token_stats(rollout, pl_module.policy)
         stats |= clip_stats(outputs["reports"], pl_module.update.max_grad_norm)

@@ -37,7 +37,7 @@ OVERVIEW = {
     "held-out reward": [r"val/(.+/)?reward"],
     "entropy": [r"policy/entropy"],
     "length": [r"completion/len_mean", r"completion/terminated_len_mean"],
-    "text": [r"val/(.+/)?start_perplexity"],
+    "text": [r"val/(.+/)?initial_perplexity"],
 }
 MAIN_CHARTS = ("reward", "held-out accuracy", "held-out reward")
 MAIN_METRICS = re.compile("|".join(line for chart in MAIN_CHARTS for line in OVERVIEW[chart]))

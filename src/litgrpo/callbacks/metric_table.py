@@ -78,8 +78,8 @@ METRICS: dict[str, Metric] = {
         healthy="0",
     ),
     "reward/correct_frac": Metric(
-        "Fraction of correct completions: the reward `evaluation.success` reaches "
-        "`evaluation.threshold`.",
+        "Fraction of correct completions: the reward `evaluation.success_reward` reaches "
+        "`evaluation.success_threshold`.",
         unit="fraction",
         healthy="rises",
     ),
@@ -478,11 +478,11 @@ METRICS: dict[str, Metric] = {
         "Turns of an episode, mean over samples; `greedy_turns`: of greedy episodes.",
         unit="count",
     ),
-    "val/<set>/called_frac": Metric(
-        "Fraction of sampled episodes with a tool call; `greedy_called_frac`: of greedy episodes.",
+    "val/<set>/tool_call_frac": Metric(
+        "Fraction of sampled episodes with a tool call; `greedy_tool_call_frac`: of greedy ones.",
         unit="fraction",
     ),
-    "val/<set>/ended_frac": Metric(
+    "val/<set>/terminated_frac": Metric(
         "Fraction of samples with an end token.",
         unit="fraction",
         healthy="near 1",
@@ -501,12 +501,12 @@ METRICS: dict[str, Metric] = {
         "prompts.",
         unit="fraction",
     ),
-    "val/<set>/start_perplexity": Metric(
+    "val/<set>/initial_perplexity": Metric(
         "Perplexity of the samples under the initial policy. Well above its value before "
         "training: text that is no longer natural.",
         unit="1",
     ),
-    "val/<set>/start_kl": Metric(
+    "val/<set>/initial_kl": Metric(
         "Mean log p_now - log p_initial over sampled tokens (nats).",
         unit="nats",
     ),

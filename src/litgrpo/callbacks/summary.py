@@ -27,7 +27,7 @@ from litgrpo.callbacks.formatting import (
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.callbacks.protocol import TrainedModule
 from litgrpo.callbacks.run_folder import CONFIG, run_folder, versions, writes_files
-from litgrpo.evaluation.paired import Comparison, compared
+from litgrpo.evaluation.intervals import Comparison, compare_evaluations
 from litgrpo.text.visible import visible
 from litgrpo.training.lightning_compat import validate_now
 
@@ -36,9 +36,9 @@ from litgrpo.training.lightning_compat import validate_now
 Evaluation = dict[str, Any]
 # Metrics that show whether the text is still natural.
 TEXT_QUALITY = (
-    "start_perplexity",
-    "start_kl",
-    "ended_frac",
+    "initial_perplexity",
+    "initial_kl",
+    "terminated_frac",
     "len_mean",
     "distinct_1",
     "distinct_2",
@@ -192,7 +192,9 @@ class Summary(Callback):
     def comparisons(self) -> dict[str, Comparison]:
         """{validation set: paired changes from before to after}."""
         before, after = ((each or {}).get("of_prompts", {}) for each in (self.before, self.after))
-        found = {name: compared(before[name], after[name]) for name in after if name in before}
+        found = {
+            name: compare_evaluations(before[name], after[name]) for name in after if name in before
+        }
         return {name: comparison for name, comparison in found.items() if comparison is not None}
 
     def content(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""How good the policy is, and how sure that is."""
+"""Evaluation on held-out prompts, with intervals."""
 
-from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy, pass_at_k
-from litgrpo.evaluation.dialogue import CorpusScores, DialogueScores
 from litgrpo.evaluation.intervals import (
     PairedDifference,
     clustered_mean,
@@ -9,9 +7,17 @@ from litgrpo.evaluation.intervals import (
     paired_difference,
     wilson,
 )
+from litgrpo.evaluation.metrics import (
+    CorpusMetrics,
+    DialogueScores,
+    GreedyAccuracy,
+    RewardMeans,
+    SampledAccuracy,
+    pass_at_k,
+)
 
 __all__ = [
-    "CorpusScores",
+    "CorpusMetrics",
     "DialogueScores",
     "GreedyAccuracy",
     "PairedDifference",

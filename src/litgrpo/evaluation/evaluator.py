@@ -1,10 +1,10 @@
-"""Answers held-out prompts, counts successes, and reports them with intervals."""
+"""Evaluation on held-out prompts: sample, count successes, and report them with intervals."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import isnan
 from typing import Any
@@ -13,75 +13,142 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from litgrpo.arguments import one_of, require
+from litgrpo.arguments import at_least, one_of
 from litgrpo.distributed.collectives import Comm, SingleProcess
-from litgrpo.evaluation.accuracy import GreedyAccuracy, RewardMeans, SampledAccuracy
-from litgrpo.evaluation.episodes import Played
-from litgrpo.evaluation.fluency import Fluency, StartFluency
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.metrics import (
+    CorpusMetrics,
+    EpisodeMeans,
+    GreedyAccuracy,
+    InitialPolicyDistance,
+    RewardMeans,
+    SampledAccuracy,
+    TextQuality,
+)
 from litgrpo.rewards.scorer import Scorer
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.sampling import Purpose, Sampling
 from litgrpo.text import extract_answer, extract_reasoning
 from litgrpo.types import PromptBatch, RewardTable, Rollout
 
-# [N, C] log-probabilities of a rollout under the weights that training started from.
-StartLogprobs = Callable[[Rollout], Tensor]
+# [N, C] log-probabilities of a rollout under the initial policy.
+InitialLogprobs = Callable[[Rollout], Tensor]
 
 
-# Numbers of an evaluation beside those of its rewards.
-RESERVED = {"reward", "reward_low", "reward_high", "greedy", "greedy_low", "greedy_high"}
-RESERVED |= {"ended_frac", "len_mean", "distinct_1", "distinct_2", "start_perplexity", "start_kl"}
-RESERVED |= {"turns", "called_frac", "greedy_turns", "greedy_called_frac"}
-
-
-class Counts:
-    """What is counted of one set of held-out prompts.
+@dataclass(frozen=True)
+class Evaluation:
+    """Settings of the evaluation on held-out prompts.
 
     Args:
-        settings: how prompts are answered and counted.
-        parts: names of the rewards.
-        device: where it is counted.
+        num_samples: k, sampled completions per prompt (verl: val_kwargs.n); avg@k is their mean
+            success.
+        pass_at_k: pass@j for each j listed: the probability that one of j completions succeeds.
+        temperature: temperature of these completions.
+        greedy: also generate one greedy completion per prompt.
+        success_reward: the reward that decides whether a completion is correct; null: the first.
+        success_threshold: a completion is correct if that reward is at least this.
+        predict_temperature: temperature of the completions of `predict`; 0: greedy.
+        predict_top_p: top-p of `predict`, if `predict_temperature` is above 0; 1: off.
+        corpus_metrics: metrics of one reply to every prompt, such as `DialogueScores`, of the
+            greedy reply, or without `greedy` of the first sample.
+        text_quality: measure length, fraction that terminated, and distinct-n of the samples, and
+            their perplexity and KL under the initial policy.
+
+    Example:
+        >>> Evaluation(num_samples=8, pass_at_k=[1, 8], success_reward="correct").greedy
+        True
     """
 
-    def __init__(self, settings: Evaluation, parts: Sequence[str], device: torch.device) -> None:
-        self.sampled = SampledAccuracy(settings.samples, settings.pass_at)
+    num_samples: int = 4
+    pass_at_k: list[int] = field(default_factory=lambda: [1, 4])
+    temperature: float = 1.0
+    greedy: bool = True
+    success_reward: str | None = None
+    success_threshold: float = 1.0
+    predict_temperature: float = 0.0
+    predict_top_p: float = 1.0
+    corpus_metrics: CorpusMetrics | None = None
+    text_quality: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 < self.predict_top_p <= 1:
+            given = f"evaluation.predict_top_p is {self.predict_top_p}"
+            raise ValueError(f"{given}; it must be above 0 and at most 1 (off).")
+        at_least("evaluation.num_samples", self.num_samples, 1)
+        for k in self.pass_at_k:
+            if not 1 <= k <= self.num_samples:
+                raise ValueError(
+                    f"evaluation.pass_at_k contains {k}; it must be from 1 to "
+                    f"evaluation.num_samples, {self.num_samples}. Raise num_samples or remove {k}."
+                )
+
+
+# Names of metrics of an evaluation, which no reward may have.
+RESERVED = {"reward", "reward_low", "reward_high", "greedy", "greedy_low", "greedy_high"}
+RESERVED |= {"terminated_frac", "len_mean", "distinct_1", "distinct_2"}
+RESERVED |= {"initial_perplexity", "initial_kl"}
+RESERVED |= {"turns", "tool_call_frac", "greedy_turns", "greedy_tool_call_frac"}
+
+
+class SetMetrics:
+    """Metrics of one set of held-out prompts.
+
+    Args:
+        settings: of the evaluation.
+        reward_names: names of the reward components.
+        device: device of the metrics.
+    """
+
+    def __init__(
+        self, settings: Evaluation, reward_names: Sequence[str], device: torch.device
+    ) -> None:
+        self.sampled = SampledAccuracy(settings.num_samples, settings.pass_at_k)
         self.greedy = GreedyAccuracy()
-        self.rewards = RewardMeans(parts)
-        self.played, self.greedy_played = Played(), Played("greedy_")
-        self.fluency = Fluency()
-        self.start = StartFluency()
-        self.corpus = settings.corpus
+        self.rewards = RewardMeans(reward_names)
+        self.episodes, self.greedy_episodes = EpisodeMeans(), EpisodeMeans("greedy_")
+        self.text_quality = TextQuality()
+        self.initial_distance = InitialPolicyDistance()
+        self.corpus = settings.corpus_metrics
+        # The metrics that are reported. `initial_distance` is not among them: see `report`.
         self.metrics: list[Metric] = [self.sampled, self.rewards]
-        self.metrics += [self.greedy, self.greedy_played] * settings.greedy + [self.played]
-        self.metrics += [] if self.corpus is None else [self.corpus]
-        self.metrics += [self.fluency] * settings.fluency
-        self.unscored: list[Rollout] = []  # not yet seen by the start of training
-        for metric in (*self.metrics, self.start):
+        if settings.greedy:
+            self.metrics += [self.greedy, self.greedy_episodes]
+        self.metrics.append(self.episodes)
+        if self.corpus is not None:
+            self.metrics.append(self.corpus)
+        if settings.text_quality:
+            self.metrics.append(self.text_quality)
+        self.without_initial: list[Rollout] = []  # samples that `initial_distance` has not seen
+        for metric in (*self.metrics, self.initial_distance):
             metric.to(device)
 
-    def score(self, start_logprobs: StartLogprobs) -> None:
-        """Ask the start of training about the samples that it has not seen."""
-        for rollout in self.unscored:
-            self.start.update(rollout.prompts.index, rollout, start_logprobs(rollout))
-        self.unscored = []
+    def measure_initial_distance(self, initial_logprobs: InitialLogprobs) -> None:
+        """Add the samples that lack log-probabilities under the initial policy."""
+        for rollout in self.without_initial:
+            indices = rollout.prompts.index
+            self.initial_distance.update(indices, rollout, initial_logprobs(rollout))
+        self.without_initial = []
 
-    def numbers(self, *, scored: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """{name: number}, and {name: one number per prompt} with `index`, of all processes.
+    def report(
+        self, *, with_initial_distance: bool
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """{name: number}, and {name: one number per prompt} with `index`, over all processes.
 
         Args:
-            scored: whether the start of training has seen the samples.
+            with_initial_distance: also report the distance from the initial policy.
         """
         report: dict[str, float] = {}
-        for metric in [*self.metrics, *[self.start] * scored]:
-            report |= values_of(metric)
-        of_prompts = {"index": list(map(float, self.sampled.places))}
+        for metric in self.metrics:
+            report |= compute_and_reset(metric)
+        if with_initial_distance:
+            report |= compute_and_reset(self.initial_distance)
+        per_prompt = {"index": list(map(float, self.sampled.indices))}
         for metric in (self.sampled, self.greedy, self.rewards):
-            of_prompts |= metric.of_prompts
-        return report, of_prompts
+            per_prompt |= metric.per_prompt
+        return report, per_prompt
 
 
-def values_of(metric: Metric) -> dict[str, float]:
+def compute_and_reset(metric: Metric) -> dict[str, float]:
     """{name: number} of a metric, which is empty afterwards."""
     values = {name: float(value) for name, value in metric.compute().items()}
     metric.reset()
@@ -90,75 +157,98 @@ def values_of(metric: Metric) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a batch of held-out prompts was answered.
+    """Completions and rewards of a batch of held-out prompts.
 
     Args:
         rollout: k samples of each prompt.
-        rewards: [B, k] theirs.
-        greedy: the most likely completion of each prompt; None where it was not asked for.
-        greedy_rewards: [B, 1] theirs.
-        right: [B, k] True where a sample succeeded.
-        greedy_right: [B, 1] the same of the most likely completions.
-        name: of the set of prompts, "" where there is only one.
+        rewards: [B, k] their rewards.
+        correct: [B, k] True for samples that succeeded.
+        greedy: greedy completion of each prompt; None without `Evaluation.greedy`.
+        greedy_rewards: [B, 1] their rewards.
+        greedy_correct: [B, 1] True for greedy completions that succeeded.
+        name: of the set of prompts, "" if there is only one.
+
+    Example:
+        Two prompts with two samples each, without greedy completions::
+
+            Evaluated(
+                rollout=Rollout(...),
+                rewards=RewardTable(...),
+                correct=tensor([[True, False], [False, False]]),
+            )
     """
 
     rollout: Rollout
     rewards: RewardTable
-    right: Tensor
+    correct: Tensor
     greedy: Rollout | None = None
     greedy_rewards: RewardTable | None = None
-    greedy_right: Tensor | None = None
+    greedy_correct: Tensor | None = None
     name: str = ""
 
 
 class Evaluator:
-    """Evaluation of a policy on prompts with rewards.
+    """Evaluates a policy on prompts with rewards.
 
     Args:
-        settings: how prompts are answered and counted.
-        scorer: judges completions.
+        settings: of the evaluation.
+        scorer: computes rewards.
 
     Raises:
-        ValueError: `settings.success` names no reward.
+        ValueError: `settings.success_reward` is not a reward, or a reward has the name of a metric.
+
+    Example:
+        One evaluation, as the module does it::
+
+            evaluator = Evaluator(Evaluation(num_samples=2, pass_at_k=[1, 2]), scorer)
+            evaluator.start(device)
+            for iteration, prompts in enumerate(loader):
+                evaluator.evaluate(rollouter, prompts, "val", iteration)
+            evaluator.report("val")  # {"val/avg@2": 0.42, "val/avg@2_low": 0.37, ...}
     """
 
     def __init__(self, settings: Evaluation, scorer: Scorer) -> None:
         names = list(scorer.parts)
         self.settings = settings
         self.scorer = scorer
-        self.success = names[0] if settings.success is None else settings.success
-        one_of("evaluation.success", self.success, names)
+        self.success_reward = names[0]
+        if settings.success_reward is not None:
+            self.success_reward = settings.success_reward
+        one_of("evaluation.success_reward", self.success_reward, names)
         taken = sorted(RESERVED & set(names))
-        require(
-            not taken,
-            f"a reward cannot be named {taken}: an evaluation has a number of that name already.",
-        )
-        # What the start of training says; None where it has to be asked for later, by `complete`.
-        self.start_logprobs: StartLogprobs | None = None
-        self.counts: dict[str, Counts] = {}  # of each set of prompts, "" where there is only one
-        # Of the last report: {set: {name: one number per prompt}}, and what waits for `complete`.
-        self.of_prompts: dict[str, dict[str, list[float]]] = {}
-        self.stage, self.waiting = "val", False
-        self.unscored: dict[str, list[Rollout]] = {}
+        if taken:
+            raise ValueError(
+                f"rewards cannot be named {', '.join(taken)}: an evaluation has a metric of that "
+                "name. Rename them in model.rewards."
+            )
+        # Set by the module; None if the initial policy has to be loaded later: see `complete`.
+        self.initial_logprobs: InitialLogprobs | None = None
+        self.metrics: dict[str, SetMetrics] = {}  # of each set of prompts, "" if only one
+        # Of the last report: {set: {name: one number per prompt}}.
+        self.per_prompt: dict[str, dict[str, list[float]]] = {}
+        # Whether the last report lacks the distance from the initial policy, and its samples.
+        self.is_incomplete, self.stage = False, "val"
+        self.without_initial: dict[str, list[Rollout]] = {}
         self.start(torch.device("cpu"))
 
     def start(self, device: torch.device, names: Sequence[str] = ("",)) -> None:
-        """Count on this device from now on.
+        """Start new metrics.
 
         Args:
-            device: where prompts and rewards are.
-            names: of the sets of prompts. Every process counts all of them, also those of which it
-                sees no prompt.
+            device: device of prompts and rewards.
+            names: of the sets of prompts. Every process has the metrics of all sets, including
+                those of which it has no prompt.
         """
-        self.device, self.counts = device, {}
-        parts, first = list(self.scorer.parts), self.settings
+        self.device, self.metrics = device, {}
+        settings = self.settings
         for name in names:
-            self.counts[name] = Counts(first, parts, device)
-            first = replace(first, corpus=copy.deepcopy(first.corpus))  # each counts its own
+            self.metrics[name] = SetMetrics(settings, list(self.scorer.parts), device)
+            # A metric has state, so each set needs a copy.
+            settings = replace(settings, corpus_metrics=copy.deepcopy(settings.corpus_metrics))
 
     @property
     def sampling(self) -> Sampling:
-        """How held-out prompts are sampled."""
+        """How completions of held-out prompts are sampled."""
         return Sampling(temperature=self.settings.temperature)
 
     def evaluate(
@@ -170,130 +260,136 @@ class Evaluator:
         *,
         name: str = "",
     ) -> Evaluated:
-        """Answer prompts and count successes.
+        """Generate completions of a batch of prompts and update the metrics.
 
         Args:
-            rollouter: samples.
+            rollouter: generates completions.
             prompts: B prompts.
-            purpose: `val` or `test`: each has random numbers of its own, the same every time.
+            purpose: `val` or `test`; each has its own random numbers, the same every time.
             iteration: number of finished iterations.
-            name: of the set of prompts, where there are several.
+            name: of the set of prompts, if there are several.
         """
-        settings, counts = self.settings, self.counts[name]
-        sampled: dict[str, Any] = {"group_size": settings.samples, "sampling": self.sampling}
-        rollout = rollouter.generate(prompts, purpose, iteration, **sampled)
+        settings, metrics = self.settings, self.metrics[name]
+        rollout = rollouter.generate(
+            prompts, purpose, iteration, group_size=settings.num_samples, sampling=self.sampling
+        )
         pending = self.scorer.start(rollout, iteration)
-        replies, greedy = rollout.completions[:: settings.samples], None
-        if settings.greedy:  # while reward functions of other processes judge the samples
-            likely: dict[str, Any] = {"group_size": 1, "sampling": Sampling(temperature=0.0)}
-            greedy = rollouter.generate(prompts, purpose, iteration, **likely)
-            replies = greedy.completions
-        if settings.fluency:
-            counts.fluency.update(prompts.index, rollout)
-            counts.unscored.append(rollout)
-        if self.start_logprobs is not None:
-            counts.score(self.start_logprobs)
-        rewards = pending.wait()
-        right = self._successes(rewards)
-        counts.sampled.update(prompts.index, right)
-        counts.rewards.update(prompts.index, rewards)
-        counts.played.update(prompts.index, rollout)
-        answered = Evaluated(rollout, rewards, right, name=name)
-        if greedy is not None:
-            judged = self.scorer.start(greedy, iteration).wait()
-            likely_right = self._successes(judged)
-            counts.greedy_played.update(prompts.index, greedy)
-            counts.greedy.update(prompts.index, likely_right.squeeze(1))
-            answered = replace(
-                answered, greedy=greedy, greedy_rewards=judged, greedy_right=likely_right
+        replies, greedy = rollout.completions[:: settings.num_samples], None
+        if settings.greedy:  # reward functions score the samples in other processes meanwhile
+            greedy = rollouter.generate(
+                prompts, purpose, iteration, group_size=1, sampling=Sampling(temperature=0.0)
             )
-        if counts.corpus is not None:
-            counts.corpus.update(prompts.index, replies, prompts.columns)
-        return answered
+            replies = greedy.completions
+        if settings.text_quality:
+            metrics.text_quality.update(prompts.index, rollout)
+            metrics.without_initial.append(rollout)
+        if self.initial_logprobs is not None:
+            metrics.measure_initial_distance(self.initial_logprobs)
+        rewards = pending.wait()
+        correct = self._is_correct(rewards)
+        metrics.sampled.update(prompts.index, correct)
+        metrics.rewards.update(prompts.index, rewards)
+        metrics.episodes.update(prompts.index, rollout)
+        evaluated = Evaluated(rollout, rewards, correct, name=name)
+        if greedy is not None:
+            greedy_rewards = self.scorer.start(greedy, iteration).wait()
+            greedy_correct = self._is_correct(greedy_rewards)
+            metrics.greedy_episodes.update(prompts.index, greedy)
+            metrics.greedy.update(prompts.index, greedy_correct.squeeze(1))
+            evaluated = replace(
+                evaluated,
+                greedy=greedy,
+                greedy_rewards=greedy_rewards,
+                greedy_correct=greedy_correct,
+            )
+        if metrics.corpus is not None:
+            metrics.corpus.update(prompts.index, replies, prompts.columns)
+        return evaluated
 
-    def _successes(self, rewards: RewardTable) -> Tensor:
-        """[B, G] True where the reward that counts reached its threshold."""
-        part = rewards.parts[self.success]
-        successes = (part >= self.settings.threshold) & rewards.valid
-        return successes.to(self.device)
+    def _is_correct(self, rewards: RewardTable) -> Tensor:
+        """[B, G] True if the success reward reaches its threshold."""
+        component = rewards.parts[self.success_reward]
+        correct = (component >= self.settings.success_threshold) & rewards.valid
+        return correct.to(self.device)
 
     def report(self, stage: str, comm: Comm = SingleProcess()) -> dict[str, float]:  # noqa: B008
-        """{`stage`/name: number} of everything counted since the last report.
+        """{`stage`/name: number} of everything since the last report.
 
-        With several sets of prompts {`stage`/set/name: number}. `of_prompts` then holds {set:
+        With several sets of prompts {`stage`/set/name: number}. `per_prompt` then holds {set:
         {name: one number per prompt}}.
 
         Args:
             stage: `val` or `test`.
-            comm: the processes that counted. A set is reported by all of them where one answered a
-                prompt of it: adding up their counts is a collective operation.
+            comm: of the processes that evaluate.
         """
-        scored = self.settings.fluency and self.start_logprobs is not None
-        self.stage, self.waiting = stage, self.settings.fluency and not scored
+        has_distance = self.settings.text_quality and self.initial_logprobs is not None
+        self.stage, self.is_incomplete = stage, self.settings.text_quality and not has_distance
         report: dict[str, float] = {}
-        self.of_prompts = {}
-        # Sets that the trainer's limits leave out were answered by no process.
-        answered = [float(each.sampled.update_called) for each in self.counts.values()]
-        seen = comm.max(torch.tensor(answered, device=self.device)).tolist()
-        for name, counts in compress(self.counts.items(), seen):
-            numbers, self.of_prompts[name] = counts.numbers(scored=scored)
-            report |= self._named(name, numbers)
-            self.unscored[name], counts.unscored = counts.unscored, []
+        self.per_prompt = {}
+        # Adding up the metrics of a set is a collective operation, so all processes must agree on
+        # the sets: `trainer.limit_val_batches` may skip some, and a rank may have no prompt of one.
+        updated = [float(each.sampled.update_called) for each in self.metrics.values()]
+        seen = comm.max(torch.tensor(updated, device=self.device)).tolist()
+        for name, metrics in compress(self.metrics.items(), seen):
+            numbers, self.per_prompt[name] = metrics.report(with_initial_distance=has_distance)
+            report |= self._add_prefix(name, numbers)
+            self.without_initial[name], metrics.without_initial = metrics.without_initial, []
         return report
 
-    def score(self, start_logprobs: StartLogprobs) -> None:
-        """Ask the start of training about the samples of the last report."""
-        for name, rollouts in self.unscored.items():
-            self.counts[name].unscored = rollouts
-            self.counts[name].score(start_logprobs)
-        self.unscored = {}
+    def measure_initial_distance(self, initial_logprobs: InitialLogprobs) -> None:
+        """Measure the samples of the last report under the initial policy."""
+        for name, rollouts in self.without_initial.items():
+            self.metrics[name].without_initial = rollouts
+            self.metrics[name].measure_initial_distance(initial_logprobs)
+        self.without_initial = {}
 
     def complete(self) -> dict[str, float]:
-        """{`stage`/name: number}: what the last report lacked, after `score`."""
+        """{`stage`/name: number} missing in the last report, after `measure_initial_distance`."""
         report: dict[str, float] = {}
-        for name in self.of_prompts:  # sets that were left out were answered by nobody
-            report |= self._named(name, values_of(self.counts[name].start))
-        self.waiting = False
+        for name in self.per_prompt:
+            distance = compute_and_reset(self.metrics[name].initial_distance)
+            report |= self._add_prefix(name, distance)
+        self.is_incomplete = False
         return report
 
-    def _named(self, name: str, numbers: dict[str, float]) -> dict[str, float]:
-        path = "/".join(filter(None, (self.stage, name)))
-        return {f"{path}/{key}": value for key, value in numbers.items()}
+    def _add_prefix(self, name: str, numbers: dict[str, float]) -> dict[str, float]:
+        prefix = f"{self.stage}/{name}" if name else self.stage
+        return {f"{prefix}/{key}": value for key, value in numbers.items()}
 
     def predict(self, rollouter: Rollouter, prompts: PromptBatch) -> list[dict[str, Any]]:
-        """Answer prompts.
+        """Generate one completion of each prompt.
 
         Returns:
             One dict per prompt: prompt, completion, reasoning, answer, truncated, other columns; of
             an episode also messages, turn_rewards, calls, failed.
         """
-        asked = self.settings
-        sampling = Sampling(temperature=asked.predict_temperature, top_p=asked.predict_top_p)
+        settings = self.settings
+        sampling = Sampling(temperature=settings.predict_temperature, top_p=settings.predict_top_p)
         rollout = rollouter.generate(prompts, "predict", group_size=1, sampling=sampling)
         return [
             {name: values[row] for name, values in prompts.columns.items()}
             | {
-                "prompt": rollout.prompts.prompts[row],  # with what an environment added
+                "prompt": rollout.prompts.prompts[row],  # with the text an environment added
                 "completion": text,
                 "reasoning": extract_reasoning(text),
                 "answer": extract_answer(text),
                 "truncated": bool(rollout.truncated[row]),
             }
-            | _episode(rollout, row)
+            | _describe_episode(rollout, row)
             for row, text in enumerate(rollout.completions)
         ]
 
 
-def _episode(rollout: Rollout, row: int) -> dict[str, Any]:
-    """What a file of predictions holds of an episode; nothing of a single turn."""
+def _describe_episode(rollout: Rollout, row: int) -> dict[str, Any]:
+    """Fields of a prediction that only an episode has."""
     if not rollout.episodes:
         return {}
     assert rollout.turn_rewards is not None
-    played = rollout.episodes[row]
-    rewards = rollout.turn_rewards[row, : len(played.assistant_texts)].tolist()
+    episode = rollout.episodes[row]
+    rewards = rollout.turn_rewards[row, : len(episode.assistant_texts)].tolist()
     return {
-        "messages": played.messages,
+        "messages": episode.messages,
         "turn_rewards": [None if isnan(reward) else reward for reward in rewards],
-        "calls": {name: list(counts) for name, counts in played.calls.items()},
-        "failed": played.failed,
+        "calls": {name: list(counts) for name, counts in episode.calls.items()},
+        "failed": episode.failed,
     }

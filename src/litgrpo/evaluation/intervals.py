@@ -1,27 +1,34 @@
-"""How sure a number is: intervals and tests for accuracies and means. Pure Python.
+"""Intervals and tests for accuracies and means, and the paired comparison of two evaluations.
 
 All intervals are two-sided. Samples of one prompt are not independent, so every function here
-counts prompts, not samples.
+counts prompts, not samples. Student's t is computed here because nothing else needs scipy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import atan2, cos, fsum, inf, nan, pi, sin, sqrt
+from math import atan2, comb, cos, fsum, inf, nan, pi, sin, sqrt
 from statistics import NormalDist
 
-from litgrpo.arguments import require
+import torch
 
 Interval = tuple[float, float]
 
+NUM_DRAWS, SEED = 2000, 0  # of the bootstrap
+AT_ONCE = 2**22  # prompts drawn at once, which bounds the memory
+SOLVED = 0.5  # smallest fraction of correct samples of a prompt that counts as solved
+
+PromptValues = Mapping[str, Sequence[float]]  # {name: one number per prompt}, with `index`
+
 
 def wilson(successes: float, trials: float, confidence: float = 0.95) -> Interval:
-    """Score interval of a proportion; sensible at 0 and 1, where it is one-sided, not empty.
+    """Wilson score interval of a proportion; at 0 and 1 it is one-sided instead of empty.
 
     Args:
         successes: number of successes; need not be whole (an effective sample size seldom is).
-        trials: number of independent trials; none gives (0, 1).
+        trials: number of independent trials; 0 gives (0, 1).
         confidence: coverage.
 
     Example:
@@ -32,7 +39,9 @@ def wilson(successes: float, trials: float, confidence: float = 0.95) -> Interva
     """
     if not trials:
         return 0.0, 1.0
-    z = _z(confidence)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; it must be between 0 and 1")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
     share = successes / trials
     center = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     spread = share * (1 - share) / trials + z * z / (4 * trials * trials)
@@ -46,16 +55,16 @@ def wilson(successes: float, trials: float, confidence: float = 0.95) -> Interva
 def clustered_proportion(
     successes: Sequence[int], num_samples: int, confidence: float = 0.95
 ) -> Interval:
-    """Interval of a success rate when every prompt was sampled several times.
+    """Interval of a success rate if every prompt was sampled several times.
 
     Wilson's interval with the effective sample size, variance of one sample over variance of the
     mean across prompts. It stays inside [0, 1] and does not collapse at 0 and 1 as mean +- standard
     error does, needs no bootstrap, and is Wilson's own interval for one sample per prompt. The
     effective size is kept between the number of prompts (samples of one prompt always agree;
-    assumed too where all are right or all wrong) and the number of samples (they are independent).
+    assumed if all are correct or all incorrect) and the number of samples (they are independent).
 
     Args:
-        successes: [B] how many samples of each prompt succeeded.
+        successes: [B] number of samples of each prompt that succeeded.
         num_samples: samples per prompt.
         confidence: coverage.
 
@@ -77,10 +86,11 @@ def clustered_proportion(
 
 
 def clustered_mean(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Student's t interval of a mean over prompts, one value (itself a mean over samples) for each.
+    """Student's t interval of a mean over prompts, with one value for each prompt.
 
     Args:
-        values: [B] one value per prompt; fewer than two tell nothing and give an infinite interval.
+        values: [B] one value per prompt, such as a mean over samples; fewer than two give an
+            infinite interval.
         confidence: coverage.
 
     Source: Miller 2024, arXiv:2411.00640, with t in place of the normal quantile.
@@ -94,13 +104,19 @@ def clustered_mean(values: Sequence[float], confidence: float = 0.95) -> Interva
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """What changed between two evaluations of the same prompts.
+    """Mean change between two evaluations of the same prompts.
 
     Args:
         mean: mean of after - before.
         low: lower bound of its interval.
         high: upper bound of its interval.
-        p_value: chance of a difference at least this large, of either sign, if nothing had changed.
+        p_value: probability of a difference at least this large, of either sign, if nothing had
+            changed.
+
+    Example:
+        >>> change = paired_difference([0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0])
+        >>> change.mean, round(change.low, 2), round(change.high, 2), round(change.p_value, 2)
+        (0.5, -0.42, 1.42, 0.18)
     """
 
     mean: float
@@ -114,8 +130,8 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two evaluations prompt by prompt: Student's t test of the differences.
 
-    Pairing takes out how hard each prompt is, so it finds smaller changes than two separate
-    intervals.
+    Pairing removes the difficulty of each prompt from the variance, so it finds smaller changes
+    than two separate intervals.
 
     Args:
         before: [B] one value per prompt.
@@ -124,18 +140,18 @@ def paired_difference(
 
     Source: Miller 2024, arXiv:2411.00640.
     """
-    require(
-        len(before) == len(after) > 1,
-        "a paired comparison needs the same prompts twice, at least 2 of them; got"
-        f" {len(before)} and {len(after)}",
-    )
+    if not len(before) == len(after) > 1:
+        raise ValueError(
+            f"before and after must have one value for each of the same prompts, at least 2; got "
+            f"{len(before)} and {len(after)}"
+        )
     differences = [new - old for old, new in zip(before, after, strict=True)]
     mean, error = mean_and_error(differences)
     low, high = clustered_mean(differences, confidence)
     if error == 0:
         return PairedDifference(mean, low, high, float(mean == 0))
-    inside = student_t_inside(abs(mean) / error, len(differences) - 1)
-    return PairedDifference(mean, low, high, 1 - inside)
+    central = student_t_central_probability(abs(mean) / error, len(differences) - 1)
+    return PairedDifference(mean, low, high, 1 - central)
 
 
 def mean_and_error(values: Sequence[float]) -> Interval:
@@ -149,11 +165,11 @@ def mean_and_error(values: Sequence[float]) -> Interval:
     return mean, sqrt(fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
 
 
-def student_t_inside(t: float, df: int) -> float:
+def student_t_central_probability(t: float, df: int) -> float:
     """Probability that a t variable of `df` degrees of freedom lies in [-t, t].
 
     Example:
-        >>> student_t_inside(1.0, 1)
+        >>> student_t_central_probability(1.0, 1)
         0.5
 
     Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
@@ -172,21 +188,160 @@ def student_t_inside(t: float, df: int) -> float:
 
 
 def student_t_quantile(probability: float, df: int) -> float:
-    """The t that a variable of `df` degrees of freedom stays below with a probability above 1/2.
+    """Quantile of the t distribution with `df` degrees of freedom, for a probability above 1/2.
 
     Example:
         >>> round(student_t_quantile(0.975, 10), 4)
         2.2281
     """
     wanted, low, high = 2 * probability - 1, 0.0, 1.0
-    while student_t_inside(high, df) < wanted:
+    while student_t_central_probability(high, df) < wanted:
         high *= 2
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if student_t_inside(middle, df) < wanted else (low, middle)
+        low, high = (
+            (middle, high) if student_t_central_probability(middle, df) < wanted else (low, middle)
+        )
     return high
 
 
-def _z(confidence: float) -> float:
-    require(0 < confidence < 1, f"confidence must be between 0 and 1, got {confidence}")
-    return NormalDist().inv_cdf(0.5 + confidence / 2)
+# --- comparison of two evaluations ---
+
+
+def bootstrap_ratio(
+    sums: Sequence[float], counts: Sequence[float], confidence: float = 0.95
+) -> Interval:
+    """Percentile bootstrap interval of sum(sums) / sum(counts), with prompts resampled.
+
+    The draws are seeded: the same numbers give the same interval.
+
+    Args:
+        sums: [B] sum over the samples of each prompt.
+        counts: [B] number of those samples.
+        confidence: coverage.
+
+    Returns:
+        Lower and upper bound; NaN for fewer than two prompts.
+
+    Source: Efron and Tibshirani 1993, chapter 13; prompts as units: Miller 2024, arXiv:2411.00640.
+    """
+    prompts = len(sums)
+    if prompts <= 1:
+        return nan, nan
+    generator = torch.Generator().manual_seed(SEED)
+    values = torch.tensor([sums, counts], dtype=torch.float64)
+    at_once = max(1, AT_ONCE // prompts)
+    draws: list[torch.Tensor] = []
+    for first in range(0, NUM_DRAWS, at_once):
+        size = (min(at_once, NUM_DRAWS - first), prompts)
+        drawn = values[:, torch.randint(prompts, size, generator=generator)].sum(2)
+        draws.append(drawn[0] / drawn[1])
+    means = torch.cat(draws)
+    tail = (1 - confidence) / 2
+    low, high = means.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Compute McNemar's exact p: probability of a split at least as uneven by chance alone.
+
+    Args:
+        gained: prompts that failed before and succeed after.
+        lost: prompts that succeeded before and fail after.
+
+    Example:
+        >>> mcnemar(5, 0), mcnemar(3, 3)
+        (0.0625, 1.0)
+
+    Source: McNemar 1947, Psychometrika 12:153; two-sided, by the binomial distribution.
+    """
+    changed = gained + lost
+    # 2 * P(X <= min), X binomial with 1/2
+    tail = sum(comb(changed, number) for number in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Mean of after - before over prompts, with its 95 % bootstrap interval.
+
+    Example:
+        ``Change(mean=0.12, low=0.07, high=0.17)``
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Changes between two evaluations, prompt by prompt.
+
+    Args:
+        changes: {name: change of its mean over the prompts of both}.
+        solved_by: value deciding if a prompt is solved, `greedy` or avg@k; "" if neither is
+            known.
+        gained: indices of prompts that are solved after and were not before.
+        lost: indices of prompts that were solved before and are not after.
+
+    Example:
+        >>> before = {"index": [0, 1, 2], "greedy": [0.0, 1.0, 0.0]}
+        >>> after = {"index": [0, 1, 2], "greedy": [1.0, 1.0, 0.0]}
+        >>> change = compare_evaluations(before, after)
+        >>> change.solved_by, change.gained, change.lost
+        ('greedy', [0], [])
+    """
+
+    changes: dict[str, Change]
+    solved_by: str
+    gained: list[int]
+    lost: list[int]
+
+    @property
+    def p_value(self) -> float:
+        """McNemar's exact p of gained and lost."""
+        return mcnemar(len(self.gained), len(self.lost))
+
+
+def compare_evaluations(before: PromptValues, after: PromptValues) -> Comparison | None:
+    """Compare two evaluations prompt by prompt; None if they have no prompt in common.
+
+    A prompt is solved if its greedy completion is correct, or without one, if at least half of its
+    samples are.
+
+    Means have bootstrap intervals, because a graded reward has no variance of its own to count on;
+    binary outcomes have an exact test.
+
+    Args:
+        before: {name: [B] one number per prompt, NaN where unknown}, with `index`.
+        after: the same, later; prompts are matched by `index`.
+    """
+    places = {number: row for row, number in enumerate(before.get("index", ()))}
+    rows = [(places[n], row) for row, n in enumerate(after.get("index", ())) if n in places]
+    if not rows:
+        return None
+    names = [name for name in after if name in before and name != "index"]
+    pairs = {n: [(before[n][old], after[n][new]) for old, new in rows] for n in names}
+    changes = {name: change for name, each in pairs.items() if (change := _change(each))}
+    solved_by = next((name for name in ("greedy", *names) if name in names and _binary(name)), "")
+    gained, lost = [], []
+    for (old, now), (_, row) in zip(pairs.get(solved_by, ()), rows, strict=False):
+        index = int(after["index"][row])
+        if old < SOLVED <= now:
+            gained.append(index)
+        elif now < SOLVED <= old:
+            lost.append(index)
+    return Comparison(changes, solved_by, gained, lost)
+
+
+def _binary(name: str) -> bool:
+    return name == "greedy" or name.startswith("avg@")
+
+
+def _change(pairs: Sequence[tuple[float, float]]) -> Change | None:
+    differences = [now - old for old, now in pairs if math.isfinite(now - old)]
+    if not differences:
+        return None
+    bounds = bootstrap_ratio(differences, [1.0] * len(differences))
+    return Change(fsum(differences) / len(differences), *bounds)

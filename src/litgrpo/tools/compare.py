@@ -103,8 +103,8 @@ def compare(
     require(plotting, "the plot needs matplotlib: pip install 'litgrpo[compare]'")
     overlays = {name: overlay(name) for name in algorithms}
     metrics = ("pass@1", f"pass@{samples}")
-    evaluation = ["--model.evaluation.samples", str(samples)]
-    evaluation += ["--model.evaluation.pass_at", f"[1, {samples}]"]
+    evaluation = ["--model.evaluation.num_samples", str(samples)]
+    evaluation += ["--model.evaluation.pass_at_k", f"[1, {samples}]"]
     limits = ["--model.max_generated_tokens", str(tokens), "--model.max_iterations", "null"]
     limits += ["--trainer.val_check_interval", "1000000000"]
 

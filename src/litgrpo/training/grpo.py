@@ -22,8 +22,7 @@ from litgrpo.data.source_data import reward_columns, set_names
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_divided
 from litgrpo.environments.base import shown_schemas_of
-from litgrpo.evaluation.evaluator import Evaluator
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation, Evaluator
 from litgrpo.models.kernels import linear as linears
 from litgrpo.models.loading import (
     LoRA,
@@ -477,7 +476,7 @@ class GRPO(LightningModule):
         self, prompts: PromptBatch, batch_idx: int, purpose: Purpose = "val"
     ) -> dict[str, Any]:
         """Answer held-out prompts and count correct answers; return rollout and rewards."""
-        self.evaluator.start_logprobs = initial_logprobs(self)
+        self.evaluator.initial_logprobs = initial_logprobs(self)
         evaluated = self.evaluator.evaluate(
             self.rollouter, prompts, purpose, self.iteration, name=prompts.set_name
         )
@@ -508,7 +507,7 @@ class GRPO(LightningModule):
     @property
     def evaluated_prompts(self) -> Any:
         """Results of each held-out prompt in the last evaluation."""
-        return self.evaluator.of_prompts
+        return self.evaluator.per_prompt
 
     @property
     def shown_tools(self) -> Any:

@@ -12,7 +12,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.memory import free_memory, is_out_of_memory
 from litgrpo.distributed.messages import rank_zero_warn
-from litgrpo.evaluation.evaluator import Evaluator, StartLogprobs
+from litgrpo.evaluation.evaluator import Evaluator, InitialLogprobs
 from litgrpo.models.loading import Precision, load_reference
 from litgrpo.models.policy import Policy
 from litgrpo.models.reference import BaseModelReference, Reference
@@ -40,7 +40,7 @@ class EvaluatedModule(Protocol):
         """Device of the policy."""
 
 
-def initial_logprobs(module: EvaluatedModule) -> StartLogprobs | None:
+def initial_logprobs(module: EvaluatedModule) -> InitialLogprobs | None:
     """Return a function of log-probabilities under the initial policy, if it needs no extra model.
 
     Before the first iteration the policy itself is the initial one, so the log-probabilities at
@@ -88,7 +88,7 @@ def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
     """
     evaluator, device, policy = module.evaluator, module.device, module.policy
     # On XLA devices a second model would need new programs.
-    if not evaluator.waiting or backend(device).static_shapes:
+    if not evaluator.is_incomplete or backend(device).static_shapes:
         return {}
     assert policy is not None
     failure = ""
@@ -101,7 +101,7 @@ def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
             sharding=make_sharding(module),
         ).to(device)
         with gathered(initial, policy):  # ranks have unequal numbers of batches
-            evaluator.score(partial(_logprobs_under, module, initial))
+            evaluator.measure_initial_distance(partial(_logprobs_under, module, initial))
         del initial
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
@@ -110,8 +110,8 @@ def measure_initial_policy(module: EvaluatedModule) -> dict[str, float]:
     free_memory()
     if module.learner.comm.max(torch.tensor(float(bool(failure)))):
         rank_zero_warn(
-            "start_perplexity and start_kl are not measured: the initial policy is not available "
-            f"({failure or 'on another rank'})"
+            "initial_perplexity and initial_kl are not measured: the initial policy is not "
+            f"available ({failure or 'on another rank'})"
         )
         return {}
     return evaluator.complete()

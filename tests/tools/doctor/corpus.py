@@ -25,7 +25,7 @@ from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.guards import NonFinite
 from litgrpo.callbacks.loggers import MetricsCSV
 from litgrpo.data.prompt_data import PromptData
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.training.grpo import GRPO
@@ -90,7 +90,7 @@ def settings_of(kind: Kind, task: str, seed: int) -> dict[str, Any]:
         "objective": Objective(),
         "group_size": 8,
         "max_completion_length": 10,
-        "evaluation": Evaluation(samples=2, pass_at=[1], fluency=False),
+        "evaluation": Evaluation(num_samples=2, pass_at_k=[1], text_quality=False),
         "optimizer": lambda trained: torch.optim.AdamW(trained, lr=kind.lr, weight_decay=0.0),
         "lr_scheduler": kind.schedule,
         "max_iterations": ITERATIONS,

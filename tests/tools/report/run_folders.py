@@ -26,7 +26,7 @@ HOSTILE = {
 
 def sample(text: str, right: bool, **more) -> dict:
     rewards = {"correct": float(right), "format": 1.0}
-    row = {"completion": text, "reward": float(right), "rewards": rewards, "right": right}
+    row = {"completion": text, "reward": float(right), "rewards": rewards, "correct": right}
     return row | {"length": len(text.split()), "truncated": False} | more
 
 
@@ -37,7 +37,7 @@ def evaluation(right_below: int, texts: list[str], **more) -> list[dict]:
             "index": n,
             "prompt": f"{n}+1?",
             "reward": float(n < right_below),
-            "right": float(n < right_below),
+            "correct": float(n < right_below),
             "samples": [sample(texts[n % len(texts)], n < right_below, **more)] * 2,
             "greedy": sample(texts[n % len(texts)], n < right_below),
         }

@@ -82,11 +82,11 @@ def audit(
         return
     answered = [problem for problem in found if problem.answer is not None]
     step = max(1, len(answered) // (limit or len(answered) or 1))
-    threshold = evaluation["threshold"] if success_threshold is None else success_threshold
+    threshold = evaluation["success_threshold"] if success_threshold is None else success_threshold
     result = audit_rewards(
         scorer,
         answered[::step][: limit or None],
-        success=success_reward or evaluation["success"],
+        success=success_reward or evaluation["success_reward"],
         threshold=float(threshold),
         form=None if answer_format is None else AnswerFormat(answer_format),
     )

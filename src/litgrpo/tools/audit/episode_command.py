@@ -19,7 +19,7 @@ from litgrpo.data.prompt_data import PromptData
 from litgrpo.data.sources import read
 from litgrpo.environments.base import EpisodeStart
 from litgrpo.environments.workers import EpisodeWorkers
-from litgrpo.evaluation.settings import Evaluation
+from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.rewards import ProcessRunner, Scorer
 from litgrpo.rollout.episodes import RolloutKey, episode_seed
 from litgrpo.text.tables import markdown_table
@@ -116,7 +116,7 @@ def module_of(settings: Mapping[str, Any]) -> GRPO:
     skipped = parameters - parsed.keys()
     parser.add_class_arguments(GRPO, "model", skip=skipped, instantiate=False)
     made = parser.instantiate(parser.parse_object({"model": parsed})).model
-    evaluation = Evaluation(samples=SAMPLES, greedy=False, fluency=False)
+    evaluation = Evaluation(num_samples=SAMPLES, greedy=False, text_quality=False)
     return GRPO(**vars(made), environment=settings["environment"], evaluation=evaluation)
 
 

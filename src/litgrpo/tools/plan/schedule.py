@@ -94,7 +94,7 @@ def read_schedule(settings: Namespace, is_grpo: bool) -> Schedule:
     exact = name in LOCAL_ENGINES and not dtype and not update.staleness
     return Schedule(
         **common,
-        val_completions=model.evaluation.samples + model.evaluation.greedy,
+        val_completions=model.evaluation.num_samples + model.evaluation.greedy,
         epochs_per_rollout=update.epochs_per_rollout,
         steps=update.epochs_per_rollout * update.num_mini_batches,
         scores_old=not exact,

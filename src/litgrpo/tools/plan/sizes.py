@@ -347,7 +347,7 @@ def grpo_sizes(model: Namespace, data: Namespace, ragged: Any = None) -> Iterati
     length = row_length(prompt_len, model.max_completion_length, sharing)
     rollouts = (
         (data.batch_size, model.group_size),
-        (data.eval_batch_size or data.batch_size, model.evaluation.samples),
+        (data.eval_batch_size or data.batch_size, model.evaluation.num_samples),
     )
     step_rows = -(-data.batch_size // update.num_mini_batches) * model.group_size
     dtype = engine.get("dtype") or model.precision.get("compute") or model.precision.dtype

@@ -46,7 +46,7 @@ SETTINGS = {
         GATHERING: "model.update.micro_batch_tokens up",
         STEPPING: "model.lora.rank, model.update.num_mini_batches",
     },
-    "validations": {OTHER: "trainer.val_check_interval up, model.evaluation.samples"},
+    "validations": {OTHER: "trainer.val_check_interval up, model.evaluation.num_samples"},
     "saves": {OTHER: "checkpoint.every_n_iterations up, checkpoint.save_weights_only true"},
     "start": {OTHER: ""},
 }

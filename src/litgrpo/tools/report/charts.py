@@ -73,7 +73,7 @@ PANELS = (
     Panel("Learning rate", (r"optim/lr",)),
     Panel("Skipped steps", (r"optim/skipped_steps",)),
     Panel("Sampler mismatch", (r"policy/sampler_mismatch",)),
-    Panel("Perplexity under the initial policy", (r"val/(.+/)?start_perplexity",)),
+    Panel("Perplexity under the initial policy", (r"val/(.+/)?initial_perplexity",)),
     Panel("Seconds per iteration", (r"time/(step|rollout|learn|reward|reference)_s",)),
     Panel("Peak memory (GiB)", (r"perf/peak_memory_gib",)),
 )

@@ -73,8 +73,8 @@ class RankedPrompt:
 def describe_completion(row: Row) -> list[str]:
     """Describe a completion: correctness, reward, length, tool calls, failure."""
     notes = []
-    if isinstance(row.get("right"), bool):
-        notes.append("correct" if row["right"] else "incorrect")
+    if isinstance(row.get("correct"), bool):
+        notes.append("correct" if row["correct"] else "incorrect")
     if "reward" in row:
         components = [
             f"{visible(name, 60)} {_format(x)}" for name, x in (row.get("rewards") or {}).items()
@@ -129,7 +129,7 @@ def follow_prompts(run: RunFiles) -> list[PromptHistory]:
                     when,
                     diff_messages(sample, earlier),
                     describe_completion(sample),
-                    sample.get("right"),
+                    sample.get("correct"),
                 )
             )
             earlier = sample
@@ -164,7 +164,7 @@ def _choose_prompts(first: Rows, last: Rows, shared: Sequence[PromptKey]) -> dic
         best = sorted(remaining, key=lambda key: (order[key], key))[:most]
         chosen.update(dict.fromkeys(best, reason))
 
-    incorrect = [key for key in shared if samples[key].get("right") is False]
+    incorrect = [key for key in shared if samples[key].get("correct") is False]
     add("most improved", 3, {key: -gain for key, gain in gains.items() if gain > 0})
     add("got worse", 3, {key: gain for key, gain in gains.items() if gain < 0})
     add("incorrect, highest reward", 2, {key: -rewards[key] for key in incorrect})
@@ -184,14 +184,14 @@ def rank_prompts(run: RunFiles) -> tuple[list[RankedPrompt], list[RankedPrompt]]
     old = {prompt_key(row): row for row in before}
 
     def rank(row: Row) -> tuple[float, float, PromptKey]:
-        correct, reward = (finite_numbers([row.get(name)]) for name in ("right", "reward"))
+        correct, reward = (finite_numbers([row.get(name)]) for name in ("correct", "reward"))
         return (*correct, 0.0)[0], (*reward, 0.0)[0], prompt_key(row)
 
     def view(row: Row) -> RankedPrompt:
         return RankedPrompt(
             visible(row["prompt"], MAX_NAME_CHARS),
-            _format(old.get(prompt_key(row), {}).get("right")),
-            _format(row.get("right")),
+            _format(old.get(prompt_key(row), {}).get("correct")),
+            _format(row.get("correct")),
             _format(row.get("reward")),
         )
 

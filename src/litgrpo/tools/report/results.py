@@ -10,8 +10,7 @@ from math import nan
 from typing import Literal
 
 from litgrpo.callbacks.formatting import BOUNDS, format_change, format_number
-from litgrpo.evaluation.intervals import paired_difference
-from litgrpo.evaluation.paired import Comparison, compared
+from litgrpo.evaluation.intervals import Comparison, compare_evaluations, paired_difference
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
 from litgrpo.tools.run_folder import Row
 
@@ -40,10 +39,10 @@ class PairedEvaluation:
 
     Example:
         >>> rows = [
-        ...     {"index": n, "prompt": f"{n}+1?", "reward": x, "samples": [{"right": x > 0.5}]}
+        ...     {"index": n, "prompt": f"{n}+1?", "reward": x, "samples": [{"correct": x > 0.5}]}
         ...     for n, x in enumerate([0.0, 1.0] + 6 * [0.0])
         ... ]
-        >>> solved = [row | {"reward": 1.0, "samples": [{"right": True}]} for row in rows]
+        >>> solved = [row | {"reward": 1.0, "samples": [{"correct": True}]} for row in rows]
         >>> (pair,) = pair_evaluations(rows, solved)
         >>> pair.count, pair.before["avg@k"], pair.after["avg@k"], pair.direction
         (8, 0.125, 1.0, 'up')
@@ -139,7 +138,7 @@ def per_prompt_values(rows: Sequence[Row]) -> PerPromptValues:
     The prompts themselves are under `index`.
     """
     values: PerPromptValues = {"index": [float(row["index"]) for row in rows]}
-    values[ACCURACY] = [_mean([s.get("right") for s in row["samples"]]) for row in rows]
+    values[ACCURACY] = [_mean([s.get("correct") for s in row["samples"]]) for row in rows]
     values[REWARD] = [_mean([row.get("reward")]) for row in rows]
     components = {name for row in rows for name in row["samples"][0].get("rewards", {})}
     for name in sorted(components):
@@ -147,7 +146,7 @@ def per_prompt_values(rows: Sequence[Row]) -> PerPromptValues:
             _mean([s.get("rewards", {}).get(name) for s in row["samples"]]) for row in rows
         ]
     if any(row.get("greedy") for row in rows):
-        values[GREEDY] = [_mean([(row.get("greedy") or {}).get("right")]) for row in rows]
+        values[GREEDY] = [_mean([(row.get("greedy") or {}).get("correct")]) for row in rows]
     return values
 
 
@@ -158,7 +157,7 @@ def _mean(values: Sequence[object]) -> float:
 
 
 def _pair_set(name: str, old: PerPromptValues, new: PerPromptValues) -> PairedEvaluation:
-    comparison = compared(old, new)
+    comparison = compare_evaluations(old, new)
     assert comparison is not None
     metrics = [metric for metric in comparison.changes if metric in old]
     if ACCURACY in metrics and (any(old[ACCURACY]) or any(new[ACCURACY])):

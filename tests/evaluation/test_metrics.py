@@ -1,0 +1,352 @@
+"""Metrics of held-out prompts: by hand, against the packages they follow, and over processes."""
+
+import itertools
+import math
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from lightning import Trainer
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu import corpus_bleu
+from torch.utils.data import DataLoader
+
+from litgrpo.evaluation import GreedyAccuracy, RewardMeans, SampledAccuracy, pass_at_k, wilson
+from litgrpo.evaluation.evaluator import Evaluation
+from litgrpo.evaluation.metrics import (
+    DialogueScores,
+    EpisodeMeans,
+    InitialPolicyDistance,
+    TextQuality,
+    distinct_ngrams,
+    reply_counts,
+)
+from litgrpo.rewards.reward import Reward
+from litgrpo.rollout.episodes import Episode
+from litgrpo.rollout.sampling import Sampling
+from litgrpo.text.overlap import token_f1, without_articles
+from litgrpo.training.grpo import GRPO
+from litgrpo.types import PromptBatch, RewardTable, Rollout
+from tests.support.models import prompt_batch, tiny_policy
+from tests.support.raises import raises_for
+from tests.support.standin import prompts, rollout_of
+
+# 5 prompts, 4 samples each: 4, 2, 1, 0, 1 right
+CORRECT = torch.tensor(
+    [[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+).bool()
+INDEX = torch.tensor([7, 3, 100, 0, 5])
+
+
+def reward_table(rows: list[int]) -> RewardTable:
+    part = CORRECT[rows].double()
+    part[:, 3] = torch.nan
+    valid = torch.ones_like(part, dtype=torch.bool)
+    valid[:, [0, 3]] = False
+    return RewardTable({"right": part}, {"right": 2.0}, 2 * part.nan_to_num(), valid)
+
+
+def metrics() -> list[SampledAccuracy | GreedyAccuracy | RewardMeans]:
+    return [SampledAccuracy(4, ks=(1, 2, 4)), GreedyAccuracy(), RewardMeans(["right"])]
+
+
+def report(batches: list[list[int]]) -> dict[str, float]:
+    """Feed rows to all metrics, batch by batch, and compute."""
+    sampled, greedy, rewards = metrics()
+    for rows in batches:
+        sampled.update(INDEX[rows], CORRECT[rows])
+        greedy.update(INDEX[rows], CORRECT[rows, 1])
+        rewards.update(INDEX[rows], reward_table(rows))
+    results = sampled.compute() | greedy.compute() | rewards.compute()
+    return {name: value.item() for name, value in results.items()}
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:
+    for correct, k in itertools.product(range(6), range(1, 6)):
+        samples = [place < correct for place in range(5)]
+        expected = mean(any(chosen) for chosen in itertools.combinations(samples, k))
+        assert pass_at_k(5, correct, k) == pytest.approx(expected)
+
+
+def test_the_report_by_hand() -> None:
+    result = report([[0, 1, 2, 3, 4]])
+    assert result["avg@4"] == result["pass@1"] == pytest.approx(8 / 20)
+    # 1, 1 - 1/6, 1/2, 0, 1/2
+    assert result["pass@2"] == pytest.approx((1 + 5 / 6 + 1 / 2 + 0 + 1 / 2) / 5)
+    assert result["pass@4"] == pytest.approx(4 / 5)
+    # rates 1, .5, .25, 0, .25: variance .14375, squared error .02875, effective size .24 / .02875
+    low, high = wilson(0.4 * 0.24 / 0.02875, 0.24 / 0.02875)
+    assert (result["avg@4_low"], result["avg@4_high"]) == pytest.approx((low, high))
+    assert result["greedy"] == pytest.approx(2 / 5)
+    assert (result["greedy_low"], result["greedy_high"]) == pytest.approx(wilson(2, 5))
+    # sample 0 failed in another part, sample 3 abstained; samples 1 and 2: 2, 1, 1, 0, 0 right
+    assert result["reward"] == pytest.approx(2 * (2 + 1 + 1 + 0 + 0) / 10)
+    assert result["right"] == pytest.approx((3 + 1 + 1 + 0 + 1) / 15)
+
+
+def test_batches_order_and_repeated_rows_change_nothing() -> None:
+    expected = report([[0, 1, 2, 3, 4]])
+    assert report([[4], [2, 0], [3, 1]]) == expected
+    assert report([[0, 1, 2], [3, 4, 0], [1], [], [4, 4]]) == expected
+
+
+def test_a_metric_without_data_knows_nothing() -> None:
+    result = report([[]])
+    means = [result[name] for name in ("avg@4", "greedy", "reward", "right")]
+    assert torch.tensor(means).isnan().all()
+    assert (
+        torch.tensor([result["avg@4"], result["greedy"], result["reward"], result["right"]])
+        .isnan()
+        .all()
+    )
+    assert (result["avg@4_low"], result["avg@4_high"]) == (0.0, 1.0)
+
+
+def test_reset_forgets() -> None:
+    metric = GreedyAccuracy()
+    metric.update(INDEX, CORRECT[:, 0])
+    metric.reset()
+    metric.update(INDEX[:1], torch.tensor([True]))
+    assert metric.compute()["greedy"] == 1.0
+
+
+def test_wrong_settings_and_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="pass@"):
+        SampledAccuracy(4, ks=(1, 5))
+    with pytest.raises(ValueError, match="expected 4 samples per prompt"):
+        SampledAccuracy(4).update(INDEX, CORRECT[:, :3])
+    with pytest.raises(ValueError, match="expected shape"):
+        GreedyAccuracy().update(INDEX, CORRECT)
+    with pytest.raises(ValueError, match="4 indices for 5 prompts"):
+        SampledAccuracy(4).update(INDEX[:4], CORRECT)
+    with pytest.raises(ValueError, match="16777216"):
+        GreedyAccuracy().update(torch.tensor([2**24]), torch.tensor([True]))
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    # uneven, one row on both processes, one idle process, one with an empty batch
+    for name, splits in {
+        "uneven": [[[0, 1], [2]], [[3, 4], [0]]],
+        "empty": [[[0, 1, 2, 3, 4]], [[]]],
+    }.items():
+        torch.save(report(splits[rank]), folder / f"{name}{rank}.pt")
+    metric = GreedyAccuracy()
+    if rank == 0:
+        metric.update(INDEX, CORRECT[:, 1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics tells the idle process that it has no data
+        torch.save(metric.compute(), folder / f"idle{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_report_what_one_does(tmp_path: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    mp.spawn(run_rank, (tmp_path,), nprocs=2)
+    expected = report([[0, 1, 2, 3, 4]])
+    for name in ("uneven0", "uneven1", "empty0", "empty1"):
+        assert torch.load(tmp_path / f"{name}.pt") == expected
+    for rank in range(2):
+        assert torch.load(tmp_path / f"idle{rank}.pt")["greedy"].item() == expected["greedy"]
+
+
+# --- episodes ---
+
+
+SAID = {"role": "assistant", "content": "a"}
+
+
+def played(*turns):
+    """Two prompts with two episodes each, of so many turns; all but the last call a tool."""
+    rollout = rollout_of(prompts("A", "B"))
+    episodes = [Episode([SAID] * n, calls={"f": (n - 1, 0)} if n > 1 else {}) for n in turns]
+    rewards = torch.zeros(4, max(turns), dtype=torch.float64)
+    more = {"turn_rewards": rewards, "turn_states": [[]] * 4, "episodes": episodes}
+    numbers = torch.zeros_like(rollout.completion_ids, dtype=torch.int16)
+    return replace(rollout, turns=numbers, **more)
+
+
+def test_turns_and_calls_are_averaged_over_prompts():
+    metric = EpisodeMeans("greedy_")
+    metric.update(torch.tensor([0, 1]), played(1, 3, 2, 2))
+    metric.update(torch.tensor([1, 2]), played(4, 4, 1, 1))  # prompt 1 comes again
+    found = {name: float(value) for name, value in metric.compute().items()}
+    assert found == {
+        "greedy_turns": pytest.approx((2 + 2 + 1) / 3),
+        "greedy_tool_call_frac": pytest.approx((0.5 + 1 + 0) / 3),
+    }
+
+
+def test_single_turns_say_nothing():
+    metric = EpisodeMeans()
+    metric.update(torch.tensor([0, 1]), rollout_of(prompts("A", "B")))
+    assert metric.compute() == {}
+
+
+# --- text quality and the distance from the initial policy ---
+
+
+def rollout() -> Rollout:
+    """Two prompts, two samples each: loops, and texts without a repetition; the last is cut off."""
+    ids = torch.tensor([[7, 7, 7], [7, 7, 7], [1, 2, 3], [4, 5, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]]).bool()
+    cut = torch.tensor([False, False, False, True])
+    return Rollout(prompt_batch("a", "b"), 2, ids, mask, -0.5 * mask, cut)
+
+
+def test_fluency_by_hand():
+    metric = TextQuality()
+    metric.update(torch.arange(2), rollout())
+    found = {name: float(value) for name, value in metric.compute().items()}
+    assert found == pytest.approx(
+        {
+            "terminated_frac": 0.75,
+            "len_mean": 2.75,
+            "distinct_1": (1 / 6 + 1) / 2,  # one token of six, five of five
+            "distinct_2": (1 / 4 + 1) / 2,
+        }
+    )
+
+
+def test_a_prompt_that_comes_again_is_not_counted_again():
+    metric = TextQuality()
+    metric.update(torch.arange(2), rollout())
+    once = metric.compute()
+    metric.update(torch.tensor([0]), replace_prompts(rollout()))
+    assert metric.compute() == once
+
+
+def replace_prompts(given: Rollout) -> Rollout:
+    fields = {n: getattr(given, n)[:2] for n in ("completion_ids", "completion_mask", "truncated")}
+    fields["sampler_logprobs"], fields["loss_mask"] = given.sampler_logprobs[:2], None
+    return replace(given, prompts=prompt_batch("a"), **fields)
+
+
+def test_perplexity_and_kl_to_the_start_by_hand():
+    metric = InitialPolicyDistance()
+    start = torch.full((4, 3), -2.0)
+    start[3, 2] = torch.nan  # no token of the policy
+    metric.update(torch.arange(2), rollout(), start)
+    found = metric.compute()
+    assert float(found["initial_perplexity"]) == pytest.approx(math.exp(2.0))
+    assert float(found["initial_kl"]) == pytest.approx(1.5)  # -0.5 - -2
+
+
+def test_a_text_of_one_token_has_no_pair_that_repeats():
+    assert distinct_ngrams([[5], []]) == [1.0, 1.0]
+
+
+# --- corpus metrics ---
+
+
+REPLIES = [
+    "R: i have two dogs and a cat .",
+    "The food is good",
+    "i do not know , what about you ?",
+    "",
+    "hello",
+]
+ANSWERS = [
+    ["i have two big dogs and one cat ."],
+    ["food is really good here !", "the food was good ."],
+    ["what do you do ? i do not work ."],
+    ["yes"],
+    ["hello there how are you ?"],
+]
+BARE = [REPLIES[0].removeprefix("R: "), *REPLIES[1:]]
+
+
+def scores(replies=REPLIES, answers=ANSWERS, index=None, **settings):
+    metric = DialogueScores(**settings)
+    index = torch.arange(len(replies)) if index is None else index
+    metric.update(index, replies, {"answers": answers})
+    return metric
+
+
+def test_f1_is_by_hand_after_squads_normalization():
+    # The -> nothing, good == good: {food, is, good} of 3, reference {food, is, really, good, here};
+    # {food, good} of {food, was, good}: 2 * 2 / (3 + 3).
+    assert without_articles("The food, is good!") == "food is good"
+    f1 = reply_counts(REPLIES[1], ANSWERS[1])[10]
+    assert f1 == pytest.approx(max(2 * 3 / (3 + 5), 2 * 2 / (3 + 3)))
+
+
+def test_corpus_numbers_are_those_of_the_libraries():
+    single = [answers[:1] for answers in ANSWERS]
+    report = scores(answers=single).compute()
+    expected = corpus_bleu(BARE, [[answers[0] for answers in single]]).score
+    assert expected > 0
+    assert float(report["corpus_bleu"]) == pytest.approx(expected, rel=1e-6)
+    for kind in ("rouge1", "rouge2", "rougeL"):
+        judge = RougeScorer([kind])
+        values = [
+            judge.score(answers[0], reply)[kind].fmeasure
+            for answers, reply in zip(single, BARE, strict=True)
+        ]
+        assert float(report[f"corpus_{kind}"]) == pytest.approx(100 * sum(values) / 5, rel=1e-5)
+    values = [
+        token_f1(without_articles(reply), without_articles(answers[0]))
+        for answers, reply in zip(single, BARE, strict=True)
+    ]
+    assert float(report["corpus_f1"]) == pytest.approx(100 * sum(values) / 5, rel=1e-5)
+    assert report["corpus_f1_low"] < report["corpus_f1"] < report["corpus_f1_high"]
+
+
+def test_the_prefix_is_taken_away_once_and_only_if_asked():
+    assert reply_counts("R: hello", "hello") == reply_counts(" hello", "hello")
+    assert reply_counts("R: hello", "hello", strip="")[0] > reply_counts("hello", "hello")[0]
+
+
+def test_a_prompt_that_comes_twice_counts_once_and_batches_do_not_matter():
+    whole, parts = scores().compute(), DialogueScores()
+    for rows in ([3, 4], [0, 1, 2], [2, 0]):
+        answers = {"answers": [ANSWERS[row] for row in rows]}
+        parts.update(torch.tensor(rows), [REPLIES[row] for row in rows], answers)
+    for name, value in parts.compute().items():
+        torch.testing.assert_close(value, whole[name])
+
+
+def test_a_missing_column_is_named():
+    with raises_for("evaluation.corpus_metrics.answers", "replies"):
+        scores(answers=[["x"]] * 5).__class__(answers="replies").update(
+            torch.tensor([0]), ["x"], {"answers": ["x"]}
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_nothing_judged_is_nan():
+    assert all(value.isnan() for value in DialogueScores().compute().values())
+
+
+def always_one(prompts, completions):
+    return [1.0] * len(prompts)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_validation_reports_them_for_the_replies_it_would_give(greedy):
+    settings = Evaluation(
+        num_samples=2, pass_at_k=[1], greedy=greedy, corpus_metrics=DialogueScores()
+    )
+    grpo = GRPO("", {"one": Reward(always_one)}, max_completion_length=6, evaluation=settings)
+    grpo.policy = tiny_policy("t5")
+    plain = prompt_batch("a", "hello")
+    columns = {"answers": [["tall"], ["hi hi"]]}
+    batch = PromptBatch(plain.prompt_ids, plain.prompt_mask, plain.prompts, columns, plain.index)
+    trainer = Trainer(logger=False, enable_progress_bar=False)
+    (report,) = trainer.validate(grpo, DataLoader([batch], batch_size=None), verbose=False)
+    sampling = Sampling(temperature=0.0 if greedy else 1.0)
+    group_size = 1 if greedy else 2
+    sampled = grpo.rollouter.generate(batch, "val", group_size=group_size, sampling=sampling)
+    replies = sampled.completions
+    expected = scores(replies[:: 1 if greedy else 2], columns["answers"]).compute()
+    assert {f"val/{name}": float(value) for name, value in expected.items()}.items() <= {
+        name: value for name, value in report.items() if name.startswith("val/corpus_")
+    }.items()
