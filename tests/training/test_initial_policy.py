@@ -104,7 +104,7 @@ def test_where_the_start_is_gone_a_line_says_so_and_nothing_is_lost():
 
 def test_it_can_be_switched_off():
     found = numbers(moved(module(text_quality=False)))
-    assert not [name for name in found if "start" in name or "distinct" in name]
+    assert not [name for name in found if "initial" in name or "distinct" in name]
 
 
 def test_an_evaluation_at_another_temperature_asks_the_start_at_it():
