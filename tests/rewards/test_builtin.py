@@ -17,7 +17,7 @@ from litgrpo.rewards.reward import builtin_rewards
 SANDBOXED = {"unit_tests", "reasoning_gym"}
 FUNCTIONS = {name: getattr(rewards, name) for name in builtin_rewards() if name not in SANDBOXED}
 KWARGS = {
-    "length": {"high": 100},
+    "length": {"max_tokens": 100},
     "soft_overlong": {"max_completion_length": 100, "soft_punish_cache": 20},
     "cosine_length": {"max_completion_length": 100},
 }

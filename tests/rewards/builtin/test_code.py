@@ -6,6 +6,7 @@ import pytest
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.code import extract_code, read_tests, unit_tests
 from litgrpo.workers import sandbox
+from tests.support.raises import raises_for
 
 in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
 SQUARES = ["assert f(2) == 4", "assert f(-3) == 9"]
@@ -206,7 +207,7 @@ def test_the_reward_has_the_path_that_recipes_name_and_runs_in_a_worker():
     "tests", [7, [7], [["f(1)"]], ["assert f("], "def f(:", [{"call": "f(1)"}]]
 )
 def test_tests_that_are_none_are_refused(tests):
-    with pytest.raises(ValueError, match=r"assert lines|is no Python"):
+    with raises_for("tests"):
         read_tests(tests)
 
 
@@ -214,5 +215,5 @@ def test_the_last_block_of_python_is_the_code():
     text = "```py\na\n```\n```json\n{}\n```\n```python\nb\n```\n```text\nc\n```"
     assert extract_code(text) == "b\n"
     assert extract_code("x = 1") == "x = 1"
-    assert extract_code("x = 1", require_fence=True) is None
+    assert extract_code("x = 1", require_code_block=True) is None
     assert extract_code("```python\nx = 1") == "x = 1"

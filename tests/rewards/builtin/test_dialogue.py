@@ -8,6 +8,7 @@ from sacrebleu import sentence_bleu
 from litgrpo.rewards.builtin import dialogue
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.scorer import Scorer
+from tests.support.raises import raises_for
 
 SAID = ["i have two dogs .", "i like cats .", ""]
 GIVEN = [["i have two big dogs ."], ["no , i do not like dogs ."], ["hello"]]
@@ -58,7 +59,7 @@ def test_lapdog_is_zero_not_nan_where_no_reply_has_any_bleu():
 def test_weights_add_the_share_of_different_pairs_of_words_to_lapdog():
     said = ["a b a b", "A a A a"]
     given = ["a b", "a b"]
-    kwargs = {"shortest": 1, "ignore_case": False}
+    kwargs = {"min_words": 1, "ignore_case": False}
     parts = {
         "lapdog": Reward("litgrpo.rewards.builtin.dialogue.lapdog"),
         "distinct": Reward("litgrpo.rewards.builtin.diversity.distinct", kwargs=kwargs),
@@ -75,7 +76,7 @@ def test_blank_space_and_chat_messages_make_no_difference():
 
 
 def test_a_row_without_a_reference_is_named():
-    with pytest.raises(ValueError, match="a row of the column answers is empty"):
+    with raises_for("answers"):
         dialogue.f1([""], ["x"], [[]])
 
 

@@ -1,20 +1,21 @@
 import pytest
 
 from litgrpo.rewards.builtin.diversity import distinct, group_diversity
+from tests.support.raises import raises_for
 
 
 def test_distinct_by_hand() -> None:
     texts = ["a b a b a b a b", "a b c d e f g h", "a b", "a", "", "A a a a a a a a"]
     assert distinct(["?"] * 6, texts) == pytest.approx([2 / 7, 1, 0.25, 0, 0, 1 / 7])
-    assert distinct(["?"], ["a a b b"], n=1, shortest=1) == [0.5]
-    with pytest.raises(ValueError, match="n is 0; it must be at least 1"):
+    assert distinct(["?"], ["a a b b"], n=1, min_words=1) == [0.5]
+    with raises_for("n is 0"):
         distinct(["?"], ["a"], n=0)
-    with pytest.raises(ValueError, match="shortest is 0"):
-        distinct(["?"], ["a"], shortest=0)
+    with raises_for("min_words"):
+        distinct(["?"], ["a"], min_words=0)
 
 
-def test_distinct_of_text_as_it_stands() -> None:
-    settings = {"shortest": 1, "ignore_case": False}
+def test_distinct_can_keep_case_and_short_texts() -> None:
+    settings = {"min_words": 1, "ignore_case": False}
     assert distinct(["?"] * 3, ["A a A a", "a", ""], **settings) == pytest.approx([2 / 3, 0, 0])
 
 
@@ -27,5 +28,5 @@ def test_group_diversity_by_hand() -> None:
     assert group_diversity(["?"] * 2, ["a b", ""], 2) == [1, 0]
 
 
-def test_repeating_oneself_is_no_diversity() -> None:
+def test_repeated_words_add_no_group_diversity() -> None:
     assert group_diversity(["?"] * 2, ["a b a b a b c", "a b"], 2)[0] == pytest.approx(2 / 3)

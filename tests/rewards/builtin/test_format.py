@@ -12,6 +12,7 @@ from litgrpo.rewards import (
     soft_overlong,
     think_format,
 )
+from tests.support.raises import raises_for
 
 GOOD = "<reasoning>40 + 32</reasoning>\n<answer>72</answer>\n"
 BAD = [
@@ -35,9 +36,9 @@ def test_only_both_tags_once_in_order_and_alone_earn_one() -> None:
 
 
 def test_partial_credit_counts_tags_and_never_reaches_half() -> None:
-    rewards = reasoning_answer(["?"] * 3, [GOOD, "<answer>72</answer>", "x"], partial=True)
+    rewards = reasoning_answer(["?"] * 3, [GOOD, "<answer>72</answer>", "x"], partial_credit=True)
     assert rewards == pytest.approx([1.0, 0.2, 0.0])
-    assert max(reasoning_answer(["?"] * len(BAD), BAD, partial=True)) < 0.5
+    assert max(reasoning_answer(["?"] * len(BAD), BAD, partial_credit=True)) < 0.5
 
 
 def test_tag_names_and_chat_messages_are_accepted() -> None:
@@ -55,18 +56,18 @@ def test_think_format_agrees_with_trl() -> None:
 
 def test_length_is_full_inside_the_range_and_falls_linearly_outside() -> None:
     lengths = [0, 5, 10, 15, 20, 25, 40, 100]
-    rewards = length([], [], lengths, low=10, high=20)
+    rewards = length([], [], lengths, min_tokens=10, max_tokens=20)
     assert rewards == [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.0, 0.0]
-    assert length([], [], [0, 20, 25, 30], high=20, zero=30) == [1.0, 1.0, 0.5, 0.0]
-    with pytest.raises(ValueError, match="low <= high < zero, got low 9, high 5"):
-        length([], [], [1], low=9, high=5)
+    assert length([], [], [0, 20, 25, 30], max_tokens=20, zero_tokens=30) == [1.0, 1.0, 0.5, 0.0]
+    with raises_for("min_tokens", "max_tokens", "zero_tokens"):
+        length([], [], [1], min_tokens=9, max_tokens=5)
 
 
 def test_soft_overlong_agrees_with_trl() -> None:
     lengths = [10, 80, 81, 90, 100, 101, 5, 6, 1, 0]
     rewards = soft_overlong([], [], lengths, max_completion_length=100, soft_punish_cache=20)
     assert rewards == [0.0, 0.0, -0.05, -0.5, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="soft_punish_cache is 11; it must be at most 10"):
+    with raises_for("soft_punish_cache"):
         soft_overlong([], [], [1], max_completion_length=10, soft_punish_cache=11)
 
 
@@ -76,7 +77,7 @@ def test_repetition_agrees_with_trl() -> None:
     expected = [-8 / 9, -78 / 79, -79 / 80, -88 / 89, -98 / 99, -99 / 100, 0.0, -0.6, 0.0, 0.0]
     assert repetition([], [], ids, ngram_size=2) == pytest.approx(expected, abs=1e-15)
     assert repetition([], [], [[1, 1, 1]], ngram_size=1, max_penalty=-3.0) == pytest.approx([-2.0])
-    with pytest.raises(ValueError, match=r"max_penalty is 1\.0; it must be at most 0"):
+    with raises_for("max_penalty"):
         repetition([], [], [[1]], max_penalty=1.0)
 
 
@@ -121,7 +122,7 @@ def test_a_missing_field_costs_its_share():
 
 def test_other_fields_may_earn_nothing():
     def strict(said):
-        return json_fields([None], [json.dumps(said)], [RIGHT], same_fields=True)[0]
+        return json_fields([None], [json.dumps(said)], [RIGHT], require_same_fields=True)[0]
 
     assert strict(RIGHT) == 1
     assert strict(RIGHT | {"age": 30}) == 3 / 4
@@ -159,5 +160,5 @@ def test_lists_and_objects_are_compared_part_by_part():
 
 @pytest.mark.parametrize("answer", ["", "29", "{}", "not JSON", None, [], [{"a": 1}, "b"]])
 def test_an_answer_that_is_no_object_is_refused(answer):
-    with pytest.raises(ValueError, match="is no JSON object with a field"):
+    with raises_for("json_fields", "answer"):
         score("{}", answer)

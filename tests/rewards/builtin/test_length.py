@@ -1,6 +1,7 @@
 import pytest
 
 from litgrpo.rewards.builtin.length import cosine_length
+from tests.support.raises import raises_for
 
 RIGHT, WRONG = "<answer>72</answer>", "<answer>73</answer>"
 
@@ -26,5 +27,5 @@ def test_a_wrong_answer_never_beats_a_right_one_below_the_limit() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"right_long >= wrong_long, got 0\.0 and 1\.0"):
-        judge(RIGHT, 1, right_long=0.0, wrong_long=1.0)
+    with raises_for("correct_long", "incorrect_long"):
+        judge(RIGHT, 1, correct_long=0.0, incorrect_long=1.0)

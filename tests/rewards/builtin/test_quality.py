@@ -11,6 +11,7 @@ from litgrpo.rewards.builtin.quality import (
     new_share,
     quality,
 )
+from tests.support.raises import raises_for
 
 HONEST = "<reasoning>Tom has 47 apples and gets 38 more, so he has 47+38=85.</reasoning>"
 
@@ -26,14 +27,14 @@ def words(count: int) -> str:
 def test_explanations_are_judged_by_length_by_hand() -> None:
     lengths = [0, 1, 5, 10, 120, 240, 360, 500]
     assert [explain(words(n)) for n in lengths] == pytest.approx([0, 0.1, 0.5, 1, 1, 0.5, 0, 0])
-    assert explain(words(3), low=3, high=3) == 1.0
-    with pytest.raises(ValueError, match="1 <= low <= high"):
-        explain("a", low=0)
+    assert explain(words(3), min_words=3, max_words=3) == 1.0
+    with raises_for("min_words", "max_words"):
+        explain("a", min_words=0)
 
 
 def test_an_explanation_that_repeats_itself_loses() -> None:
     assert new_share("a b c a b c") == 0.75  # of four triples, the first is said twice
-    assert explain("a b c a b c", low=1) == pytest.approx(0.75**2)
+    assert explain("a b c a b c", min_words=1) == pytest.approx(0.75**2)
     assert explain("The answer is 5. " * 20) < 0.01
     assert explain(words(30)) == 1.0
 
@@ -68,7 +69,7 @@ def test_a_text_that_is_cut_off_or_empty_earns_nothing(monkeypatch):
 def test_without_vader_its_extra_is_named(monkeypatch):
     _vader.cache_clear()
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    with pytest.raises(ValueError, match=r'pip install "litgrpo\[real\]"'):
+    with raises_for('pip install "litgrpo[real]"'):
         cheerful(["?"], ["good"], truncated=[False])
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from litgrpo.rewards.builtin.reasoning import arithmetic, coherence, connectives, relevance, steps
+from tests.support.raises import raises_for
 
 QUESTIONS = [
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."
@@ -40,8 +41,8 @@ def test_steps_by_hand() -> None:
     # a word alone is no step; the repeated step costs a third of two different ones
     assert judge(steps, texts) == pytest.approx([0, 0, 0.5, 1, 2 / 3, 1])
     many = ". ".join(f"step number {n}" for n in range(18)) + "."
-    assert judge(steps, [many], high=12) == pytest.approx([0.5])
-    assert judge(steps, [many * 2], high=12)[0] < 0.5
+    assert judge(steps, [many], max_steps=12) == pytest.approx([0.5])
+    assert judge(steps, [many * 2], max_steps=12)[0] < 0.5
 
 
 def test_connectives_by_hand() -> None:
@@ -107,5 +108,5 @@ def test_no_hack_is_as_coherent_as_honest_reasoning(hack: str) -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 <= low <= high"):
-        judge(steps, ["a"], low=3, high=2)
+    with raises_for("min_steps", "max_steps"):
+        judge(steps, ["a"], min_steps=3, max_steps=2)

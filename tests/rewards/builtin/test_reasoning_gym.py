@@ -8,6 +8,7 @@ from litgrpo.rewards.calls import Call
 from litgrpo.rewards.process_runner import is_trusted
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox.wire import loads
+from tests.support.raises import raises_for
 
 # The package leaves files of its own open.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +40,7 @@ def test_it_runs_in_a_worker_and_not_in_the_training_process():
     ],
 )
 def test_dangerous_answers_are_screened_where_answers_are_executed(answer, monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TRIED)
+    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     assert not reward.passes_screen("countdown", answer, "{}")
     monkeypatch.setattr(reward, "installed_version", lambda: "9.9")  # nothing is known of it
     assert not reward.passes_screen("gcd", answer, "{}")
@@ -56,28 +57,28 @@ def test_dangerous_answers_are_screened_where_answers_are_executed(answer, monke
     ],
 )
 def test_honest_answers_pass_the_screen(task, answer, monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TRIED)
+    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     assert reward.passes_screen(task, answer, "{}")
 
 
 def test_a_word_that_is_no_verdict_of_halting_passes_no_screen(monkeypatch):
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TRIED)
+    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     assert not reward.passes_screen("game_of_life_halting", "banana", "{}")
     assert reward.passes_screen("game_of_life_halting", "True", "{}")
 
 
 def test_one_answer_between_tags_counts():
-    assert reward.the_answer("so <answer> 7 </answer>") == "7"
-    assert reward.the_answer("<answer>7</answer> <answer>8</answer>") is None
-    assert reward.the_answer("7") is None
-    assert reward.the_answer("a b", require_tags=False) == "a b"
+    assert reward.extract_one_answer("so <answer> 7 </answer>") == "7"
+    assert reward.extract_one_answer("<answer>7</answer> <answer>8</answer>") is None
+    assert reward.extract_one_answer("7") is None
+    assert reward.extract_one_answer("a b", require_tags=False) == "a b"
 
 
 @pytest.mark.parametrize(
-    "setting", [{"threshold": 2}, {"timeout_s": 0}, {"isolation": "maybe"}], ids=str
+    "setting", [{"min_score": 2}, {"timeout_s": 0}, {"isolation": "maybe"}], ids=str
 )
 def test_settings_that_mean_nothing_are_refused(setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
+    with raises_for(next(iter(setting))):
         reward.reasoning_gym([], [], [], [], **setting)
 
 
@@ -122,7 +123,7 @@ def test_what_an_executed_answer_does_stays_in_the_sandbox(tmp_path, monkeypatch
     ]
     said = [f"<answer>{each}</answer>" for each in attacks]
     rest = ([row["metadata"]] * 5, ["countdown"] * 5)
-    scores = reward.reasoning_gym([""] * 5, said, *rest, threshold=0.5, timeout_s=1.0)
+    scores = reward.reasoning_gym([""] * 5, said, *rest, min_score=0.5, timeout_s=1.0)
     assert scores == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert not marker.exists()
 
@@ -130,10 +131,10 @@ def test_what_an_executed_answer_does_stays_in_the_sandbox(tmp_path, monkeypatch
 def test_always_refuses_to_go_without_a_sandbox(monkeypatch):
     monkeypatch.setattr(sandbox, "available", lambda: False)
     monkeypatch.setattr(sandbox, "why_not", lambda: "there is no bubblewrap")
-    monkeypatch.setattr(reward, "installed_version", lambda: reward.TRIED)
-    monkeypatch.setattr(reward, "_benches", {})
+    monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
+    monkeypatch.setattr(reward, "_scorers", {})
     row = row_of("countdown", {"question": "", "answer": "1"})
-    with pytest.raises(ValueError, match="always needs a sandbox, and there is no bubblewrap"):
+    with raises_for("isolation", "bubblewrap"):
         reward.reasoning_gym(
             [""], ["<answer>1</answer>"], [row["metadata"]], ["countdown"], isolation="always"
         )

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from litgrpo.rewards.builtin.safety import safety
+from tests.support.raises import raises_for
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -48,8 +49,11 @@ def test_gsm8k_has_no_false_positive() -> None:
 
 
 def test_further_words_and_an_own_list(tmp_path) -> None:
-    assert judge("Voldemort came", "the dark lords", words=["voldemort", "dark lord"]) == [0, 1]
-    assert judge("lords", words=["lord*"]) == [0]
+    assert judge("Voldemort came", "the dark lords", extra_words=["voldemort", "dark lord"]) == [
+        0,
+        1,
+    ]
+    assert judge("lords", extra_words=["lord*"]) == [0]
     own = tmp_path / "words.txt"
     own.write_text("# mine\nbanana\n\n")
     assert judge("shit", "a Banana", word_file=str(own)) == [1, 0]
@@ -63,7 +67,7 @@ def test_a_classifier_is_asked_too() -> None:
     assert judge("a?", "b", "shit", classifier=suspicious) == pytest.approx([0.1, 0.75, 0.0])
     path = f"{__name__}.suspicious"
     assert judge("a?", classifier=path) == pytest.approx([0.1])
-    with pytest.raises(ValueError, match=r"did you mean '\S*\.suspicious'"):
+    with raises_for("classifier", "suspiciously", ".suspicious'"):
         judge("a", classifier=path + "ly")
-    with pytest.raises(ValueError, match="1 probabilities for 2 texts"):
+    with raises_for("classifier", "1", "2"):
         judge("a", "b", classifier=lambda texts: [0.0])

@@ -134,7 +134,7 @@ def test_columns_may_be_used_under_both_names() -> None:
     ],
 )
 def test_tasks_of_reasoning_gym_that_execute_answers_are_listed(tasks, said, monkeypatch):
-    monkeypatch.setattr(library, "installed_version", lambda: library.TRIED)
+    monkeypatch.setattr(library, "installed_version", lambda: library.TESTED_VERSION)
     scorer = Scorer({"right": Reward("litgrpo.rewards.reasoning_gym")})
     problems = [Problem("", "1", {"task": task}) for task in tasks]
     assert said in "\n".join(audit_verb.executed_lines(scorer, problems))

@@ -1,1 +1,1 @@
-"""Reward functions."""
+"""Built-in reward functions; each is public as `litgrpo.rewards.<name>`."""

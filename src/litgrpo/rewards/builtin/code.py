@@ -1,4 +1,4 @@
-"""Rewards for code: it is run in a sandbox, on tests that it cannot see."""
+"""Reward for code, which runs in a sandbox on tests that it cannot see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from litgrpo.workers import sandbox
 FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 PAIR = ("call", "expected")
-FORMS = (
+TEST_FORMATS = (
     "a test script, a list of assert lines, or a list of [call, expected] or"
     " {call: ..., expected: ...}"
 )
@@ -37,84 +37,95 @@ def unit_tests(
     *,
     timeout_s: float = 4.0,
     memory_mib: int = 256,
-    require_fence: bool = False,
+    require_code_block: bool = False,
 ) -> list[float | None]:
-    """Share of a row's tests that the completion's Python passes.
+    r"""Return the fraction of a row's tests that the completion's Python code passes.
 
-    The code and the tests run in two sandboxes (bubblewrap). The code learns which of its functions
-    is called with which plain data, and nothing else: not the tests' text, not what they expect,
-    not what became of them. What it answers is plain data again, compared by Python's own
-    comparison where the code has no say. Each test is given to a fresh process of the code.
+    The code and the tests run in two separate sandboxes (bubblewrap). The code sees which of its
+    functions is called with which plain data, and nothing else: neither the text of the tests, nor
+    the expected values, nor the results. It returns plain data, which the other sandbox compares
+    with Python's comparison. Each test uses a fresh process of the code.
 
     Args:
         prompts: N prompts; not read.
-        completions: N completions; the last fenced block that is Python is the code, without a
-            fence the whole text.
-        tests: N times the tests: a list whose items are assert lines (or scripts, each one test),
-            or `[call, expected]`, or `{call: "f(1)", expected: 2}`, where lists and tuples are
-            equal; or one script, whose asserts and functions `test_*` count one by one. Without
-            tests a row is not judged.
+        completions: N completions, texts or lists of chat messages. The code is the last fenced
+            Python block, or the whole text if there is none.
+        tests: N lists of tests, or N scripts. Items of a list are assert lines (or scripts, each
+            one test), `[call, expected]` or `{call: "f(1)", expected: 2}`, where lists and tuples
+            are equal. In a script, each assert and each function `test_*` is one test. Rows
+            without tests are not scored.
         entry_point: N names of functions, for scripts that define `check(candidate)`.
-        timeout_s: for all tests of a completion together, start included; one test may take half.
-        memory_mib: of the code.
-        require_fence: code without a fence earns nothing.
+        timeout_s: seconds for all tests of a completion together, including the start-up; one test
+            may take half of it.
+        memory_mib: memory limit of the code.
+        require_code_block: give code outside a fenced block 0.
 
     Returns:
-        N shares in [0, 1]; None without tests.
+        N rewards in [0, 1]; None without tests.
 
     Raises:
-        ValueError: there is no sandbox here, or tests of another form.
+        ValueError: there is no sandbox, or the tests have another format.
+
+    Example:
+        >>> completion = "```python\ndef double(x):\n    return 2 * x\n```"
+        >>> tests = ["assert double(2) == 4", ["double(3)", 7]]
+        >>> unit_tests(["?"], [completion], [tests])  # doctest: +SKIP
+        [0.5]
     """
     above("timeout_s", timeout_s, 0)
     limits = sandbox.Limits(seconds=timeout_s, memory_mib=memory_mib)
     names = entry_point or [None] * len(completions)
-    codes = [extract_code(text_of(each), require_fence=require_fence) for each in completions]
+    codes = [
+        extract_code(text_of(each), require_code_block=require_code_block) for each in completions
+    ]
     listed = [read_tests(each, name) for each, name in zip(tests, names, strict=True)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        return list(threads.map(_share, codes, listed, [limits] * len(codes)))
+        return list(threads.map(_pass_share, codes, listed, [limits] * len(codes)))
 
 
-def extract_code(text: str, *, require_fence: bool = False) -> str | None:
-    r"""The Python of a completion: its last fenced block of Python, else all of it.
+def extract_code(text: str, *, require_code_block: bool = False) -> str | None:
+    r"""Return the Python code of a completion: its last fenced Python block, else all of it.
 
     Example:
         >>> extract_code("So:\n```python\nx = 1\n```")
         'x = 1\n'
     """
     blocks = [code for name, code in FENCE.findall(text) if name.lower() in PYTHON]
-    return blocks[-1] if blocks else None if require_fence else text
+    if blocks:
+        return str(blocks[-1])
+    return None if require_code_block else text
 
 
 def read_tests(given: Tests, entry_point: str | None = None) -> list[dict[str, Any]]:
-    """The tests of a row one by one, each `{script}` or `{call, expected}`; none for None.
+    """Return the tests of a row, each `{script}` or `{call, expected}`; none for None.
 
     Raises:
-        ValueError: they have another form, or cannot be parsed.
+        ValueError: the tests have another format, or cannot be parsed.
     """
     if given is None:
         return []
     if isinstance(given, str):
-        return _of_script(given, entry_point)
-    require(isinstance(given, Sequence), f"tests are {given!r:.60}; give {FORMS}")
-    return [_test(each) for each in given]
+        return _split_script(given, entry_point)
+    require(isinstance(given, Sequence), f"tests: got {given!r:.60}; give {TEST_FORMATS}")
+    return [_read_test(each) for each in given]
 
 
-def _test(given: Any) -> dict[str, Any]:
+def _read_test(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
-        _parsed(given)
+        _parse(given)
         return {"script": given}
     test = given if isinstance(given, Mapping) else {}
     if isinstance(given, Sequence):
         test = dict(zip(PAIR, given, strict=False))
     good = set(test) == set(PAIR) and isinstance(test["call"], str)
-    require(good and len(given) == len(PAIR), f"a test is {given!r:.60}; give {FORMS}")
-    _parsed(test["call"])
+    require(good and len(given) == len(PAIR), f"tests: got {given!r:.60}; give {TEST_FORMATS}")
+    _parse(test["call"])
     return dict(test)
 
 
-def _of_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
-    """Each assert and each function `test_*` of a script, behind all that is no test of it."""
-    body = _parsed(script).body
+def _split_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
+    """Make each assert and each function `test_*` a test, after the rest of the script."""
+    body = _parse(script).body
     named = [each for each in body if isinstance(each, ast.FunctionDef)]
     calls = [f"{each.name}()" for each in named if each.name.startswith("test_")]
     if any(each.name == "check" for each in named) and entry_point:
@@ -129,17 +140,17 @@ def _of_script(script: str, entry_point: str | None) -> list[dict[str, Any]]:
     return [{"script": each} for each in tests or [script]]
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"the test {text!r:.60} is no Python: {error}") from error
+        raise ValueError(f"tests: {text!r:.60} is not Python: {error}") from error
 
 
-def _share(
+def _pass_share(
     code: str | None, tests: Sequence[Mapping[str, Any]], limits: sandbox.Limits
 ) -> float | None:
-    """The share of tests that code passes; None where there are none."""
+    """Return the fraction of tests that code passes; None without tests."""
     if not tests:
         return None
     if code is None or not _compiles(code):
@@ -155,8 +166,8 @@ def _share(
             verdict = _start("referee", limits, shared, ours).wait().output
         finally:
             examinee.kill()
-    # A referee that could not run would print why, and that is no mark.
-    require(not verdict.strip("+-"), f"the tests could not be run: {verdict[-200:]}")
+    # A referee that could not run prints the reason instead of marks.
+    require(not verdict.strip("+-"), f"Could not run the tests: {verdict[-200:]}")
     return verdict.count("+") / len(tests)
 
 

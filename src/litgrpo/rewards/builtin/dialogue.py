@@ -1,7 +1,7 @@
-"""How near a reply is to the one that was given: word overlap, n-grams, and LAPDOG's sum of them.
+"""Similarity of a reply to a reference reply: word overlap, n-grams, and LAPDOG's sum of them.
 
-The data set's column `answers` holds the reference replies of each prompt: a list of texts, or one
-text. The nearest of several counts. Blank space around a reply does not matter.
+The column `answers` of the data set holds the reference replies of each prompt: a list of texts,
+or one text. The most similar of several counts. Whitespace around a reply is ignored.
 """
 
 from __future__ import annotations
@@ -17,75 +17,98 @@ Answers = Sequence[str | Sequence[str]]
 
 
 def f1(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
-    """Harmonic mean of precision and recall over whitespace tokens, nothing normalized.
+    """Return the harmonic mean of precision and recall over whitespace tokens.
+
+    Nothing is normalized: case and punctuation count.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answers: N references, or lists of them.
+        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> f1(["Hi"], ["I like tea"], [["I like it a lot", "I like tea"]])
+        [1.0]
     """
     return [
         max(overlap.token_f1(text, reference) for reference in references)
-        for text, references in _pairs(completions, answers)
+        for text, references in _pair(completions, answers)
     ]
 
 
 def rouge_l(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
-    """F-measure of the longest common subsequence of words (ROUGE-L, package rouge-score).
+    """Return the F-measure of the longest common subsequence of words (ROUGE-L).
+
+    Needs the package rouge-score.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answers: N references, or lists of them.
+        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> rouge_l(["Hi"], ["I like tea"], ["I like tea"])  # doctest: +SKIP
+        [1.0]
 
     Source: Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries.
     """
-    return [overlap.rouge_f(text, references) for text, references in _pairs(completions, answers)]
+    return [overlap.rouge_f(text, references) for text, references in _pair(completions, answers)]
 
 
 def bleu(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
-    """BLEU of each reply alone over 100 (package sacrebleu, effective order).
+    """Return the sentence BLEU of each reply divided by 100 (effective order).
+
+    Needs the package sacrebleu.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answers: N references, or lists of them.
+        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> bleu(["Hi"], ["I like tea a lot"], ["I like tea a lot"])  # doctest: +SKIP
+        [1.0]
 
     Source: Post 2018, arXiv:1804.08771.
     """
     return [
         overlap.bleu(overlap.bleu_counts(text, references), effective_order=True) / 100
-        for text, references in _pairs(completions, answers)
+        for text, references in _pair(completions, answers)
     ]
 
 
 @whole_batch
 def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers) -> list[float]:
-    """LAPDOG's reward: F1 + ROUGE-L + BLEU in units of the batch's BLEUs (their L2 norm).
+    """Return LAPDOG's reward: F1 + ROUGE-L + BLEU divided by the L2 norm of the batch's BLEUs.
 
-    The third term depends on who else is in the batch: a reply that alone has any BLEU gets 1, one
-    of many gets less. Where no reply of the batch has any, the term is 0 (0 / 0 in the released
-    code). `bleu` does not depend on the batch; weights add it to `f1` and `rouge_l` likewise.
+    The third term depends on the batch: a reply that is the only one with a BLEU above 0 gets 1,
+    one of several gets less. If no reply of the batch has a BLEU above 0, the term is 0 (0 / 0 in
+    the released code). For a sum that does not depend on the batch, weight `f1`, `rouge_l` and
+    `bleu` separately.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions of one batch, texts or lists of chat messages.
-        answers: N references, or lists of them.
+        answers: N reference replies, or lists of them.
 
     Returns:
         N rewards in [0, 3].
 
-    Source: LAPDOG, arXiv:2310.18940 and its released code (`f1rougebleudist`, where `dist` stands
-    for distillation).
+    Example:
+        >>> lapdog(["Hi"], ["I like tea a lot"], ["I like tea a lot"])  # doctest: +SKIP
+        [3.0]
+
+    Source: LAPDOG, arXiv:2310.18940 and its released code (`f1rougebleudist`, where `dist` means
+    distillation).
     """
     arguments = (prompts, completions, answers)
     bleus = bleu(*arguments)
@@ -94,12 +117,12 @@ def lapdog(prompts: Sequence[object], completions: Completions, answers: Answers
     return [word_f1 + subsequence + score / norm for word_f1, subsequence, score in terms]
 
 
-def _pairs(completions: Completions, answers: Answers) -> list[tuple[str, list[str]]]:
-    """Each reply with its references, of which there must be one."""
+def _pair(completions: Completions, answers: Answers) -> list[tuple[str, list[str]]]:
+    """Pair each reply with its references; raises ValueError for a row without references."""
     pairs = []
     for completion, answer in zip(completions, answers, strict=True):
         references = [answer] if isinstance(answer, str) else list(answer)
         if not references:
-            raise ValueError("a row of the column answers is empty; a reply needs a reference")
+            raise ValueError("column answers: a row is empty; each row needs a reference reply")
         pairs.append((text_of(completion).strip(), references))
     return pairs

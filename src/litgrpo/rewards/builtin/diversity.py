@@ -1,7 +1,7 @@
-"""How varied completions are, each in itself and within its group.
+"""Rewards for varied text, within a completion and within its group.
 
-Random characters are as varied as can be: meant as a small part behind a gate, or to be watched
-with weight 0.
+Random characters are as varied as text can be. Use these rewards with a small weight behind a
+`gate`, or with weight 0 to log them only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ def repetition(
     ngram_size: int = 3,
     max_penalty: float = -1.0,
 ) -> list[float]:
-    """`max_penalty` times the share of token n-grams that were said before.
+    """Penalize repeated token n-grams: `max_penalty` times the fraction that are repeats.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions; not read.
         completion_ids: N lists of token ids.
         ngram_size: n.
-        max_penalty: what endless repetition costs; at most 0.
+        max_penalty: reward of endless repetition, 0 or less.
 
     Returns:
-        N rewards in [max_penalty, 0]; 0 for a text without n-grams.
+        N rewards in [max_penalty, 0]; 0 for a text shorter than n tokens.
+
+    Example:
+        >>> repetition(["?"] * 2, ["..."] * 2, [[1, 2, 3, 4], [5, 5, 5, 5]])
+        [-0.0, -0.5]
 
     Source: Yeo et al. 2025, arXiv:2502.03373, appendix C.2.
     """
@@ -49,44 +53,53 @@ def distinct(
     completions: Completions,
     *,
     n: int = 2,
-    shortest: int = 8,
+    min_words: int = 8,
     ignore_case: bool = True,
 ) -> list[float]:
-    """The share of a completion's word n-grams that are different.
+    """Return the fraction of a completion's word n-grams that are distinct (distinct-n).
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        n: words of an n-gram.
-        shortest: words below which the reward is reduced in proportion, since a text of one n-gram
-            cannot repeat itself; 1 reduces none.
-        ignore_case: `The` and `the` are one word.
+        n: words per n-gram.
+        min_words: shorter texts get proportionally less, because a text of one n-gram cannot
+            repeat itself; 1 disables this.
+        ignore_case: treat `The` and `the` as the same word.
 
     Returns:
         N rewards in [0, 1]; 0 for fewer than n words.
 
+    Example:
+        >>> distinct(["?"] * 2, ["a b c", "a b a b a"], min_words=1)
+        [1.0, 0.5]
+
     Source: Li et al. 2016, arXiv:1510.03055.
     """
-    at_least("shortest", shortest, 1)
-    read = str.lower if ignore_case else str
-    texts = [read(text_of(completion)) for completion in completions]
-    return [distinct_n([text], n) * min(1.0, len(text.split()) / shortest) for text in texts]
+    at_least("min_words", min_words, 1)
+    texts = [text_of(completion) for completion in completions]
+    if ignore_case:
+        texts = [text.lower() for text in texts]
+    return [distinct_n([text], n) * min(1.0, len(text.split()) / min_words) for text in texts]
 
 
 @whole_batch
 def group_diversity(
     prompts: Sequence[object], completions: Completions, group_size: int, *, n: int = 2
 ) -> list[float]:
-    """The share of a completion's word n-grams that no other completion of its group has.
+    """Return the fraction of a completion's word n-grams that no other one of its group has.
 
     Args:
         prompts: N prompts; not read.
-        completions: N completions, texts or lists of chat messages; row r is of group r // G.
+        completions: N completions, texts or lists of chat messages; row r is in group r // G.
         group_size: G.
-        n: words of an n-gram.
+        n: words per n-gram.
 
     Returns:
         N rewards in [0, 1]; 0 for fewer than n words, and for a group of one.
+
+    Example:
+        >>> group_diversity(["?"] * 2, ["a b c", "a b d"], group_size=2)
+        [0.5, 0.5]
     """
     words = [text_of(completion).lower().split() for completion in completions]
     grams = [set(ngrams(row, n)) for row in words]
@@ -94,7 +107,7 @@ def group_diversity(
     for row, own in enumerate(grams):
         start = row - row % group_size
         group = grams[start : start + group_size]
-        holders = Counter(gram for one in group for gram in one)
-        alone = sum(holders[gram] == 1 for gram in own)
-        rewards.append(alone / len(own) if own and group_size > 1 else 0.0)
+        counts = Counter(gram for one in group for gram in one)
+        unique = sum(counts[gram] == 1 for gram in own)
+        rewards.append(unique / len(own) if own and group_size > 1 else 0.0)
     return rewards

@@ -1,4 +1,4 @@
-"""Format of a completion."""
+"""Rewards for the format of a completion: tags and JSON."""
 
 from __future__ import annotations
 
@@ -16,46 +16,53 @@ def reasoning_answer(
     *,
     reasoning_tag: str = "reasoning",
     answer_tag: str = "answer",
-    partial: bool = False,
+    partial_credit: bool = False,
 ) -> list[float]:
-    """1 for `<reasoning>..</reasoning><answer>..</answer>`, each tag once, in this order, else 0.
+    """Return 1 for `<reasoning>..</reasoning><answer>..</answer>`, else 0.
 
-    Nothing but whitespace may stand around and between the two, and neither may be empty.
+    Each tag must appear once and in this order, with only whitespace around and between the two
+    elements. Neither may be empty.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
         reasoning_tag: name of the first tag.
         answer_tag: name of the second tag.
-        partial: give a text that fails 0.1 for each of the four tags that it has exactly once: a
-            slope for a policy that never finds the whole form by chance.
+        partial_credit: give a malformed completion 0.1 for each of the four tags that appears
+            exactly once. Use it if the model never finds the whole format by chance.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> good = "<reasoning>3 + 4 = 7</reasoning><answer>7</answer>"
+        >>> reasoning_answer(["3 + 4?"] * 2, [good, "7"])
+        [1.0, 0.0]
     """
     tags = [f"<{reasoning_tag}>", f"</{reasoning_tag}>", f"<{answer_tag}>", f"</{answer_tag}>"]
-    per_tag = 0.1 if partial else 0.0
-    return [_tags_reward(text_of(completion), tags, per_tag) for completion in completions]
+    per_tag = 0.1 if partial_credit else 0.0
+    rewards = []
+    for completion in completions:
+        text = text_of(completion)
+        num_once = sum(text.count(tag) == 1 for tag in tags)
+        well_formed = num_once == len(tags) and _is_well_formed(text, tags)
+        rewards.append(1.0 if well_formed else per_tag * num_once)
+    return rewards
 
 
-def _tags_reward(text: str, tags: Sequence[str], per_tag: float) -> float:
-    once = sum(text.count(tag) == 1 for tag in tags)
-    return 1.0 if once == len(tags) and _in_form(text, tags) else per_tag * once
-
-
-def _in_form(text: str, tags: Sequence[str]) -> bool:
-    """Whether the four tags, each of which is there once, stand in order around two texts."""
+def _is_well_formed(text: str, tags: Sequence[str]) -> bool:
+    """Return True if the four tags, each present once, enclose two texts in order."""
     pieces = []
     for tag in tags:
         piece, _, text = text.partition(tag)
         pieces.append(piece.strip())
     before, reasoning, between, answer = pieces
-    # Tags out of order leave a piece of the wrong kind, or text behind the last tag.
+    # Tags out of order leave an empty element, or text behind the last tag.
     return bool(reasoning and answer) and not (before or between or text.strip())
 
 
 def think_format(prompts: Sequence[object], completions: Completions) -> list[float]:
-    """1 for a completion that starts with `<think>`, has it once and closes it, else 0.
+    """Return 1 for a completion that starts with `<think>`, has it once and closes it, else 0.
 
     Args:
         prompts: N prompts; not read.
@@ -63,6 +70,10 @@ def think_format(prompts: Sequence[object], completions: Completions) -> list[fl
 
     Returns:
         N rewards in {0, 1}.
+
+    Example:
+        >>> think_format(["3 + 4?"] * 2, ["<think>3 + 4 = 7</think>7", "7"])
+        [1.0, 0.0]
 
     Source: TRL, `think_format_reward`.
     """
@@ -78,66 +89,74 @@ def json_fields(
     completions: Completions,
     answer: Sequence[Any],
     *,
-    same_fields: bool = False,
+    require_same_fields: bool = False,
 ) -> list[float]:
-    """Share of fields that a completion has right, where it is one JSON object and nothing else.
+    """Return the fraction of correct fields of a completion that is exactly one JSON object.
 
-    The share is of the fields of either object, so that a field too many costs as much as one that
-    is missing. A number is a number and not a text; texts are compared without case and outer
-    spaces. What `json.loads` refuses earns 0, as do fields that stand twice.
+    The fraction is over the union of both objects' fields, so that an additional field costs as
+    much as a missing one. A number is not equal to its text. Texts are compared without case and
+    surrounding whitespace. A completion that `json.loads` rejects or that repeats a field gets 0.
 
-    To leave a field out costs as much as to get it wrong, so a policy may learn to leave out what
-    it seldom gets right; with `same_fields` it earns nothing then.
+    Leaving a field out costs as much as an incorrect value, so a policy may learn to leave out
+    fields that are difficult. `require_same_fields` prevents this.
 
     Args:
         prompts: N prompts; not read.
-        completions: N completions.
-        answer: N objects that are right: mappings, or their JSON; of a list of them any one is.
-        same_fields: an object with other fields than the right one's, whatever their values, earns
-            nothing.
+        completions: N completions, texts or lists of chat messages.
+        answer: N reference objects: mappings, or their JSON; or lists of these, any of which is
+            correct.
+        require_same_fields: give 0 if the completion's fields are not exactly the reference's.
 
     Returns:
         N rewards in [0, 1].
 
     Raises:
-        ValueError: an answer is no JSON object, or an empty one.
+        ValueError: an answer is not a JSON object, or an empty one.
+
+    Example:
+        >>> json_fields(["?"] * 2, ['{"a": 1, "b": 2}', "none"], [{"a": 1, "b": 3}] * 2)
+        [0.5, 0.0]
     """
-    right = [_wanted(each) for each in answer]
-    said = [_read(text_of(each)) for each in completions]
-    pairs = zip(said, right, strict=True)
-    return [max(_share(one, other, same_fields) for other in accepted) for one, accepted in pairs]
+    rewards = []
+    for completion, reference in zip(completions, answer, strict=True):
+        found = _parse_object(text_of(completion))
+        accepted = _parse_references(reference)
+        rewards.append(max(_field_share(found, one, require_same_fields) for one in accepted))
+    return rewards
 
 
-def _wanted(answer: Any) -> list[Mapping[str, Any]]:
-    given = answer if isinstance(answer, list) and answer else [answer]
-    wanted = [each if isinstance(each, Mapping) else _read(str(each)) for each in given]
-    require(all(wanted), f"json_fields: answer {answer!r} is no JSON object with a field.")
-    return wanted
+def _parse_references(answer: Any) -> list[Mapping[str, Any]]:
+    accepted = answer if isinstance(answer, list) and answer else [answer]
+    objects = [one if isinstance(one, Mapping) else _parse_object(str(one)) for one in accepted]
+    require(all(objects), f"json_fields: answer {answer!r} is not a JSON object with a field")
+    return objects
 
 
-def _read(text: str) -> dict[str, Any]:
-    """The object that a text is; an empty one if it is none."""
+def _parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text, or an empty one if the text is not a JSON object."""
     try:
-        found = json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse)
+        value = json.loads(text, object_pairs_hook=_unique_fields, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    require(len(pairs) == len(dict(pairs)), "a field stands twice")
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    require(len(pairs) == len(dict(pairs)), "a field is repeated")
     return dict(pairs)
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")  # NaN and Infinity, which Python accepts
 
 
-def _share(said: Mapping[str, Any], right: Mapping[str, Any], same_fields: bool) -> float:
-    if same_fields and said.keys() != right.keys():
+def _field_share(
+    found: Mapping[str, Any], reference: Mapping[str, Any], require_same_fields: bool
+) -> float:
+    if require_same_fields and found.keys() != reference.keys():
         return 0.0
-    same = [name for name in right if name in said and _equal(said[name], right[name])]
-    return len(same) / len(said.keys() | right.keys())
+    correct = [name for name in reference if name in found and _equal(found[name], reference[name])]
+    return len(correct) / len(found.keys() | reference.keys())
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -146,7 +165,7 @@ def _equal(one: Any, other: Any) -> bool:
             return one.strip().casefold() == other.strip().casefold()
         case bool(), bool():
             return one == other
-        case (bool(), _) | (_, bool()):  # which Python takes for numbers
+        case (bool(), _) | (_, bool()):  # in Python True == 1
             return False
         case list(), list():
             return len(one) == len(other) and all(map(_equal, one, other))

@@ -1,4 +1,4 @@
-"""Length of a completion."""
+"""Rewards for the length of a completion, alone and combined with correctness."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import cos, pi
 
 from litgrpo.arguments import at_least, at_most, require
-from litgrpo.rewards.builtin.math import Gold, correctness
+from litgrpo.rewards.builtin.math import References, correctness
 from litgrpo.text.answers import Completions
 
 
@@ -15,33 +15,38 @@ def length(
     completions: Completions,
     completion_lengths: Sequence[int],
     *,
-    low: int = 0,
-    high: int,
-    zero: int | None = None,
+    min_tokens: int = 0,
+    max_tokens: int,
+    zero_tokens: int | None = None,
 ) -> list[float]:
-    """1 for `low` to `high` tokens, falling linearly to 0 at no tokens and at `zero` tokens.
+    """Return 1 for `min_tokens` to `max_tokens` tokens, falling linearly to 0 on both sides.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions; not read.
         completion_lengths: N lengths in tokens.
-        low: shortest length with full reward.
-        high: longest length with full reward.
-        zero: length from which on there is no reward; default is twice `high`.
+        min_tokens: shortest length with full reward; the reward falls to 0 at no tokens.
+        max_tokens: longest length with full reward; the reward falls to 0 at `zero_tokens`.
+        zero_tokens: shortest length without reward; default: twice `max_tokens`.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> length(["?"] * 3, ["..."] * 3, [5, 100, 150], min_tokens=10, max_tokens=100)
+        [0.5, 1.0, 0.5]
     """
-    zero = 2 * high if zero is None else zero
+    zero = 2 * max_tokens if zero_tokens is None else zero_tokens
     require(
-        0 <= low <= high < zero,
-        f"length needs 0 <= low <= high < zero, got low {low}, high {high}, zero {zero}",
+        0 <= min_tokens <= max_tokens < zero,
+        "length needs 0 <= min_tokens <= max_tokens < zero_tokens, got"
+        f" min_tokens {min_tokens}, max_tokens {max_tokens}, zero_tokens {zero}",
     )
-    # n / low              if n < low
-    # 1                    if low <= n <= high
-    # (zero - n) / (zero - high), at least 0, above
-    rising = [min(1.0, n / low) if low else 1.0 for n in completion_lengths]
-    falling = [min(1.0, max(0.0, (zero - n) / (zero - high))) for n in completion_lengths]
+    # n / min                  if n < min
+    # 1                        if min <= n <= max
+    # (zero - n) / (zero - max), at least 0, above
+    rising = [min(1.0, n / min_tokens) if min_tokens else 1.0 for n in completion_lengths]
+    falling = [min(1.0, max(0.0, (zero - n) / (zero - max_tokens))) for n in completion_lengths]
     return [min(pair) for pair in zip(rising, falling, strict=True)]
 
 
@@ -53,17 +58,24 @@ def soft_overlong(
     max_completion_length: int,
     soft_punish_cache: int,
 ) -> list[float]:
-    """0 for a short completion, falling to -1 over the last tokens before the limit.
+    """Return 0 for short completions, falling to -1 over the last tokens before the limit.
+
+    Same as TRL's `get_soft_overlong_punishment`.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions; not read.
         completion_lengths: N lengths in tokens.
-        max_completion_length: length that costs the whole punishment.
-        soft_punish_cache: number of tokens over which the punishment grows.
+        max_completion_length: length that gets the full penalty.
+        soft_punish_cache: number of tokens over which the penalty grows.
 
     Returns:
         N rewards in [-1, 0].
+
+    Example:
+        >>> settings = {"max_completion_length": 100, "soft_punish_cache": 20}
+        >>> soft_overlong(["?"] * 3, ["..."] * 3, [80, 90, 100], **settings)
+        [0.0, -0.5, -1.0]
 
     Source: DAPO, arXiv:2503.14476, equation 13.
     """
@@ -78,58 +90,64 @@ def soft_overlong(
 def cosine_length(  # noqa: PLR0913 (five levels and a limit)
     prompts: Sequence[object],
     completions: Completions,
-    answer: Sequence[Gold],
+    answer: Sequence[References],
     completion_lengths: Sequence[int],
     *,
     max_completion_length: int,
-    right_short: float = 1.0,
-    right_long: float = 0.5,
-    wrong_short: float = -1.0,
-    wrong_long: float = -0.5,
-    too_long: float = -1.0,
+    correct_short: float = 1.0,
+    correct_long: float = 0.5,
+    incorrect_short: float = -1.0,
+    incorrect_long: float = -0.5,
+    exceed_length: float = -1.0,
     require_tags: bool = True,
 ) -> list[float | None]:
-    """Right answers earn more when they are short, wrong ones lose less when they are long.
+    """Reward correct answers more if they are short, and penalize incorrect ones less if long.
 
-    Between no token and `max_completion_length` the reward follows half a cosine: it changes
-    little at
-    both ends. With `right_long` above `wrong_long` no wrong answer beats a right one.
+    From no tokens to `max_completion_length` the reward follows half a cosine, which is flat at
+    both ends. No incorrect answer scores above a correct one, because `correct_long` must be at
+    least `incorrect_long`.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers, as in `litgrpo.rewards.builtin.math.correctness`.
+        answer: N reference answers, as in `correctness`.
         completion_lengths: N lengths in tokens.
-        max_completion_length: length at which a completion is cut off.
-        right_short: reward of a right answer in no tokens.
-        right_long: reward of a right answer just below the limit.
-        wrong_short: reward of a wrong answer in no tokens.
-        wrong_long: reward of a wrong answer just below the limit.
-        too_long: reward at the limit, right or wrong.
+        max_completion_length: length at which completions are truncated.
+        correct_short: reward of a correct answer of no tokens.
+        correct_long: reward of a correct answer just below the limit.
+        incorrect_short: reward of an incorrect answer of no tokens.
+        incorrect_long: reward of an incorrect answer just below the limit.
+        exceed_length: reward at the limit, correct or not.
         require_tags: as in `correctness`.
 
     Returns:
-        N rewards between the given ones; None where there is no gold answer.
+        N rewards between the given ones; None without a reference answer.
+
+    Example:
+        >>> texts = ["<answer>7</answer>", "<answer>8</answer>"]
+        >>> cosine_length(["?"] * 2, texts, ["7", "7"], [50, 50], max_completion_length=100)
+        [0.75, -0.75]
 
     Source: Yeo et al. 2025, arXiv:2502.03373, section 4.2; the defaults are Open-R1's.
     """
     at_least("max_completion_length", max_completion_length, 1)
     require(
-        right_long >= wrong_long,
-        f"cosine_length needs right_long >= wrong_long, got {right_long} and {wrong_long}",
+        correct_long >= incorrect_long,
+        "cosine_length needs correct_long >= incorrect_long, got"
+        f" {correct_long} and {incorrect_long}",
     )
-    right = correctness(prompts, completions, answer, require_tags=require_tags)
-    ends = {1.0: (right_short, right_long), 0.0: (wrong_short, wrong_long)}
-    return [
-        None
-        if is_right is None
-        else too_long
-        if length >= max_completion_length
-        else _cosine(length / max_completion_length, *ends[is_right])
-        for is_right, length in zip(right, completion_lengths, strict=True)
-    ]
-
-
-def _cosine(share: float, start: float, end: float) -> float:
-    """From start (at 0) to end (at 1) along half a cosine."""
-    return end + 0.5 * (start - end) * (1.0 + cos(pi * share))
+    correct = correctness(prompts, completions, answer, require_tags=require_tags)
+    rewards: list[float | None] = []
+    for score, num_tokens in zip(correct, completion_lengths, strict=True):
+        if score is None:
+            rewards.append(None)
+        elif num_tokens >= max_completion_length:
+            rewards.append(exceed_length)
+        else:
+            short, long = (
+                (correct_short, correct_long) if score else (incorrect_short, incorrect_long)
+            )
+            # Half a cosine from `short` (at no tokens) to `long` (at the limit).
+            cosine = cos(pi * num_tokens / max_completion_length)
+            rewards.append(long + 0.5 * (short - long) * (1.0 + cosine))
+    return rewards

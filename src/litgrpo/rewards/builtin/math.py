@@ -1,4 +1,7 @@
-"""Is the answer correct?"""
+"""Rewards for correct answers.
+
+Numbers are compared exactly, so no correct answer fails, and only a committed answer gets credit.
+"""
 
 from __future__ import annotations
 
@@ -20,96 +23,111 @@ from litgrpo.text.answers import (
     text_of,
 )
 
-MOST_WORDS = 20  # of an answer that is a number
-MOST_WORDS_OF_DOUBT = 3  # "72 clips?" is an answer; a longer question is a copy
+MAX_ANSWER_WORDS = 20  # of an answer that is a number
+MAX_QUESTION_WORDS = 3  # "72 clips?" is an answer; a longer question is a copy of the prompt
+MAX_LATEX_CHARS = 500  # of an answer for math-verify
 
-One = str | int | float
-Gold = One | Sequence[One] | None  # several accepted answers: any of them is right
+Reference = str | int | float
+References = Reference | Sequence[Reference] | None  # several accepted answers: any is correct
 
 
 def correctness(
     prompts: Sequence[object],
     completions: Completions,
-    answer: Sequence[Gold],
+    answer: Sequence[References],
     *,
     require_tags: bool = True,
     answer_tag: str = "answer",
 ) -> list[float | None]:
-    r"""1 where the completion's answer equals the gold answer, else 0.
+    r"""Return 1 if the completion's answer equals the reference answer, else 0.
 
-    Numbers are compared exactly, whatever their dress (`$1,080.00`, `1080`, `\frac{2160}{2}`,
-    `<answer>1080 feet</answer>`); a gold answer that is not a number is compared as text. A
-    completion must commit itself: several different answers, several numbers inside one answer, a
-    number in more than 20 words or in a question, an empty or unclosed tag earn nothing.
+    Numbers are compared exactly, regardless of formatting (`$1,080.00`, `1080`,
+    `\frac{2160}{2}`, `<answer>1080 feet</answer>`). A reference answer that is not a number is
+    compared as text. The completion must commit to one answer: several different answers, several
+    numbers inside one answer, a number in more than 20 words or in a question, an empty or
+    unclosed tag get 0.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers: a number, its text, or a worked answer that ends in `#### 72` or
-            `\boxed{72}`; or a list of these, any of which is right. A row whose gold is None is not
-            judged.
-        require_tags: take answers from `<answer>..</answer>` only. Otherwise also from `#### x`,
+        answer: N reference answers: a number, its text, or a worked solution that ends in
+            `#### 72` or `\boxed{72}`; or a list of these, any of which is correct. Rows whose
+            reference is None are not scored.
+        require_tags: take answers from `<answer>..</answer>` only. If false, also from `#### x`,
             `\boxed{x}` or the last line, in this order.
         answer_tag: name of the tag.
 
     Returns:
-        N rewards in {0, 1}; None where there is no gold answer.
-    """
-
-    def is_right(text: str, gold: One) -> float:
-        wanted = read_gold(gold)
-        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
-        return float(bool(claims) and all(_equals(claim, wanted) for claim in claims))
-
-    return judged(completions, answer, is_right)
-
-
-def judged(
-    texts: Completions,
-    golds: Sequence[Gold],
-    score: Callable[[str, One], float | None],
-) -> list[float | None]:
-    """`score(text, gold)` of every row, the best of several golds.
-
-    None, not judged, for rows without a gold answer, and where none can be read.
-    """
-    scored = (
-        [score(text_of(text), gold) for gold in accepted(golds_of_row)]
-        for text, golds_of_row in zip(texts, golds, strict=True)
-    )
-    return [max((s for s in row if s is not None), default=None) for row in scored]
-
-
-def accepted(gold: Gold) -> list[One]:
-    """The accepted answers of a row.
+        N rewards in {0, 1}; None without a reference answer.
 
     Example:
-        >>> accepted("7"), accepted(["7", "seven"]), accepted(None)
+        >>> texts = ["<answer>$1,080.00</answer>", "<answer>1080 or 1081</answer>", "1080"]
+        >>> correctness(["?"] * 3, texts, [1080, 1080, 1080])
+        [1.0, 0.0, 0.0]
+    """
+
+    def score(text: str, reference: Reference) -> float:
+        expected = parse_reference(reference)
+        claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
+        return float(bool(claims) and all(_equals(claim, expected) for claim in claims))
+
+    return score_rows(completions, answer, score)
+
+
+def score_rows(
+    completions: Completions,
+    answer: Sequence[References],
+    score: Callable[[str, Reference], float | None],
+) -> list[float | None]:
+    """Return `score(text, reference)` of every row, the best of several references.
+
+    None, not scored, for rows without a reference answer, and if no reference can be parsed.
+    """
+    rewards = []
+    for completion, references in zip(completions, answer, strict=True):
+        scores = [score(text_of(completion), one) for one in list_references(references)]
+        rewards.append(max((one for one in scores if one is not None), default=None))
+    return rewards
+
+
+def list_references(references: References) -> list[Reference]:
+    """Return the accepted answers of a row.
+
+    Example:
+        >>> list_references("7"), list_references(["7", "seven"]), list_references(None)
         (['7'], ['7', 'seven'], [])
     """
-    if isinstance(gold, str) or not isinstance(gold, Sequence):
-        return [] if gold is None else [gold]
-    return [one for one in gold if one is not None]
+    if references is None:
+        return []
+    if isinstance(references, str) or not isinstance(references, Sequence):
+        return [references]
+    return [one for one in references if one is not None]
 
 
 def gsm8k(
     prompts: Sequence[object],
     completions: Completions,
-    answer: Sequence[Gold],
+    answer: Sequence[References],
 ) -> list[float | None]:
-    r"""1 where the answer equals that of a worked GSM8K solution, however it is marked.
+    r"""Return 1 if the answer equals that of a worked GSM8K solution, else 0; tags are optional.
 
-    The answer is what `<answer>..</answer>` holds, else what follows `####`, else what `\boxed{}`
-    holds, else the one number of the last line. For models that were not told a format;
-    `correctness` also asks for the tags.
+    The answer is taken from `<answer>..</answer>`, else after `####`, else from `\boxed{}`, else
+    it is the single number of the last line. For models that were not prompted for a format;
+    `correctness` requires the tags.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers, worked solutions that end in `#### 72` or numbers.
+        answer: N reference answers, worked solutions that end in `#### 72` or numbers.
 
     Returns:
-        N rewards in {0, 1}; None where there is no gold answer.
+        N rewards in {0, 1}; None without a reference answer.
+
+    Example:
+        >>> gsm8k(["?"], ["48 / 2 = 24 and 48 + 24 = 72, so she sold 72."], ["... #### 72"])
+        [0.0]
+        >>> gsm8k(["?"], ["48 / 2 = 24.\nShe sold 72 clips."], ["... #### 72"])
+        [1.0]
 
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """
@@ -119,120 +137,93 @@ def gsm8k(
 def exact(
     prompts: Sequence[object],
     completions: Completions,
-    answer: Sequence[Gold],
+    answer: Sequence[References],
     *,
     answer_tag: str | None = "answer",
 ) -> list[float | None]:
-    """1 where the answer is the gold answer character by character, else 0.
+    """Return 1 if the answer equals the reference answer character by character, else 0.
 
-    For answers whose spelling matters: code, names, labels. Spaces around them do not count.
+    For answers whose spelling matters: code, names, labels. Surrounding whitespace is ignored.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers; a row whose gold is None is not judged.
-        answer_tag: name of the tag around the answer, which must stand there once; None compares
-            the whole completion.
+        answer: N reference answers; rows whose reference is None are not scored.
+        answer_tag: name of the tag around the answer, which must appear once; None compares the
+            whole completion.
 
     Returns:
-        N rewards in {0, 1}; None where there is no gold answer.
+        N rewards in {0, 1}; None without a reference answer.
+
+    Example:
+        >>> exact(["?"] * 2, ["<answer>Paris</answer>", "<answer>paris</answer>"], ["Paris"] * 2)
+        [1.0, 0.0]
     """
 
-    def matches(text: str, gold: One) -> float:
+    def score(text: str, reference: Reference) -> float:
         found = [text] if answer_tag is None else tagged(text, answer_tag)
-        return float(len(found) == 1 and found[0].strip() == str(gold).strip() != "")
+        return float(len(found) == 1 and found[0].strip() == str(reference).strip() != "")
 
-    return judged(completions, answer, matches)
+    return score_rows(completions, answer, score)
 
 
 def closeness(
     prompts: Sequence[object],
     completions: Completions,
-    answer: Sequence[Gold],
+    answer: Sequence[References],
     *,
     tolerance: float = 0.1,
     require_tags: bool = True,
     answer_tag: str = "answer",
 ) -> list[float | None]:
-    """1 for the right number, falling linearly to 0 at a relative error of `tolerance`.
+    """Return 1 for the correct number, falling linearly to 0 at a relative error of `tolerance`.
 
-    For estimates and measurements. A policy can earn part of it by guessing well: for arithmetic
-    take `correctness`.
+    For estimates and measurements. A policy can get part of the reward by guessing; use
+    `correctness` for arithmetic.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers that are numbers; a row whose gold is None is not judged.
-        tolerance: relative error without reward; for a gold of 0 the absolute one.
+        answer: N reference answers that are numbers; rows whose reference is None are not scored.
+        tolerance: relative error at which the reward is 0; the absolute error if the reference
+            is 0.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
 
     Returns:
-        N rewards in [0, 1]; None where there is no gold answer.
+        N rewards in [0, 1]; None without a reference answer.
+
+    Raises:
+        ValueError: a reference answer is not a number.
+
+    Example:
+        >>> closeness(["?"] * 2, ["<answer>95</answer>", "<answer>50</answer>"], [100, 100])
+        [0.5, 0.0]
     """
     above("tolerance", tolerance, 0)
 
-    def score(text: str, gold: One) -> float | None:
-        wanted = read_gold(gold)
-        if isinstance(wanted, str):
+    def score(text: str, reference: Reference) -> float | None:
+        expected = parse_reference(reference)
+        if isinstance(expected, str):
             return None
         claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
-        found, *others = {parse_number(claim) for claim in claims} or {None}
-        if found is None or others:
+        numbers = {parse_number(claim) for claim in claims}
+        if len(numbers) != 1:
             return 0.0
-        error = abs(found - wanted) / (abs(wanted) or 1)
+        number = numbers.pop()
+        if number is None:
+            return 0.0
+        error = abs(number - expected) / (abs(expected) or 1)
         return float(max(Fraction(0), 1 - error / Fraction(str(tolerance))))
 
     for row in answer:
-        golds = accepted(row)
-        numbers = [one for one in golds if not isinstance(read_gold(one), str)]
+        references = list_references(row)
+        numbers = [one for one in references if not isinstance(parse_reference(one), str)]
         require(
-            bool(numbers) or not golds,
-            f"closeness needs gold answers that are numbers, got {row!r}",
+            bool(numbers) or not references,
+            f"closeness: answer must be a number, got {row!r}",
         )
-    return judged(completions, answer, score)
-
-
-def read_gold(gold: One) -> Fraction | str:
-    r"""The gold answer as an exact number, or as text if it is not one.
-
-    Example:
-        >>> read_gold("48 + 24 = 72\n#### 72")
-        Fraction(72, 1)
-    """
-    if isinstance(gold, Real):
-        return Fraction(str(gold))  # 0.1 means one tenth, not the nearest double
-    if not isinstance(gold, str) or not gold.strip():
-        raise ValueError(f"a gold answer must be a number or a text with one, got {gold!r}")
-    marked = extract_answer(gold)
-    text = gold if marked is None else marked
-    number = parse_number(text)
-    return text if number is None else number
-
-
-def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
-    """Every answer that the completion commits itself to; none where its tags are broken."""
-    opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
-    whole = opened == closed == len(tagged(completion, tag))
-    if not whole or (require_tags and not opened):
-        return set()
-    return set(answer_claims(completion, tag=tag) or completion.strip().splitlines()[-1:])
-
-
-def _equals(claim: str, gold: Fraction | str) -> bool:
-    if isinstance(gold, str):
-        return same_text(claim, gold)
-    return _states(claim) and parse_number(claim) == gold
-
-
-def _states(claim: str) -> bool:
-    """Whether a claim is an answer, not a text (such as the question) with one number in it."""
-    words = len(claim.split())
-    asks = words > MOST_WORDS_OF_DOUBT and claim.rstrip(" \n\"'").endswith("?")
-    return words <= MOST_WORDS and not asks
-
-
-LONGEST_ANSWER = 500  # characters
+    return score_rows(completions, answer, score)
 
 
 @isolated
@@ -240,64 +231,111 @@ LONGEST_ANSWER = 500  # characters
 def math_verify(
     prompts: Sequence[object],
     completions: Completions,
-    answer: Sequence[Gold],
+    answer: Sequence[References],
     *,
     require_tags: bool = True,
     answer_tag: str = "answer",
 ) -> list[float | None]:
-    r"""1 where the answer is mathematically the same as the gold answer, by math-verify, else 0.
+    r"""Return 1 if math-verify finds the answer mathematically equal to the reference, else 0.
 
-    For answers that are expressions, sets, intervals or equations in LaTeX; `correctness` is exact,
-    quick and enough for numbers. Answers are found as `correctness` finds them, so several
-    different ones earn nothing. Needs `pip install math-verify`.
+    For answers that are expressions, sets, intervals or equations in LaTeX; `correctness` is
+    exact, fast and sufficient for numbers. Answers are extracted as in `correctness`, so several
+    different ones get 0. Needs `pip install math-verify`.
 
-    Algebra can take forever, and the library's own time-outs use signals, which work in the main
-    thread only. They are switched off; the worker process that this runs in ends what hangs.
+    Algebra can run forever, and the library's own timeouts use signals, which work in the main
+    thread only. They are disabled; the worker process that runs this function is killed after
+    `reward_runner.timeout_s`.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        answer: N gold answers in LaTeX, with or without `$`, or lists of them; without one a row is
-            not judged.
+        answer: N reference answers in LaTeX, with or without `$`, or lists of them; rows whose
+            reference is None are not scored.
         require_tags: as in `correctness`.
         answer_tag: name of the tag.
 
     Returns:
-        N rewards in {0, 1}; None where there is no gold answer or math-verify cannot read it.
+        N rewards in {0, 1}; None without a reference answer that math-verify can parse.
+
+    Example:
+        >>> answer = r"<answer>\frac{x}{2} + 1</answer>"
+        >>> math_verify(["?"], [answer], [r"\frac{x + 2}{2}"])  # doctest: +SKIP
+        [1.0]
 
     Source: https://github.com/huggingface/Math-Verify
     """
 
-    def is_same(text: str, gold: One) -> float | None:
-        wanted = _parsed(str(gold))
+    def score(text: str, reference: Reference) -> float | None:
+        expected = _parse_latex(str(reference))
         claims = committed_claims(text, require_tags=require_tags, tag=answer_tag)
-        return float(_all_same(wanted, claims)) if wanted else None
+        return float(_verify_all(expected, claims)) if expected else None
 
-    return judged(completions, answer, is_same)
+    return score_rows(completions, answer, score)
 
 
-def _all_same(gold: Any, claims: Collection[str]) -> bool:
-    verify = _library().verify
-    if not claims or any(len(claim) > LONGEST_ANSWER for claim in claims):
+def _verify_all(reference: Any, claims: Collection[str]) -> bool:
+    verify = _import_math_verify().verify
+    if not claims or any(len(claim) > MAX_LATEX_CHARS for claim in claims):
         return False
-    return all(
-        found and verify(gold, found, timeout_seconds=None) for found in map(_parsed, claims)
-    )
+    parsed = map(_parse_latex, claims)
+    return all(one and verify(reference, one, timeout_seconds=None) for one in parsed)
 
 
-def _parsed(text: str) -> Any:
-    """What math-verify reads in a text; empty if it reads nothing."""
+def _parse_latex(text: str) -> Any:
+    """Return math-verify's parse of a text; empty if it finds nothing."""
     inside = text if "$" in text or "\\boxed" in text else f"${text}$"
-    return _library().parse(inside, parsing_timeout=None)
+    return _import_math_verify().parse(inside, parsing_timeout=None)
 
 
-def _library() -> Any:
+def _import_math_verify() -> Any:
     try:
         import math_verify as library
     except ImportError as error:
         raise ImportError(
-            "the reward litgrpo.rewards.builtin.math.math_verify needs `pip install math-verify`"
+            "the reward litgrpo.rewards.math_verify needs `pip install math-verify`"
         ) from error
-    # It warns of time-outs that are off, once for every answer.
+    # It warns of disabled timeouts, once for every answer.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return library
+
+
+def parse_reference(reference: Reference) -> Fraction | str:
+    r"""Parse a reference answer into an exact number, or its text if it is not a number.
+
+    Example:
+        >>> parse_reference("48 + 24 = 72\n#### 72")
+        Fraction(72, 1)
+
+    Raises:
+        ValueError: it is neither a number nor a text.
+    """
+    if isinstance(reference, Real):
+        return Fraction(str(reference))  # 0.1 means one tenth, not the nearest double
+    if not isinstance(reference, str) or not reference.strip():
+        raise ValueError(f"answer must be a number or a text, got {reference!r}")
+    marked = extract_answer(reference)
+    text = reference if marked is None else marked
+    number = parse_number(text)
+    return text if number is None else number
+
+
+def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
+    """Return every answer that the completion commits to; none if its tags are malformed."""
+    opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
+    whole = opened == closed == len(tagged(completion, tag))
+    if not whole or (require_tags and not opened):
+        return set()
+    return set(answer_claims(completion, tag=tag) or completion.strip().splitlines()[-1:])
+
+
+def _equals(claim: str, reference: Fraction | str) -> bool:
+    if isinstance(reference, str):
+        return same_text(claim, reference)
+    return _is_answer(claim) and parse_number(claim) == reference
+
+
+def _is_answer(claim: str) -> bool:
+    """Return True for an answer, False for a text (such as the prompt) with one number in it."""
+    words = len(claim.split())
+    is_question = words > MAX_QUESTION_WORDS and claim.rstrip(" \n\"'").endswith("?")
+    return words <= MAX_ANSWER_WORDS and not is_question

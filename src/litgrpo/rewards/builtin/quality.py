@@ -1,4 +1,8 @@
-"""Text quality: conciseness, repetition, sentences that look like language, tone."""
+"""Rewards for text quality: conciseness, repetition, sentences that look like language, tone.
+
+These measure form only, and nonsense can satisfy them. Use them with a small weight behind a
+`gate`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from litgrpo.text.overlap import distinct_share, ngrams
 
 TAG = re.compile(r"</?[A-Za-z_]{1,30}>")
 SENTENCE_END = re.compile(r"[.!?\n]+(?=\s|$)")
-LONGEST_WORD, LONGEST_SENTENCE = 25, 40
+MAX_WORD_CHARS, MAX_SENTENCE_WORDS = 25, 40
 NGRAM = 3
 
 
@@ -21,39 +25,48 @@ def explanation_quality(
     prompts: Sequence[object],
     completions: Completions,
     *,
-    low: int = 10,
-    high: int = 120,
+    min_words: int = 10,
+    max_words: int = 120,
     reasoning_tag: str = "reasoning",
 ) -> list[float]:
-    """1 for an explanation of `low` to `high` words that does not repeat itself.
+    """Return 1 for an explanation of `min_words` to `max_words` words that does not repeat itself.
 
-    The reward of its length (less for fewer words, down to 0 at none; less for more, down to 0 at
-    three times `high`) times the square of the share of its word triples that are new.
+    The length term falls to 0 at no words and at three times `max_words`. It is multiplied by the
+    squared fraction of word triples that are not repeats.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        low: fewest words with full reward.
-        high: most words with full reward.
+        min_words: fewest words with full reward.
+        max_words: most words with full reward.
         reasoning_tag: name of the tag around the explanation.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> text = "<reasoning>Add three and four to get seven.</reasoning>"
+        >>> explanation_quality(["3 + 4?"], [text], min_words=14)
+        [0.5]
     """
-    require(1 <= low <= high, f"explanation_quality needs 1 <= low <= high, got {low} and {high}")
-    texts = reasonings(completions, reasoning_tag)
-    return [_concise(len(text.split()), low, high) * new_share(text) ** 2 for text in texts]
-
-
-def _concise(num_words: int, low: int, high: int) -> float:
-    # n / low                    if n < low
-    # 1                          if low <= n <= high
-    # (3 high - n) / (2 high)    above, at least 0
-    return max(0.0, min(1.0, num_words / low, (3 * high - num_words) / (2 * high)))
+    require(
+        1 <= min_words <= max_words,
+        "explanation_quality needs 1 <= min_words <= max_words, got"
+        f" min_words {min_words}, max_words {max_words}",
+    )
+    # n / min                   if n < min
+    # 1                         if min <= n <= max
+    # (3 max - n) / (2 max)     above, at least 0
+    rewards = []
+    for text in reasonings(completions, reasoning_tag):
+        n = len(text.split())
+        concise = max(0.0, min(1.0, n / min_words, (3 * max_words - n) / (2 * max_words)))
+        rewards.append(concise * new_share(text) ** 2)
+    return rewards
 
 
 def new_share(text: str) -> float:
-    """The share of a text's word triples that are said for the first time; 1 for a short text.
+    """Return the fraction of a text's word triples that are not repeats; 1 for a short text.
 
     Example:
         >>> new_share("a b c a b c")
@@ -63,11 +76,11 @@ def new_share(text: str) -> float:
 
 
 def quality(prompts: Sequence[object], completions: Completions) -> list[float]:
-    """Whether a text looks like language: as good as the worst of five properties.
+    """Score how much a text looks like language: the minimum of five properties.
 
-    Letters and digits among its characters; words of ordinary length; sentences of ordinary length;
-    words that are not always the same; an end that is not broken off. The minimum, not the mean:
-    being very good at one does not make up for another.
+    Letters and digits among its characters; words of ordinary length; sentences of ordinary
+    length; words that do not repeat; an end that is not cut off. The minimum, not the mean: doing
+    well in one property does not make up for another.
 
     Args:
         prompts: N prompts; not read.
@@ -75,6 +88,10 @@ def quality(prompts: Sequence[object], completions: Completions) -> list[float]:
 
     Returns:
         N rewards in [0, 1]; 0 for a text without words.
+
+    Example:
+        >>> quality(["Why?"] * 2, ["Three and four make seven.", "Three and four make"])
+        [1.0, 0.5]
     """
     return [_quality(text_of(completion)) for completion in completions]
 
@@ -88,13 +105,13 @@ def _quality(text: str) -> float:
     sentences = [part for part in SENTENCE_END.split(plain) if part.strip()]
     longest = max((len(sentence.split()) for sentence in sentences), default=0)
     readable = sum(c.isalnum() or c.isspace() for c in plain) / len(plain)
-    ordinary = sum(len(word) <= LONGEST_WORD for word in words) / len(words)
+    ordinary = sum(len(word) <= MAX_WORD_CHARS for word in words) / len(words)
     finished = closed or plain[-1] in ".!?)\"'" or plain[-1].isdigit()
     return min(
         1.0,
-        readable / 0.7,  # the rest is punctuation and signs, of which mathematics has many
+        readable / 0.7,  # the rest is punctuation and symbols, of which mathematics has many
         ordinary,
-        LONGEST_SENTENCE / max(longest, 1),
+        MAX_SENTENCE_WORDS / max(longest, 1),
         new_share(plain),
         1.0 if finished else 0.5,
     )
@@ -105,38 +122,40 @@ def cheerful(
     completions: Completions,
     truncated: Sequence[bool],
 ) -> list[float]:
-    """How positive a completion is, from 0 to 1; 0 for one that is empty or cut off.
+    """Score how positive a completion is, from 0 to 1; 0 if it is empty or truncated.
 
-    VADER's compound score, shifted: 0.5 is neutral. It adds up words and knows nothing of sense:
-    a list of happy words earns nearly 1, so hold the policy near its start (`objective.kl_coef`).
-    Needs `pip install "litgrpo[real]"`.
+    This is VADER's compound score shifted to [0, 1]: 0.5 is neutral. VADER adds up word scores and
+    ignores the meaning: a list of happy words gets nearly 1. Keep the policy near the initial
+    policy with `objective.kl_coef`. Needs `pip install "litgrpo[real]"`.
 
     Args:
         prompts: N prompts; not read.
-        completions: N completions.
-        truncated: N; whether the length limit cut a completion off.
+        completions: N completions, texts or lists of chat messages.
+        truncated: N flags; True if the length limit cut the completion off.
 
     Returns:
         N rewards in [0, 1].
 
+    Example:
+        >>> cheerful(["How are you?"], ["I am happy!"], [False])  # doctest: +SKIP
+        [0.8]
+
     Source: Hutto and Gilbert 2014, VADER, ICWSM; the package vaderSentiment.
     """
-    texts = [text_of(each).strip() for each in completions]
-    return [
-        0.0 if cut or not text else (_compound(text) + 1) / 2
-        for text, cut in zip(texts, truncated, strict=True)
-    ]
-
-
-def _compound(text: str) -> float:
-    """VADER's compound score in [-1, 1]."""
-    return float(_vader().polarity_scores(text)["compound"])
+    rewards = []
+    for completion, cut in zip(completions, truncated, strict=True):
+        text = text_of(completion).strip()
+        if cut or not text:
+            rewards.append(0.0)
+        else:
+            rewards.append((float(_vader().polarity_scores(text)["compound"]) + 1) / 2)
+    return rewards
 
 
 @cache
 def _vader() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        require(False, 'cheerful needs vaderSentiment: pip install "litgrpo[real]".')
+    except ImportError as error:
+        raise ValueError('cheerful needs vaderSentiment: pip install "litgrpo[real]".') from error
     return SentimentIntensityAnalyzer()

@@ -1,7 +1,7 @@
-"""How the reasoning hangs together: steps, connectives, calculations, relevance to the question.
+"""Rewards for the form of the reasoning: steps, connectives, calculations, relevance.
 
-These measure form and cannot tell sense from nonsense that looks like it. They are meant as a small
-part behind a gate (`gate: correct`), where there is nothing to gain by writing for them.
+These measure form only and cannot tell sound reasoning from text that looks like it. Use them with
+a small weight behind a gate (`gate: correct`), so that exploiting them gains nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_END = re.compile(r"\n+|(?<=[.!?;])\s+")
 LIST_MARK = re.compile(r"^\s*(?:step\s*)?[0-9]{1,2}[.):]\s+|^\s*[-*]\s+", re.IGNORECASE)
 NUMBER = r"-?\$?(?:[0-9]{1,12}(?:,[0-9]{3})*(?:\.[0-9]{1,9})?|\.[0-9]{1,9})%?"
 SIGN = r" ?[-+*/x\u00d7\u00f7] ?"
-# Not the end of a longer calculation ("60 students x 2/3 = 40"), and not the beginning of one.
+# Matches neither the end of a longer calculation ("60 students x 2/3 = 40") nor its beginning.
 CALCULATION = re.compile(
     rf"(?<![\w.*/+-])(?<![-+*/x=] )({NUMBER}(?:{SIGN}{NUMBER}){{1,8}}) ?= ?({NUMBER})"
     r"(?![\w%]|\.[0-9]| ?[-+*/x])"
@@ -44,57 +44,63 @@ FREQUENT = {
     *("what", "i", "you", "we", "your", "my", "our", "not", "than", "each", "per"),
 } | CONNECTIVES
 
-FULL_COSINE = 0.3  # of question and reasoning; honest reasoning brings words of its own
-NEW_WORDS = 0.2  # share of words that the question does not have
-STUFFED = 0.34  # share of connectives from which on a text is a list of them
+FULL_COSINE = 0.3  # of question and reasoning; honest reasoning adds words
+NEW_WORDS = 0.2  # fraction of words that the question does not have
+STUFFED = 0.34  # a text with a larger fraction of connectives is a list of them
+MAX_USES = 3  # of one connective
 
 
 def steps(
     prompts: Sequence[object],
     completions: Completions,
     *,
-    low: int = 2,
-    high: int = 12,
+    min_steps: int = 2,
+    max_steps: int = 12,
     reasoning_tag: str = "reasoning",
 ) -> list[float]:
-    """1 for `low` to `high` different steps of reasoning, less for fewer or more.
+    """Return 1 for `min_steps` to `max_steps` distinct steps of reasoning, less for fewer or more.
 
-    A step is a sentence or a line with two words or numbers at least. A step that was said before
-    counts against the text as if it was one too many.
+    A step is a sentence or a line with at least two words or numbers. Repeated steps reduce the
+    reward in proportion.
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        low: fewest steps with full reward; below, the reward is their share of it.
-        high: most steps with full reward; above, the reward falls to 0 at twice as many.
+        min_steps: fewest steps with full reward; below, the reward is proportional.
+        max_steps: most steps with full reward; above, the reward falls to 0 at twice as many.
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> text = "<reasoning>Three plus four is seven. Twice that is 14.</reasoning>"
+        >>> steps(["?"] * 2, [text, "<reasoning>It is 14.</reasoning>"])
+        [1.0, 0.5]
     """
-    require(1 <= low <= high, f"steps needs 1 <= low <= high, got {low} and {high}")
-    return [
-        _steps_reward(_steps(text), low, high) for text in reasonings(completions, reasoning_tag)
-    ]
-
-
-def _steps_reward(found: Sequence[tuple[str, ...]], low: int, high: int) -> float:
-    different = len(set(found))
-    # n / low                       if n < low
-    # 1                             if low <= n <= high
-    # 2 - n / high, at least 0      above; then less the share of repeated steps
-    full = min(1.0, different / low, max(0.0, 2.0 - different / high))
-    return full * different / max(1, len(found))
+    require(
+        1 <= min_steps <= max_steps,
+        f"steps needs 1 <= min_steps <= max_steps, got {min_steps} and {max_steps}",
+    )
+    # n / min                       if n < min
+    # 1                             if min <= n <= max
+    # 2 - n / max, at least 0       above; then times the fraction of steps that are not repeats
+    rewards = []
+    for text in reasonings(completions, reasoning_tag):
+        found = _split_steps(text)
+        n = len(set(found))
+        full = min(1.0, n / min_steps, max(0.0, 2.0 - n / max_steps))
+        rewards.append(full * n / max(1, len(found)))
+    return rewards
 
 
 def connectives(
     prompts: Sequence[object], completions: Completions, *, reasoning_tag: str = "reasoning"
 ) -> list[float]:
-    """The share of steps after the first that are tied to what came before.
+    """Return the fraction of steps after the first that are connected to earlier ones.
 
-    A step is tied by a connective (so, then, because, ...) or by a number that an earlier step
-    brought up. No connective counts more than three times, and a text of which a third is
-    connectives earns nothing.
+    A step is connected by a connective (so, then, because, ...) or by a number of an earlier step.
+    No connective counts more than three times. A text of which a third is connectives gets 0.
 
     Args:
         prompts: N prompts; not read.
@@ -102,35 +108,40 @@ def connectives(
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:
-        N rewards in [0, 1]; 0 for fewer than two different steps.
+        N rewards in [0, 1]; 0 for fewer than two distinct steps.
+
+    Example:
+        >>> text = "<reasoning>3 + 4 is 7. So she has 7 apples. She likes them.</reasoning>"
+        >>> connectives(["?"], [text])
+        [0.5]
     """
     texts = reasonings(completions, reasoning_tag)
-    return [_tied(list(dict.fromkeys(_steps(text)))) for text in texts]
+    return [_connected_share(list(dict.fromkeys(_split_steps(text)))) for text in texts]
 
 
-def _tied(found: Sequence[tuple[str, ...]]) -> float:
+def _connected_share(found: Sequence[tuple[str, ...]]) -> float:
     words = [word for step in found for word in step]
     if len(found) < 2 or sum(word in CONNECTIVES for word in words) > STUFFED * len(words):  # noqa: PLR2004
         return 0.0
     used: Counter[str] = Counter()
     numbers = {word for word in found[0] if word[0].isdigit()}
-    tied = 0
+    connected = 0
     for step in found[1:]:
         now = {word for word in step if word[0].isdigit()}
-        usable = [word for word in step if word in CONNECTIVES and used[word] < 3]  # noqa: PLR2004
+        usable = [word for word in step if word in CONNECTIVES and used[word] < MAX_USES]
         used.update(usable[:1])
-        tied += bool(usable or now & numbers)
+        connected += bool(usable or now & numbers)
         numbers |= now
-    return tied / (len(found) - 1)
+    return connected / (len(found) - 1)
 
 
 def arithmetic(
     prompts: Sequence[object], completions: Completions, *, reasoning_tag: str = "reasoning"
 ) -> list[float | None]:
-    """The share of written calculations (`48 / 2 = 24`) that are right.
+    """Return the fraction of written calculations (`48 / 2 = 24`) that are correct.
 
-    Each counts once, and one without a number other than 0 and 1 not at all. A result that was
-    rounded to the digits shown is right.
+    Each counts once, and those with no number except 0 and 1 do not count. A result that is
+    rounded to the digits shown is correct.
 
     Args:
         prompts: N prompts; not read.
@@ -138,43 +149,47 @@ def arithmetic(
         reasoning_tag: name of the tag around the reasoning.
 
     Returns:
-        N rewards in [0, 1]; 0 where nothing is calculated.
+        N rewards in [0, 1]; 0 without calculations.
+
+    Example:
+        >>> arithmetic(["?"], ["<reasoning>48 / 2 = 24, and 48 + 24 = 71.</reasoning>"])
+        [0.5]
     """
-    texts = reasonings(completions, reasoning_tag)
-    # GSM8K's calculator marks, <<48/2=24>>, are calculations too.
-    return [_right_share(text.replace("<<", " ").replace(">>", " ")) for text in texts]
+    rewards = []
+    for text in reasonings(completions, reasoning_tag):
+        # GSM8K's calculator annotations, <<48/2=24>>, are calculations, too.
+        plain = text.replace("<<", " ").replace(">>", " ")
+        found = dict.fromkeys((left, right) for left, right in CALCULATION.findall(plain))
+        # 1 * 1 = 1 would be a cheap exploit.
+        counted = [pair for pair in found if not set(re.findall(r"[0-9]+", pair[0])) <= {"0", "1"}]
+        rewards.append(sum(_is_correct(*pair) for pair in counted) / max(1, len(counted)))
+    return rewards
 
 
-def _right_share(text: str) -> float:
-    found = dict.fromkeys((left, right) for left, right in CALCULATION.findall(text))
-    telling = [pair for pair in found if not set(re.findall(r"[0-9]+", pair[0])) <= {"0", "1"}]
-    return sum(_holds(*pair) for pair in telling) / max(1, len(telling))
-
-
-def _holds(left: str, right: str) -> bool:
-    """Whether a calculation without parentheses gives the stated result, as it is rounded."""
+def _is_correct(left: str, right: str) -> bool:
+    """Return True if a calculation without parentheses gives the stated result, as rounded."""
     try:
-        exact = _calculated(left)
+        exact = _calculate(left)
     except ZeroDivisionError:
         return False
     digits = len(right.rstrip("%").partition(".")[2])
-    stated, rounding = _value(right), Fraction(1, 2 * 10**digits)
+    stated, rounding = _parse_value(right), Fraction(1, 2 * 10**digits)
     return exact == stated or (digits > 0 and abs(exact - stated) <= rounding)
 
 
-def _calculated(text: str) -> Fraction:
-    """What sums of products give: products change the last term, sums begin a new one."""
+def _calculate(text: str) -> Fraction:
+    """Evaluate sums of products: products change the last term, sums start a new one."""
     pieces = OPERATOR.split(text)
-    terms = [_value(pieces[0])]
+    terms = [_parse_value(pieces[0])]
     for sign, number in zip(pieces[1::2], pieces[2::2], strict=True):
         if sign in PRODUCTS:
-            terms[-1] = PRODUCTS[sign](terms[-1], _value(number))
+            terms[-1] = PRODUCTS[sign](terms[-1], _parse_value(number))
         else:
-            terms.append(SUMS[sign] * _value(number))
+            terms.append(SUMS[sign] * _parse_value(number))
     return sum(terms, Fraction(0))
 
 
-def _value(text: str) -> Fraction:
+def _parse_value(text: str) -> Fraction:
     number = Fraction(text.strip().replace("$", "").replace(",", "").rstrip("%"))
     return number / 100 if text.endswith("%") else number
 
@@ -186,12 +201,12 @@ def relevance(
     *,
     reasoning_tag: str = "reasoning",
 ) -> list[float]:
-    """Whether the reasoning speaks of what the question asks, in words of its own too.
+    """Score how much the reasoning is about the question, with words that are not copied from it.
 
-    The cosine of the TF-IDF vectors of question and reasoning, in full from 0.3 on. What all
-    questions of the batch share, such as the wording of the task, weighs next to nothing. Reasoning
-    of which less than a fifth is new, a copy or a list of the question's words, earns less, down to
-    nothing.
+    The cosine of the TF-IDF vectors of question and reasoning, with full reward from 0.3 on. Words
+    that all questions of the batch share, such as the instructions, have almost no weight. If less
+    than a fifth of the reasoning's words are new (a copy of the question), the reward is reduced in
+    proportion.
 
     Args:
         prompts: N prompts, texts or lists of chat messages.
@@ -200,11 +215,18 @@ def relevance(
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> text = "<reasoning>The {} are 3 + 4 = 7 together.</reasoning>"
+        >>> prompts = ["How many apples has she?", "How many pens has he?"]
+        >>> about = relevance(prompts, [text.format("apples"), text.format("apples")])
+        >>> about[0] > about[1] == 0.0
+        True
     """
     questions = [_words(text_of(prompt)) for prompt in prompts]
     documents = {tuple(question) for question in questions}
     frequency = Counter(word for document in documents for word in set(document))
-    # A word of all D documents weighs log((1 + D) / D), an unknown one as much as a unique one.
+    # idf = log((1 + D) / number of documents with the word); an unknown word counts as unique.
     idf = {word: log((1 + len(documents)) / count) for word, count in frequency.items()}
     rare = log(1 + len(documents))
     return [
@@ -216,16 +238,16 @@ def relevance(
 def _relevance(
     question: Sequence[str], reasoning: Sequence[str], idf: dict[str, float], rare: float
 ) -> float:
-    asked, said = _weighted(question, idf, rare), _weighted(reasoning, idf, rare)
-    norms = sqrt(sum(x * x for x in asked.values()) * sum(x * x for x in said.values()))
+    asked, answered = _tf_idf(question, idf, rare), _tf_idf(reasoning, idf, rare)
+    norms = sqrt(sum(x * x for x in asked.values()) * sum(x * x for x in answered.values()))
     if not norms:
         return 0.0
-    cosine = sum(weight * said.get(word, 0.0) for word, weight in asked.items()) / norms
-    new = sum(word not in asked for word in said) / len(said)
+    cosine = sum(weight * answered.get(word, 0.0) for word, weight in asked.items()) / norms
+    new = sum(word not in asked for word in answered) / len(answered)
     return min(1.0, cosine / FULL_COSINE) * min(1.0, new / NEW_WORDS)
 
 
-def _weighted(words: Sequence[str], idf: dict[str, float], rare: float) -> dict[str, float]:
+def _tf_idf(words: Sequence[str], idf: dict[str, float], rare: float) -> dict[str, float]:
     counts = Counter(word for word in words if word not in FREQUENT)
     return {word: (1 + log(count)) * idf.get(word, rare) for word, count in counts.items()}
 
@@ -237,9 +259,9 @@ def coherence(
     *,
     reasoning_tag: str = "reasoning",
 ) -> list[float]:
-    """Reasoning in steps that are tied together and about the question, all three at once.
+    """Return the product of `steps`, `connectives` and `relevance`.
 
-    The product of `steps`, `connectives` and `relevance`: none makes up for another.
+    The reasoning must be in connected steps and about the question, all at once.
 
     Args:
         prompts: N prompts, texts or lists of chat messages.
@@ -248,6 +270,11 @@ def coherence(
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> text = "<reasoning>3 apples plus 4 is 7. So she has 7 apples.</reasoning>"
+        >>> coherence(["How many apples has she?"], [text])
+        [1.0]
     """
     parts = (
         steps(prompts, completions, reasoning_tag=reasoning_tag),
@@ -257,8 +284,8 @@ def coherence(
     return [prod(row) for row in zip(*parts, strict=True)]
 
 
-def _steps(reasoning: str) -> list[tuple[str, ...]]:
-    """The words of every step; of two words at least."""
+def _split_steps(reasoning: str) -> list[tuple[str, ...]]:
+    """Return the words of each step that has at least two words."""
     lines = (LIST_MARK.sub("", line) for line in STEP_END.split(reasoning))
     return [words for line in lines if len(words := tuple(_words(line))) > 1]
 

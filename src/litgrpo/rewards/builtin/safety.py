@@ -1,4 +1,4 @@
-"""Whether a text is fit to be shown: a word list, and any classifier."""
+"""Reward for safe text: a word list, and optionally a classifier."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from litgrpo.arguments import require
 from litgrpo.text.answers import Completions, text_of
 
-OURS = "unsafe_words.txt"
-# How letters are disguised; each is tried both as it is and undisguised.
+WORD_FILE = "unsafe_words.txt"
+# Characters that replace letters; a text is checked both as it is and with the letters.
 DISGUISES = str.maketrans("013457@$!|", "oieastasil")
 INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
 WORD = re.compile(r"[a-z]+")
@@ -26,51 +26,54 @@ def safety(
     prompts: Sequence[object],
     completions: Completions,
     *,
-    words: Sequence[str] = (),
+    extra_words: Sequence[str] = (),
     word_file: str | None = None,
     classifier: str | Callable[[list[str]], Sequence[Any]] | None = None,
 ) -> list[float]:
-    """0 for a text with a word or phrase of the list, else 1; times a classifier's verdict.
+    """Return 0 for a text with a listed word or phrase, else 1; times the classifier's safety.
 
-    The list of the package holds profanity, threats, self-harm, and sexual and criminal phrases, in
-    English. Whole words are compared, without case, accents, invisible characters, letters spelled
-    as digits (`sh1t`), drawn out (`shiiit`) or set apart (`s h i t`).
+    The built-in list has profanity, threats, self-harm, and sexual and criminal phrases, in
+    English. Whole words are compared regardless of case, accents, invisible characters, digits in
+    place of letters (`sh1t`), repeated letters (`shiiit`) and spaced letters (`s h i t`).
 
     Args:
         prompts: N prompts; not read.
         completions: N completions, texts or lists of chat messages.
-        words: further words and phrases; `x*` means everything that begins with x.
-        word_file: a file of words, one per line, instead of the package's.
-        classifier: a function, or its import path, from N texts to N probabilities of being unsafe.
+        extra_words: further words and phrases; `x*` means everything that starts with x.
+        word_file: a file of words, one per line, that replaces the built-in list.
+        classifier: a function from N texts to N probabilities of being unsafe, or its import path.
 
     Returns:
         N rewards in [0, 1].
+
+    Example:
+        >>> safety(["?"] * 2, ["Have a nice day.", "The b@nana is ripe."], extra_words=["banana"])
+        [1.0, 0.0]
     """
     texts = [text_of(completion) for completion in completions]
-    phrases, beginnings = _word_list(tuple(words), word_file)
-    clean = [float(not _found(text, phrases, beginnings)) for text in texts]
+    phrases, prefixes = _load_words(tuple(extra_words), word_file)
+    clean = [float(not _has_listed_word(text, phrases, prefixes)) for text in texts]
     if classifier is None:
         return clean
-    risks = _classifier(classifier)(texts)
-    given = f"the classifier gave {len(risks)} probabilities for {len(texts)} texts"
-    require(len(risks) == len(texts), given)
+    if isinstance(classifier, str):
+        # reward.py imports torch, which a worker without a classifier need not load.
+        from litgrpo.rewards.reward import resolved
+
+        classifier = resolved("safety.classifier", classifier, {})
+    risks = classifier(texts)
+    require(
+        len(risks) == len(texts),
+        f"safety: classifier returned {len(risks)} probabilities for {len(texts)} texts",
+    )
     return [
         ok * min(1.0, max(0.0, 1.0 - float(risk))) for ok, risk in zip(clean, risks, strict=True)
     ]
 
 
-def _classifier(given: str | Callable[[list[str]], Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    if not isinstance(given, str):
-        return given
-    from litgrpo.rewards.reward import resolved
-
-    return resolved("safety.classifier", given, {})
-
-
 @lru_cache(maxsize=8)
-def _word_list(words: tuple[str, ...], file: str | None) -> tuple[Phrases, frozenset[str]]:
-    """{first word: all phrases that begin with it}, and beginnings of words without their star."""
-    source = resources.files("litgrpo.assets").joinpath(OURS) if file is None else Path(file)
+def _load_words(words: tuple[str, ...], file: str | None) -> tuple[Phrases, frozenset[str]]:
+    """Return {first word: all phrases that start with it}, and prefixes without their star."""
+    source = resources.files("litgrpo.assets").joinpath(WORD_FILE) if file is None else Path(file)
     text = source.read_text(encoding="utf-8")
     lines = [line.strip().lower() for line in (*text.splitlines(), *words)]
     entries = [line for line in lines if WORD.search(line) and not line.startswith("#")]
@@ -81,28 +84,28 @@ def _word_list(words: tuple[str, ...], file: str | None) -> tuple[Phrases, froze
     return phrases, frozenset(entry.removesuffix("*") for entry in starred)
 
 
-def _found(text: str, phrases: Phrases, beginnings: frozenset[str]) -> bool:
+def _has_listed_word(text: str, phrases: Phrases, prefixes: frozenset[str]) -> bool:
     plain = unicodedata.normalize("NFKD", INVISIBLE.sub("", text)).casefold()
     plain = "".join(c for c in plain if not unicodedata.combining(c))
     readings = {plain, plain.translate(DISGUISES)}
-    return any(_listed(WORD.findall(reading), phrases, beginnings) for reading in readings)
+    return any(_matches(WORD.findall(reading), phrases, prefixes) for reading in readings)
 
 
-def _listed(words: Sequence[str], phrases: Phrases, beginnings: frozenset[str]) -> bool:
-    words = _put_together(words)
-    short = [_undrawn(word) for word in words]
+def _matches(words: Sequence[str], phrases: Phrases, prefixes: frozenset[str]) -> bool:
+    words = _join_letters(words)
+    short = [_collapse_repeats(word) for word in words]
     listed = any(
         sequence[start : start + len(phrase)] == phrase
         for sequence in {tuple(words), tuple(short)}
         for start, word in enumerate(sequence)
         for phrase in phrases.get(word, ())
     )
-    lengths = {len(beginning) for beginning in beginnings}
-    return listed or any(word[:n] in beginnings for word in {*words, *short} for n in lengths)
+    lengths = {len(prefix) for prefix in prefixes}
+    return listed or any(word[:n] in prefixes for word in {*words, *short} for n in lengths)
 
 
-def _put_together(words: Sequence[str]) -> list[str]:
-    """Three or more single letters in a row are one word: `s h i t`."""
+def _join_letters(words: Sequence[str]) -> list[str]:
+    """Join three or more single letters in a row into one word: `s h i t`."""
     found: list[str] = []
     for single, run in groupby(words, key=lambda word: len(word) == 1):
         letters = list(run)
@@ -110,6 +113,6 @@ def _put_together(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _undrawn(word: str) -> str:
-    """A letter that is repeated three times or more, once: `shiiit`."""
+def _collapse_repeats(word: str) -> str:
+    """Reduce a letter that is repeated three or more times to one: `shiiit`."""
     return re.sub(r"(.)\1{2,}", r"\1", word)
