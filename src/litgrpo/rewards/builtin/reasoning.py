@@ -137,7 +137,7 @@ def _connected_share(found: Sequence[tuple[str, ...]]) -> float:
 
 def arithmetic(
     prompts: Sequence[object], completions: Completions, *, reasoning_tag: str = "reasoning"
-) -> list[float | None]:
+) -> list[float]:
     """Return the fraction of written calculations (`48 / 2 = 24`) that are correct.
 
     Each counts once, and those with no number except 0 and 1 do not count. A result that is
