@@ -172,5 +172,5 @@ def test_other_objects_than_a_model_with_a_tokenizer_raise(given, problem):
 def test_a_compiled_module_is_refused_in_one_sentence(kind):
     arguments = {"rewards": [letters]} if kind is GRPO else {}
     module = kind("builtin:tiny-gemma2", **arguments, max_iterations=1)
-    with pytest.raises(ValueError, match="torch.compile"):
+    with pytest.raises(ValueError, match=r"torch\.compile"):
         train(torch.compile(module, backend="eager"), batches("ab"))
