@@ -104,7 +104,7 @@ def test_a_group_of_one_is_refused_before_training():
 def test_a_model_without_tokenizer_is_refused_before_training(architecture, tmp_path):
     # For some architectures transformers makes one of special tokens only, and says nothing.
     tiny_model(architecture).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"its files are missing|No tokenizer could be loaded"):
+    with pytest.raises(ValueError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
 
 

@@ -48,9 +48,7 @@ def test_a_class_is_there_with_all_its_keys(page, owner, pages):
 def test_a_key_has_its_type_its_default_and_what_it_is(pages):
     line = "| `group_size` | `int` | `8` | completions per prompt, G (TRL: num_generations). |"
     assert line in pages["reference/model_keys"]
-    assert (
-        "| `pretrained` | `str` | required | the model to train:" in pages["reference/model_keys"]
-    )
+    assert "| `pretrained` | `str` | required | model to train:" in pages["reference/model_keys"]
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head(pages):

@@ -13,6 +13,7 @@ class Comm(Protocol):
     """Collective operations on tensors; every rank must call them equally often.
 
     Example:
+        >>> import torch
         >>> SingleProcess().sum(torch.tensor(2.0))
         tensor(2.)
     """
