@@ -159,7 +159,7 @@ def undone(prompts, completions, answer):
 
 def test_a_length_limit_that_few_long_solutions_exceed_is_no_fault() -> None:
     long = Problem("How many are four and four?", "So it is. " * 45 + "\n#### 8")
-    rewards = SOUND | {"length": Reward(length, weight=0.1, kwargs={"high": 150})}
+    rewards = SOUND | {"length": Reward(length, weight=0.1, kwargs={"max_tokens": 150})}
     found = report(rewards, [*PROBLEMS, long])
     assert found.passed, found.faults
     means = {line.kind: line.mean for line in found.attacks}
