@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 PUBLIC = {
     "GRPO": "litgrpo.training.grpo",
     "SFT": "litgrpo.training.sft",
-    "PromptData": "litgrpo.data.prompt_data",
-    "PairData": "litgrpo.data.pair_data",
+    "PromptData": "litgrpo.data.modules",
+    "PairData": "litgrpo.data.modules",
     "WarmupCosine": "litgrpo.training.optim",
     "WarmupLinear": "litgrpo.training.optim",
 }

@@ -1,4 +1,4 @@
-"""An environment, or a source of a set with a name, from what a recipe gives."""
+"""Construct environments and sources from `class_path` and `init_args` of a recipe."""
 
 from __future__ import annotations
 
@@ -11,56 +11,67 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from litgrpo.arguments import did_you_mean, import_by_path, require
 
 
-def given_environment(given: Any) -> Any:
-    """The environment that is given.
+def instantiate_environment(given: Any) -> Any:
+    """Return the environment that a recipe or a Python caller gives.
 
-    Any object may be one, so the command line leaves a class that it could not make as it was
-    written, and keeps to itself why: here it is made, so that the class itself says it.
+    Any object may be an environment. So the command line's parser does not check the class, and
+    leaves one that it could not construct as it was written, without an error. It is constructed
+    here, where the error of the class is raised.
 
     Args:
         given: an object; or the import path of a class that takes no arguments; or
             {class_path, init_args}.
 
     Raises:
-        ValueError: there is no such class, or it refuses its arguments.
+        ValueError: there is no such class, or it rejects its arguments.
+
+    Example:
+        >>> instantiate_environment("litgrpo.environments.examples.NumberGame").tries
+        4
     """
     if isinstance(given, str):
         return import_by_path(given)()
-    keys = [*vars(given)] if isinstance(given, Namespace) else given
-    nameless = isinstance(keys, list | Mapping) and "class_path" not in keys
-    require(
-        not nameless,
-        f"environment is {given!r:.80}, without class_path. An overlay that changes its arguments "
-        "names the class again: environment: {class_path: ..., init_args: ...}.",
-    )
-    return made(given, "environment")
+    if isinstance(given, Namespace | list | Mapping):
+        require(
+            "class_path" in given,
+            f"environment is {given!r:.80}, without class_path. A config override that changes its "
+            "arguments names the class again: environment: {class_path: ..., init_args: ...}.",
+        )
+    return instantiate_class(given, "environment")
 
 
-def given_sets(given: Any) -> Any:
-    """The sources of sets with names, of which some may be {class_path, init_args}; else `given`.
+def instantiate_sources(given: Any) -> Any:
+    """Return named sets, {name: source}, whose sources may be {class_path, init_args}.
+
+    Anything else is returned unchanged.
 
     Raises:
-        ValueError: there is no such class, or it refuses its arguments.
+        ValueError: there is no such class, or it rejects its arguments.
+
+    Example:
+        >>> node = {"class_path": "litgrpo.data.EpisodePrompts", "init_args": {"size": 3}}
+        >>> instantiate_sources({"easy": node})["easy"].size
+        3
     """
     if not isinstance(given, Mapping):
         return given
     return {
-        name: [made(one, f"set {name!r}:") for one in source]
+        name: [instantiate_class(one, f"set {name!r}:") for one in source]
         if isinstance(source, list)
-        else made(source, f"set {name!r}:")
+        else instantiate_class(source, f"set {name!r}:")
         for name, source in given.items()
     }
 
 
-def made(given: Any, what: str) -> Any:
-    """The object of {class_path, init_args}; anything else as it is.
+def instantiate_class(given: Any, role: str) -> Any:
+    """Construct the object of {class_path, init_args}; return anything else unchanged.
 
     Args:
-        given: what a recipe holds.
-        what: it is, for messages.
+        given: node of a recipe.
+        role: what the object is, for messages.
 
     Raises:
-        ValueError: there is no such class, or it refuses its arguments.
+        ValueError: there is no such class, or it rejects its arguments.
     """
     settings = given.as_dict() if isinstance(given, Namespace) else given
     if not (isinstance(settings, Mapping) and "class_path" in settings):
@@ -69,13 +80,15 @@ def made(given: Any, what: str) -> Any:
     kind = import_by_path(path)
     known = list(inspect.signature(kind).parameters)
     unknown = [key for key in arguments if key not in known]
-    first = "".join(unknown[:1])
-    hint = f"{did_you_mean(first, known)}; it takes {', '.join(known) or 'none'}."
-    require(not unknown, f"{what} {path} has no argument '{first}'{hint}")
+    if unknown:
+        raise ValueError(
+            f"{role} {path} has no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}; "
+            f"it takes {', '.join(known) or 'none'}."
+        )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "init_args")
     try:
         parsed = parser.parse_object({"init_args": arguments})
     except ArgumentError as error:
-        raise ValueError(f"{what} {path}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{role} {path}: {' '.join(str(error).split())}") from error
     return parser.instantiate(parsed).init_args

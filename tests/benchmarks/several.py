@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.rewards import correctness
 from litgrpo.rewards.reward import Reward

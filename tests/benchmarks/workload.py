@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import Dataset
 
-from litgrpo.data.sampler import BatchLoader, BatchOrder
+from litgrpo.data.loader import BatchLoader, BatchOrder
 from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.kernels.linear import KernelChoice
 from litgrpo.models.loading import Precision, build_policy

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from litgrpo.callbacks import invariant_checks
 from litgrpo.callbacks.invariant_checks import InvariantChecks, first_batch
 from litgrpo.checks.invariants import Finding
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from tests.support.training import batches, module, train
 
 FAILS = Finding("6 groups are contiguous", 1.0, 0.0)

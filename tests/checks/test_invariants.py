@@ -13,7 +13,7 @@ from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import MicroBatchTokenMean, Objective, TokenMean
 from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.checks import invariants
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.models import causal
 from litgrpo.models import policy as policies
 from litgrpo.models import shared_prefix as attention

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from litgrpo.data.pairs import PairStyle, tokenized_pairs
-from litgrpo.data.rendering import Chat, LengthLimit, Template, prompt_style
-from litgrpo.data.sources import read
+from litgrpo.data.pairs import PairFormat, tokenize_pairs
+from litgrpo.data.rendering import Chat, LengthLimit, TextTemplate, build_prompt_format
+from litgrpo.data.sources import read_rows
 from tests.support.models import byte_tokenizer
 
 # As ChatML, with the end token as the mark of a turn's end.
@@ -25,10 +25,12 @@ TALK = [
 def pairs_of(row, *, turns="all", chat=True, form=FORMAT, limit=99, completion=None):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = form
-    pairs = tokenized_pairs(
-        read([row]),
+    pairs = tokenize_pairs(
+        read_rows([row]),
         "train",
-        style=PairStyle(prompt_style(None, chat), Template("completion", completion), turns),
+        pair_format=PairFormat(
+            build_prompt_format(None, chat), TextTemplate("completion", completion), turns
+        ),
         limit=LengthLimit("max_length", limit, "truncate"),
         tokenizer=tokenizer,
         pad_to_multiple_of=1,
@@ -85,17 +87,15 @@ def test_a_conversation_that_is_cut_off_learns_what_is_left():
     assert learned == ["y"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last():
-    with pytest.raises(
-        ValueError, match=r"row 1: .* writes a turn otherwise .* `train_on_turns: last`"
-    ):
+def test_a_chat_template_that_changes_earlier_turns_needs_train_on_turns_last():
+    with raises_for("row 1", "train_on_turns: last"):
         pairs_of({"messages": TALK}, form=LAST_ONLY)
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "keys"),
     [
-        ({"messages": TALK[:1]}, "row 1: no message is the assistant's"),
+        ({"messages": TALK[:1]}, "x),
         ({"messages": "hi"}, "row 1: messages are 'hi'; expected"),
         ({"messages": [{"role": "user"}]}, "row 1: messages are .* expected"),
     ],

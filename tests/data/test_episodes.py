@@ -1,10 +1,10 @@
 import pytest
 
 from litgrpo.data import EpisodePrompts
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.rows import Table
+from litgrpo.data.modules import PromptData
+from litgrpo.data.rows import RowReader
 
-PLAIN = Table(columns={}, extract={}, val_fraction=0.0, train_val_overlap="drop")
+PLAIN = RowReader(columns={}, extract={}, val_fraction=0.0, train_val_overlap="drop")
 
 
 def test_rows_carry_a_number_a_prompt_and_the_same_columns():
@@ -17,13 +17,13 @@ def test_rows_carry_a_number_a_prompt_and_the_same_columns():
 
 def test_the_same_prompt_with_another_number_is_another_row():
     with pytest.warns(UserWarning, match="2 of 10 training prompts are in the validation set"):
-        train, val = PLAIN.train_and_val(
+        train, val = PLAIN.read_train_and_val(
             EpisodePrompts(size=10), EpisodePrompts(size=5, first_episode=8)
         )
     assert [row.values["episode_number"] for row in train] == list(range(8))
     assert len(val) == 5
-    held = Table(columns={}, extract={}, val_fraction=0.5, train_val_overlap="drop")
-    train, val = held.train_and_val(EpisodePrompts(size=100), None)
+    held = RowReader(columns={}, extract={}, val_fraction=0.5, train_val_overlap="drop")
+    train, val = held.read_train_and_val(EpisodePrompts(size=100), None)
     assert 30 < len(val) < 70
     assert len(train) + len(val) == 100
 

@@ -4,26 +4,26 @@ from collections import Counter
 
 import pytest
 
-from litgrpo.data.mixing import mixed, quotas
+from litgrpo.data.loader import mix_sources, rows_per_source
 
 SOURCES = [0] * 6 + [1] * 3  # rows 0 to 5 and 6 to 8
 
 
 def test_shares_add_up_and_the_largest_remainders_are_rounded_up():
-    assert quotas(9, [1, 1]) == [5, 4]
-    assert quotas(10, [2, 1, 1]) == [5, 3, 2]
-    assert quotas(9, [1, 8]) == [1, 8]
+    assert rows_per_source(9, [1, 1]) == [5, 4]
+    assert rows_per_source(10, [2, 1, 1]) == [5, 3, 2]
+    assert rows_per_source(9, [1, 8]) == [1, 8]
 
 
 def test_in_order_each_source_goes_on_and_is_spread_evenly():
-    assert mixed(SOURCES, [2, 1], 0, 0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
+    assert mix_sources(SOURCES, [2, 1], 0, 0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
     # One row of source 0 and eight of source 1 in each epoch: rows that come again are + 9, + 18.
-    assert mixed(SOURCES, [1, 8], 0, 1, shuffle=False) == [8, 6, 7, 17, 1, 15, 16, 26, 24]
+    assert mix_sources(SOURCES, [1, 8], 0, 1, shuffle=False) == [8, 6, 7, 17, 1, 15, 16, 26, 24]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_row_of_a_source_comes_once_before_any_comes_again(shuffle):
-    epochs = [mixed(SOURCES, [1, 2], 3, epoch, shuffle) for epoch in range(8)]
+    epochs = [mix_sources(SOURCES, [1, 2], 3, epoch, shuffle) for epoch in range(8)]
     for epoch in epochs:
         assert len(set(epoch)) == 9  # a row that comes again has a number of its own
     seen = Counter(row % 9 for epoch in epochs for row in epoch)
@@ -32,12 +32,15 @@ def test_each_row_of_a_source_comes_once_before_any_comes_again(shuffle):
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
-    assert mixed(SOURCES, [1, 1], 0, 5) == mixed(SOURCES, [1, 1], 0, 5)
-    assert mixed(SOURCES, [1, 1], 0, 5) != mixed(SOURCES, [1, 1], 0, 6)
-    assert mixed(SOURCES, [1, 1], 0, 5) != mixed(SOURCES, [1, 1], 1, 5)
-    assert sorted(row % 9 < 6 for row in mixed(SOURCES, [2, 1], 0, -1)) == [False] * 3 + [True] * 6
+    assert mix_sources(SOURCES, [1, 1], 0, 5) == mix_sources(SOURCES, [1, 1], 0, 5)
+    assert mix_sources(SOURCES, [1, 1], 0, 5) != mix_sources(SOURCES, [1, 1], 0, 6)
+    assert mix_sources(SOURCES, [1, 1], 0, 5) != mix_sources(SOURCES, [1, 1], 1, 5)
+    assert (
+        sorted(row % 9 < 6 for row in mix_sources(SOURCES, [2, 1], 0, -1))
+        == [False] * 3 + [True] * 6
+    )
 
 
 def test_a_source_without_rows_is_refused():
     with pytest.raises(ValueError, match=r"no row is left of source \[2\]"):
-        mixed([0, 0], [1, 1], 0, 0)
+        mix_sources([0, 0], [1, 1], 0, 0)

@@ -7,8 +7,7 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
 from litgrpo.data import Source
-from litgrpo.data.pair_data import PairData
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PairData, PromptData
 from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
 from tests.support.models import byte_tokenizer
 
@@ -103,7 +102,7 @@ def test_the_held_out_prompts_are_those_of_prompt_data(tmp_path):
     asked = {text for batch in prompts.val_dataloader() for text in batch.prompts}
     held = {
         byte_tokenizer().decode(ids[:start], skip_special_tokens=True)
-        for ids, [(start, _)] in zip(data.sets["val"].ids, data.sets["val"].learned, strict=True)
+        for ids, [(start, _)] in zip(data.sets["val"].ids, data.sets["val"].loss_spans, strict=True)
     }
     assert held == asked
 
@@ -192,7 +191,7 @@ def test_conversations_are_pairs_too_and_their_texts_are_fitted_to(tmp_path):
     data.setup("fit")
     (batch,) = data.train_dataloader()
     assert sorted(targets_of(batch)) == ["yo<eos>", "yo<eos>yo<eos>"]
-    assert list(data.pair_style.plain(data.sets["train"].rows)) == ["hi", "yo"] * 3
+    assert list(data.pair_format.plain_texts(data.sets["train"].rows)) == ["hi", "yo"] * 3
     with pytest.raises(ValueError, match=r"no field 'completion' .* need `chat: true`"):
         ready(tmp_path, rows)
     with pytest.raises(ValueError, match="train_on_turns is 'first'; it must be one of: all, last"):

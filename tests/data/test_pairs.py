@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from litgrpo.data.pairs import PairBatch, PairStyle, padding_frac, tokenized_pairs
-from litgrpo.data.rendering import LengthLimit, Template, prompt_style
-from litgrpo.data.sources import read
+from litgrpo.data.pairs import PairBatch, PairFormat, padding_frac, tokenize_pairs
+from litgrpo.data.rendering import LengthLimit, TextTemplate, build_prompt_format
+from litgrpo.data.sources import read_rows
 from tests.support.models import byte_tokenizer
 
 
 def test_a_batch_of_rows_marks_what_is_to_predict():
     rows = [{"prompt": "a", "completion": "bc"}, {"prompt": "de", "completion": "f<eos>"}]
-    pairs = tokenized_pairs(
-        read(rows),
+    pairs = tokenize_pairs(
+        read_rows(rows),
         "train",
-        style=PairStyle(prompt_style(None, chat=False), Template("completion")),
+        pair_format=PairFormat(build_prompt_format(None, chat=False), TextTemplate("completion")),
         limit=LengthLimit("max_length", 9, "drop"),
         tokenizer=byte_tokenizer(),
         pad_to_multiple_of=4,
@@ -38,10 +38,10 @@ SAID = [
 
 
 def pairs_of(completion):
-    return tokenized_pairs(
-        read([{"prompt": "a", "completion": completion}]),
+    return tokenize_pairs(
+        read_rows([{"prompt": "a", "completion": completion}]),
         "train",
-        style=PairStyle(prompt_style(None, chat=False), Template("completion")),
+        pair_format=PairFormat(build_prompt_format(None, chat=False), TextTemplate("completion")),
         limit=LengthLimit("max_length", 9, "drop"),
         tokenizer=byte_tokenizer(),
         pad_to_multiple_of=1,

@@ -9,8 +9,8 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 
 from litgrpo.data import Chat, Source
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.sources import named_sets
+from litgrpo.data.modules import PromptData
+from litgrpo.data.sources import parse_named_sets
 from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
 from tests.support.models import byte_tokenizer
 
@@ -215,7 +215,7 @@ def test_a_recipe_parses():
     assert data.sources["val"] == "gsm8k.csv"
     assert data.sources["test"] == ["What is 3+4?"]
     assert data.sources["predict"] == [{"prompt": "What is 3+4?", "level": 1}]
-    assert data.style.chat == Chat("Be brief.")
+    assert data.prompt_format.chat == Chat("Be brief.")
 
 
 def test_one_prompt_from_the_shell_parses():
@@ -224,7 +224,7 @@ def test_one_prompt_from_the_shell_parses():
     given = ["--data=litgrpo.PromptData", "--data.prompts", '["What is 3+4?"]']
     data = parser.instantiate(parser.parse_args([*given, "--data.chat", "true"])).data
     assert data.sources["predict"] == [{"prompt": "What is 3+4?"}]
-    assert data.style.chat == Chat()
+    assert data.prompt_format.chat == Chat()
 
 
 def test_a_batch_moves_to_a_device(tmp_path):
@@ -284,11 +284,14 @@ def test_recipes_name_several_sources_and_sets():
     recipe = {"class_path": "litgrpo.PromptData", "init_args": {"train": train, "val": val}}
     data = parser.instantiate(parser.parse_object({"data": recipe})).data
     assert data.weights == [2, 1]
-    assert named_sets(data.sources["val"]) == {"easy": "a.csv", "hard": Source("b.csv", limit=3)}
+    assert parse_named_sets(data.sources["val"]) == {
+        "easy": "a.csv",
+        "hard": Source("b.csv", limit=3),
+    }
     given = ["--data=litgrpo.PromptData", "--data.train", '["a.parquet", "b.jsonl"]']
     data = parser.instantiate(parser.parse_args(given)).data
     with pytest.raises(ValueError, match=r"a\.parquet: no such file"):
-        data.table.read(data.sources["train"])
+        data.reader.read(data.sources["train"])
 
 
 def test_the_tools_of_the_model_s_environment_stand_in_every_prompt(tmp_path):
@@ -308,4 +311,4 @@ def test_the_tools_of_the_model_s_environment_stand_in_every_prompt(tmp_path):
     trainer.validate(module, data, verbose=False)
     (batch,) = data.val_dataloader()
     assert batch.prompts == ["(double)q"]
-    assert tokenizer.decode(data.opened(batch, 0, "!")) == "(double)q!"
+    assert tokenizer.decode(data.encode_opening(batch, 0, "!")) == "(double)q!"

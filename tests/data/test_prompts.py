@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from litgrpo.data.prompts import pad_left, tokenized_prompts
-from litgrpo.data.rendering import Chat, LengthLimit, prompt_style
-from litgrpo.data.sources import read
+from litgrpo.data.prompts import pad_left, tokenize_prompts
+from litgrpo.data.rendering import Chat, LengthLimit, build_prompt_format
+from litgrpo.data.sources import read_rows
 from tests.support.models import byte_tokenizer
 
 
 def prompts_of(rows, *, chat=False, limit=9, overlong="drop", multiple=1):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}?"
-    return tokenized_prompts(
-        read(rows),
+    return tokenize_prompts(
+        read_rows(rows),
         "train",
-        style=prompt_style(None, chat),
+        prompt_format=build_prompt_format(None, chat),
         limit=LengthLimit("max_prompt_length", limit, overlong),
         tokenizer=tokenizer,
         pad_to_multiple_of=multiple,
@@ -51,14 +51,14 @@ def test_a_chat_prompt_has_its_messages_as_a_column():
 def test_a_prompt_without_tokens_is_refused():
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
-    style = prompt_style(None, chat=Chat())
+    style = build_prompt_format(None, chat=Chat())
     tokenizer.chat_template = "{{ '' }}"
     limit = LengthLimit("max_prompt_length", 3, "drop")
     with pytest.raises(ValueError, match="row 1: the prompt has no tokens"):
-        tokenized_prompts(
-            read(["a"]),
+        tokenize_prompts(
+            read_rows(["a"]),
             "train",
-            style=style,
+            prompt_format=style,
             limit=limit,
             tokenizer=tokenizer,
             pad_to_multiple_of=1,

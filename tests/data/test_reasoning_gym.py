@@ -5,16 +5,15 @@ import pytest
 import yaml
 
 from litgrpo.data import ReasoningGym
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.reasoning_gym import row_of
-from litgrpo.data.sources import Source, read, several, weights_of
+from litgrpo.data.modules import PromptData
+from litgrpo.data.sources import Source, read_rows, row_of_entry, source_weights, split_sources
 from litgrpo.workers.sandbox.wire import loads
 
 ENTRY = {"question": "1 + 1 =", "answer": None, "metadata": {(0, 1): {2, 3}, "n": [1.5, (None,)]}}
 
 
 def test_an_entry_survives_as_text_with_its_tuples_sets_and_keys():
-    row = row_of("sums", ENTRY)
+    row = row_of_entry("sums", ENTRY)
     assert loads(row.pop("metadata")) == ENTRY
     assert row == {"prompt": "1 + 1 =", "answer": None, "task": "sums"}
 
@@ -51,11 +50,11 @@ def test_tasks_come_in_their_shares_and_the_same_for_the_same_seed():
 def test_it_is_a_source_like_a_file_alone_in_a_list_and_as_a_named_set():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     source = ReasoningGym({"gcd": 1}, size=4)
-    assert several(source) == [source]
-    assert weights_of(source) is None
-    assert next(row.place for row in read(source)) == "ReasoningGym(seed 0), row 1"
-    assert len(read([source, ReasoningGym({"lcm": 1}, size=3)])) == 7
-    assert {row.set_name for row in read({"easy": source})} == {"easy"}
+    assert split_sources(source) == [source]
+    assert source_weights(source) is None
+    assert next(row.place for row in read_rows(source)) == "ReasoningGym(seed 0), row 1"
+    assert len(read_rows([source, ReasoningGym({"lcm": 1}, size=3)])) == 7
+    assert {row.set_name for row in read_rows({"easy": source})} == {"easy"}
 
 
 def test_recipes_name_it_in_one_line():
@@ -103,7 +102,7 @@ def test_the_recipes_learn_from_demonstrations_of_other_problems_than_they_pract
     )
     source = ReasoningGym(**practice["init_args"])
     rows = source.rows()
-    shown = [row.values for row in read(Source(**supervised))]
+    shown = [row.values for row in read_rows(Source(**supervised))]
     assert len(rows) == source.size
     assert len({row["prompt"] for row in shown}) > 5000
     assert not {row["prompt"] for row in shown} & {row["prompt"] for row in rows}

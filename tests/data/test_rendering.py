@@ -2,19 +2,19 @@
 
 import pytest
 
-from litgrpo.data.prompts import tokenized_prompts
+from litgrpo.data.prompts import tokenize_prompts
 from litgrpo.data.rendering import (
     Chat,
-    ChatStyle,
-    LeftOut,
+    ChatPromptFormat,
     LengthLimit,
-    Template,
-    checked,
+    PromptDropped,
+    TextTemplate,
+    build_prompt_format,
+    encode_opening,
     load_tokenizer,
-    opened,
-    prompt_style,
+    require_pad_and_eos,
 )
-from litgrpo.data.sources import read
+from litgrpo.data.sources import read_rows
 from tests.support.models import byte_tokenizer
 
 CHAT_TEMPLATE = (
@@ -31,8 +31,8 @@ def chat_tokenizer(template=CHAT_TEMPLATE):
 
 
 def texts(rows, template=None, chat=False, tokenizer=None):
-    style = prompt_style(template, chat)
-    return style.texts(read(rows), tokenizer or chat_tokenizer())
+    style = build_prompt_format(template, chat)
+    return style.texts(read_rows(rows), tokenizer or chat_tokenizer())
 
 
 def test_a_template_sees_every_field_and_keeps_its_last_newline():
@@ -51,7 +51,7 @@ def test_a_prompt_can_be_a_list_of_messages():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"prompt": messages}]
     assert texts(rows, chat=Chat()) == ["<bos>[user]a[assistant]b[assistant]"]
-    assert list(prompt_style(None, Chat()).plain(read(rows))) == ["a\nb"]
+    assert list(build_prompt_format(None, Chat()).plain_texts(read_rows(rows))) == ["a\nb"]
     with pytest.raises(ValueError, match=r"row 1, field 'prompt': .*needs `chat: true`"):
         texts(rows)
     with pytest.raises(ValueError, match="row 1: the prompt is empty"):
@@ -61,15 +61,15 @@ def test_a_prompt_can_be_a_list_of_messages():
 @pytest.mark.filterwarnings("ignore:1 of 1 prompts write the begin token")
 @pytest.mark.parametrize("chat", [False, Chat()])
 def test_there_is_one_begin_token_whoever_writes_it(chat):
-    style, tokenizer = prompt_style(None, chat), chat_tokenizer()
+    style, tokenizer = build_prompt_format(None, chat), chat_tokenizer()
     for text in ("hi", "<bos>hi") if chat is False else ("hi",):
-        (ids,) = style.encode(style.texts(read([text]), tokenizer), tokenizer)
+        (ids,) = style.encode(style.texts(read_rows([text]), tokenizer), tokenizer)
         assert ids[0] == tokenizer.bos_token_id
         assert ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_a_doubled_begin_token_is_one_warning():
-    style, tokenizer = prompt_style(None, False), chat_tokenizer()
+    style, tokenizer = build_prompt_format(None, False), chat_tokenizer()
     said = r"2 of 3 prompts write the begin token \('<bos>'\) that the tokenizer adds"
     with pytest.warns(UserWarning, match=said) as warned:
         style.encode(["<bos>a", "b", "<bos>c"], tokenizer)
@@ -78,10 +78,10 @@ def test_a_doubled_begin_token_is_one_warning():
 
 def test_a_chat_format_without_begin_token_gets_none():
     style, tokenizer = (
-        prompt_style(None, Chat()),
+        build_prompt_format(None, Chat()),
         chat_tokenizer("{{ messages[0].content }}"),
     )
-    assert style.encode(style.texts(read(["a"]), tokenizer), tokenizer) == [
+    assert style.encode(style.texts(read_rows(["a"]), tokenizer), tokenizer) == [
         tokenizer.convert_tokens_to_ids(["a"])
     ]
 
@@ -89,7 +89,7 @@ def test_a_chat_format_without_begin_token_gets_none():
 def test_a_tokenizer_that_adds_no_begin_token_gets_none():
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
-    assert prompt_style(None, False).encode(["a"], tokenizer) == [
+    assert build_prompt_format(None, False).encode(["a"], tokenizer) == [
         tokenizer.convert_tokens_to_ids(["a"])
     ]
 
@@ -115,13 +115,15 @@ def test_a_row_that_gives_no_prompt_is_named(rows, template, said):
 
 def test_a_template_that_is_not_jinja_is_refused():
     with pytest.raises(ValueError, match="template of prompt, line 2: "):
-        Template("prompt", "a\n{{ b").check()
+        TextTemplate("prompt", "a\n{{ b")
 
 
 def test_the_conversation_is_what_is_asked_without_the_chat_format():
-    style = ChatStyle(Template("prompt", "Say {{ prompt }}"), chat=Chat(system="be kind"))
+    style = ChatPromptFormat(
+        TextTemplate("prompt", "Say {{ prompt }}"), chat=Chat(system="be kind")
+    )
     said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Say hi"}]
-    assert style.conversations(read(["hi"])) == [said]
+    assert style.conversations(read_rows(["hi"])) == [said]
 
 
 def test_chat_needs_a_chat_template():
@@ -135,9 +137,9 @@ def test_a_chat_template_without_system_messages_is_explained():
 
 
 def test_chat_is_true_false_or_settings():
-    assert not isinstance(prompt_style(None, False), ChatStyle)
-    assert prompt_style(None, True).chat == Chat()
-    assert prompt_style(None, Chat("s")).chat == Chat("s")
+    assert not isinstance(build_prompt_format(None, False), ChatPromptFormat)
+    assert build_prompt_format(None, True).chat == Chat()
+    assert build_prompt_format(None, Chat("s")).chat == Chat("s")
 
 
 @pytest.mark.parametrize("name", ["pad", "eos"])
@@ -145,7 +147,7 @@ def test_a_tokenizer_without_pad_or_eos_token_is_refused(name):
     tokenizer = byte_tokenizer()
     setattr(tokenizer, f"{name}_token", None)
     with pytest.raises(ValueError, match=f"has no {name} token; set tokenizer.{name}_token"):
-        checked(tokenizer)
+        require_pad_and_eos(tokenizer)
 
 
 def test_a_named_tokenizer_is_loaded(tmp_path):
@@ -156,23 +158,23 @@ def test_a_named_tokenizer_is_loaded(tmp_path):
 
 
 def test_too_long_rows_are_dropped_and_counted_in_one_warning():
-    rows = read(["a", "bb", "ccc"])
+    rows = read_rows(["a", "bb", "ccc"])
     with pytest.warns(
         UserWarning, match=r"2 of 3 .*max_length=1 .*longest 3, .*row 3\): dropped"
     ) as w:
-        assert LengthLimit("max_length", 1, "drop").kept([1, 2, 3], rows, "train") == [0]
+        assert LengthLimit("max_length", 1, "drop").select([1, 2, 3], rows, "train") == [0]
     assert len(w) == 1
-    assert LengthLimit("max_length", 3, "drop").kept([1, 2, 3], rows, "train") == [0, 1, 2]
+    assert LengthLimit("max_length", 3, "drop").select([1, 2, 3], rows, "train") == [0, 1, 2]
 
 
 def test_too_long_rows_are_kept_to_be_truncated_or_stop_as_asked():
-    rows = read(["a", "bb"])
+    rows = read_rows(["a", "bb"])
     with pytest.warns(UserWarning, match="1 of 2 .*: truncated"):
-        assert LengthLimit("max_length", 1, "truncate").kept([1, 2], rows, "train") == [0, 1]
+        assert LengthLimit("max_length", 1, "truncate").select([1, 2], rows, "train") == [0, 1]
     with pytest.raises(ValueError, match=r"1 of 2 .*raise max_length or set"):
-        LengthLimit("max_length", 1, "error").kept([1, 2], rows, "train")
+        LengthLimit("max_length", 1, "error").select([1, 2], rows, "train")
     with pytest.raises(ValueError, match=r"2 of 2 .*none is left"):
-        LengthLimit("max_length", 1, "drop").kept([2, 2], rows, "train")
+        LengthLimit("max_length", 1, "drop").select([2, 2], rows, "train")
 
 
 def test_limits_that_make_no_sense_are_refused():
@@ -193,13 +195,27 @@ def opened_text(
 ):
     """What the model reads of the first row when an environment adds something to it."""
     tokenizer = chat_tokenizer(changes.get("template", CHAT_TEMPLATE))
-    style, row_limit = prompt_style(None, chat, split), LengthLimit("max_length", limit, "truncate")
-    prompts = tokenized_prompts(
-        read(rows), "train", style=style, limit=row_limit, tokenizer=tokenizer, pad_to_multiple_of=1
+    style, row_limit = (
+        build_prompt_format(None, chat, split),
+        LengthLimit("max_length", limit, "truncate"),
+    )
+    prompts = tokenize_prompts(
+        read_rows(rows),
+        "train",
+        prompt_format=style,
+        limit=row_limit,
+        tokenizer=tokenizer,
+        pad_to_multiple_of=1,
     )[[*range(len(rows))]]
     asked = LengthLimit("max_prompt_length", limit, overlong)
-    ids = opened(
-        prompts, 0, added, style=style, limit=asked, tokenizer=tokenizer, split_added=split_added
+    ids = encode_opening(
+        prompts,
+        0,
+        added,
+        prompt_format=style,
+        limit=asked,
+        tokenizer=tokenizer,
+        split_added=split_added,
     )
     return tokenizer.decode(ids), ids, prompts
 
@@ -238,7 +254,7 @@ def test_what_is_too_long_with_the_addition_is_treated_as_when_it_was_loaded():
     long = {"chat": False, "limit": 8}
     with pytest.raises(ValueError, match=r"10 tokens with what .*=8\); raise max_prompt_length"):
         opened_text(["six"], " 42456", **long)
-    with pytest.raises(LeftOut, match="10 tokens with what the environment adds"):
+    with pytest.raises(PromptDropped, match="10 tokens with what the environment adds"):
         opened_text(["six"], " 42456", overlong="drop", **long)
     assert opened_text(["six"], " 42456", overlong="truncate", **long)[0] == "<bos>x 42456"
 
@@ -266,9 +282,11 @@ def test_special_tokens_of_a_prompt_stay_where_those_of_the_environment_are_plai
 
 def test_tools_are_shown_by_a_template_that_shows_them():
     tokenizer, given = chat_tokenizer(SHOWS_TOOLS), {"type": "function", "function": {"name": "g"}}
-    style = prompt_style(None, Chat(tools=[given])).showing([DOUBLE], tokenizer)
-    assert style.texts(read(["hi"]), tokenizer) == ["(g)(double)<bos>[user]hi[assistant]"]
-    assert prompt_style(None, True).showing([], tokenizer) == prompt_style(None, True)
+    style = build_prompt_format(None, Chat(tools=[given])).with_tools([DOUBLE], tokenizer)
+    assert style.texts(read_rows(["hi"]), tokenizer) == ["(g)(double)<bos>[user]hi[assistant]"]
+    assert build_prompt_format(None, True).with_tools([], tokenizer) == build_prompt_format(
+        None, True
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,6 +295,6 @@ def test_tools_are_shown_by_a_template_that_shows_them():
 def test_tools_that_the_model_cannot_see_are_named_once(chat, why):
     said = rf"{why}.*\(double\); `list_tools_in_prompt: true` of litgrpo.environments.Tools"
     with pytest.warns(UserWarning, match=said) as warned:
-        style = prompt_style(None, chat).showing([DOUBLE], chat_tokenizer())
+        style = build_prompt_format(None, chat).with_tools([DOUBLE], chat_tokenizer())
     assert len(warned) == 1
-    assert style.texts(read(["hi"]), chat_tokenizer())
+    assert style.texts(read_rows(["hi"]), chat_tokenizer())

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from litgrpo.data.rows import Table, columns_of, fingerprint, is_held_out
-from litgrpo.data.sources import read
+from litgrpo.data.rows import RowReader, columns_of, fingerprint, is_held_out
+from litgrpo.data.sources import read_rows
 
 
 def table(columns=None, extract=None, val_fraction=0.0, train_val_overlap="drop"):
-    return Table(columns or {}, extract or {}, val_fraction, train_val_overlap)
+    return RowReader(columns or {}, extract or {}, val_fraction, train_val_overlap)
 
 
 def prompts(rows):
@@ -58,42 +58,42 @@ def test_an_answer_that_the_pattern_does_not_find_is_named():
 
 def test_the_split_is_a_hash_of_the_prompt():
     first = int.from_bytes(hashlib.sha256(b"1+1?").digest()[:8], "big") / 2**64
-    (row,) = read([{"prompt": " 1+1?\n"}])
+    (row,) = read_rows([{"prompt": " 1+1?\n"}])
     assert not is_held_out(row, first - 1e-9)
     assert is_held_out(row, first + 1e-9)
 
 
 def test_rows_that_agree_in_another_column_stay_together():
     rows = [{"prompt": f"{who} {n}", "persona": who} for who in "abcdefghij" for n in range(5)]
-    together = Table({}, {}, 0.4, "drop", split_by="persona")
-    train, val = together.train_and_val(rows, None)
+    together = RowReader({}, {}, 0.4, "drop", split_by="persona")
+    train, val = together.read_train_and_val(rows, None)
     assert len(train) + len(val) == 50
     sides = [{row.values["persona"] for row in part} for part in (train, val)]
     assert all(sides)
     assert not sides[0] & sides[1]
     with pytest.raises(ValueError, match="row 1: no field 'persona', which split_by names"):
-        together.train_and_val([{"prompt": "a"}], None)
+        together.read_train_and_val([{"prompt": "a"}], None)
 
 
 def test_the_split_does_not_move():
-    train, val = table(val_fraction=0.25).train_and_val(SUMS, None)
+    train, val = table(val_fraction=0.25).read_train_and_val(SUMS, None)
     assert 60 < len(val) < 140
     assert len(train) + len(val) == 400
     mixed = random.Random(0).sample(SUMS, 200)
-    _, fewer = table(val_fraction=0.25).train_and_val(mixed, None)
+    _, fewer = table(val_fraction=0.25).read_train_and_val(mix_sources, None)
     assert set(prompts(fewer)) == set(prompts(val)) & {row["prompt"] for row in mixed}
-    _, more = table(val_fraction=0.5).train_and_val(SUMS, None)
+    _, more = table(val_fraction=0.5).read_train_and_val(SUMS, None)
     assert set(prompts(val)) < set(prompts(more))
 
 
 def test_positions_in_the_source_survive_the_split():
-    train, val = table(val_fraction=0.25).train_and_val(SUMS, None)
+    train, val = table(val_fraction=0.25).read_train_and_val(SUMS, None)
     assert sorted(row.index for row in train + val) == list(range(400))
 
 
 def test_repeats_fall_on_one_side_and_are_counted(caplog):
     with caplog.at_level("INFO"):
-        train, val = table(val_fraction=0.25).train_and_val(SUMS + SUMS[:2], None)
+        train, val = table(val_fraction=0.25).read_train_and_val(SUMS + SUMS[:2], None)
     assert not set(prompts(train)) & set(prompts(val))
     assert "prompts are repeats (the given list, row 401 = the given list, row 1)" in caplog.text
 
@@ -102,42 +102,42 @@ def test_training_prompts_that_are_in_validation_are_removed_and_counted():
     with pytest.warns(
         UserWarning, match=r"1 of 2 .* \(the given list, row 2 = .* row 1\): removed"
     ):
-        train, val = table().train_and_val(["a", "b "], ["b"])
+        train, val = table().read_train_and_val(["a", "b "], ["b"])
     assert (prompts(train), prompts(val)) == (["a"], ["b"])
 
 
 def test_overlap_stops_or_stays_as_asked():
     with pytest.raises(ValueError, match=r"1 of 2 training prompts .*train_val_overlap: drop"):
-        table(train_val_overlap="error").train_and_val(["a", "b"], ["b"])
+        table(train_val_overlap="error").read_train_and_val(["a", "b"], ["b"])
     with pytest.warns(UserWarning, match="kept"):
-        train, _ = table(train_val_overlap="keep").train_and_val(["a", "b"], ["b"])
+        train, _ = table(train_val_overlap="keep").read_train_and_val(["a", "b"], ["b"])
     assert prompts(train) == ["a", "b"]
 
 
 def test_an_empty_side_is_an_error():
     with pytest.raises(ValueError, match="holds out none"):
-        table(val_fraction=1e-9).train_and_val(["a"], None)
+        table(val_fraction=1e-9).read_train_and_val(["a"], None)
     with (
         pytest.warns(UserWarning, match="removed"),
         pytest.raises(ValueError, match="no training row is left"),
     ):
-        table().train_and_val(["a"], ["a"])
+        table().read_train_and_val(["a"], ["a"])
 
 
 def test_columns_are_lists_with_none_where_a_row_has_no_value():
-    rows = read([{"prompt": "a", "hint": "x"}, {"prompt": "b", "level": 2}])
+    rows = read_rows([{"prompt": "a", "hint": "x"}, {"prompt": "b", "level": 2}])
     assert columns_of(rows) == {"hint": ["x", None], "level": [None, 2]}
 
 
 def test_a_column_that_rewards_are_given_anyway_is_refused():
     with pytest.raises(ValueError, match=r"row 1: field 'completions' .*gold_completions"):
-        columns_of(read([{"prompt": "a", "completions": "b"}]))
+        columns_of(read_rows([{"prompt": "a", "completions": "b"}]))
 
 
 def test_the_fingerprint_depends_on_prompts_and_order():
-    names = {fingerprint(read(rows)) for rows in (["a", "b"], ["b", "a"], ["a", "c"])}
+    names = {fingerprint(read_rows(rows)) for rows in (["a", "b"], ["b", "a"], ["a", "c"])}
     assert len(names) == 3
-    assert fingerprint(read([" a", "b"])) in names
+    assert fingerprint(read_rows([" a", "b"])) in names
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import torch
 from torch.utils.data import Dataset
 
 from litgrpo.data import sampler
-from litgrpo.data.sampler import (
+from litgrpo.data.loader import (
     BatchLoader,
     BatchOrder,
-    bucketed_batches,
-    fixed_batches,
-    share,
-    shuffled,
+    length_grouped_batches,
+    ordered_batches,
+    rank_share,
+    shuffled_rows,
 )
 
 
@@ -46,12 +46,14 @@ def epochs(batches, numbers):
 
 def test_the_order_depends_on_seed_and_epoch_only():
     orders = {
-        (seed, epoch): shuffled(50, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)
+        (seed, epoch): shuffled_rows(50, seed, epoch).tolist()
+        for seed in (0, 1)
+        for epoch in (0, 1)
     }
     assert len({tuple(order) for order in orders.values()}) == 4
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    assert shuffled(50, 1, 1).tolist() == orders[1, 1]
+    assert shuffled_rows(50, 1, 1).tolist() == orders[1, 1]
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -70,18 +72,18 @@ def test_rows_left_out_differ_between_epochs():
 
 
 def test_validation_has_every_row_once_in_order():
-    assert fixed_batches(5, 2) == [[0, 1], [2, 3], [4]]
+    assert ordered_batches(5, 2) == [[0, 1], [2, 3], [4]]
 
 
 def test_buckets_hold_rows_of_about_equal_length():
     lengths = torch.tensor([3, 40, 3, 39, 3, 40])
-    batches = bucketed_batches(lengths, 3, None, seed=0, epoch=0)
+    batches = length_grouped_batches(lengths, 3, None, seed=0, epoch=0)
     assert sorted(sorted(lengths[rows].tolist()) for rows in batches) == [[3, 3, 3], [39, 40, 40]]
 
 
 def test_buckets_respect_the_token_budget_and_lose_no_row():
     lengths = torch.randint(1, 90, (400,), generator=torch.Generator().manual_seed(0))
-    plans = [bucketed_batches(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
+    plans = [length_grouped_batches(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
     assert len({len(plan) for plan in plans}) == 1
     assert len({str(plan) for plan in plans}) == 4
     for plan in plans:
@@ -90,7 +92,9 @@ def test_buckets_respect_the_token_budget_and_lose_no_row():
 
 
 def test_a_row_beyond_the_token_budget_is_alone():
-    assert sorted(bucketed_batches(torch.tensor([9, 300, 9]), None, 32, 0, 0), key=len)[0] == [1]
+    assert sorted(length_grouped_batches(torch.tensor([9, 300, 9]), None, 32, 0, 0), key=len)[
+        0
+    ] == [1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -103,8 +107,8 @@ def test_processes_share_the_batches_of_one_process(world_size):
 
 
 def test_an_uneven_batch_leaves_no_process_without_a_row():
-    assert [share([7, 8, 9], rank, 2) for rank in range(2)] == [[7], [8, 9]]
-    assert [share([7], rank, 2) for rank in range(2)] == [[7], [7]]
+    assert [rank_share([7, 8, 9], rank, 2) for rank in range(2)] == [[7], [8, 9]]
+    assert [rank_share([7], rank, 2) for rank in range(2)] == [[7], [7]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -165,7 +169,7 @@ def test_another_number_of_processes_goes_on_with_the_same_prompts():
 
 def test_rows_out_of_turn_come_once_each_before_any_comes_again():
     batches = loader()
-    rows = [row for _ in range(5) for row in batches.more(4).tolist()]
+    rows = [row for _ in range(5) for row in batches.draw(4).tolist()]
     for start in (0, 10):  # the eleventh row fills no batch and sits out
         assert len(set(rows[start : start + 10])) == 10
     assert rows[:10] != rows[10:]
@@ -176,7 +180,7 @@ def test_rows_out_of_turn_come_once_each_before_any_comes_again():
 def test_rows_out_of_turn_leave_the_batches_to_come_as_they_are(num_workers):
     batches, rows = loader(num_workers), []
     for batch in batches:
-        batches.more(3)
+        batches.draw(3)
         rows.append(batch.tolist())
     assert rows == epochs(loader(), [0])
 
@@ -184,16 +188,16 @@ def test_rows_out_of_turn_leave_the_batches_to_come_as_they_are(num_workers):
 def test_processes_get_different_rows_out_of_turn_and_together_those_of_one():
     one, two = loader(batch_size=4), [loader(batch_size=4, rank=r, world_size=2) for r in (0, 1)]
     for _ in range(3):
-        parts = [part.more(3).tolist() for part in two]
-        assert parts[0] + parts[1] == one.more(6).tolist()
+        parts = [part.draw(3).tolist() for part in two]
+        assert parts[0] + parts[1] == one.draw(6).tolist()
 
 
 def test_rows_out_of_turn_go_on_where_a_checkpoint_was_taken():
     whole = loader()
-    whole.more(7)
+    whole.draw(7)
     resumed = loader()
     resumed.load_state_dict(whole.state_dict())
-    assert resumed.more(9).tolist() == whole.more(9).tolist()
+    assert resumed.draw(9).tolist() == whole.draw(9).tolist()
 
 
 def test_a_position_in_another_order_is_refused():

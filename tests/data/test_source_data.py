@@ -2,8 +2,7 @@
 
 import pytest
 
-from litgrpo.data.pair_data import PairData
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PairData, PromptData
 from tests.support.models import byte_tokenizer
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from litgrpo.data.sources import Source, read, weights_of
+from litgrpo.data.sources import Source, read_rows, source_weights
 
 
 def rows_for_tests(size: int = 2, start: int = 0):
@@ -17,12 +17,12 @@ def written(path, text):
 
 
 def values(source):
-    return [row.values for row in read(source)]
+    return [row.values for row in read_rows(source)]
 
 
 def test_jsonl_rows_know_their_line_and_position(tmp_path):
     path = written(tmp_path / "a.jsonl", '{"q": "1+1?"}\n\n{"q": "2+2?"}\n')
-    first, second = read(path)
+    first, second = read_rows(path)
     assert (first.values, first.place, first.index) == ({"q": "1+1?"}, f"{path}, line 1", 0)
     assert (second.values, second.place, second.index) == ({"q": "2+2?"}, f"{path}, line 3", 1)
 
@@ -40,7 +40,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
     written(tmp_path / "r.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     written(tmp_path / "r.json", json.dumps(rows))
     written(tmp_path / "r.csv", '\ufeffq,a\n"a, b",1\n"say ""x""\nnow",2\n')
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "r.parquet")
+    pyarrow.parquet.write_table(pyarrow.RowReader.from_pylist(rows), tmp_path / "r.parquet")
     for ending in ("jsonl", "json", "csv", "parquet"):
         assert values(str(tmp_path / f"r.{ending}")) == rows
 
@@ -65,13 +65,13 @@ def test_a_function_takes_arguments_from_its_path_and_from_kwargs():
 def test_a_limit_takes_the_same_random_rows_and_says_so(tmp_path, caplog):
     path = written(tmp_path / "a.txt", "".join(f"{n}\n" for n in range(100)))
     with caplog.at_level("INFO"):
-        few = [row.values["prompt"] for row in read(Source(path, limit=20))]
+        few = [row.values["prompt"] for row in read_rows(Source(path, limit=20))]
     assert "20 of 100 rows, chosen at random, the same ones in every run" in caplog.text
     assert few == sorted(few, key=int) != [str(n) for n in range(20)]
     assert values(Source(path, limit=20)) == [{"prompt": text} for text in few]
-    more = [row.values["prompt"] for row in read(Source(path, limit=40))]
+    more = [row.values["prompt"] for row in read_rows(Source(path, limit=40))]
     assert set(few) < set(more)
-    assert len(read(Source(path, limit=1000))) == 100
+    assert len(read_rows(Source(path, limit=1000))) == 100
 
 
 def test_several_files_a_pattern_and_sources_are_read_one_after_the_other(tmp_path):
@@ -80,14 +80,14 @@ def test_several_files_a_pattern_and_sources_are_read_one_after_the_other(tmp_pa
     assert values([a, b]) == both
     assert values(f"{tmp_path}/*.txt") == both
     assert values([Source(a), b]) == both
-    rows = read([a, Source(b)])
+    rows = read_rows([a, Source(b)])
     assert [(row.index, row.source) for row in rows] == [(0, 0), (1, 1), (2, 1)]
     assert rows[2].place == f"{b}, line 2"
 
 
 def test_sets_have_names(tmp_path):
     path = written(tmp_path / "b.txt", "b\nc\n")
-    rows = read({"easy": ["What is in a.txt?"], "hard": {"path": path}})
+    rows = read_rows({"easy": ["What is in a.txt?"], "hard": {"path": path}})
     assert [(r.set_name, r.index) for r in rows] == [("easy", 0), ("hard", 1), ("hard", 2)]
 
 
@@ -104,8 +104,8 @@ def test_a_data_set_of_the_library_datasets_is_a_source(tmp_path):
     assert values(f"{tmp_path}/one") == values(f"{tmp_path}/splits") == rows
     assert values(f"{tmp_path}/splits:test") == rows[:1]
     with pytest.raises(ValueError, match="has no split 'val'; it has: train, test"):
-        read(f"{tmp_path}/splits:val")
-    assert [row.set_name for row in read(splits)] == ["train", "train", "test"]
+        read_rows(f"{tmp_path}/splits:val")
+    assert [row.set_name for row in read_rows(splits)] == ["train", "train", "test"]
 
 
 def test_an_escaped_pair_of_surrogates_is_a_character(tmp_path):
@@ -155,7 +155,7 @@ def test_a_folder_of_a_data_set_is_read_by_the_hub_library(tmp_path, monkeypatch
 def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
     path = written(tmp_path / name, text)
     with pytest.raises(ValueError, match=said):
-        read(path)
+        read_rows(path)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
 )
 def test_a_bad_source_is_named(source, said):
     with pytest.raises(ValueError, match=said):
-        read(source)
+        read_rows(source)
 
 
 def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):
@@ -188,15 +188,15 @@ def test_an_unknown_name_says_what_a_source_can_be(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"no/such-set: cannot be loaded .*files end in"):
-        read("no/such-set")
+        read_rows("no/such-set")
 
 
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="limit"):
         Source("a.txt", limit=0)
     with pytest.raises(ValueError, match=r"weight of a source is 0; it must be above 0"):
-        weights_of([Source("a.txt", weight=0)])
+        source_weights([Source("a.txt", weight=0)])
     with pytest.raises(ValueError, match="1 of 2 sources have a weight"):
-        weights_of([Source("a.txt", weight=2), Source("b.txt")])
+        source_weights([Source("a.txt", weight=2), Source("b.txt")])
     with pytest.raises(ValueError, match="kwargs are for"):
         Source("a.txt", kwargs={"size": 1})

@@ -4,10 +4,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from litgrpo.data.prompts import tokenized_prompts
-from litgrpo.data.rendering import LengthLimit, prompt_style
-from litgrpo.data.sources import read
-from litgrpo.data.special_tokens import special_texts
+from litgrpo.data.prompts import tokenize_prompts
+from litgrpo.data.rendering import LengthLimit, build_prompt_format
+from litgrpo.data.sources import read_rows
+from litgrpo.data.tokenization import special_token_texts
 from tests.support.models import byte_tokenizer
 
 FORMAT = "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}"
@@ -16,10 +16,10 @@ FORMAT = "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}"
 def prompts_of(rows, *, chat=False, split=False, template=None, tokenizer=None):
     tokenizer = tokenizer or byte_tokenizer()
     tokenizer.chat_template = FORMAT
-    return tokenized_prompts(
-        read(rows),
+    return tokenize_prompts(
+        read_rows(rows),
         "train",
-        style=prompt_style(template, chat, split),
+        prompt_format=build_prompt_format(template, chat, split),
         limit=LengthLimit("max_prompt_length", 99, "drop"),
         tokenizer=tokenizer,
         pad_to_multiple_of=1,
@@ -31,7 +31,7 @@ def plain(text):
 
 
 def test_the_special_tokens_of_a_tokenizer_are_known():
-    assert set(special_texts(byte_tokenizer())) == {"<bos>", "<eos>", "<pad>"}
+    assert set(special_token_texts(byte_tokenizer())) == {"<bos>", "<eos>", "<pad>"}
 
 
 @pytest.mark.parametrize("chat", [False, True])

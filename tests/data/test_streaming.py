@@ -4,10 +4,10 @@ from dataclasses import replace
 import datasets
 import pytest
 
-from litgrpo.data import streaming
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.sources import Source, read
-from litgrpo.data.streaming import LINES, Lines, rows_of, streams
+from litgrpo.data import files, prompts
+from litgrpo.data.files import LINE_PARSERS, LineFile
+from litgrpo.data.modules import PromptData
+from litgrpo.data.sources import Source, is_streaming, open_rows, read_rows
 from tests.support.models import byte_tokenizer
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
@@ -66,9 +66,11 @@ def test_files_that_can_be_read_by_row_give_the_same_batches(kind, tmp_path, mon
 
 def test_only_the_rows_of_a_batch_are_read(file, monkeypatch):
     read_by = []
-    get = Lines.__getitem__
-    monkeypatch.setattr(Lines, "__getitem__", lambda self, n: (read_by.append(n), get(self, n))[1])
-    monkeypatch.setattr(streaming, "LOOKED_AT", 3)
+    get = LineFile.__getitem__
+    monkeypatch.setattr(
+        LineFile, "__getitem__", lambda self, n: (read_by.append(n), get(self, n))[1]
+    )
+    monkeypatch.setattr(prompts, "NUM_PREVIEWED", 3)
     loader = set_up(streamed(file)).train_dataloader()
     assert len(read_by) == 3
     next(iter(loader))
@@ -103,17 +105,17 @@ def test_processes_share_each_batch(file):
 
 
 def test_a_row_that_is_left_out_gives_its_place_to_the_next(file, monkeypatch):
-    monkeypatch.setattr(streaming, "LOOKED_AT", 1)
+    monkeypatch.setattr(prompts, "NUM_PREVIEWED", 1)
     long = {"prompt": "x" * 50, "answer": "0"}
     file.write_text("".join(json.dumps(row) + "\n" for row in [ROWS[0], long, *ROWS[1:]]))
     held = [ROWS[4]]
     data = set_up(streamed(file, val=held, shuffle=False))
     batches = batches_of(data)
     assert all(len(batch.prompts) == 4 for batch in batches)
-    prompts = [prompt for batch in batches for prompt in batch.prompts]
-    assert prompts[:6] == ["0+1=", "1+1=", "1+1=", "2+1=", "3+1=", "5+1="]
+    asked = [prompt for batch in batches for prompt in batch.prompts]
+    assert asked[:6] == ["0+1=", "1+1=", "1+1=", "2+1=", "3+1=", "5+1="]
     assert [i for batch in batches for i in batch.index.tolist()] == [*range(40)]
-    assert "4+1=" not in prompts
+    assert "4+1=" not in asked
     assert [batch.prompts for batch in data.val_dataloader()] == [["4+1="]]
     with pytest.raises(ValueError, match=r"line 2: has 5\d tokens, more than max_prompt_length=16"):
         set_up(streamed(file, long_prompts="error", shuffle=False)).sets["train"][[1]]
@@ -127,7 +129,7 @@ def test_a_row_that_is_left_out_gives_its_place_to_the_next(file, monkeypatch):
 def test_a_bad_row_is_named_when_it_is_read(file):
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join([*lines[:2], b"{broken", b"\xff", b'{"question": 1}', *lines[2:]]))
-    rows = Lines(file, LINES[".jsonl"])
+    rows = LineFile(file, LINE_PARSERS[".jsonl"])
     for number, said in [(2, "line 3: not JSON"), (3, "line 4: not UTF-8")]:
         with pytest.raises(ValueError, match=said):
             rows[number]
@@ -140,15 +142,15 @@ def test_a_bad_row_is_named_when_it_is_read(file):
 )
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 24])
 def test_lines_are_those_of_the_file_in_memory(text, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "CHUNK", chunk)
+    monkeypatch.setattr(files, "CHUNK_BYTES", chunk)
     path = tmp_path / "rows.txt"
     path.write_bytes(text.encode())
-    lines = Lines(path, LINES[".txt"])
+    lines = LineFile(path, LINE_PARSERS[".txt"])
     found = [lines[row] for row in range(len(lines))]
     if not text.strip():
         assert not found
     else:
-        assert found == [(row.values, row.place) for row in read(str(path))]
+        assert found == [(row.values, row.place) for row in read_rows(str(path))]
 
 
 @pytest.mark.parametrize(
@@ -172,10 +174,10 @@ def test_what_cannot_be_streamed_is_refused(settings, said, file, monkeypatch):
 def test_several_files_are_read_one_after_the_other(file, tmp_path):
     (tmp_path / "more.jsonl").write_text('{"prompt": "last", "answer": "1"}')
     both = [Source(str(file), limit=3, streaming=True), str(tmp_path / "more.jsonl")]
-    assert streams(both)
-    assert len(rows_of(both)) == 3 + 1
+    assert is_streaming(both)
+    assert len(open_rows(both)) == 3 + 1
     pattern = Source(str(tmp_path / "*.jsonl"), limit=7, streaming=True)
-    assert len(rows_of(pattern)) == 7  # of all files together
-    assert len(rows_of(replace(pattern, limit=99))) == 41
+    assert len(open_rows(pattern)) == 7  # of all files together
+    assert len(open_rows(replace(pattern, limit=99))) == 41
     data = set_up(PromptData(both, batch_size=2, shuffle=False))
     assert batches_of(data)[-1].prompts[-1] == "last"

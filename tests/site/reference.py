@@ -27,8 +27,8 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "(`PairData`). [Data](/data.md) has examples.",
         {
             "data": [
-                "litgrpo.data.prompt_data.PromptData",
-                "litgrpo.data.pair_data.PairData",
+                "litgrpo.data.modules.PromptData",
+                "litgrpo.data.modules.PairData",
                 "litgrpo.data.EpisodePrompts",
                 "litgrpo.data.ReasoningGym",
             ]

@@ -8,7 +8,7 @@ from lightning import Trainer
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checks.invariants import gradient
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.distributed.device import backend
 from litgrpo.environments import Tools
 from litgrpo.environments.examples import calculate

@@ -2,7 +2,7 @@
 
 import torch
 
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.models.loading import ASSETS
 from litgrpo.models.sharded_weights import gather_weights
 from litgrpo.rollout.engines.local import LocalEngine

@@ -1,9 +1,17 @@
-"""From any source to batches of prompts or pairs that resume where they stopped."""
+"""Data: from any source to batches of prompts or pairs, in an order that resumes exactly."""
 
-from litgrpo.data.episodes import EpisodePrompts
+from litgrpo.data.modules import PairData, PromptData
 from litgrpo.data.pairs import PairBatch
-from litgrpo.data.reasoning_gym import ReasoningGym
 from litgrpo.data.rendering import Chat
-from litgrpo.data.sources import Source
+from litgrpo.data.sources import EpisodePrompts, GeneratedSource, ReasoningGym, Source
 
-__all__ = ["Chat", "EpisodePrompts", "PairBatch", "ReasoningGym", "Source"]
+__all__ = [
+    "Chat",
+    "EpisodePrompts",
+    "GeneratedSource",
+    "PairBatch",
+    "PairData",
+    "PromptData",
+    "ReasoningGym",
+    "Source",
+]

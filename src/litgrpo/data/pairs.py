@@ -1,4 +1,4 @@
-"""Prompts with completions for supervised training: tokenized, and as right-padded batches."""
+"""Prompts with completions for supervised fine-tuning: conversations, tokenization, batches."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
-from litgrpo.data.conversations import Part, Turns, conversation_of, parts_of, spoken_and_heard
-from litgrpo.data.rendering import ChatStyle, LengthLimit, PromptStyle, Template, tokenize
-from litgrpo.data.sampler import padded_length
+from litgrpo.data.loader import padded_length
+from litgrpo.data.rendering import (
+    Chat,
+    ChatPromptFormat,
+    LengthLimit,
+    PromptFormat,
+    TextTemplate,
+    apply_chat_template,
+)
 from litgrpo.data.sources import Row
-from litgrpo.data.special_tokens import special_texts
+from litgrpo.data.tokenization import special_token_texts, tokenize
 
-if TYPE_CHECKING:  # slow to import; only named here
+if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
+
+TrainOnTurns = Literal["all", "last"]
+TextSpan = tuple[str, bool]  # a text, and whether the loss includes it
+IdSpan = tuple[list[int], bool]  # token ids, and whether the loss includes them
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,16 @@ class PairBatch:
         input_ids: [M, T] token ids.
         attention_mask: [M, T] bool, True marks a real token.
         loss_mask: [M, T] bool, True marks a token to predict: the completion and its end token.
-        set_name: of the set that all of them belong to, where there are several; else "".
+        set_name: name of the set of all pairs, if there are several; else "".
+
+    Example:
+        The pair "ab" -> "c" of a byte tokenizer (1 begin, 2 end)::
+
+            PairBatch(
+                input_ids=torch.tensor([[1, 69, 70, 71, 2]]),
+                attention_mask=torch.tensor([[True, True, True, True, True]]),
+                loss_mask=torch.tensor([[False, False, False, True, True]]),
+            )
     """
 
     input_ids: Tensor
@@ -51,7 +70,7 @@ class PairBatch:
         return self.input_ids.shape[0]
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PairBatch:
-        """The same batch on `device`."""
+        """Return the same batch on `device`."""
         return PairBatch(
             self.input_ids.to(device, **kwargs),
             self.attention_mask.to(device, **kwargs),
@@ -60,23 +79,25 @@ class PairBatch:
         )
 
 
-Span = tuple[int, int]  # from one token up to another, which is not part of it
-
-
 @dataclass(frozen=True)
 class PairSet(Dataset[PairBatch]):
-    """Tokenized pairs; row numbers give a batch of them.
+    """Tokenized pairs; indexing with row numbers returns a batch.
 
     Args:
         ids: token ids of each prompt with its completion.
-        learned: the tokens to predict of each pair, as spans.
-        pad_id: token that fills up.
-        pad_to_multiple_of: batches are as long as a multiple of this.
-        rows: where each came from, for sources with weights and for sets with names.
+        loss_spans: the tokens to predict of each pair, as half-open ranges (start, stop).
+        pad_id: id of the pad token.
+        pad_to_multiple_of: length of batches is a multiple of this.
+        rows: the row of each pair, for weighted sources and named sets.
+
+    Example:
+        >>> pairs = PairSet([[1, 69, 70, 71, 2]], [[(3, 5)]], pad_id=0, pad_to_multiple_of=1)
+        >>> pairs[[0]].loss_mask
+        tensor([[False, False, False,  True,  True]])
     """
 
     ids: list[list[int]]
-    learned: list[list[Span]]
+    loss_spans: list[list[tuple[int, int]]]
     pad_id: int
     pad_to_multiple_of: int
     rows: list[Row] = field(default_factory=list)
@@ -86,18 +107,18 @@ class PairSet(Dataset[PairBatch]):
         return len(self.ids)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest pair."""
+    def max_tokens(self) -> int:
+        """Number of tokens of the longest pair."""
         return max(map(len, self.ids), default=0)
 
     @cached_property
     def set_names(self) -> list[str]:
-        """The name of each pair's set; "" where sets have none."""
+        """Name of each pair's set; "" for sets without names."""
         return [row.set_name for row in self.rows] or [""] * len(self)
 
     @property
     def sources(self) -> list[int]:
-        """The number of each pair's source."""
+        """Number of each pair's source."""
         return [row.source for row in self.rows]
 
     @cached_property
@@ -106,136 +127,132 @@ class PairSet(Dataset[PairBatch]):
         return torch.tensor([len(ids) for ids in self.ids])
 
     def __getitem__(self, rows: list[int]) -> PairBatch:
-        """The batch of these rows, padded to the longest of them."""
-        rows = [row % len(self) for row in rows]  # one that comes again is numbered beyond the last
+        """Return the batch of these rows, padded to the longest of them."""
+        # Rows that an epoch repeats have numbers beyond the last (see `loader.mix_sources`).
+        rows = [row % len(self) for row in rows]
         ids = [self.ids[row] for row in rows]
         slots = torch.arange(padded_length(ids, self.pad_to_multiple_of))
         input_ids = torch.full((len(rows), len(slots)), self.pad_id)
         targets = torch.zeros_like(input_ids, dtype=torch.bool)
         for number, tokens in enumerate(ids):
             input_ids[number, : len(tokens)] = torch.tensor(tokens)
-            for start, stop in self.learned[rows[number]]:
+            for start, stop in self.loss_spans[rows[number]]:
                 targets[number, start:stop] = True
         real = slots < self.lengths[rows][:, None]
         return PairBatch(input_ids, real, targets & real, self.set_names[rows[0]])
 
 
-TokenPart = tuple[list[int], bool]  # token ids, and whether they are learned
-
-
 @dataclass(frozen=True)
-class PairStyle:
-    """How a row becomes what is read and what is learned.
+class PairFormat:
+    """Converts rows to token ids, split into parts with and without loss.
 
     Args:
         prompt: makes the prompts.
         completion: makes the completions.
-        turns: which answers of a conversation are learned.
+        train_on_turns: the assistant turns of a conversation that the loss includes.
     """
 
-    prompt: PromptStyle
-    completion: Template
-    turns: Turns = "all"
+    prompt: PromptFormat
+    completion: TextTemplate
+    train_on_turns: TrainOnTurns = "all"
 
     def conversation(self, row: Row) -> list[dict[str, str]] | None:
-        """The messages of a row that holds a conversation, where the data are in chat format.
+        """Return the messages of a row that is a conversation in chat format; else None.
 
-        None where a template says what the completion is.
+        A template of the completion takes precedence over messages.
         """
-        style = self.prompt
-        if self.completion.source is not None or not isinstance(style, ChatStyle):
+        if self.completion.source is not None or not isinstance(self.prompt, ChatPromptFormat):
             return None
-        return conversation_of(row, style)
+        return read_conversation(row, self.prompt)
 
-    def parts(self, row: Row) -> list[Part]:
-        """The texts behind a prompt, and whether each is learned.
+    def completion_spans(self, row: Row) -> list[TextSpan]:
+        """Return the texts after a prompt.
 
-        A completion is one text, or a list of messages: those of the assistant are learned, what
-        it heard in between is only read.
+        A completion is a text, or a list of messages: the loss includes those of the assistant,
+        and excludes tool output between them.
         """
-        said = row.values.get("completion")
-        if self.completion.source is not None or not isinstance(said, list):
-            return [(self.completion.text(row), True)]
-        return spoken_and_heard(row, said)
+        completion = row.values.get("completion")
+        if self.completion.source is not None or not isinstance(completion, list):
+            return [(self.completion.render(row), True)]
+        return message_spans(row, completion)
 
-    def plain(self, rows: list[Row]) -> Iterator[str]:
-        """What is read and learned as plain texts, for a tokenizer to be fitted to."""
-        talks = [self.conversation(row) for row in rows]
-        pairs = [row for row, talk in zip(rows, talks, strict=True) if talk is None]
-        yield from self.prompt.plain(pairs)
-        yield from (text for row in pairs for text, _ in self.parts(row))
-        yield from (each["content"] for talk in talks for each in talk or [])
+    def plain_texts(self, rows: list[Row]) -> Iterator[str]:
+        """Yield prompts and completions without any chat format, to train a tokenizer on."""
+        conversations = [self.conversation(row) for row in rows]
+        pairs = [row for row, talk in zip(rows, conversations, strict=True) if talk is None]
+        yield from self.prompt.plain_texts(pairs)
+        yield from (text for row in pairs for text, _ in self.completion_spans(row))
+        yield from (each["content"] for talk in conversations for each in talk or [])
 
-    def encode(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[TokenPart]]:
-        """The token parts of each row, one after the other."""
-        talks = [self.conversation(row) for row in rows]
-        pairs = [row for row, talk in zip(rows, talks, strict=True) if talk is None]
-        ready = iter(self._encoded_pairs(pairs, tokenizer))
+    def encode(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[IdSpan]]:
+        """Return the token ids of each row, in parts with and without loss."""
+        conversations = [self.conversation(row) for row in rows]
+        pairs = [row for row, talk in zip(rows, conversations, strict=True) if talk is None]
+        encoded_pairs = iter(self._encode_pairs(pairs, tokenizer))
         return [
-            next(ready) if talk is None else self._encoded_talk(row, talk, tokenizer)
-            for row, talk in zip(rows, talks, strict=True)
+            next(encoded_pairs) if talk is None else self._encode_conversation(row, talk, tokenizer)
+            for row, talk in zip(rows, conversations, strict=True)
         ]
 
-    def _encoded_pairs(
+    def _encode_pairs(
         self, rows: list[Row], tokenizer: PreTrainedTokenizerBase
-    ) -> list[list[TokenPart]]:
+    ) -> list[list[IdSpan]]:
         if not rows:
             return []
         prompts = self.prompt.encode(self.prompt.texts(rows, tokenizer), tokenizer, rows)
-        # Apart from the prompt, because a generated completion begins behind a finished prompt too;
-        # and turn by turn, because what is heard between two turns is encoded alone too.
-        parts = list(map(self.parts, rows))
-        flat = [text for row in parts for text, _ in row]
+        # Prompt and turns are encoded separately, as in generation: a completion starts after the
+        # tokens of the prompt, and tool output after those of a turn. No token spans a boundary.
+        spans = list(map(self.completion_spans, rows))
+        flat = [text for row in spans for text, _ in row]
         ids = iter(tokenize(tokenizer, flat, add_special_tokens=False))
-        encoded = [[(next(ids), learned) for _, learned in row] for row in parts]
+        encoded = [[(next(ids), in_loss) for _, in_loss in row] for row in spans]
         for row in encoded:
-            last, learned = row[-1]
-            ended = last[-1:] == [tokenizer.eos_token_id]
-            row[-1] = (last + [tokenizer.eos_token_id] * (not ended), learned)
+            last, in_loss = row[-1]
+            if last[-1:] != [tokenizer.eos_token_id]:
+                row[-1] = ([*last, tokenizer.eos_token_id], in_loss)
         return [[(p, False), *row] for p, row in zip(prompts, encoded, strict=True)]
 
-    def _encoded_talk(
+    def _encode_conversation(
         self, row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
-    ) -> list[TokenPart]:
-        style = self.prompt
-        assert isinstance(style, ChatStyle)
-        parts = parts_of(row, messages, self.turns, style.chat, tokenizer)
-        texts = [text for text, _ in parts]
+    ) -> list[IdSpan]:
+        assert isinstance(self.prompt, ChatPromptFormat)
+        spans = conversation_spans(row, messages, self.train_on_turns, self.prompt.chat, tokenizer)
+        texts = [text for text, _ in spans]
         ids = tokenize(tokenizer, texts, add_special_tokens=False)
-        # A template without a mark at the end of a turn: the end token is one.
-        marked = texts[-1].endswith(tuple(special_texts(tokenizer)))
-        ids[-1] = ids[-1] + [tokenizer.eos_token_id] * (not marked)
-        return [(part, learned) for part, (_, learned) in zip(ids, parts, strict=True)]
+        # If the template writes no special token at the end of a turn, the end token ends it.
+        if not texts[-1].endswith(tuple(special_token_texts(tokenizer))):
+            ids[-1] = [*ids[-1], tokenizer.eos_token_id]
+        return [(part, in_loss) for part, (_, in_loss) in zip(ids, spans, strict=True)]
 
 
-def tokenized_pairs(
+def tokenize_pairs(
     rows: list[Row],
     role: str,
     *,
-    style: PairStyle,
+    pair_format: PairFormat,
     limit: LengthLimit,
     tokenizer: PreTrainedTokenizerBase,
     pad_to_multiple_of: int,
 ) -> PairSet:
-    """The pairs of these rows, each with one end token, without those that the limit drops.
+    """Tokenize pairs, each with one end token, without those that the limit drops.
 
     Args:
         rows: the rows.
         role: name of the set, for messages.
-        style: makes prompts and completions.
-        limit: of a pair's tokens; a truncated pair has no end token.
-        tokenizer: with a pad and an end token.
-        pad_to_multiple_of: batches are as long as a multiple of this.
+        pair_format: makes prompts and completions.
+        limit: limit of a pair's tokens; a truncated pair has no end token.
+        tokenizer: tokenizer with a pad and an end token.
+        pad_to_multiple_of: length of batches is a multiple of this.
 
     Raises:
-        ValueError: a truncated pair has nothing to learn.
+        ValueError: a truncated pair has no token to predict.
     """
-    encoded = style.encode(rows, tokenizer)
-    pairs = [[token for ids, _ in parts for token in ids] for parts in encoded]
-    learned = list(map(spans, encoded))
-    kept = limit.kept(list(map(len, pairs)), rows, role)
+    encoded = pair_format.encode(rows, tokenizer)
+    pairs = [[token for ids, _ in spans for token in ids] for spans in encoded]
+    targets = list(map(loss_spans, encoded))
+    kept = limit.select(list(map(len, pairs)), rows, role)
     for number in kept:
-        length = learned[number][0][0]
+        length = targets[number][0][0]
         require(
             length < limit.tokens,
             f"{rows[number].place}: the prompt alone has {length} tokens, "
@@ -243,30 +260,138 @@ def tokenized_pairs(
         )
     return PairSet(
         ids=[pairs[number][: limit.tokens] for number in kept],
-        learned=[learned[number] for number in kept],
+        loss_spans=[targets[number] for number in kept],
         pad_id=tokenizer.pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
         rows=[rows[number] for number in kept],
     )
 
 
-def spans(parts: list[TokenPart]) -> list[Span]:
-    """Where the learned parts are.
+def read_conversation(row: Row, prompt_format: ChatPromptFormat) -> list[dict[str, str]] | None:
+    """Return all messages of a row that is a conversation; None for prompt and completion texts.
+
+    A row has `messages`, or a `prompt` and a `completion` that is a list of messages.
+
+    Raises:
+        ValueError: the messages are malformed.
+    """
+    messages, completion = row.values.get("messages"), row.values.get("completion")
+    if messages is None and not isinstance(completion, list):
+        return None
+    if messages is None:
+        messages = [*prompt_format.messages(row), *(completion or [])]
+    require(
+        isinstance(messages, list) and all(map(_is_message, messages)),
+        f"{row.place}: messages are {messages!r:.60}; "
+        "expected [{role: user, content: text}, ...]",
+    )
+    return messages
+
+
+def _is_message(each: Any) -> bool:
+    return isinstance(each, dict) and {"role", "content"} <= each.keys()
+
+
+def message_spans(row: Row, messages: list[Any]) -> list[TextSpan]:
+    """Return the texts of a completion of several messages without chat format.
+
+    Args:
+        row: the row, for messages of errors.
+        messages: those of the role `assistant` are in the loss, all others are not.
+
+    Raises:
+        ValueError: an item is not a message, or the last one is not the assistant's.
 
     Example:
-        >>> spans([([1, 7], False), ([8, 2], True), ([5], False), ([2], True)])
+        >>> row = Row({}, "a.jsonl, line 1", 0)
+        >>> call = {"role": "assistant", "content": "<call>3*4</call>"}
+        >>> result = {"role": "tool", "content": "12"}
+        >>> message_spans(row, [call, result, {"role": "assistant", "content": "."}])
+        [('<call>3*4</call>', True), ('12', False), ('.', True)]
+    """
+    texts = all(_is_message(each) and isinstance(each["content"], str) for each in messages)
+    require(
+        texts and bool(messages),
+        f"{row.place}: completion is {messages!r:.60}; "
+        "expected [{role: assistant, content: text}, ...]",
+    )
+    last = messages[-1]["role"]
+    require(last == "assistant", f"{row.place}: the last message of the completion is of {last!r}")
+    return [(each["content"], each["role"] == "assistant") for each in messages]
+
+
+def conversation_spans(
+    row: Row,
+    messages: list[dict[str, str]],
+    train_on_turns: TrainOnTurns,
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[TextSpan]:
+    """Render a conversation and split it where assistant turns begin and end.
+
+    The loss of a turn covers the tokens that a model would generate there: everything between the
+    generation prompt and the special token that ends the turn, including that token. The positions
+    come from rendering the conversation up to each answer and after it.
+
+    Args:
+        row: the row, for messages of errors.
+        messages: the conversation; messages after its last answer are left out.
+        train_on_turns: which answers are in the loss.
+        chat: settings of the chat format.
+        tokenizer: tokenizer with a chat template.
+
+    Raises:
+        ValueError: there is no answer, or the template renders a turn differently if other turns
+            follow.
+    """
+    if chat.system is not None:
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+    require(
+        bool(answers), f"{row.place}: no message has the role assistant; there is nothing to learn"
+    )
+    spans: list[TextSpan] = []
+    done = ""
+    for number in answers if train_on_turns == "all" else answers[-1:]:
+        prompt = apply_chat_template(messages[:number], chat, tokenizer)
+        answered = apply_chat_template(
+            messages[: number + 1], chat, tokenizer, add_generation_prompt=False
+        )
+        require(
+            prompt.startswith(done) and answered.startswith(prompt),
+            f"{row.place}: the tokenizer's chat template renders a turn differently if other turns "
+            f"follow (at message {number + 1}), so the answers cannot be separated; set "
+            "`train_on_turns: last`, or give the template what it needs in "
+            "`chat: {template_kwargs: ...}`",
+        )
+        # Templates write a line break after the token that ends a turn; models do not generate it.
+        turn = answered[len(prompt) :].rstrip()
+        spans += [(prompt[len(done) :], False), (turn, True)]
+        done = prompt + turn
+    return spans
+
+
+def loss_spans(parts: list[IdSpan]) -> list[tuple[int, int]]:
+    """Return the positions of the tokens in the loss, as half-open ranges.
+
+    Example:
+        >>> loss_spans([([1, 7], False), ([8, 2], True), ([5], False), ([2], True)])
         [(2, 4), (5, 6)]
     """
     ends = list(accumulate((len(ids) for ids, _ in parts), initial=0))
-    return [(ends[n], ends[n + 1]) for n, (_, learned) in enumerate(parts) if learned]
+    return [(ends[n], ends[n + 1]) for n, (_, in_loss) in enumerate(parts) if in_loss]
 
 
 def padding_frac(lengths: Tensor, batches: list[list[int]]) -> float:
-    """Share of the token slots of all batches that hold no token.
+    """Return the fraction of the token slots of all batches that are padding.
 
     Args:
         lengths: [M] tokens of each row.
         batches: lists of row numbers.
+
+    Example:
+        >>> padding_frac(torch.tensor([4, 2]), [[0, 1]])
+        0.25
     """
     slots = sum(len(rows) * int(lengths[rows].max()) for rows in batches)
     return 1 - sum(int(lengths[rows].sum()) for rows in batches) / slots

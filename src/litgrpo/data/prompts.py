@@ -1,8 +1,9 @@
-"""Prompts for reinforcement learning: tokenized, and as left-padded batches."""
+"""Prompts for reinforcement learning: tokenized in memory or per batch, padded on the left."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,29 +12,45 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
-from litgrpo.data.rendering import LengthLimit, PromptStyle, end_of
-from litgrpo.data.rows import columns_of
-from litgrpo.data.sampler import padded_length
-from litgrpo.data.sources import Row
-from litgrpo.data.special_tokens import report_special_tokens, report_unknown
+from litgrpo.data.loader import padded_length
+from litgrpo.data.rendering import LengthLimit, PromptFormat
+from litgrpo.data.rows import RowReader, columns_of, identity
+from litgrpo.data.sources import Row, RowsOnDisk
+from litgrpo.data.tokenization import keep_end, report_special_tokens, report_unknown_tokens
 from litgrpo.types import PromptBatch
 
-if TYPE_CHECKING:  # slow to import; only named here
+if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
+
+NUM_PREVIEWED = 256  # rows of a streamed source that are read before training, evenly spread
+MAX_SKIPPED = 1000  # rows of a streamed source that may be left out one after the other
 
 
 @dataclass(frozen=True)
 class PromptSet(Dataset[PromptBatch]):
-    """Tokenized prompts; row numbers give a batch of them.
+    """Tokenized prompts; indexing with row numbers returns a batch.
 
     Args:
         ids: token ids of each prompt.
         texts: the prompts as texts.
         columns: {name: one value per prompt}.
         index: position of each prompt in its source.
-        rows: where each came from, for sources with weights and for sets with names.
-        pad_id: token that fills up.
-        pad_to_multiple_of: batches are as long as a multiple of this.
+        rows: the row of each prompt, for weighted sources and named sets.
+        pad_id: id of the pad token.
+        pad_to_multiple_of: length of batches is a multiple of this.
+
+    Example:
+        Two prompts of a byte tokenizer (1 is the begin token)::
+
+            PromptSet(
+                ids=[[1, 69, 70], [1, 71]],
+                texts=["ab", "c"],
+                columns={"answer": ["1", "2"]},
+                index=[0, 1],
+                rows=[first, second],
+                pad_id=0,
+                pad_to_multiple_of=1,
+            )[[0, 1]].prompt_ids  # [[1, 69, 70], [0, 1, 71]]
     """
 
     ids: list[list[int]]
@@ -50,86 +67,85 @@ class PromptSet(Dataset[PromptBatch]):
 
     @property
     def set_names(self) -> list[str]:
-        """The name of each prompt's set; "" where sets have none."""
+        """Name of each prompt's set; "" for sets without names."""
         return [row.set_name for row in self.rows]
 
     @property
-    def size(self) -> str:
-        """Number of prompts, in words."""
+    def description(self) -> str:
+        """Number of prompts, for the log."""
         return str(len(self))
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
+    def max_tokens(self) -> int:
+        """Number of tokens of the longest prompt."""
         return max(map(len, self.ids), default=0)
 
     @property
     def sources(self) -> list[int]:
-        """The number of each prompt's source."""
+        """Number of each prompt's source."""
         return [row.source for row in self.rows]
 
     @cached_property
-    def _past_indices(self) -> int:
-        """The first number behind all indices."""
+    def _num_indices(self) -> int:
         return max(self.index) + 1
 
     def __getitem__(self, rows: list[int]) -> PromptBatch:
-        """The batch of these rows, padded to the longest of them.
+        """Return the batch of these rows, padded to the longest of them.
 
-        A number beyond the last row is a row that comes again in the same epoch (`mixing.mixed`):
-        it has an index of its own, and with it random numbers of its own.
+        Row number n + k * len(self) is the k-th repetition of row n within an epoch (see
+        `loader.mix_sources`). Its index differs, so its completions use other random numbers.
         """
-        turns = [row // len(self) for row in rows]
+        repetitions = torch.tensor([row // len(self) for row in rows])
         rows = [row % len(self) for row in rows]
-        again = torch.tensor(turns) * self._past_indices
         ids = [self.ids[row] for row in rows]
         length = padded_length(ids, self.pad_to_multiple_of)
         prompt_ids, prompt_mask = pad_left(ids, self.pad_id, length)
+        index = torch.tensor([self.index[row] for row in rows])
         return PromptBatch(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             prompts=[self.texts[row] for row in rows],
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
-            index=torch.tensor([self.index[row] for row in rows]) + again,
+            index=index + repetitions * self._num_indices,
             set_name=self.rows[rows[0]].set_name,
         )
 
 
-def tokenized_prompts(
+def tokenize_prompts(
     rows: list[Row],
     role: str,
     *,
-    style: PromptStyle,
+    prompt_format: PromptFormat,
     limit: LengthLimit,
     tokenizer: PreTrainedTokenizerBase,
     pad_to_multiple_of: int,
 ) -> PromptSet:
-    """The prompts of these rows, without those that the limit drops.
+    """Tokenize the prompts of rows, without those that the limit drops.
 
     Args:
         rows: the rows.
         role: name of the set, for messages.
-        style: makes the texts.
-        limit: of a prompt's tokens.
-        tokenizer: with a pad token.
-        pad_to_multiple_of: batches are as long as a multiple of this.
+        prompt_format: makes the texts.
+        limit: limit of a prompt's tokens.
+        tokenizer: tokenizer with a pad token.
+        pad_to_multiple_of: length of batches is a multiple of this.
 
     Raises:
         ValueError: a prompt has no tokens.
     """
-    texts = style.texts(rows, tokenizer)
-    encoded = style.encode(texts, tokenizer, rows)
+    texts = prompt_format.texts(rows, tokenizer)
+    encoded = prompt_format.encode(texts, tokenizer, rows)
     for ids, row in zip(encoded, rows, strict=True):
         require(bool(ids), f"{row.place}: the prompt has no tokens")
-    split = style.split_special_tokens
-    report_special_tokens(role, map(style.given, rows), tokenizer, split=split)
-    report_unknown(role, encoded, tokenizer)
-    kept = limit.kept(list(map(len, encoded)), rows, role)
+    split = prompt_format.split_special_tokens
+    report_special_tokens(role, map(prompt_format.texts_of_data, rows), tokenizer, split=split)
+    report_unknown_tokens(role, encoded, tokenizer)
+    kept = limit.select(list(map(len, encoded)), rows, role)
     rows = [rows[number] for number in kept]
     return PromptSet(
-        ids=[end_of(encoded[number], limit.tokens, tokenizer) for number in kept],
+        ids=[keep_end(encoded[number], limit.tokens, tokenizer) for number in kept],
         texts=[texts[number] for number in kept],
-        columns=columns_of(rows) | style.columns(rows),
+        columns=columns_of(rows) | prompt_format.reward_columns(rows),
         index=[row.index for row in rows],
         rows=rows,
         pad_id=tokenizer.pad_token_id,
@@ -138,12 +154,12 @@ def tokenized_prompts(
 
 
 def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of token ids of unequal length, padded on the left.
+    """Pad rows of token ids of unequal length on the left.
 
     Args:
         rows: M lists of token ids.
-        pad_id: the id that fills up.
-        length: the least length of the result.
+        pad_id: id of the pad token.
+        length: smallest length of the result.
 
     Returns:
         [M, T] ids and [M, T] bool mask.
@@ -161,3 +177,124 @@ def pad_left(rows: list[list[int]], pad_id: int, length: int = 0) -> tuple[Tenso
             ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
             mask[row, -len(tokens) :] = True
     return ids, mask
+
+
+class StreamedPrompts(Dataset[PromptBatch]):
+    """Prompts that are read, renamed and tokenized with their batch, for data larger than memory.
+
+    A row that is left out, because it is too long or its prompt is in the validation set, is
+    replaced by the next one of the data. So every batch is full, and its content depends only on
+    its row numbers.
+
+    Args:
+        source_rows: the rows.
+        held_out: the identities of the validation prompts, whose rows are left out.
+        required: the columns that every row needs.
+        reader: renames the columns.
+        prompt_format: makes the texts.
+        limit: limit of a prompt's tokens.
+        tokenizer: tokenizer with a pad token.
+        pad_to_multiple_of: length of batches is a multiple of this.
+
+    Raises:
+        ValueError: one of the rows that are read before training cannot be used.
+    """
+
+    def __init__(
+        self,
+        source_rows: RowsOnDisk,
+        held_out: set[str],
+        required: set[str],
+        *,
+        reader: RowReader,
+        prompt_format: PromptFormat,
+        limit: LengthLimit,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_to_multiple_of: int,
+    ) -> None:
+        self.source_rows, self.held_out = source_rows, held_out
+        self.required, self.reader = required, reader
+        self.prompt_format, self.limit, self.tokenizer = prompt_format, limit, tokenizer
+        count = min(len(self), NUM_PREVIEWED)
+        self.preview_rows = [self.row(place * len(self) // count) for place in range(count)]
+        self.preview = tokenize_prompts(
+            self.preview_rows,
+            f"train (first look: {count} rows)",
+            prompt_format=prompt_format,
+            limit=limit,
+            tokenizer=tokenizer,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+
+    def __len__(self) -> int:
+        """Number of rows, including those that will be left out."""
+        return len(self.source_rows)
+
+    @property
+    def description(self) -> str:
+        """Number of rows, for the log."""
+        return f"{len(self)}, read batch by batch"
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Token ids of the rows that were read before training."""
+        return self.preview.ids
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens of the longest prompt that is possible."""
+        return self.limit.tokens
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """Columns of the rows that were read before training."""
+        return self.preview.columns
+
+    def row(self, number: int) -> Row:
+        """Read a row and rename its columns, even if it will be left out."""
+        values, place = self.source_rows[number]
+        return self.reader.rename(Row(values, place, number), self.required)
+
+    def find_usable(self, number: int) -> tuple[Row, str, list[int]]:
+        """Return the first usable row from this number on, with its text and token ids.
+
+        Raises:
+            ValueError: a row is an error, or too many rows are left out one after the other.
+        """
+        overlap = self.reader.train_val_overlap
+        for step in range(min(MAX_SKIPPED, len(self))):
+            row = self.row((number + step) % len(self))
+            if overlap != "keep" and identity(row) in self.held_out:
+                require(
+                    overlap == "drop",
+                    f"{row.place}: this training prompt is in the validation set; "
+                    "`train_val_overlap: drop` leaves it out",
+                )
+                continue
+            (text,) = self.prompt_format.texts([row], self.tokenizer)
+            (ids,) = self.prompt_format.encode([text], self.tokenizer, [row])
+            require(bool(ids), f"{row.place}: the prompt has no tokens")
+            if self.limit.admits(len(ids), row):
+                ids = keep_end(ids, self.limit.tokens, self.tokenizer)
+                return replace(row, index=number), text, ids
+        raise ValueError(
+            f"{self.row(number).place}: from here on {MAX_SKIPPED} rows were left out, as too long "
+            f"({self.limit.name} {self.limit.tokens}) or in the validation set"
+        )
+
+    def __getitem__(self, numbers: Sequence[int]) -> PromptBatch:
+        """Read the batch of these rows, padded to the longest of them."""
+        found = [self.find_usable(number) for number in numbers]
+        rows = [row for row, _, _ in found]
+        # Columns that only the previewed rows have are None here, so all batches have the same.
+        columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in self.columns}
+        batch = PromptSet(
+            ids=[ids for *_, ids in found],
+            texts=[text for _, text, _ in found],
+            columns=columns | columns_of(rows) | self.prompt_format.reward_columns(rows),
+            index=[row.index for row in rows],
+            rows=rows,
+            pad_id=self.preview.pad_id,
+            pad_to_multiple_of=self.preview.pad_to_multiple_of,
+        )
+        return batch[[*range(len(rows))]]

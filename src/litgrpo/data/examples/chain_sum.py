@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from litgrpo.arguments import require
-from litgrpo.data.reasoning_gym import ReasoningGym
+from litgrpo.data.sources import ReasoningGym
 
 Row = dict[str, Any]
 

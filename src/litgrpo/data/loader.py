@@ -1,0 +1,364 @@
+"""The order of batches, a pure function of (seed, epoch), and a loader that resumes exactly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count as count_from
+from itertools import islice, zip_longest
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from litgrpo.arguments import require
+from litgrpo.tensors import length_buckets
+
+Batch = TypeVar("Batch")
+BatchPlan = Callable[[int], Sequence[list[int]]]  # epoch -> batches of row numbers
+
+
+def shuffled_rows(count: int, seed: int, epoch: int) -> Tensor:
+    """[count] row numbers in a random order that depends only on the arguments.
+
+    Example:
+        >>> sorted(shuffled_rows(4, seed=0, epoch=0).tolist())
+        [0, 1, 2, 3]
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator)
+
+
+def ordered_batches(count: int, batch_size: int) -> list[list[int]]:
+    """All rows in their order; the last batch may be smaller.
+
+    Example:
+        >>> ordered_batches(5, 2)
+        [[0, 1], [2, 3], [4]]
+    """
+    return [part.tolist() for part in torch.arange(count).split(batch_size)]
+
+
+def batches_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]:
+    """All rows in batches of one set each; batches of the sets alternate, each set in its order.
+
+    Example:
+        >>> batches_by_set(["a", "a", "a", "b"], batch_size=2)
+        [[0, 1], [3], [2]]
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(set_names):
+        rows_of.setdefault(name, []).append(row)
+    batches = [
+        [[rows[place] for place in part] for part in ordered_batches(len(rows), batch_size)]
+        for rows in rows_of.values()
+    ]
+    return [batch for turn in zip_longest(*batches) for batch in turn if batch is not None]
+
+
+class FullBatches(Sequence[list[int]]):
+    """The full batches of an order; a smaller last batch is dropped. 8 bytes per row.
+
+    Args:
+        order: [count] row numbers.
+        batch_size: rows of a batch.
+
+    Example:
+        >>> [*FullBatches(torch.arange(5), batch_size=2)]
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, order: Tensor, batch_size: int) -> None:
+        self.batches = order[: len(order) - len(order) % batch_size].view(-1, batch_size)
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self.batches)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Return one batch, or a list of them."""
+        return self.batches[number].tolist()
+
+
+def shuffled_batches(count: int, batch_size: int, seed: int, epoch: int) -> FullBatches:
+    """Full batches in random order; the remaining rows are skipped in this epoch."""
+    return FullBatches(shuffled_rows(count, seed, epoch), batch_size)
+
+
+def length_grouped_batches(
+    lengths: Tensor, max_rows: int | None, max_tokens: int | None, seed: int, epoch: int
+) -> list[list[int]]:
+    """All rows in batches of about equal length, in random order.
+
+    Lengths are rounded up to five binary digits (by at most 1/16), rows of the same rounded length
+    are shuffled, and batches are cut from long to short. The rounded lengths are the same in every
+    epoch, so the number of batches is as well.
+
+    Args:
+        lengths: [M] tokens of each row.
+        max_rows: largest number of rows of a batch; None for no limit.
+        max_tokens: largest number of tokens of a batch, padding included; a longer row is a batch
+            of one.
+        seed: random seed of the order.
+        epoch: number of the epoch.
+
+    Returns:
+        Lists of row numbers.
+
+    Example:
+        >>> batches = length_grouped_batches(torch.tensor([3, 40, 3, 41]), 2, None, seed=0, epoch=0)
+        >>> sorted(map(sorted, batches))
+        [[0, 2], [1, 3]]
+    """
+    order = shuffled_rows(len(lengths), seed, epoch)
+    # Of the b binary digits of n, five are kept: lengths are multiples of 2^(b-5).
+    steps = torch.tensor([1 << max(0, int(n).bit_length() - 5) for n in lengths])
+    rounded = (lengths + steps - 1) // steps * steps
+    buckets = length_buckets(rounded[order], max_rows=max_rows, max_tokens=max_tokens)
+    turn = shuffled_rows(len(buckets), seed, epoch).tolist()
+    return [order[buckets[place]].tolist() for place in turn]
+
+
+def rows_per_source(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide `total` rows among sources by weight; the largest remainders are rounded up.
+
+    Example:
+        >>> rows_per_source(10, [2, 1, 1])
+        [5, 3, 2]
+    """
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])
+    for number in order[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
+
+
+def mix_sources(
+    sources: Sequence[int], weights: Sequence[float], seed: int, epoch: int, shuffle: bool = True
+) -> list[int]:
+    """Row numbers of one epoch of weighted sources; as many as there are rows.
+
+    Each source continues where the previous epoch stopped, so each of its rows is used once before
+    any is repeated. A row that is repeated within the epoch is returned as its number plus a
+    multiple of the number of all rows.
+
+    Args:
+        sources: [M] number of the source of each row.
+        weights: weight of each source.
+        seed: random seed of the order.
+        epoch: number of the epoch; negative ones are further epochs.
+        shuffle: random order; False keeps each source in its own order, spread evenly.
+
+    Raises:
+        ValueError: a source has no row.
+
+    Example:
+        >>> mix_sources([0, 0, 1, 1], [3, 1], seed=0, epoch=0, shuffle=False)  # row 0 again: 0 + 4
+        [0, 1, 2, 4]
+    """
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, source in enumerate(sources):
+        rows_of[source].append(row)
+    for number in range(len(weights)):
+        require(bool(rows_of[number]), f"source {number + 1} of train has a weight and no rows")
+    total, placed = len(sources), []
+    for number, quota in enumerate(rows_per_source(total, weights)):
+        own, repeats = rows_of[number], defaultdict[int, int](int)
+        for taken in range(quota):
+            turn, place = divmod(epoch * quota + taken, len(own))
+            order = _source_order(len(own), seed + number + 1, turn, shuffle)
+            row = own[order[place]]
+            placed.append(((taken + 0.5) / quota, number, row + total * repeats[row]))
+            repeats[row] += 1
+    if not shuffle:
+        return [row for *_, row in sorted(placed)]
+    return [placed[place][2] for place in shuffled_rows(total, seed, epoch).tolist()]
+
+
+@lru_cache(maxsize=8)  # called once for each row
+def _source_order(count: int, seed: int, turn: int, shuffle: bool) -> list[int]:
+    return shuffled_rows(count, seed, turn).tolist() if shuffle else list(range(count))
+
+
+def padded_length(rows: Sequence[Sequence[int]], multiple: int) -> int:
+    """Length of the longest row, rounded up to a multiple.
+
+    Example:
+        >>> padded_length([[1, 2, 3], [4]], multiple=4)
+        4
+    """
+    return -(-max(map(len, rows)) // multiple) * multiple
+
+
+def rank_share(batch: list[int], rank: int, world_size: int) -> list[int]:
+    """The rows of one rank: a slice of the batch, equal slices if the batch size is divisible.
+
+    Every rank needs a row to take part in collectives. If the batch is smaller than the number of
+    ranks, the first row is repeated.
+
+    Example:
+        >>> [rank_share([4, 2, 7, 5], rank, world_size=2) for rank in range(2)]
+        [[4, 2], [7, 5]]
+    """
+    start, stop = (len(batch) * r // world_size for r in (rank, rank + 1))
+    return batch[start:stop] or batch[:1]
+
+
+class BatchOrder(Sampler[list[int]]):
+    """Batches of row numbers, epoch by epoch, each split among the ranks.
+
+    Args:
+        plan: epoch -> the batches of all ranks together, the same number in every epoch.
+        rank: rank of this process.
+        world_size: number of processes.
+
+    Example:
+        >>> order = BatchOrder(lambda epoch: [[0, 1], [2, 3]], rank=1, world_size=2)
+        >>> list(order)
+        [[1], [3]]
+    """
+
+    def __init__(self, plan: BatchPlan, rank: int = 0, world_size: int = 1) -> None:
+        self.plan, self.rank, self.world_size = plan, rank, world_size
+        self.num_batches = len(plan(0))
+        self.epoch = 0
+        self.start = 0  # batches of the epoch to skip
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch (called by Lightning); a different epoch starts at its first batch."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __len__(self) -> int:
+        """Number of batches of a whole epoch."""
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's part of each batch from `start` on."""
+        batches = self.plan(self.epoch)
+        for number in range(self.start, len(batches)):
+            yield rank_share(batches[number], self.rank, self.world_size)
+
+
+class BatchLoader(Generic[Batch]):
+    """Loader whose position is part of the checkpoint.
+
+    Lightning saves `state_dict()` under loops/fit_loop/combined_loader and calls `set_epoch` of
+    `sampler`. The position counts batches that were returned, not those that workers prefetched.
+    This is not a `DataLoader`, because Lightning rebuilds those for prediction and warns about the
+    number of their workers. It uses one internally, with its own generator, because each iterator
+    draws a seed from it.
+
+    Args:
+        dataset: row numbers -> batch.
+        sampler: order of the rows.
+        num_workers: processes that build batches in the background.
+        identity: settings and data that a saved position depends on; a checkpoint with other
+            values is rejected.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Batch],
+        sampler: BatchOrder,
+        num_workers: int = 0,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        self.dataset, self.sampler = dataset, sampler
+        self.batch_sampler = None  # Lightning reads it of every loader that has a `sampler`
+        self.num_workers, self.identity = num_workers, identity or {}
+        self._position = (0, 0)  # epoch, number of its batches that were returned
+        self._resuming = False
+        self._num_drawn = 0
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of an epoch; after `load_state_dict`, those that remain of it.
+
+        A generator: no code runs before the first batch is requested. Lightning creates the
+        iterator before it sets the epoch.
+        """
+        if not self._resuming:
+            self.sampler.start = 0
+        self._resuming = False
+        epoch, done = self.sampler.epoch, self.sampler.start
+        loader = DataLoader(
+            self.dataset,
+            batch_size=None,
+            sampler=self.sampler,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),
+            collate_fn=_identity,
+        )
+        for number, batch in enumerate(loader, start=done + 1):
+            self._position = (epoch, number)
+            yield batch
+
+    def peek(self) -> Batch:
+        """Return the next batch without advancing."""
+        epoch, done = self._position
+        if done == len(self):
+            epoch, done = epoch + 1, 0
+        rows = self.sampler.plan(epoch)[done]
+        return self.dataset[rank_share(rows, self.sampler.rank, self.sampler.world_size)]
+
+    def draw(self, count: int) -> Batch:
+        """Return extra rows for dynamic sampling, without changing the batches of any epoch.
+
+        They follow a separate order, each row once before any is repeated. All ranks must call
+        this together with the same count, and get different rows.
+
+        Args:
+            count: rows for this rank.
+        """
+        rank, wanted = self.sampler.rank, count * self.sampler.world_size
+        # Training uses epochs from 0 on, so epochs below 0 are free for extra rows.
+        epochs = (self.sampler.plan(-number) for number in count_from(1))
+        order = (row for batches in epochs for batch in batches for row in batch)
+        rows = list(islice(order, self._num_drawn, self._num_drawn + wanted))
+        self._num_drawn += wanted
+        return self.dataset[rows[rank * count : (rank + 1) * count]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, number of its batches returned, extra rows drawn, and the identity."""
+        epoch, done = self._position
+        # A new epoch was set, and none of its batches returned.
+        if epoch != self.sampler.epoch:
+            epoch, done = self.sampler.epoch, 0
+        return {"epoch": epoch, "batches": done, "drawn": self._num_drawn, **self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a saved position.
+
+        Raises:
+            ValueError: the order of batches differs here.
+        """
+        self.check_state(state)
+        self._position = (state["epoch"], state["batches"])
+        self._num_drawn = state["drawn"]
+        self.sampler.epoch, self.sampler.start = self._position
+        self._resuming = True
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that a saved position refers to the same order of batches.
+
+        Raises:
+            ValueError: a setting or the data that the order depends on differ.
+        """
+        for name, value in self.identity.items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the checkpoint was made with data {name}={state.get(name)!r}, now it is "
+                    f"{value!r}: prompts would be skipped or repeated; restore the setting, or "
+                    "start a new run from the exported weights"
+                )
+
+
+def _identity(batch: Batch) -> Batch:
+    return batch

@@ -1,0 +1,616 @@
+"""Data modules: prompts for GRPO (`PromptData`), prompts with completions for SFT (`PairData`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, runtime_checkable
+
+import torch
+from lightning import LightningDataModule, Trainer
+
+from litgrpo.arguments import at_least, one_of, require
+from litgrpo.data.loader import (
+    Batch,
+    BatchLoader,
+    BatchOrder,
+    BatchPlan,
+    FullBatches,
+    batches_by_set,
+    length_grouped_batches,
+    mix_sources,
+    shuffled_batches,
+)
+from litgrpo.data.pairs import (
+    PairBatch,
+    PairFormat,
+    PairSet,
+    TrainOnTurns,
+    padding_frac,
+    tokenize_pairs,
+)
+from litgrpo.data.prompts import PromptSet, StreamedPrompts, tokenize_prompts
+from litgrpo.data.rendering import (
+    Chat,
+    LengthLimit,
+    LongRows,
+    PromptFormat,
+    TextTemplate,
+    build_prompt_format,
+    encode_opening,
+)
+from litgrpo.data.rows import RowReader, TrainValOverlap, fingerprint, identity
+from litgrpo.data.sources import (
+    Row,
+    SetsLike,
+    SourceLike,
+    is_streaming,
+    open_rows,
+    source_weights,
+)
+from litgrpo.data.tokenization import Messages, load_tokenizer, require_pad_and_eos
+from litgrpo.distributed.messages import rank_zero_info
+from litgrpo.instantiate import instantiate_sources
+from litgrpo.types import PromptBatch
+
+if TYPE_CHECKING:  # slow to import; used in annotations only
+    from transformers import PreTrainedTokenizerBase
+
+
+@runtime_checkable
+class HasEnvironment(Protocol):
+    """Module whose environment has tools to show to the model: `shown_tools`, JSON schemas."""
+
+    shown_tools: Messages
+
+
+class SourceData(LightningDataModule, Generic[Batch]):
+    """Base class of data modules: rows of sources, tokenized for a model.
+
+    Args:
+        sources: {set: where its rows come from, or None}; all but `train` may be several named
+            sets, `{name: source}`.
+        reader: renames columns and splits rows.
+        prompt_format: makes prompts of rows.
+        limit: limit of a row's tokens.
+        tokenizer: Hub id or folder, or None for that of the model.
+        num_workers: processes that build training batches in the background.
+        pad_to_multiple_of: length of batches is a multiple of this.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, SetsLike | None],
+        reader: RowReader,
+        prompt_format: PromptFormat,
+        limit: LengthLimit,
+        *,
+        tokenizer: str | None,
+        num_workers: int,
+        pad_to_multiple_of: int,
+    ) -> None:
+        super().__init__()
+        at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
+        twice = sources["val"] is not None and reader.val_fraction
+        require(not twice, "val and val_fraction are both set; leave out one of them")
+        self.weights = source_weights(sources["train"])
+        self.sources = {name: instantiate_sources(source) for name, source in sources.items()}
+        self.reader, self.prompt_format, self.limit = reader, prompt_format, limit
+        self.tokenizer, self.num_workers = tokenizer, num_workers
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.sets: dict[str, Any] = {}
+        self.fingerprint = ""
+        # The format with the tools of the environment, and its tokenizer; set by `setup`.
+        self.final_format: tuple[PromptFormat, PreTrainedTokenizerBase] | None = None
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Rank and number of processes; (0, 1) without a trainer."""
+        trainer = self.trainer
+        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+    def find_tokenizer(self, texts: list[str]) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the data, if one is set, else that of the model.
+
+        Args:
+            texts: the texts that the model's `fit_tokenizer` may train it on.
+
+        Raises:
+            ValueError: there is none, or it has no pad or end token.
+        """
+        if self.tokenizer is not None:
+            return require_pad_and_eos(load_tokenizer(self.tokenizer))
+        if self.trainer is None:
+            raise ValueError("without a Trainer the data need a tokenizer; set tokenizer")
+        model: Any = self.trainer.lightning_module
+        return require_pad_and_eos(model.fit_tokenizer(texts))
+
+    def add_tools(self, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+        """Return the prompt format with the tools of the model's environment.
+
+        Args:
+            tokenizer: tokenizer of the data.
+        """
+        model: Any = None if self.trainer is None else self.trainer.lightning_module
+        tools = model.shown_tools if isinstance(model, HasEnvironment) else []
+        prompt_format = self.prompt_format.with_tools(tools, tokenizer)
+        self.final_format = prompt_format, tokenizer
+        return prompt_format
+
+    def encode_opening(
+        self, prompts: PromptBatch, row: int, added: str | Messages, split_added: bool = True
+    ) -> list[int]:
+        """Return token ids of a prompt with an environment's first observation.
+
+        See `rendering.encode_opening`.
+
+        Args:
+            prompts: B prompts of this module, after `setup`.
+            row: index of the prompt.
+            added: a text, or messages.
+            split_added: encode special tokens that the addition writes as plain text.
+        """
+        assert self.final_format is not None
+        prompt_format, tokenizer = self.final_format
+        return encode_opening(
+            prompts,
+            row,
+            added,
+            prompt_format=prompt_format,
+            limit=self.limit,
+            tokenizer=tokenizer,
+            split_added=split_added,
+        )
+
+    def require_validation(self, rows: list[Row]) -> None:
+        """Check that there are rows to validate on.
+
+        Raises:
+            ValueError: there are none.
+        """
+        require(bool(rows), "nothing to validate on: set val or val_fraction of the data")
+
+    def disable_validation_without(self, name: str, stage: str) -> None:
+        """Disable validation of a fit without this set; Lightning warns of an empty loader."""
+        if stage == "fit" and name not in self.sets and self.trainer is not None:
+            self.trainer.limit_val_batches = 0
+
+    @property
+    def mixture(self) -> list[tuple[float, int]]:
+        """Weight and number of rows of each training source; [] without weights."""
+        if not self.weights:
+            return []
+        counts = Counter(self.sets["train"].sources)
+        return [(weight, counts[n]) for n, weight in enumerate(self.weights)]
+
+    def train_loader(self, plan: BatchPlan, identity: dict[str, Any]) -> BatchLoader[Batch]:
+        """Return a loader of training batches, whose position is part of checkpoints.
+
+        Args:
+            plan: epoch -> batches of row numbers.
+            identity: settings and data that the order of batches depends on.
+        """
+        identity = identity | {"mixture": self.mixture or None}
+        order = BatchOrder(plan, *self.process)
+        return BatchLoader(self.sets["train"], order, self.num_workers, identity)
+
+    def loader(self, name: str, batches: list[list[int]]) -> BatchLoader[Batch]:
+        """Return a loader of the same batches of a set in every epoch."""
+        return BatchLoader(self.sets[name], BatchOrder(lambda _: batches, *self.process))
+
+
+class PromptData(SourceData[PromptBatch]):
+    r"""Prompts to train on, to validate on, to test, and to answer.
+
+    A source is the path of a .jsonl, .json, .csv, .parquet or .txt file or a pattern of such paths
+    (`data/*.jsonl`), a folder that `datasets` saved, the name of a data set on the Hugging Face Hub
+    (`openai/gsm8k:main:train`), a function (`python:package.module.function?size=500`), a list of
+    texts or rows, `{path: ..., limit: ...}`, or a list of such sources, optionally with weights
+    (`[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]`). In Python also a
+    `datasets.Dataset`. With `{path: ..., streaming: true}` training rows stay on disk until their
+    batch is built. The prompt is tokenized; every other column reaches the reward functions.
+
+    Args:
+        train: source of the training prompts.
+        val: source of the validation prompts; or several with names, `{easy: a.jsonl, hard:
+            b.jsonl}`, whose metrics are `val/easy/...`; or hold out some of `train` with
+            `val_fraction`.
+        test: source of the test prompts, or several with names.
+        predict: source of the prompts to answer.
+        prompts: the prompts to answer, as a list of texts, instead of `predict`.
+        columns: names of columns, litgrpo's first: `{prompt: question, answer: answer}`.
+        extract: regular expression with one group per column, to keep that group only:
+            `{answer: '####\s*(.+)'}`.
+        template: Jinja text with the row's columns as variables, such as `Question: {{ prompt }}`.
+        chat: `true` renders the prompt with the chat template of the tokenizer as a user message;
+            `{system: text}` adds a system message.
+        batch_size: prompts per iteration, all processes together.
+        eval_batch_size: prompts per batch in validation, test and prediction (default: batch_size).
+        max_prompt_length: largest number of tokens of a prompt.
+        long_prompts: what to do with longer prompts: drop, truncate (keeps the end) or error.
+        val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
+            so that it never changes and is the same in SFT and GRPO.
+        split_by: another column to hash, such as a dialogue's persona: rows that agree in it are
+            all held out, or none is.
+        train_val_overlap: training prompts that are also in `val`: drop, error or keep.
+        shuffle: shuffle the training prompts in every epoch.
+        seed: random seed of the order.
+        split_special_tokens: encode special tokens that the data write as text, such as `<eos>`, as
+            plain text; by default they become those tokens.
+        num_workers: processes that build batches in the background; prompts are tokenized before,
+            so 0 is enough.
+        pad_to_multiple_of: length of batches is a multiple of this (fewer shapes to compile).
+        tokenizer: Hub id or folder; default: the tokenizer of the model.
+
+    Example:
+        >>> data = PromptData(
+        ...     train=[{"question": "What is 3+4?", "answer": "so #### 7"}],
+        ...     columns={"prompt": "question"},
+        ...     extract={"answer": "####(.+)"},
+        ...     batch_size=1,
+        ... )
+        >>> data.reader.read(data.sources["train"])[0].values["answer"]
+        '7'
+    """
+
+    def __init__(  # noqa: PLR0913 (each is an option of a recipe)
+        self,
+        train: SourceLike | None = None,
+        *,
+        val: SetsLike | None = None,
+        test: SetsLike | None = None,
+        predict: SourceLike | None = None,
+        prompts: list[str] | None = None,
+        columns: dict[str, str] | None = None,
+        extract: dict[str, str] | None = None,
+        template: str | None = None,
+        chat: bool | Chat = False,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        max_prompt_length: int = 512,
+        long_prompts: LongRows = "drop",
+        val_fraction: float = 0.0,
+        split_by: str = "prompt",
+        train_val_overlap: TrainValOverlap = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
+        split_special_tokens: bool = False,
+        num_workers: int = 0,
+        pad_to_multiple_of: int = 1,
+        tokenizer: str | None = None,
+    ) -> None:
+        if prompts is not None:  # never paths, even if a prompt looks like one
+            predict = [{"prompt": text} for text in prompts]
+        super().__init__(
+            {"train": train, "val": val, "test": test, "predict": predict},
+            RowReader(columns or {}, extract or {}, val_fraction, train_val_overlap, split_by),
+            build_prompt_format(template, chat, split_special_tokens),
+            LengthLimit("max_prompt_length", max_prompt_length, long_prompts),
+            tokenizer=tokenizer,
+            num_workers=num_workers,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+        at_least("batch_size", batch_size, 1)
+        at_least("eval_batch_size", eval_batch_size, 1)
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.shuffle, self.seed = shuffle, seed
+
+    def setup(self, stage: str) -> None:
+        """Read, split and tokenize the sets of a stage.
+
+        Args:
+            stage: fit, validate, test or predict.
+        """
+        rows = {name: part for name, part in self._read(stage).items() if part}
+        texts = [text for part in rows.values() for text in self.prompt_format.plain_texts(part)]
+        tokenizer = self.find_tokenizer(texts)
+        prompt_format = self.add_tools(tokenizer)
+        self.sets = {
+            name: tokenize_prompts(
+                part,
+                name,
+                prompt_format=prompt_format,
+                limit=self.limit,
+                tokenizer=tokenizer,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
+            for name, part in rows.items()
+        }
+        self.fingerprint = fingerprint(rows.get("train", []))
+        if stage == "fit" and is_streaming(self.sources["train"]):
+            streamed = StreamedPrompts(
+                open_rows(self.sources["train"]),
+                {identity(row) for row in rows.get("val", [])},
+                self.prompt_format.template.required | self.reader.required,
+                reader=self.reader,
+                prompt_format=prompt_format,
+                limit=self.limit,
+                tokenizer=tokenizer,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
+            self.sets = {"train": streamed, **self.sets}
+            self.fingerprint = fingerprint(streamed.preview_rows)
+        self.disable_validation_without("val", stage)
+        sizes = ", ".join(f"{name} {prompts.description}" for name, prompts in self.sets.items())
+        rank_zero_info(f"Prompts: {sizes}")
+
+    def train_dataloader(self) -> BatchLoader[PromptBatch]:
+        """Return full batches; their order depends only on seed and epoch.
+
+        Raises:
+            ValueError: there are too few prompts, or batch_size is not divisible by the processes.
+        """
+        count, (_, processes) = len(self.sets["train"]), self.process
+        require(
+            count >= self.batch_size,
+            f"{count} training prompts do not fill one batch of {self.batch_size}; "
+            "lower batch_size or add prompts",
+        )
+        require(
+            self.batch_size % processes == 0,
+            f"batch_size {self.batch_size} (prompts of all processes together) is not divisible by "
+            f"{processes} processes",
+        )
+        identity = {
+            "prompts": self.fingerprint,
+            "num_prompts": count,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+        return self.train_loader(self._plan_epoch, identity)
+
+    def val_dataloader(self) -> BatchLoader[PromptBatch]:
+        """Return the validation prompts in their order, each once."""
+        return self._loader_in_order("val")
+
+    def test_dataloader(self) -> BatchLoader[PromptBatch]:
+        """Return the test prompts in their order, each once."""
+        return self._loader_in_order("test")
+
+    def predict_dataloader(self) -> BatchLoader[PromptBatch]:
+        """Return the prompts to answer in their order, each once."""
+        return self._loader_in_order("predict")
+
+    def _loader_in_order(self, name: str) -> BatchLoader[PromptBatch]:
+        names = self.sets[name].set_names
+        return self.loader(name, batches_by_set(names, self.eval_batch_size))
+
+    def _plan_epoch(self, epoch: int) -> Sequence[list[int]]:
+        prompts, size = self.sets["train"], self.batch_size
+        if self.weights is not None:
+            rows = mix_sources(prompts.sources, self.weights, self.seed, epoch, self.shuffle)
+            return [rows[n : n + size] for n in range(0, len(rows) - len(rows) % size, size)]
+        if self.shuffle:
+            return shuffled_batches(len(prompts), size, self.seed, epoch)
+        return FullBatches(torch.arange(len(prompts)), size)
+
+    def _read(self, stage: str) -> dict[str, list[Row]]:
+        needed_by_template = self.prompt_format.template.required
+        required = needed_by_template | self.reader.required
+        if stage == "predict":  # prompts to answer need no reference answer
+            return {"predict": self.reader.read(self._source("predict"), needed_by_template)}
+        if stage == "test":
+            return {"test": self.reader.read(self._source("test"), required)}
+        if stage == "validate" and self.sources["val"] is not None:
+            return {"val": self.reader.read(self.sources["val"], required)}
+        train, val = self._read_train_and_val(required)
+        if stage == "validate":
+            self.require_validation(val)
+            return {"val": val}
+        return {"train": train, "val": val}
+
+    def _read_train_and_val(self, required: set[str]) -> tuple[list[Row], list[Row]]:
+        train, val = self._source("train"), self.sources["val"]
+        if not is_streaming(train):
+            return self.reader.read_train_and_val(train, val, required)
+        require(
+            not self.reader.val_fraction,
+            "val_fraction would read all rows of `train`, which has `streaming: true`: set `val` "
+            "instead",
+        )
+        return [], [] if val is None else self.reader.read(val, required)
+
+    def _source(self, name: str) -> Any:
+        hint = " (or prompts)" if name == "predict" else ""
+        require(self.sources[name] is not None, f"the data have no {name} source; set {name}{hint}")
+        return self.sources[name]
+
+
+class PairData(SourceData[PairBatch]):
+    """Prompts with completions for supervised fine-tuning, or conversations.
+
+    Sources, columns, template and chat are those of PromptData. The loss includes the completion
+    and its end token, never the prompt. Batches contain pairs of about equal length.
+
+    With `chat` a row may instead have `messages`, a list of `{role: ..., content: ...}`, or a
+    completion that is such a list: then the loss includes the assistant's messages and the tokens
+    that end them. Without `chat` a completion may be such a list as well: its texts are
+    concatenated, and only those of the role `assistant` are in the loss.
+
+    Args:
+        train: source of the training pairs.
+        val: source of the validation pairs; or several with names, `{easy: a.jsonl, hard:
+            b.jsonl}`, whose metrics are `val/easy/...`; or hold out some of `train` with
+            `val_fraction`.
+        columns: names of columns, litgrpo's first: `{prompt: question, completion: answer}`.
+        extract: regular expression with one group per column, to keep that group only.
+        template: Jinja text of the prompt with the row's columns as variables.
+        completion_template: Jinja text of the completion with the row's columns as variables.
+        chat: `true` renders the prompt with the chat template of the tokenizer as a user message;
+            `{system: text}` adds a system message.
+        train_on_turns: of a conversation, train on `all` of the assistant's turns, or on the `last`
+            one, for chat templates that render earlier turns differently (without reasoning).
+        group_by_length: batches of pairs of about equal length, to reduce padding; `false` mixes
+            all lengths, for data whose content depends on the length.
+        batch_size: largest number of pairs per optimizer step, all processes together; null for no
+            limit but max_tokens_per_batch.
+        max_tokens_per_batch: largest number of tokens per optimizer step, padding included, all
+            processes together.
+        max_length: largest number of tokens of prompt and completion.
+        long_examples: what to do with longer pairs: drop, truncate (keeps the start) or error.
+        val_fraction: share of `train` to hold out for validation, chosen by a hash of each prompt,
+            so that it never changes and is the same in SFT and GRPO.
+        split_by: another column to hash, such as a dialogue's persona: rows that agree in it are
+            all held out, or none is.
+        train_val_overlap: training prompts that are also in `val`: drop, error or keep.
+        seed: random seed of the order of batches, and of pairs among those of about equal length.
+        num_workers: processes that build batches in the background; pairs are tokenized before, so
+            0 is enough.
+        pad_to_multiple_of: length of batches is a multiple of this (fewer shapes to compile).
+        tokenizer: Hub id or folder; default: the tokenizer of the model.
+
+    Example:
+        >>> data = PairData(train=[{"prompt": "2+2?", "completion": "4"}], batch_size=1)
+        >>> data.max_tokens_per_batch is None
+        True
+    """
+
+    def __init__(  # noqa: PLR0913 (each is an option of a recipe)
+        self,
+        train: SourceLike,
+        *,
+        val: SetsLike | None = None,
+        columns: dict[str, str] | None = None,
+        extract: dict[str, str] | None = None,
+        template: str | None = None,
+        completion_template: str | None = None,
+        chat: bool | Chat = False,
+        train_on_turns: TrainOnTurns = "all",
+        group_by_length: bool = True,
+        batch_size: int | None = 32,
+        max_tokens_per_batch: int | None = None,
+        max_length: int = 1024,
+        long_examples: LongRows = "drop",
+        val_fraction: float = 0.0,
+        split_by: str = "prompt",
+        train_val_overlap: TrainValOverlap = "drop",
+        seed: int = 0,
+        num_workers: int = 0,
+        pad_to_multiple_of: int = 1,
+        tokenizer: str | None = None,
+    ) -> None:
+        substitutes = {"messages": {"prompt", "completion"}} if chat else {}
+        super().__init__(
+            {"train": train, "val": val},
+            RowReader(
+                columns or {}, extract or {}, val_fraction, train_val_overlap, split_by, substitutes
+            ),
+            build_prompt_format(template, chat),
+            LengthLimit("max_length", max_length, long_examples, "long_examples"),
+            tokenizer=tokenizer,
+            num_workers=num_workers,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+        at_least("batch_size", batch_size, 1)
+        at_least("max_tokens_per_batch", max_tokens_per_batch, 1)
+        unlimited = batch_size is None and max_tokens_per_batch is None
+        require(not unlimited, "batch_size and max_tokens_per_batch are both null; set one of them")
+        one_of("train_on_turns", train_on_turns, get_args(TrainOnTurns))
+        completion = TextTemplate("completion", completion_template)
+        self.pair_format = PairFormat(self.prompt_format, completion, train_on_turns)
+        self.train = train
+        self.batch_size, self.max_tokens_per_batch = batch_size, max_tokens_per_batch
+        self.group_by_length, self.seed = group_by_length, seed
+
+    def setup(self, stage: str) -> None:
+        """Read, split and tokenize.
+
+        The training rows are also read for validation: a tokenizer may be trained on them.
+
+        Args:
+            stage: fit or validate.
+        """
+        known = stage in ("fit", "validate")
+        require(known, f"PairData is for fit and validate, not {stage}; use PromptData")
+        required = self.prompt_format.template.required | self.pair_format.completion.required
+        train, val = self.reader.read_train_and_val(
+            self.train, self.sources["val"], required | self.reader.required
+        )
+        if stage == "validate":
+            self.require_validation(val)
+        tokenizer = self.find_tokenizer([*self.pair_format.plain_texts(train)])
+        rows = {"train": train, "val": val}
+        self.sets = {
+            name: tokenize_pairs(
+                part,
+                name,
+                pair_format=self.pair_format,
+                limit=self.limit,
+                tokenizer=tokenizer,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
+            for name, part in rows.items()
+            if part
+        }
+        self.fingerprint = fingerprint(train)
+        self.disable_validation_without("val", stage)
+        for name, pairs in self.sets.items():
+            batches = self._batches(pairs, range(len(pairs)), 0)
+            rank_zero_info(
+                f"{name}: {len(pairs)} pairs, {len(batches)} batches, "
+                f"{100 * padding_frac(pairs.lengths, batches):.1f} % padding"
+            )
+
+    def train_dataloader(self) -> BatchLoader[PairBatch]:
+        """Return all pairs; their order depends only on seed and epoch.
+
+        Raises:
+            ValueError: sources have weights, and max_tokens_per_batch is set.
+        """
+        require(
+            self.weights is None or self.max_tokens_per_batch is None,
+            "sources with weights give other rows in every epoch, and max_tokens_per_batch another "
+            "number of batches: leave max_tokens_per_batch out and set batch_size",
+        )
+        identity = {
+            "pairs": self.fingerprint,
+            "num_pairs": len(self.sets["train"]),
+            "batch_size": self.batch_size,
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "group_by_length": self.group_by_length,
+            "seed": self.seed,
+        }
+        return self.train_loader(self._plan_epoch, identity)
+
+    def val_dataloader(self) -> BatchLoader[PairBatch]:
+        """Return the validation pairs, each once, in batches of one set."""
+        pairs, rows_of = self.sets["val"], dict[str, list[int]]()
+        for row, name in enumerate(pairs.set_names):
+            rows_of.setdefault(name, []).append(row)
+        batches = [batch for rows in rows_of.values() for batch in self._batches(pairs, rows, 0)]
+        return self.loader("val", batches)
+
+    def _plan_epoch(self, epoch: int) -> list[list[int]]:
+        pairs = self.sets["train"]
+        if self.weights is None:
+            return self._batches(pairs, range(len(pairs)), epoch)
+        rows = mix_sources(pairs.sources, self.weights, self.seed, epoch)
+        return self._batches(pairs, rows, epoch)
+
+    def _batches(self, pairs: PairSet, rows: Sequence[int], epoch: int) -> list[list[int]]:
+        """Return batches of these rows; numbers beyond the last row are repetitions."""
+        lengths = pairs.lengths[torch.tensor(rows) % len(pairs)]
+        if not self.group_by_length:
+            lengths = torch.full_like(lengths, int(lengths.max()))
+        places = length_grouped_batches(
+            lengths, self.batch_size, self.max_tokens_per_batch, self.seed, epoch
+        )
+        return [[rows[place] for place in batch] for batch in places]
+
+
+def validation_set_names(trainer: Trainer) -> list[str]:
+    """Return the names of the sets that a trainer validates or tests on; [""] without names."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = data.sets if isinstance(data, SourceData) else {}
+    held_out = [each for role, each in sets.items() if role in ("val", "test")]
+    return list(dict.fromkeys(name for each in held_out for name in each.set_names)) or [""]
+
+
+def reward_columns(trainer: Trainer) -> list[list[str]]:
+    """Return the columns of each set whose completions are rewarded."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    sets = data.sets if isinstance(data, SourceData) else {}
+    kinds = (PromptSet, StreamedPrompts)
+    rewarded = {name: each for name, each in sets.items() if name != "predict"}
+    return [list(each.columns) for each in rewarded.values() if isinstance(each, kinds)]

@@ -1,0 +1,198 @@
+"""Tokenize texts: special tokens that data write as text, placeholders, unknown tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from litgrpo.arguments import require
+from litgrpo.distributed.messages import rank_zero_info
+
+if TYPE_CHECKING:  # slow to import; used in annotations only
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
+# Placeholders are a number between characters of the private use area, which chat templates and
+# data do not contain. Texts of an environment are numbered from here, those of a prompt from 0.
+FIRST_ADDED = 100_000
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hub id or folder.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data tokenizer {name!r} could not be loaded: {error}") from error
+
+
+def require_pad_and_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the tokenizer.
+
+    Raises:
+        ValueError: it has no pad token or no end token.
+    """
+    ids = {"pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id}
+    for name, token_id in ids.items():
+        hint = f"set tokenizer.{name}_token to a token that no text contains and save it"
+        require(
+            token_id is not None,
+            f"the tokenizer ({tokenizer.name_or_path}) has no {name} token; {hint}",
+        )
+    return tokenizer
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    add_special_tokens: bool,
+    split_special_tokens: bool = False,
+) -> list[list[int]]:
+    """Return the token ids of each text, not truncated.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        texts: texts to encode; an empty list gives an empty list.
+        add_special_tokens: prepend the begin token, if the tokenizer is configured to.
+        split_special_tokens: encode special tokens that a text writes as plain text.
+    """
+    split: dict[str, Any] = {"split_special_tokens": True} if split_special_tokens else {}
+    encoded: dict[str, Any] = tokenizer(
+        texts,
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        verbose=False,
+        **split,
+    )
+    return list(encoded["input_ids"])
+
+
+def keep_end(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Truncate to the last `limit` tokens; a begin token stays first."""
+    if len(ids) <= limit:
+        return ids
+    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    return begin + ids[len(ids) - limit + len(begin) :]
+
+
+def special_token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts that the tokenizer encodes as one special token each, longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {str(token) for token in added if token.special} | {*tokenizer.all_special_tokens}
+    return sorted(filter(None, texts), key=lambda text: (-len(text), text))
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of these tokens, except the unknown token, which any text may need."""
+    numbers: Any = tokenizer.convert_tokens_to_ids(special_token_texts(tokenizer))
+    return set(numbers) - {tokenizer.unk_token_id}
+
+
+def encode_as_plain_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return token ids of a text without any special token, even if the text writes one.
+
+    Added tokens that are not special are encoded as usual. A special token that is also a word of
+    the vocabulary, and cannot be spelled otherwise, is left out.
+
+    Args:
+        text: a text that is not trusted, such as the output of a tool.
+        tokenizer: tokenizer of the model.
+    """
+    special = special_token_ids(tokenizer)
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return [token for token in ids if token not in special]
+
+
+def encode_with_placeholders(
+    text: str, placeholders: dict[str, str], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Return token ids of a text in which placeholders represent plain texts.
+
+    Args:
+        text: the text, with placeholders.
+        placeholders: {placeholder: text to put there; its special tokens are plain text}.
+        tokenizer: tokenizer of the model.
+    """
+    ids: list[int] = []
+    for piece in filter(None, re.split("(\ue000[0-9]+\ue001)", text)):
+        if piece in placeholders:
+            ids += encode_as_plain_text(placeholders[piece], tokenizer)
+        else:
+            ids += tokenize(tokenizer, [piece], False)[0]
+    return ids
+
+
+def placeholders_for(added: str | Messages, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return {placeholder: text} of an environment's texts; {} if none writes a special token."""
+    texts = [added] if isinstance(added, str) else [each["content"] for each in added]
+    known = [*special_token_texts(tokenizer), "\ue000"]
+    written = {n: text for n, text in enumerate(texts) if isinstance(text, str)}
+    if not any(special in text for special in known for text in written.values()):
+        return {}
+    return {_placeholder(n): text for n, text in written.items()}
+
+
+def _placeholder(number: int) -> str:
+    return f"\ue000{FIRST_ADDED + number}\ue001"
+
+
+def insert_placeholders(added: str | Messages, placeholders: dict[str, str]) -> str | Messages:
+    """Return an environment's texts with their placeholders instead; unchanged if there are none.
+
+    Args:
+        added: a text, or messages.
+        placeholders: see `placeholders_for`.
+    """
+    if isinstance(added, str):
+        return next(iter(placeholders), added)
+    return [
+        each | {"content": _placeholder(n)} if _placeholder(n) in placeholders else each
+        for n, each in enumerate(added)
+    ]
+
+
+def report_special_tokens(
+    role: str, given: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, *, split: bool
+) -> None:
+    """Log how many rows write a special token as text, and how it is encoded.
+
+    Args:
+        role: name of the set.
+        given: the texts of each row that come from the data.
+        tokenizer: tokenizer of the model.
+        split: True if they are encoded as plain text.
+    """
+    known, rows = special_token_texts(tokenizer), [*given]
+    found = [[mark for mark in known if any(mark in text for text in texts)] for texts in rows]
+    number, marks = sum(map(bool, found)), sorted({mark for marks in found for mark in marks})
+    if not number:
+        return
+    if split:
+        effect = "read as plain text (split_special_tokens)"
+    else:
+        effect = "read as those tokens; `split_special_tokens: true` reads them as plain text"
+    named = ", ".join(map(repr, marks[:3]))
+    rank_zero_info(
+        f"{role}: {number} of {len(rows)} prompts write special tokens as text ({named}): {effect}"
+    )
+
+
+def report_unknown_tokens(
+    role: str, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log the share of unknown tokens of a set, if there are any."""
+    unknown = tokenizer.unk_token_id
+    number = sum(row.count(unknown) for row in ids) if unknown is not None else 0
+    total, rows = sum(map(len, ids)), sum(unknown in row for row in ids)
+    if number:
+        rank_zero_info(
+            f"{role}: {number / total:.1%} of the prompt tokens are unknown to the tokenizer "
+            f"({tokenizer.unk_token!r}), in {rows} of {len(ids)} prompts: the model cannot read "
+            "these characters; use a tokenizer that was trained on such texts, or one of bytes"
+        )
