@@ -6,7 +6,7 @@ import pytest
 from jsonargparse import Namespace
 
 from litgrpo.environments import TagFormat, Tools
-from litgrpo.instantiate import given_environment
+from litgrpo.instantiate import instantiate_environment
 
 TOOLS = "litgrpo.environments.Tools"
 CALCULATE = "litgrpo.environments.examples.calculate"
@@ -21,15 +21,15 @@ class Plain:
 
 def test_an_object_is_taken_as_it_is():
     plain = Plain()
-    assert given_environment(plain) is plain
+    assert instantiate_environment(plain) is plain
 
 
 def test_a_path_and_a_class_with_arguments_are_made():
-    assert given_environment(f"{__name__}.Plain") == Plain(3)
-    assert given_environment({"class_path": f"{__name__}.Plain"}) == Plain(3)
+    assert instantiate_environment(f"{__name__}.Plain") == Plain(3)
+    assert instantiate_environment({"class_path": f"{__name__}.Plain"}) == Plain(3)
     tags = {"class_path": "litgrpo.environments.TagFormat", "init_args": {"call_tag": "calc"}}
     arguments = Namespace(functions=[CALCULATE], call_format=tags)
-    made = given_environment(Namespace(class_path=TOOLS, init_args=arguments))
+    made = instantiate_environment(Namespace(class_path=TOOLS, init_args=arguments))
     assert isinstance(made, Tools)
     assert made.call_format == TagFormat(call_tag="calc")
 
@@ -48,14 +48,14 @@ def test_a_path_and_a_class_with_arguments_are_made():
 )
 def test_a_class_that_refuses_its_arguments_says_why(arguments, says):
     with pytest.raises(ValueError, match=says):
-        given_environment({"class_path": TOOLS, "init_args": arguments})
+        instantiate_environment({"class_path": TOOLS, "init_args": arguments})
 
 
 def test_a_class_that_is_nowhere_is_named():
     with pytest.raises(ValueError, match="has no 'Nothing'"):
-        given_environment({"class_path": "litgrpo.environments.Nothing"})
+        instantiate_environment({"class_path": "litgrpo.environments.Nothing"})
 
 
 def test_an_overlay_without_the_class_is_refused_with_what_to_write():
     with pytest.raises(ValueError, match="names the class again"):
-        given_environment({"init_args": {"call_cost": 0.1}})
+        instantiate_environment({"init_args": {"call_cost": 0.1}})

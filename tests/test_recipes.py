@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from litgrpo.algorithms.losses import ImportanceCorrection
 from litgrpo.cli.parser import TRAINER_DEFAULTS
-from litgrpo.data.rendering import Template
+from litgrpo.data.rendering import TextTemplate
 from litgrpo.data.sources import Row
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import load_policy
@@ -101,7 +101,7 @@ def test_retrieved_stories_stand_behind_the_question():
     stories = [{"title": "Ben", "text": "Ben was one."}, {"title": "Sea", "text": "It is blue."}]
     told = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
     for passages, behind in (({}, ""), ({"passages": stories}, told)):
-        text = Template("prompt", template).text(Row(row | passages, "here", 0))
+        text = TextTemplate("prompt", template).text(Row(row | passages, "here", 0))
         assert text == row["prompt"] + behind
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.intervals import clustered_mean, paired_difference
 from litgrpo.evaluation.metrics import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.models.loading import load_policy

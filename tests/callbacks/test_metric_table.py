@@ -15,8 +15,7 @@ from litgrpo.callbacks.metric_table import (
     page,
 )
 from litgrpo.checkpointing.callback import IterationCheckpoint
-from litgrpo.data.pair_data import PairData
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PairData, PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.rewards.runner import InProcessRunner
 from litgrpo.rewards.scorer import Reward

@@ -13,7 +13,7 @@ from lightning import Callback
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import RngState
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.models.loading import LoRA, Precision, build_policy
 from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget
 from tests.support.models import byte_tokenizer, tiny_model

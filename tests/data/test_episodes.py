@@ -34,7 +34,7 @@ def test_the_same_prompt_with_another_number_is_another_row():
         ({"size": 0}, "size of EpisodePrompts is 0"),
         ({"first_episode": -1}, "first_episode of EpisodePrompts is -1"),
         ({"prompt": " "}, "prompt of EpisodePrompts is empty"),
-        ({"columns": {"prompt": "x"}}, "columns of EpisodePrompts name 'prompt'"),
+        ({"columns": {"prompt": "x"}}, "columns of EpisodePrompts"),
     ],
 )
 def test_what_can_give_no_rows_is_refused(given, said):

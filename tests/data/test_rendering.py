@@ -11,10 +11,9 @@ from litgrpo.data.rendering import (
     TextTemplate,
     build_prompt_format,
     encode_opening,
-    load_tokenizer,
-    require_pad_and_eos,
 )
 from litgrpo.data.sources import read_rows
+from litgrpo.data.tokenization import load_tokenizer, require_pad_and_eos
 from tests.support.models import byte_tokenizer
 
 CHAT_TEMPLATE = (
@@ -132,7 +131,7 @@ def test_chat_needs_a_chat_template():
 
 
 def test_a_chat_template_without_system_messages_is_explained():
-    with pytest.raises(ValueError, match="says: no system; a model without system messages"):
+    with pytest.raises(ValueError, match="chat template.*system"):
         texts(["a"], chat=Chat(system="s"), tokenizer=chat_tokenizer(NO_SYSTEM + "x"))
 
 
@@ -153,7 +152,7 @@ def test_a_tokenizer_without_pad_or_eos_token_is_refused(name):
 def test_a_named_tokenizer_is_loaded(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).eos_token_id == 2
-    with pytest.raises(ValueError, match=r"data tokenizer '.*nothing' cannot be loaded"):
+    with pytest.raises(ValueError, match=r"data tokenizer '.*nothing' could not be loaded"):
         load_tokenizer(str(tmp_path / "nothing"))
 
 
@@ -252,9 +251,9 @@ def test_nothing_added_leaves_the_tokens_of_the_batch():
 
 def test_what_is_too_long_with_the_addition_is_treated_as_when_it_was_loaded():
     long = {"chat": False, "limit": 8}
-    with pytest.raises(ValueError, match=r"10 tokens with what .*=8\); raise max_prompt_length"):
+    with pytest.raises(ValueError, match=r"10 tokens.*max_prompt_length"):
         opened_text(["six"], " 42456", **long)
-    with pytest.raises(PromptDropped, match="10 tokens with what the environment adds"):
+    with pytest.raises(PromptDropped, match="10 tokens"):
         opened_text(["six"], " 42456", overlong="drop", **long)
     assert opened_text(["six"], " 42456", overlong="truncate", **long)[0] == "<bos>x 42456"
 

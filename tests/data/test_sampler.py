@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from litgrpo.data import sampler
+from litgrpo.data import loader as sampler
 from litgrpo.data.loader import (
     BatchLoader,
     BatchOrder,

@@ -157,9 +157,9 @@ def test_lines_are_those_of_the_file_in_memory(text, chunk, tmp_path, monkeypatc
     ("settings", "said"),
     [
         ({"val_fraction": 0.1}, "val_fraction would read all rows of `train`"),
-        ({"val": Source("rows.jsonl", streaming=True)}, "is for `train` of PromptData alone"),
-        ({"train": Source("rows.csv", streaming=True)}, "rows.csv cannot be read by row"),
-        ({"train": Source("python:a.b", streaming=True)}, "python:a.b cannot be read by row"),
+        ({"val": Source("rows.jsonl", streaming=True)}, "streaming"),
+        ({"train": Source("rows.csv", streaming=True)}, "rows.csv"),
+        ({"train": Source("python:a.b", streaming=True)}, "python:a.b"),
         ({"train": Source("none.jsonl", streaming=True)}, "none.jsonl: no such file"),
         ({"train": Source("rows.jsonl", weight=1.0, streaming=True)}, "weight and streaming"),
     ],

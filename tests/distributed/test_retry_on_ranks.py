@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.distributed.memory import (
     OutOfMemoryElsewhere,
     check_other_ranks,

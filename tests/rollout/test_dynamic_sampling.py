@@ -8,7 +8,7 @@ from lightning import Callback
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.algorithms.turn_credit import GTPO, MTGRPO, ReBN, Turns
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.distributed.collectives import SingleProcess
 from litgrpo.distributed.device import Clock
 from litgrpo.rollout.dynamic_sampling import (

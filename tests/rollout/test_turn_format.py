@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from litgrpo.data.rendering import Chat, prompt_style
+from litgrpo.data.rendering import Chat, build_prompt_format
 from litgrpo.rollout.turn_format import (
     CASES,
     ChatFormat,
@@ -406,13 +406,13 @@ def test_prompts_in_plain_text_have_no_turns_in_a_chat_format():
     with pytest.raises(
         ValueError, match=r"`data.chat: true`, or `model.episode.turn_format: inline`"
     ):
-        chat_turn_format(prompt_style(None, False), tokenizer, ends)
-    style = prompt_style(None, Chat(tools=TOOLS))
+        chat_turn_format(build_prompt_format(None, False), tokenizer, ends)
+    style = build_prompt_format(None, Chat(tools=TOOLS))
     assert chat_turn_format(style, tokenizer, ends).format.split_special_tokens
     made = chat_turn_format(style, tokenizer, ends, split_special_tokens=False)
     assert not made.format.split_special_tokens
     assert made.format.chat.tools == TOOLS
     gemma = chat_format(GEMMA, "<end_of_turn>")
-    chats = prompt_style(None, True)
+    chats = build_prompt_format(None, True)
     with pytest.raises(ValueError, match="tool_role: user"):
         chat_turn_format(chats, gemma.tokenizer, gemma.end_ids, tools=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner

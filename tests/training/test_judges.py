@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning import Trainer
 
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.models.export import export
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.reward_model import RewardModel

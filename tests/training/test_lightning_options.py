@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from litgrpo.callbacks.progress import Progress
 from litgrpo.callbacks.trainer_options import OPTIONS, check_strategy, check_trainer_options, page
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.loggers import MemoryLogger
 from tests.support.training import letters, module

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.sampler import BatchLoader, BatchOrder
+from litgrpo.data.loader import BatchLoader, BatchOrder
+from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.evaluation.metrics import DialogueScores
 from litgrpo.models.reference import FrozenReference

@@ -7,8 +7,7 @@ import torch
 
 from litgrpo.algorithms.advantages import Normalized
 from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
-from litgrpo.data.pair_data import PairData
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PairData, PromptData
 from litgrpo.models.loading import Precision
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.engines.static import StaticEngine

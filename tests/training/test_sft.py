@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from litgrpo.cli.lightning_cli import load_module
 from litgrpo.cli.main import main
-from litgrpo.data.pair_data import PairData
+from litgrpo.data.modules import PairData
 from litgrpo.data.pairs import PairBatch
 from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA

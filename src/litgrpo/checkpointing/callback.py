@@ -31,7 +31,7 @@ from litgrpo.checkpointing.io import VerifiedCheckpointIO, update_link
 from litgrpo.checkpointing.resume import get_all_random_state, set_all_random_state
 from litgrpo.checkpointing.shards import remove_checkpoint
 from litgrpo.checkpointing.signals import Stopped, StopRequest
-from litgrpo.data.sampler import BatchLoader
+from litgrpo.data.loader import BatchLoader
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.loading import check_weights
 from litgrpo.training.lightning_compat import validate_now, validation_is_due
@@ -411,4 +411,4 @@ def check_fits(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None
     loader = trainer.datamodule.train_dataloader()
     if isinstance(loader, BatchLoader):
         for state in loader_states(checkpoint):
-            loader.check(state)
+            loader.check_state(state)

@@ -97,8 +97,7 @@ def configure_jsonargparse() -> None:
 
 def import_named_classes() -> None:
     """Import the classes that recipes may name without their module, such as StaticEngine."""
-    import litgrpo.data.pair_data
-    import litgrpo.data.prompt_data
+    import litgrpo.data.modules
     import litgrpo.environments
     import litgrpo.rollout.engines.static
     import litgrpo.rollout.engines.vllm

@@ -41,7 +41,7 @@ def ordered_batches(count: int, batch_size: int) -> list[list[int]]:
     return [part.tolist() for part in torch.arange(count).split(batch_size)]
 
 
-def batches_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]:
+def batches_by_set(validation_set_names: Sequence[str], batch_size: int) -> list[list[int]]:
     """All rows in batches of one set each; batches of the sets alternate, each set in its order.
 
     Example:
@@ -49,7 +49,7 @@ def batches_by_set(set_names: Sequence[str], batch_size: int) -> list[list[int]]
         [[0, 1], [3], [2]]
     """
     rows_of: dict[str, list[int]] = {}
-    for row, name in enumerate(set_names):
+    for row, name in enumerate(validation_set_names):
         rows_of.setdefault(name, []).append(row)
     batches = [
         [[rows[place] for place in part] for part in ordered_batches(len(rows), batch_size)]

@@ -373,7 +373,7 @@ class PromptData(SourceData[PromptBatch]):
         return self._loader_in_order("predict")
 
     def _loader_in_order(self, name: str) -> BatchLoader[PromptBatch]:
-        names = self.sets[name].set_names
+        names = self.sets[name].validation_set_names
         return self.loader(name, batches_by_set(names, self.eval_batch_size))
 
     def _plan_epoch(self, epoch: int) -> Sequence[list[int]]:
@@ -576,7 +576,7 @@ class PairData(SourceData[PairBatch]):
     def val_dataloader(self) -> BatchLoader[PairBatch]:
         """Return the validation pairs, each once, in batches of one set."""
         pairs, rows_of = self.sets["val"], dict[str, list[int]]()
-        for row, name in enumerate(pairs.set_names):
+        for row, name in enumerate(pairs.validation_set_names):
             rows_of.setdefault(name, []).append(row)
         batches = [batch for rows in rows_of.values() for batch in self._batches(pairs, rows, 0)]
         return self.loader("val", batches)
@@ -604,7 +604,9 @@ def validation_set_names(trainer: Trainer) -> list[str]:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     sets = data.sets if isinstance(data, SourceData) else {}
     held_out = [each for role, each in sets.items() if role in ("val", "test")]
-    return list(dict.fromkeys(name for each in held_out for name in each.set_names)) or [""]
+    return list(dict.fromkeys(name for each in held_out for name in each.validation_set_names)) or [
+        ""
+    ]
 
 
 def reward_columns(trainer: Trainer) -> list[list[str]]:

@@ -66,7 +66,7 @@ class PromptSet(Dataset[PromptBatch]):
         return len(self.ids)
 
     @property
-    def set_names(self) -> list[str]:
+    def validation_set_names(self) -> list[str]:
         """Name of each prompt's set; "" for sets without names."""
         return [row.set_name for row in self.rows]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,31 +11,39 @@ import jinja2
 
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.sources import Row
-from litgrpo.data.special_tokens import plain_ids, special_texts
+from litgrpo.data.tokenization import (
+    Messages,
+    encode_as_plain_text,
+    encode_with_placeholders,
+    insert_placeholders,
+    keep_end,
+    placeholders_for,
+    special_token_texts,
+    tokenize,
+)
 from litgrpo.distributed.messages import rank_zero_warn
 from litgrpo.types import PromptBatch
 
-if TYPE_CHECKING:  # slow to import; only named here
+if TYPE_CHECKING:  # slow to import; used in annotations only
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]  # {"role": ..., "content": text}, as chat templates take them
 LongRows = Literal["drop", "truncate", "error"]
-FIRST_HEARD = 100_000  # number of the mark of an environment's first text
-DONE = {"drop": "dropped", "truncate": "truncated"}
-# What a field that should be text may be, and what to do about it.
-HINTS = {list: "a list of messages needs `chat: true`"}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Give prompts in the chat format of the tokenizer, as a user's message.
+    """Render prompts with the tokenizer's chat template, as a user message.
 
     Args:
-        system: text of a system message in front; null for none.
+        system: text of a system message at the start; null for none.
         template_kwargs: more arguments for the tokenizer's chat template, such as
             `enable_thinking: false`.
         tools: JSON schemas of tools that the template shows to the model; those of
-            `model.environment` need not be given.
+            `model.environment` are added automatically.
+
+    Example:
+        >>> Chat(system="Be brief.", template_kwargs={"enable_thinking": False}).system
+        'Be brief.'
     """
 
     system: str | None = None
@@ -45,25 +52,34 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Template:
-    """A text made of a row's fields.
+class TextTemplate:
+    """Makes a text of a row's fields.
 
     Args:
-        field: the field to take where there is no template.
+        field: the field to use without a template.
         source: Jinja text with the row's fields as variables, or None.
+
+    Example:
+        >>> template = TextTemplate("prompt", "Question: {{ prompt }}")
+        >>> template.render(Row({"prompt": "1+1?"}, "a.jsonl, line 1", 0))
+        'Question: 1+1?'
     """
 
     field: str
     source: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check that the template is Jinja."""
+        assert self._jinja
+
     @property
-    def needs(self) -> set[str]:
-        """The fields that every row must have; Jinja checks its own."""
+    def required(self) -> set[str]:
+        """Fields that every row needs; Jinja reports those that a template uses."""
         return {self.field} if self.source is None else set()
 
     @cached_property
     def _jinja(self) -> jinja2.Template:
-        """The compiled template: the newline at its end counts, an unknown field is an error."""
+        # The line break at the end of a template is part of the prompt.
         environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True
         )
@@ -72,15 +88,16 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"template of {self.field}, line {error.lineno}: {error}") from error
 
-    def check(self) -> None:
-        """Refuse a template that is not Jinja."""
-        assert self._jinja
+    def render(self, row: Row) -> str:
+        """Return the text of one row.
 
-    def text(self, row: Row) -> str:
-        """The text of one row; an empty one is an error."""
+        Raises:
+            ValueError: it is empty or not a text, or the template uses an unknown field.
+        """
         value = self._value(row)
         if not isinstance(value, str):
-            hint = HINTS.get(type(value), "not text")
+            is_list = isinstance(value, list)
+            hint = "a list of messages needs `chat: true`" if is_list else "not text"
             raise ValueError(f"{row.place}, field {self.field!r}: {value!r:.60} ({hint})")
         require(bool(value.strip()), f"{row.place}: the {self.field} is empty")
         return value
@@ -96,44 +113,50 @@ class Template:
 
 
 @dataclass(frozen=True)
-class PromptStyle:
-    """How a row becomes the text and the token ids that a policy continues: as it is.
+class PromptFormat:
+    """Converts rows to the texts and token ids that the policy continues; here, plain texts.
 
     Args:
-        template: makes the text.
-        split_special_tokens: read what looks like a special token in the data as plain text.
+        template: makes the text of a row.
+        split_special_tokens: encode special tokens that the data write as plain text.
     """
 
-    template: Template
+    template: TextTemplate
     split_special_tokens: bool = False
 
-    def plain(self, rows: list[Row]) -> Iterator[str]:
-        """What is asked as plain texts, for a tokenizer to be fitted to."""
-        return map(self.template.text, rows)
+    def plain_texts(self, rows: list[Row]) -> Iterator[str]:
+        """Yield the prompts without any chat format, to train a tokenizer on."""
+        return map(self.template.render, rows)
 
     def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The prompt of each row."""
-        return list(self.plain(rows))
+        """Return the prompt of each row."""
+        return list(self.plain_texts(rows))
 
-    def given(self, row: Row) -> list[str]:
-        """The texts of a row that come from the data, not from a template."""
+    def texts_of_data(self, row: Row) -> list[str]:
+        """Return the texts of a row that come from the data and not from a template."""
         if self.template.source is None:
-            return [self.template.text(row)]
+            return [self.template.render(row)]
         return [value for value in row.values.values() if isinstance(value, str)]
 
-    def columns(self, rows: list[Row]) -> dict[str, list[Any]]:
-        """What rewards are told besides the fields of the rows."""
+    def reward_columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+        """Return {name: values} of columns for rewards in addition to the fields of the rows."""
         return {}
 
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row] = ()
     ) -> list[list[int]]:
-        """Token ids of each prompt, with the begin token if the tokenizer adds one, once."""
+        """Return token ids of each prompt, with one begin token if the tokenizer adds one.
+
+        Args:
+            texts: see `texts`.
+            tokenizer: tokenizer of the model.
+            rows: the rows of the texts, to find special tokens that they write.
+        """
         split = self.split_special_tokens
         ids = tokenize(tokenizer, texts, add_special_tokens=True, split_special_tokens=split)
-        return self._begun_once(ids, tokenizer)
+        return self._remove_second_begin(ids, tokenizer)
 
-    def opened(
+    def encode_opening(
         self,
         text: str,
         columns: dict[str, Any],
@@ -141,14 +164,14 @@ class PromptStyle:
         tokenizer: PreTrainedTokenizerBase,
         split_added: bool = True,
     ) -> list[int]:
-        """Token ids of a prompt with what an environment adds to it, without limit.
+        """Return token ids of a prompt with an environment's first observation, not truncated.
 
         Args:
             text: the prompt.
-            columns: of the prompt's row; `columns` of this style are among them.
-            added: a text for its end.
-            tokenizer: of the model.
-            split_added: special tokens that are written in what is added are plain text.
+            columns: columns of the prompt's row, with those of `reward_columns`.
+            added: a text to append.
+            tokenizer: tokenizer of the model.
+            split_added: encode special tokens that the addition writes as plain text.
 
         Raises:
             ValueError: messages are added to a plain text.
@@ -156,68 +179,82 @@ class PromptStyle:
         plain = isinstance(added, str)
         hint = "they need the chat format (`chat: true` of the data)"
         require(plain, f"the environment begins with messages ({added!r:.60}), {hint}")
-        if not (split_added and hidden(added, tokenizer)):
+        if not (split_added and placeholders_for(added, tokenizer)):
             return self.encode([f"{text}{added}"], tokenizer)[0]
         ids, closing = self.encode([text], tokenizer)[0], tokenize(tokenizer, [""], True)[0]
-        # T5 closes what it reads; that stays at the end.
+        # T5's tokenizer appends an end token to every prompt; it has to stay last.
         last = ids[-1:] if ids[-1:] == closing[-1:] == [tokenizer.eos_token_id] else []
-        return [*ids[: len(ids) - len(last)], *plain_ids(str(added), tokenizer), *last]
+        return [
+            *ids[: len(ids) - len(last)],
+            *encode_as_plain_text(str(added), tokenizer),
+            *last,
+        ]
 
-    def showing(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
-        """The style that shows these tools to the model, where there is a way; says where not."""
-        _say_unseen(tools, "prompts are plain texts (`chat: false` of the data)")
+    def with_tools(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+        """Return a format that shows these tools to the model; warn if it cannot.
+
+        Args:
+            tools: JSON schemas.
+            tokenizer: tokenizer of the model.
+        """
+        _warn_of_unseen_tools(tools, "prompts are plain texts (`chat: false` of the data)")
         return self
 
-    def _begun_once(
+    def _remove_second_begin(
         self, rows: list[list[int]], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[int]]:
         doubled = [ids[:2] == [tokenizer.bos_token_id] * 2 for ids in rows]
         if any(doubled):
             rank_zero_warn(
                 f"{sum(doubled)} of {len(rows)} prompts write the begin token "
-                f"({tokenizer.bos_token!r}) that the tokenizer adds, too: it is kept once"
+                f"({tokenizer.bos_token!r}) that the tokenizer adds as well: it is kept once"
             )
         return [ids[1:] if twice else ids for ids, twice in zip(rows, doubled, strict=True)]
 
 
 @dataclass(frozen=True)
-class ChatStyle(PromptStyle):
-    """The same in the tokenizer's chat format, as a user's message or after given messages.
+class ChatPromptFormat(PromptFormat):
+    """Prompts in the tokenizer's chat format: a user message, or the messages of a row.
 
     Args:
-        template: makes the user's message.
+        template: makes the user message.
         chat: settings of the chat format.
     """
 
     chat: Chat = Chat()
 
-    def given(self, row: Row) -> list[str]:
-        """The contents of the row's messages."""
+    def texts_of_data(self, row: Row) -> list[str]:
+        """Return the contents of the row's messages."""
         return [message["content"] for message in self.messages(row)]
 
     def messages(self, row: Row) -> list[dict[str, str]]:
-        """What is asked, before any tokenizer is known, without the system message."""
+        """Return the messages of a row without the system message.
+
+        Raises:
+            ValueError: there is none.
+        """
         given = row.values.get(self.template.field)
         if self.template.source is not None or not isinstance(given, list):
-            return [{"role": "user", "content": self.template.text(row)}]
+            return [{"role": "user", "content": self.template.render(row)}]
         require(bool(given), f"{row.place}: the {self.template.field} is empty")
         return given
 
-    def plain(self, rows: list[Row]) -> Iterator[str]:
-        """The contents of the messages, a line each."""
+    def plain_texts(self, rows: list[Row]) -> Iterator[str]:
+        """Yield the contents of the messages, one per line."""
         for row in rows:
             yield "\n".join(message["content"] for message in self.messages(row))
 
     def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The prompt of each row, in the chat format."""
-        return [in_chat_format(asked, self.chat, tokenizer) for asked in self.conversations(rows)]
+        """Return the prompt of each row, in the chat format."""
+        conversations = self.conversations(rows)
+        return [apply_chat_template(messages, self.chat, tokenizer) for messages in conversations]
 
-    def columns(self, rows: list[Row]) -> dict[str, list[Any]]:
-        """The messages without the chat format around them."""
+    def reward_columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+        """Return the messages without the chat format."""
         return {"conversation": self.conversations(rows)}
 
     def conversations(self, rows: list[Row]) -> list[list[dict[str, str]]]:
-        """The messages of each row before the chat format is put around them."""
+        """Return the messages of each row, with the system message."""
         system = self.chat.system
         first = [] if system is None else [{"role": "system", "content": system}]
         return [first + self.messages(row) for row in rows]
@@ -225,15 +262,15 @@ class ChatStyle(PromptStyle):
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row] = ()
     ) -> list[list[int]]:
-        """Token ids of each prompt; the chat format wrote the begin token as text."""
+        """Return token ids of each prompt; the chat template has written the begin token."""
         ids = tokenize(tokenizer, texts, add_special_tokens=False)
-        known = special_texts(tokenizer) if self.split_special_tokens else []
+        known = special_token_texts(tokenizer) if self.split_special_tokens else []
         for number, row in enumerate(rows):
-            if any(mark in text for mark in known for text in self.given(row)):
-                ids[number] = self._apart(self.conversations([row])[0], tokenizer)
-        return self._begun_once(ids, tokenizer)
+            if any(special in text for special in known for text in self.texts_of_data(row)):
+                ids[number] = self._encode_plain_contents(self.conversations([row])[0], tokenizer)
+        return self._remove_second_begin(ids, tokenizer)
 
-    def opened(
+    def encode_opening(
         self,
         text: str,
         columns: dict[str, Any],
@@ -241,142 +278,162 @@ class ChatStyle(PromptStyle):
         tokenizer: PreTrainedTokenizerBase,
         split_added: bool = True,
     ) -> list[int]:
-        """The same in the chat format: a text for the end of the last user message, or messages."""
-        said = with_added(columns["conversation"], added)
-        known = special_texts(tokenizer) if self.split_special_tokens else []
-        if any(mark in each["content"] for mark in known for each in said):
-            return self._begun_once([self._apart(said, tokenizer)], tokenizer)[0]
-        # What looks like a special token, or like a mark of ours, is not for the template to see.
-        marks = hidden(added, tokenizer) if split_added else {}
-        said = with_added(columns["conversation"], marked(added, marks))
-        text = in_chat_format(said, self.chat, tokenizer)
-        if not marks:
-            return self.encode([text], tokenizer)[0]
-        return self._begun_once([pieced(text, marks, tokenizer)], tokenizer)[0]
+        """Return the same in the chat format: a text for the last user message, or messages."""
+        messages = append_opening(columns["conversation"], added)
+        known = special_token_texts(tokenizer) if self.split_special_tokens else []
+        if any(special in each["content"] for special in known for each in messages):
+            ids = self._encode_plain_contents(messages, tokenizer)
+            return self._remove_second_begin([ids], tokenizer)[0]
+        # Chat templates must not see texts that look like special tokens or placeholders.
+        placeholders = placeholders_for(added, tokenizer) if split_added else {}
+        messages = append_opening(columns["conversation"], insert_placeholders(added, placeholders))
+        rendered = apply_chat_template(messages, self.chat, tokenizer)
+        if not placeholders:
+            return self.encode([rendered], tokenizer)[0]
+        ids = encode_with_placeholders(rendered, placeholders, tokenizer)
+        return self._remove_second_begin([ids], tokenizer)[0]
 
-    def showing(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
-        """The style whose chat format shows these tools besides its own; says if it does not."""
+    def with_tools(self, tools: Messages, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+        """Return a format whose chat template also gets these tools; warn if it ignores them."""
         shown = replace(self, chat=replace(self.chat, tools=[*self.chat.tools, *tools]))
         if shown.chat.tools:
-            asked: Messages = [{"role": "user", "content": "?"}]
+            example: Messages = [{"role": "user", "content": "?"}]
             with_tools, without = (
-                in_chat_format(asked, chat, tokenizer)
+                apply_chat_template(example, chat, tokenizer)
                 for chat in (shown.chat, replace(shown.chat, tools=[]))
             )
-            unseen = shown.chat.tools if with_tools == without else []
-            _say_unseen(unseen, "the tokenizer's chat template ignores tools")
+            if with_tools == without:
+                _warn_of_unseen_tools(
+                    shown.chat.tools, "the tokenizer's chat template ignores tools"
+                )
         return shown
 
-    def _apart(self, said: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Token ids of a prompt whose messages are plain text, whatever they write."""
-        # Characters of the private use area stand for the messages; no template knows them.
-        marks = {f"\ue000{number}\ue001": each["content"] for number, each in enumerate(said)}
-        marked = [each | {"content": mark} for each, mark in zip(said, marks, strict=True)]
-        return pieced(in_chat_format(marked, self.chat, tokenizer), marks, tokenizer)
+    def _encode_plain_contents(
+        self, messages: Messages, tokenizer: PreTrainedTokenizerBase
+    ) -> list[int]:
+        """Return token ids of a prompt whose messages are plain text, special tokens included."""
+        placeholders = {f"\ue000{n}\ue001": each["content"] for n, each in enumerate(messages)}
+        replaced = [
+            each | {"content": placeholder}
+            for each, placeholder in zip(messages, placeholders, strict=True)
+        ]
+        text = apply_chat_template(replaced, self.chat, tokenizer)
+        return encode_with_placeholders(text, placeholders, tokenizer)
 
 
-def prompt_style(
+def build_prompt_format(
     template: str | None, chat: bool | Chat, split_special_tokens: bool = False
-) -> PromptStyle:
-    """The style behind `chat: true`, `chat: false` and `chat: {...}`; refuses a bad template."""
-    made = Template("prompt", template)
-    made.check()
+) -> PromptFormat:
+    """Return the format for `chat: true`, `chat: false` or `chat: {...}`.
+
+    Raises:
+        ValueError: the template is not Jinja.
+    """
+    text_template = TextTemplate("prompt", template)
     if chat is False:
-        return PromptStyle(made, split_special_tokens)
-    return ChatStyle(made, split_special_tokens, Chat() if chat is True else chat)
+        return PromptFormat(text_template, split_special_tokens)
+    return ChatPromptFormat(text_template, split_special_tokens, Chat() if chat is True else chat)
 
 
-def _say_unseen(tools: Messages, why: str) -> None:
-    """Say once that the model is not told of tools."""
+def _warn_of_unseen_tools(tools: Messages, why: str) -> None:
     if tools:
         names = ", ".join(str(each.get("function", each).get("name", "?")) for each in tools)
         rank_zero_warn(
-            f"{why}: the model is not told of its tools ({names}); `list_tools_in_prompt: true` of "
+            f"{why}: the prompt does not list the tools ({names}); `list_tools_in_prompt: true` of "
             "litgrpo.environments.Tools writes them into the prompt"
         )
 
 
-def with_added(said: Messages, added: str | Messages) -> Messages:
-    """A conversation with what an environment adds at its start.
+def append_opening(messages: Messages, added: str | Messages) -> Messages:
+    """Return a conversation with an environment's first observation.
 
     Args:
-        said: the prompt's messages.
-        added: a text for the end of the last user message, or messages.
+        messages: messages of the prompt.
+        added: a text, which is appended to the last user message, or messages.
 
     Raises:
-        ValueError: a text is added where no message is the user's, or the messages are none.
+        ValueError: there is no user message to append a text to, or the messages are malformed.
+
+    Example:
+        >>> append_opening([{"role": "user", "content": "Guess"}], " 1-7.")
+        [{'role': 'user', 'content': 'Guess 1-7.'}]
     """
     if not isinstance(added, str):
         good = all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in added)
         expected = "expected [{role: user, content: text}, ...]"
         require(good, f"the environment begins with {added!r:.60}; {expected}")
-        return [*said, *added]
-    asked = [number for number, each in enumerate(said) if each["role"] == "user"]
-    nowhere = f"the environment begins with the text {added!r:.40}, which goes to the end of the "
-    require(bool(asked), f"{nowhere}last user message, and the prompt has none")
-    last = said[asked[-1]]
+        return [*messages, *added]
+    asked = [number for number, each in enumerate(messages) if each["role"] == "user"]
+    if not asked:
+        raise ValueError(
+            f"the environment begins with the text {added!r:.40}, which is appended to the last "
+            "user message, and the prompt has none"
+        )
+    last = messages[asked[-1]]
     longer = last | {"content": f"{last['content']}{added}"}
-    return [*said[: asked[-1]], longer, *said[asked[-1] + 1 :]]
+    return [*messages[: asked[-1]], longer, *messages[asked[-1] + 1 :]]
 
 
-def opened(
+def encode_opening(
     prompts: PromptBatch,
     row: int,
     added: str | Messages,
     *,
-    style: PromptStyle,
+    prompt_format: PromptFormat,
     limit: LengthLimit,
     tokenizer: PreTrainedTokenizerBase,
     split_added: bool = True,
 ) -> list[int]:
-    """Token ids of a prompt with what an environment adds to it when an episode begins.
+    """Return token ids of a prompt with an environment's first observation.
 
     Args:
-        prompts: B prompts, made by `style`.
-        row: which of them.
-        added: a text for the end of its last user message (without chat format: for its end), or
-            messages; nothing leaves the prompt as it is.
-        style: of the data.
-        limit: of a prompt's tokens. What is longer now is shortened, left out or an error as when
-            the data were loaded.
-        tokenizer: of the model.
-        split_added: special tokens that are written in what is added are plain text.
+        prompts: B prompts, made with `prompt_format`.
+        row: index of the prompt.
+        added: a text for the end of the last user message (without chat format: of the prompt), or
+            messages; an empty one leaves the prompt unchanged.
+        prompt_format: format of the data.
+        limit: limit of a prompt's tokens; a prompt that is too long with the addition is truncated,
+            dropped or an error, as when the data were loaded.
+        tokenizer: tokenizer of the model.
+        split_added: encode special tokens that the addition writes as plain text.
 
     Raises:
-        LeftOut: it is too long, and the limit drops it.
-        ValueError: it is too long, or nothing can be added to this prompt.
+        PromptDropped: it is too long, and the limit drops it.
+        ValueError: it is too long, or the addition does not fit this prompt.
     """
     if not added:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
     columns = {name: values[row] for name, values in prompts.columns.items()}
-    ids = style.opened(prompts.prompts[row], columns, added, tokenizer, split_added)
+    ids = prompt_format.encode_opening(prompts.prompts[row], columns, added, tokenizer, split_added)
     if len(ids) > limit.tokens:
-        said = (
-            f"the prompt has {len(ids)} tokens with what the environment adds at its start "
+        problem = (
+            f"the prompt has {len(ids)} tokens with the environment's first observation "
             f"({limit.name}={limit.tokens})"
         )
-        require(limit.action != "error", f"{said}; {limit.remedy}")
+        require(limit.action != "error", f"{problem}; {limit.remedy}")
         if limit.action == "drop":
-            raise LeftOut(said)
-    return end_of(ids, limit.tokens, tokenizer)
+            raise PromptDropped(problem)
+    return keep_end(ids, limit.tokens, tokenizer)
 
 
-def end_of(ids: list[int], limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The last `limit` tokens; a begin token stays in front."""
-    if len(ids) <= limit:
-        return ids
-    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    return begin + ids[len(ids) - limit + len(begin) :]
-
-
-def in_chat_format(
+def apply_chat_template(
     messages: Messages,
     chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    asks: bool = True,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Messages in the tokenizer's chat format; `asks` adds what an answer of the model follows."""
+    """Render messages in the tokenizer's chat format.
+
+    Args:
+        messages: the conversation.
+        chat: settings of the chat format.
+        tokenizer: tokenizer with a chat template.
+        add_generation_prompt: append the tokens that begin an answer of the model.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or its template rejects the messages.
+    """
     known, tools = tokenizer.chat_template is not None, cast(Any, chat.tools or None)
     require(known, "chat: the tokenizer has no chat template; use `template` instead")
     try:
@@ -384,114 +441,35 @@ def in_chat_format(
             messages,
             tools=tools,
             tokenize=False,
-            add_generation_prompt=asks,
+            add_generation_prompt=add_generation_prompt,
             **chat.template_kwargs,
         )
-    except jinja2.TemplateError as error:  # Gemma's raises one on a system message
-        hint = "a model without system messages takes that text in `template`"
-        raise ValueError(f"chat: the tokenizer's chat template says: {error}; {hint}") from error
+    except jinja2.TemplateError as error:  # Gemma's template raises one on a system message
+        raise ValueError(
+            f"chat: the tokenizer's chat template raised: {error}; if the model has no system "
+            "messages, put that text into `template`"
+        ) from error
     assert isinstance(text, str)
     return text
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    add_special_tokens: bool,
-    split_special_tokens: bool = False,
-) -> list[list[int]]:
-    """Token ids of each text, without limit.
-
-    Args:
-        tokenizer: of the model.
-        texts: to be read; none give no ids.
-        add_special_tokens: put the begin token in front, where the tokenizer has it so.
-        split_special_tokens: a special token that is written in a text is read as plain text.
-    """
-    split: dict[str, Any] = {"split_special_tokens": True} if split_special_tokens else {}
-    encoded: dict[str, Any] = tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        verbose=False,
-        **split,
-    )
-    return list(encoded["input_ids"])
-
-
-def pieced(text: str, marks: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text in which marks stand for plain texts, whatever these write.
-
-    Args:
-        text: with marks, which are a number between characters of the private use area.
-        marks: {mark: the text it stands for, whose special tokens are read as plain text}.
-        tokenizer: of the model.
-    """
-    ids: list[int] = []
-    for piece in filter(None, re.split("(\ue000[0-9]+\ue001)", text)):
-        if piece in marks:
-            ids += plain_ids(marks[piece], tokenizer)
-        else:
-            ids += tokenize(tokenizer, [piece], False)[0]
-    return ids
-
-
-def hidden(added: str | Messages, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """{mark: text} of the texts that an environment says, where they write special tokens."""
-    texts = [added] if isinstance(added, str) else [each["content"] for each in added]
-    known = [*special_texts(tokenizer), "\ue000"]
-    written = {n: text for n, text in enumerate(texts) if isinstance(text, str)}
-    if not any(mark in text for mark in known for text in written.values()):
-        return {}
-    return {_heard_mark(n): text for n, text in written.items()}
-
-
-def _heard_mark(number: int) -> str:
-    """The mark of an environment's text; those of a prompt's messages have smaller numbers."""
-    return f"\ue000{FIRST_HEARD + number}\ue001"
-
-
-def marked(added: str | Messages, marks: dict[str, str]) -> str | Messages:
-    """What an environment says, with marks in place of its texts; without marks, as it is."""
-    if isinstance(added, str):
-        return next(iter(marks), added)
-    names = {n: {"content": mark} for n in range(len(added)) if (mark := _heard_mark(n)) in marks}
-    return [each | names.get(n, {}) for n, each in enumerate(added)]
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hub id or folder."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data tokenizer {name!r} cannot be loaded: {error}") from error
-
-
-def checked(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, if it has the tokens that padding and the end of a completion need."""
-    ids = {"pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id}
-    for name, token_id in ids.items():
-        hint = f"set tokenizer.{name}_token to a token that no text contains and save it"
-        said = f"the tokenizer ({tokenizer.name_or_path}) has no {name} token; {hint}"
-        require(token_id is not None, said)
-    return tokenizer
-
-
-class LeftOut(ValueError):
-    """A prompt that the limit of its tokens drops."""
+class PromptDropped(ValueError):
+    """A prompt is too long, and the limit of its tokens drops it."""
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """What to do with texts of too many tokens.
+    """Limit of a row's tokens, and the action for longer rows.
 
     Args:
-        name: the setting, for messages.
-        tokens: the largest number allowed.
+        name: option that sets the limit, for messages.
+        tokens: largest number of tokens.
         action: `drop` leaves the row out, `truncate` shortens it, `error` stops.
         option: name of the option that sets the action, for messages.
+
+    Example:
+        >>> LengthLimit("max_length", 1024, "truncate", "long_examples").remedy
+        'raise max_length or set `long_examples: drop` or `truncate`'
     """
 
     name: str
@@ -500,41 +478,55 @@ class LengthLimit:
     option: str = "long_prompts"
 
     def __post_init__(self) -> None:
-        """Refuse a limit that nothing can meet."""
+        """Check the options."""
         one_of(self.option, self.action, get_args(LongRows))
         at_least(self.name, self.tokens, 1)
 
     @property
     def remedy(self) -> str:
-        """What to do about a row that is too long."""
+        """Advice for an error about a row that is too long."""
         return f"raise {self.name} or set `{self.option}: drop` or `truncate`"
 
     def admits(self, length: int, row: Row) -> bool:
-        """Whether a row of so many tokens is used, cut or not; refuses it where it is an error."""
-        fits = length <= self.tokens
-        said = f"{row.place}: has {length} tokens, more than {self.name}={self.tokens}"
-        require(fits or self.action != "error", f"{said}; {self.remedy}")
-        return fits or self.action == "truncate"
+        """True if a row of this length is used, possibly truncated.
 
-    def kept(self, lengths: list[int], rows: list[Row], role: str) -> list[int]:
-        """Numbers of the rows that stay; what happens to the others is counted and said once.
+        Raises:
+            ValueError: it is too long, and the action is `error`.
+        """
+        if length <= self.tokens:
+            return True
+        if self.action == "error":
+            raise ValueError(
+                f"{row.place}: has {length} tokens, more than {self.name}={self.tokens}; "
+                f"{self.remedy}"
+            )
+        return self.action == "truncate"
+
+    def select(self, lengths: list[int], rows: list[Row], role: str) -> list[int]:
+        """Return the numbers of the rows to use; warn once about those that are too long.
 
         Args:
             lengths: number of tokens of each row.
             rows: the rows, to name the longest.
             role: name of the set, for messages.
+
+        Raises:
+            ValueError: a row is too long and the action is `error`, or no row is left.
         """
         fitting = [number for number, length in enumerate(lengths) if length <= self.tokens]
         if len(fitting) == len(rows):
             return fitting
         longest = max(range(len(rows)), key=lengths.__getitem__)
-        said = (
+        problem = (
             f"{role}: {len(rows) - len(fitting)} of {len(rows)} rows have more than "
             f"{self.name}={self.tokens} tokens (the longest {lengths[longest]}, "
             f"{rows[longest].place})"
         )
-        require(self.action != "error", f"{said}; {self.remedy}")
-        left = {"drop": fitting, "truncate": list(range(len(rows)))}[self.action]
-        require(bool(left), f"{said}: none is left; raise {self.name}")
-        rank_zero_warn(f"{said}: {DONE[self.action]}")
-        return left
+        if self.action == "error":
+            raise ValueError(f"{problem}; {self.remedy}")
+        if self.action == "truncate":
+            rank_zero_warn(f"{problem}: truncated")
+            return list(range(len(rows)))
+        require(bool(fitting), f"{problem}: none is left; raise {self.name}")
+        rank_zero_warn(f"{problem}: dropped")
+        return fitting

@@ -21,7 +21,7 @@ from litgrpo.types import PromptBatch, RewardTable, Rollout, Stats
 class PromptSource(Protocol):
     """Training data that can yield extra prompts."""
 
-    def more(self, count: int) -> PromptBatch:
+    def draw(self, count: int) -> PromptBatch:
         """Return the next prompts of the training order."""
 
 
@@ -145,7 +145,7 @@ class DynamicSampling:
             if not self.static_shapes:
                 count = min(num_prompts, math.ceil(missing / fraction))
             count = self._max_over_ranks(count)
-            prompts = self.prompt_source.more(count).to(self.device)
+            prompts = self.prompt_source.draw(count).to(self.device)
             fresh = self.rollouter.generate(prompts, "train", iteration, attempt=attempts)
             with self.rollouter.clock.phase("time/reward_s"):
                 fresh_rewards = self.scorer.start(fresh, iteration).wait()

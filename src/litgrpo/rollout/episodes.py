@@ -14,7 +14,7 @@ import torch
 
 from litgrpo.arguments import at_least, one_of, require
 from litgrpo.data.prompts import pad_left
-from litgrpo.data.rendering import LeftOut
+from litgrpo.data.rendering import PromptDropped
 from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest
 from litgrpo.rollout.sampling import PURPOSES, Purpose
@@ -302,7 +302,7 @@ class Episodes:
         for number in [number for number, more in enumerate(added) if more]:
             try:
                 rows[number] = self.opener(prompts, number, added[number])
-            except LeftOut as error:
+            except PromptDropped as error:
                 failures[groups[number]] = [str(error)] * size
             texts[number] = str(requests.policy.tokenizer.decode(rows[number]))
         padded = pad_left(rows, requests.policy.pad_id)

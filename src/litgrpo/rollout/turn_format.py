@@ -17,16 +17,19 @@ import jinja2
 from litgrpo.arguments import require
 from litgrpo.data.rendering import (
     Chat,
-    ChatStyle,
+    ChatPromptFormat,
     Messages,
-    PromptStyle,
-    hidden,
-    in_chat_format,
-    marked,
-    pieced,
+    PromptFormat,
+    apply_chat_template,
+)
+from litgrpo.data.tokenization import (
+    encode_as_plain_text,
+    encode_with_placeholders,
+    insert_placeholders,
+    placeholders_for,
+    special_token_texts,
     tokenize,
 )
-from litgrpo.data.special_tokens import plain_ids, special_texts
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.base import Message
 
@@ -66,7 +69,7 @@ class InlineFormat(TurnFormat):
 
     @cached_property
     def _split(self) -> list[str]:
-        return special_texts(self.tokenizer) if self.split_special_tokens else []
+        return special_token_texts(self.tokenizer) if self.split_special_tokens else []
 
     def encode(self, said: str | list[Message], ended: bool) -> list[int]:
         """See `TurnFormat.encode`."""
@@ -77,7 +80,7 @@ class InlineFormat(TurnFormat):
             " where answers are texts. Set it to template.",
         )
         if any(special in said for special in self._split):
-            return plain_ids(str(said), self.tokenizer)
+            return encode_as_plain_text(str(said), self.tokenizer)
         return list(self.tokenizer(said, add_special_tokens=False).input_ids)
 
 
@@ -139,7 +142,7 @@ class ChatFormat:
 
     def text(self, messages: Messages, *, asks: bool = True) -> str:
         """Messages in the chat format; `asks` adds what an answer of the policy follows."""
-        return in_chat_format(messages, self.chat, self.tokenizer, asks=asks)
+        return apply_chat_template(messages, self.chat, self.tokenizer, add_generation_prompt=asks)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in the chat format."""
@@ -203,9 +206,13 @@ class TemplateFormat(TurnFormat):
         why = "" if kind in self.exact else self.refused.get(kind, UNKNOWN)
         require(not why, f"messages of role {', '.join(kind) or 'none'} between turns: {why}")
         # What looks like a special token, or like a mark of ours, is not for the template to see.
-        marks = hidden(heard, self.format.tokenizer) if self.format.split_special_tokens else {}
-        text = self._from_end(marked(heard, marks))  # type: ignore[arg-type]
-        ids = pieced(text, marks, self.format.tokenizer)
+        marks = (
+            placeholders_for(heard, self.format.tokenizer)
+            if self.format.split_special_tokens
+            else {}
+        )
+        text = self._from_end(insert_placeholders(heard, marks))  # type: ignore[arg-type]
+        ids = encode_with_placeholders(text, marks, self.format.tokenizer)
         require(
             ids[0] in self.format.end_ids,
             f"the tokenizer reads the end of a turn as other tokens ({text[:20]!r})",
@@ -480,7 +487,7 @@ def count_mismatches(turn_format: TemplateFormat) -> int:
 
 
 def chat_turn_format(
-    style: PromptStyle,
+    style: PromptFormat,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
     *,
@@ -501,7 +508,7 @@ def chat_turn_format(
     Raises:
         ValueError: prompts are plain texts, or see `verify_template`.
     """
-    if not isinstance(style, ChatStyle):
+    if not isinstance(style, ChatPromptFormat):
         raise ValueError(
             "episode.turn_format is template, but prompts are plain texts: say `data.chat: "
             "true`, or "

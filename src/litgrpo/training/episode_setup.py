@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from litgrpo.data.rendering import prompt_style
-from litgrpo.data.source_data import SourceData
+from litgrpo.data.modules import SourceData
+from litgrpo.data.rendering import build_prompt_format
 from litgrpo.environments.base import Environment, EpisodePool, schemas_of
 from litgrpo.environments.response_log import ResponseLog
 from litgrpo.environments.workers import episode_pool
-from litgrpo.instantiate import given_environment
+from litgrpo.instantiate import instantiate_environment
 from litgrpo.models.limits import check_length
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine
@@ -60,7 +60,7 @@ def check_environment(
             )
         check_own_reward(rewards)
         return None
-    environment = given_environment(environment)
+    environment = instantiate_environment(environment)
     if not isinstance(environment, Environment):
         raise ValueError(
             f"environment is {environment!r:.80}, which has no `reset(row, seed)` or "
@@ -154,11 +154,13 @@ class PromptOpener:
         split_special = self.settings.split_special_tokens
         data = _data_of(self.module)
         if data is not None:
-            return data.opened(prompts, row, added, split_special)
+            return data.encode_opening(prompts, row, added, split_special)
         if not isinstance(added, str):
             raise ValueError("The environment begins with messages: use litgrpo.PromptData.")
-        style = prompt_style(None, False)
-        return style.opened(prompts.prompts[row], {}, added, self.policy.tokenizer, split_special)
+        style = build_prompt_format(None, False)
+        return style.encode_opening(
+            prompts.prompts[row], {}, added, self.policy.tokenizer, split_special
+        )
 
 
 def _data_of(module: EpisodeModule) -> SourceData | None:
@@ -177,12 +179,12 @@ def _build_turn_format(
     if settings.turn_format == "inline":
         return InlineFormat(policy.tokenizer, settings.split_special_tokens)
     data = _data_of(module)
-    if data is None or data.shown is None:
+    if data is None or data.final_format is None:
         raise ValueError(
             "episode.turn_format is template, but the data have no chat format: use "
             "litgrpo.PromptData with chat: true, or set it to inline."
         )
-    style, tokenizer = data.shown
+    style, tokenizer = data.final_format
     return chat_turn_format(
         style,
         tokenizer,

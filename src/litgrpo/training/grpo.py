@@ -17,8 +17,8 @@ from litgrpo.callbacks.invariant_checks import InvariantChecks
 from litgrpo.callbacks.iteration_metrics import IterationMetrics, NoLearningSignal
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
-from litgrpo.data.sampler import BatchLoader
-from litgrpo.data.source_data import reward_columns, set_names
+from litgrpo.data.loader import BatchLoader
+from litgrpo.data.modules import reward_columns, validation_set_names
 from litgrpo.distributed.device import Clock, backend
 from litgrpo.distributed.fsdp.units import is_divided
 from litgrpo.environments.base import shown_schemas_of
@@ -230,7 +230,7 @@ class GRPO(LightningModule):
             # Prompts stay on the host, where rollouts are assembled. Set on this object only:
             # Lightning warns about a class that overrides the hook if a data module is used.
             self.transfer_batch_to_device = _keep_on_host  # type: ignore[assignment,method-assign]
-        self.evaluator.start(backend(device).data_device, set_names(self.trainer))
+        self.evaluator.start(backend(device).data_device, validation_set_names(self.trainer))
         for columns in reward_columns(self.trainer):
             self.scorer.check(columns, episodes=self.environment is not None)
         if stage != "predict":
@@ -362,7 +362,7 @@ class GRPO(LightningModule):
         loader = self.trainer.train_dataloader
         if not isinstance(loader, BatchLoader):
             raise ValueError("update.staleness is 1, which needs litgrpo.PromptData. Set it to 0.")
-        return loader.ahead().to(device)
+        return loader.peek().to(device)
 
     def configure_callbacks(self) -> list[Callback]:
         """Return start-up checks, metrics and a progress bar that counts iterations."""

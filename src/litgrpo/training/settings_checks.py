@@ -10,10 +10,9 @@ from lightning import LightningModule
 
 from litgrpo.algorithms.losses import ImportanceCorrection, MicroBatchTokenMean, Objective
 from litgrpo.arguments import at_least
+from litgrpo.data.modules import SourceData
 from litgrpo.data.pairs import PairSet
-from litgrpo.data.prompts import PromptSet
-from litgrpo.data.source_data import SourceData
-from litgrpo.data.streaming import StreamedPrompts
+from litgrpo.data.prompts import PromptSet, StreamedPrompts
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import is_divided
 from litgrpo.distributed.messages import rank_zero_info
@@ -153,7 +152,7 @@ def check_data_fits_model(
     kinds = (PromptSet, PairSet, StreamedPrompts)
     known = {name: rows for name, rows in data.sets.items() if isinstance(rows, kinds)}
     check_tokens(policy, {name: rows.ids for name, rows in known.items()})
-    longest = {name: rows.longest for name, rows in known.items()}
+    longest = {name: rows.max_tokens for name, rows in known.items()}
     check_lengths(policy, longest, completion, key)
 
 

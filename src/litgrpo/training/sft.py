@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from litgrpo.arguments import at_least, require
 from litgrpo.callbacks.progress import replace_stock_bar
 from litgrpo.callbacks.trainer_options import check_trainer
-from litgrpo.data.source_data import set_names
+from litgrpo.data.modules import validation_set_names
 from litgrpo.distributed.device import backend
 from litgrpo.models.loading import LoRA, Precision, save_in_memory_model
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
@@ -108,7 +108,7 @@ class SFT(LightningModule):
         device = self.trainer.strategy.root_device
         self.means = {
             name: (MeanMetric().to(device), MeanMetric().to(device))
-            for name in set_names(self.trainer)
+            for name in validation_set_names(self.trainer)
         }
         require(
             not backend(device).static_shapes,

@@ -9,8 +9,7 @@ from lightning import Trainer
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.resume import OptimizerOptions, RngState
-from litgrpo.data.pair_data import PairData
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PairData, PromptData
 from litgrpo.distributed.fsdp.strategy import FSDP2Strategy
 from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA, Precision

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from litgrpo.data.reasoning_gym import ReasoningGym, row_of
+from litgrpo.data.sources import ReasoningGym, row_of_entry
 from litgrpo.rewards.builtin import reasoning_gym as reward
 from litgrpo.rewards.calls import Call
 from litgrpo.rewards.process_runner import is_trusted
@@ -133,7 +133,7 @@ def test_always_refuses_to_go_without_a_sandbox(monkeypatch):
     monkeypatch.setattr(sandbox, "why_not", lambda: "there is no bubblewrap")
     monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     monkeypatch.setattr(reward, "_scorers", {})
-    row = row_of("countdown", {"question": "", "answer": "1"})
+    row = row_of_entry("countdown", {"question": "", "answer": "1"})
     with raises_for("isolation", "bubblewrap"):
         reward.reasoning_gym(
             [""], ["<answer>1</answer>"], [row["metadata"]], ["countdown"], isolation="always"

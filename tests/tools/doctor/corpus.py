@@ -24,7 +24,7 @@ from litgrpo.algorithms.losses import Objective
 from litgrpo.callbacks.completions import Completions
 from litgrpo.callbacks.guards import NonFinite
 from litgrpo.callbacks.loggers import MetricsCSV
-from litgrpo.data.prompt_data import PromptData
+from litgrpo.data.modules import PromptData
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.rewards.reward import Reward
 from litgrpo.rewards.runner import InProcessRunner

@@ -11,9 +11,9 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule
 
 from litgrpo.arguments import at_least, require
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.prompts import tokenized_prompts
-from litgrpo.data.sources import read
+from litgrpo.data.modules import PromptData
+from litgrpo.data.prompts import tokenize_prompts
+from litgrpo.data.sources import read_rows
 from litgrpo.rewards import Reward, Scorer
 from litgrpo.rewards.builtin.reasoning_gym import is_executed, reasoning_gym
 from litgrpo.rollout.rollouter import Rollouter
@@ -147,10 +147,10 @@ def problems_of(recipe: Mapping[str, Any], gold: str | None) -> tuple[PromptData
         raise ValueError(
             "the recipe has no training data; give problems: --problems problems.jsonl"
         )
-    needed = data.style.template.needs | ({"answer"} if gold is not None else set())
-    rows = data.table.read(source, needed)
-    worked = _worked(source, data.table.columns.get("answer", "answer"))
-    prompts = data.style.plain(rows)
+    needed = data.prompt_format.template.required | ({"answer"} if gold is not None else set())
+    rows = data.reader.read(source, needed)
+    worked = _worked(source, data.reader.columns.get("answer", "answer"))
+    prompts = data.prompt_format.plain_texts(rows)
     problems = []
     for row, prompt, solution in zip(rows, prompts, worked, strict=True):
         columns = {k: v for k, v in row.values.items() if k not in ("prompt", "answer")}
@@ -169,11 +169,11 @@ def audit_open(
     name = settings.get("pretrained")
     require(bool(name), "the recipe has no model.pretrained, whose samples are compared")
     tokenizer = load_tokenizer(str(name))
-    rows = data.table.read(data.sources["train"] or [], data.style.template.needs)
+    rows = data.reader.read(data.sources["train"] or [], data.prompt_format.template.required)
     wanted = min(limit or OPEN_PROMPTS, OPEN_PROMPTS, len(rows))
     rows = rows[:: len(rows) // wanted][:wanted]
-    asked: Any = {"style": data.style, "limit": data.limit, "tokenizer": tokenizer}
-    prompts = tokenized_prompts(rows, "audit", **asked, pad_to_multiple_of=1)
+    asked: Any = {"style": data.prompt_format, "limit": data.limit, "tokenizer": tokenizer}
+    prompts = tokenize_prompts(rows, "audit", **asked, pad_to_multiple_of=1)
     rollouter = Rollouter(
         load_policy(str(name), tokenizer=tokenizer),
         SAMPLES,
@@ -218,7 +218,7 @@ def open_lines(report: OpenReport) -> list[str]:
 
 def _worked(source: Any, column: str) -> Iterator[str | None]:
     """What precedes `####` in a worked answer, before a pattern of the recipe cuts it off."""
-    for row in read(source):
+    for row in read_rows(source):
         text = row.values.get(column)
         marked = isinstance(text, str) and "####" in text
         yield Problem("", text).reasoning if marked else None

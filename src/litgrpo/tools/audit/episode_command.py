@@ -15,8 +15,8 @@ from torch import Tensor
 
 from litgrpo.arguments import require
 from litgrpo.cli.console import keep_quiet
-from litgrpo.data.prompt_data import PromptData
-from litgrpo.data.sources import read
+from litgrpo.data.modules import PromptData
+from litgrpo.data.sources import read_rows
 from litgrpo.environments.base import EpisodeStart
 from litgrpo.environments.workers import EpisodeWorkers
 from litgrpo.evaluation.evaluator import Evaluation
@@ -100,7 +100,7 @@ def data_of(recipe: Mapping[str, Any], gold: str | None, limit: int) -> PromptDa
         raise ValueError(f"audit reads PromptData only; the recipe has {type(data).__name__}")
     source: Any = data.sources["train"] if gold is None else gold
     require(source is not None, "the recipe has no training data; give rows: --problems rows.jsonl")
-    rows = read(source)
+    rows = read_rows(source)
     wanted = min(limit or MOST_ROWS, MOST_ROWS, len(rows))
     data.sources = dict.fromkeys(data.sources)
     data.sources["val"] = [row.values for row in rows[:: len(rows) // wanted][:wanted]]
