@@ -131,7 +131,7 @@ def test_chat_needs_a_chat_template():
 
 
 def test_a_chat_template_without_system_messages_is_explained():
-    with pytest.raises(ValueError, match="chat template.*system"):
+    with pytest.raises(ValueError, match=r"chat template.*system"):
         texts(["a"], chat=Chat(system="s"), tokenizer=chat_tokenizer(NO_SYSTEM + "x"))
 
 
