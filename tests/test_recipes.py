@@ -62,7 +62,7 @@ WITH_OUR_ROWS = [name for name in RECIPES if not name.startswith("reasoning_gym"
 
 
 # A model that was trained with a tool need not be told of it.
-@pytest.mark.filterwarnings("ignore:.*the model is not told of its tools")
+@pytest.mark.filterwarnings("ignore:.*does not list the tools")
 @pytest.mark.parametrize("name", WITH_OUR_ROWS)
 def test_a_recipe_runs_an_iteration(
     name, tmp_path, program, gsm8k, questions, dialogues, problems, models
@@ -101,7 +101,7 @@ def test_retrieved_stories_stand_behind_the_question():
     stories = [{"title": "Ben", "text": "Ben was one."}, {"title": "Sea", "text": "It is blue."}]
     told = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
     for passages, behind in (({}, ""), ({"passages": stories}, told)):
-        text = TextTemplate("prompt", template).text(Row(row | passages, "here", 0))
+        text = TextTemplate("prompt", template).render(Row(row | passages, "here", 0))
         assert text == row["prompt"] + behind
 
 

@@ -26,7 +26,7 @@ def instantiate_environment(given: Any) -> Any:
         ValueError: there is no such class, or it rejects its arguments.
 
     Example:
-        >>> instantiate_environment("litgrpo.environments.examples.NumberGame").tries
+        >>> instantiate_environment("litgrpo.environments.examples.NumberGame").max_guesses
         4
     """
     if isinstance(given, str):

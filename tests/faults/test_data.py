@@ -52,7 +52,7 @@ def lines(rows) -> str:
         (
             lines([*GOOD[:3], {"id": 1, "question": "3?", "gold": 4}]),
             "train.jsonl, line 4: field 'id' is 1, as in train.jsonl, line 2; remove one of them, "
-            "or say `columns: {number: id}` if it is no identifier",
+            "or set `columns: {number: id}` if it does not identify rows",
         ),
         (
             lines(GOOD[:1]).encode() + b'{"question": "\xe9t\xe9?", "gold": 4}\n',

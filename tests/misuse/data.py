@@ -10,7 +10,7 @@ PROBES = [
     Probe(
         "files and texts in one list",
         f"{QUICK} --data.train '[a.jsonl, \"Tell me.\"]'",
-        ("the list holds files and 'Tell me.'",),
+        ("the list contains files and 'Tell me.'",),
         files=FILES,
         quick=True,
     ),

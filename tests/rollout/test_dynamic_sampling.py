@@ -91,7 +91,7 @@ def test_a_group_of_equal_totals_teaches_per_turn_credit_where_turns_differ():
 class NoMore:
     """Has no other prompts."""
 
-    def more(self, count):
+    def draw(self, count):
         raise LookupError
 
 
@@ -157,7 +157,7 @@ class MorePrompts:
     def __init__(self):
         self.counts = []
 
-    def more(self, count):
+    def draw(self, count):
         self.counts.append(count)
         return prompt_batch(*(f"new {n}" for n in range(count)))
 

@@ -172,8 +172,14 @@ def audit_open(
     rows = data.reader.read(data.sources["train"] or [], data.prompt_format.template.required)
     wanted = min(limit or OPEN_PROMPTS, OPEN_PROMPTS, len(rows))
     rows = rows[:: len(rows) // wanted][:wanted]
-    asked: Any = {"style": data.prompt_format, "limit": data.limit, "tokenizer": tokenizer}
-    prompts = tokenize_prompts(rows, "audit", **asked, pad_to_multiple_of=1)
+    prompts = tokenize_prompts(
+        rows,
+        "audit",
+        prompt_format=data.prompt_format,
+        limit=data.limit,
+        tokenizer=tokenizer,
+        pad_to_multiple_of=1,
+    )
     rollouter = Rollouter(
         load_policy(str(name), tokenizer=tokenizer),
         SAMPLES,
