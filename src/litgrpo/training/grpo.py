@@ -46,7 +46,7 @@ from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.episodes import EpisodeSettings
 from litgrpo.rollout.rollouter import Rollouter, rollout_row_limit
 from litgrpo.rollout.sampling import Purpose, Sampling
-from litgrpo.training import kernel_choice, saved_arguments, settings_checks
+from litgrpo.training import hyper_parameters, kernel_choice, settings_checks
 from litgrpo.training.controllers import AdaptiveCoefficients, Controllers, FixedCoefficients
 from litgrpo.training.episode_setup import build_episodes, check_environment
 from litgrpo.training.initial_policy import initial_logprobs, measure_initial_policy
@@ -166,7 +166,7 @@ class GRPO(LightningModule):
     ) -> None:
         super().__init__()
         ignore_harmless_warnings()
-        self.arguments = saved_arguments.kept(locals())
+        self.save_hyperparameters(hyper_parameters.describe_arguments(locals()))
         # The learner accumulates gradients and takes several optimizer steps per iteration.
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold trained weights only
@@ -211,7 +211,7 @@ class GRPO(LightningModule):
         self.iteration, self.generated_tokens = 0, 0
         self.evaluation_report: dict[str, float] = {}
 
-    load_from_checkpoint: Any = classmethod(saved_arguments.loaded)
+    load_from_checkpoint: Any = classmethod(hyper_parameters.load_from_checkpoint)
 
     # --- setup ---
 
@@ -540,7 +540,6 @@ class GRPO(LightningModule):
             "judges": self.scorer.state_dict(),
             "lowered": {name: rows for name, rows in lowered.items() if rows is not None},
             kernel_choice.KEY: kernel_choice.save_kernels(self.learner.policy),
-            saved_arguments.KEY: self.arguments,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

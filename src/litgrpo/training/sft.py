@@ -19,8 +19,7 @@ from litgrpo.distributed.device import backend
 from litgrpo.models.loading import LoRA, Precision, save_in_memory_model
 from litgrpo.models.scratch import Scratch, deserialize_tokenizer, serialize_tokenizer
 from litgrpo.tensors import head_chunk, token_logprobs, whole
-from litgrpo.training import kernel_choice
-from litgrpo.training import saved_arguments as arguments_kept
+from litgrpo.training import hyper_parameters, kernel_choice
 from litgrpo.training.lightning_compat import ignore_harmless_warnings
 from litgrpo.training.optim import DefaultAdamW
 from litgrpo.training.run_setup import SFT_RATES, build_optimizer, make_sharding
@@ -69,7 +68,7 @@ class SFT(LightningModule):
     ) -> None:
         super().__init__()
         ignore_harmless_warnings()
-        self.arguments = arguments_kept.kept(locals())
+        self.save_hyperparameters(hyper_parameters.describe_arguments(locals()))
         if (pretrained is None) == (scratch is None):
             raise ValueError(
                 f"SFT starts from `pretrained` ({pretrained!r}) or from `scratch` ({scratch!r}): "
@@ -96,7 +95,7 @@ class SFT(LightningModule):
         # {name of a validation set: mean loss and mean accuracy of its tokens}
         self.means: dict[str, tuple[MeanMetric, MeanMetric]] = {}
 
-    load_from_checkpoint: Any = classmethod(arguments_kept.loaded)
+    load_from_checkpoint: Any = classmethod(hyper_parameters.load_from_checkpoint)
 
     def setup(self, stage: str) -> None:
         """Refuse a device that would compile a program for every batch.
@@ -245,7 +244,6 @@ class SFT(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note what decides how results are rounded, and the tokenizer if it was fitted."""
         assert self.policy is not None
-        checkpoint[arguments_kept.KEY] = self.arguments
         checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)

@@ -1,8 +1,11 @@
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.rewards.builtin.math import correctness
@@ -10,9 +13,11 @@ from litgrpo.rewards.scorer import Reward
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
-from litgrpo.training.saved_arguments import NotPlain, made, plain
+from litgrpo.training.hyper_parameters import NotDescribable, build, describe
 from litgrpo.training.sft import SFT
+from tests.support.raises import raises_for
 from tests.support.sft import SCRATCH
+from tests.support.training import batches, module
 
 BUILTIN = "builtin:tiny-gemma2"
 
@@ -29,15 +34,15 @@ BUILTIN = "builtin:tiny-gemma2"
     ],
 )
 def test_a_value_is_made_again_from_plain_ones(value):
-    assert made(plain(value)) == value
+    assert build(describe(value)) == value
 
 
 def test_a_partial_keeps_its_arguments_and_a_lambda_is_not_plain():
-    again = made(plain(partial(torch.optim.AdamW, lr=0.5)))
+    again = build(describe(partial(torch.optim.AdamW, lr=0.5)))
     assert (again.func, again.keywords) == (torch.optim.AdamW, {"lr": 0.5})
     for value in (lambda: 1, torch.nn.Linear(1, 1), {"a": [lambda: 1]}):
-        with pytest.raises(NotPlain):
-            plain(value)
+        with pytest.raises(NotDescribable):
+            describe(value)
 
 
 def saved(module, path):
@@ -76,7 +81,7 @@ def test_grpo_is_loaded_from_its_checkpoint_alone(tmp_path):
 def test_what_a_checkpoint_cannot_hold_is_asked_for_by_name(tmp_path):
     rewards = {"half": Reward(lambda prompts, completions: [0.5] * len(prompts))}
     module = saved(GRPO(BUILTIN, rewards), tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"cannot hold rewards of GRPO .* load_from_checkpoint"):
+    with pytest.raises(ValueError, match="rewards"):
         GRPO.load_from_checkpoint(tmp_path / "a.ckpt")
     assert equal_weights(module, GRPO.load_from_checkpoint(tmp_path / "a.ckpt", rewards=rewards))
 
@@ -89,3 +94,44 @@ def test_sft_is_loaded_with_the_tokenizer_that_it_had_fitted(tmp_path):
     again = SFT.load_from_checkpoint(tmp_path / "a.ckpt")
     assert equal_weights(module, again)
     assert again.tokenizer.get_vocab() == module.tokenizer.get_vocab()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_a_checkpoint_names_is_never_called(tmp_path, monkeypatch):
+    module = saved(GRPO(BUILTIN, {"right": Reward(correctness)}), tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    called = []
+    monkeypatch.setattr("os.system", called.append)
+    for attack in (
+        {"import_path": "os.system"},
+        {"class_path": "os.system", "init_args": {"command": "true"}},
+        {"partial": {"import_path": "os.system"}, "args": ["true"], "kwargs": {}},
+        {"right": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}},
+    ):
+        checkpoint["hyper_parameters"]["rewards"] = attack
+        torch.save(checkpoint, tmp_path / "attack.ckpt")
+        with raises_for("rewards", "load_from_checkpoint"):
+            GRPO.load_from_checkpoint(tmp_path / "attack.ckpt")
+        rewards = {"right": Reward(correctness)}
+        assert equal_weights(
+            module, GRPO.load_from_checkpoint(tmp_path / "attack.ckpt", rewards=rewards)
+        )
+    checkpoint["hyper_parameters"] |= {"_instantiator": "os.system", "rewards": {}}
+    torch.save(checkpoint, tmp_path / "attack.ckpt")
+    GRPO.load_from_checkpoint(tmp_path / "attack.ckpt", rewards=rewards)
+    assert not called
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loggers_and_hparams_yaml_have_the_arguments(tmp_path):
+    grpo = module(max_iterations=1, check_invariants=False)
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=-1, logger=logger, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(grpo, batches("a", "b"))
+    logger.save()
+    written = yaml.unsafe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert written["group_size"] == grpo.hparams.group_size == grpo.group_size
+    assert written["objective"]["class_path"] == "litgrpo.algorithms.losses.Objective"
