@@ -46,7 +46,11 @@ PROBES = [
         quick=True,
     ),
     Probe("a limit on a path", f"{QUICK} --data.train.limit 4", ("Prompts: train 4",), code=0),
-    Probe("temperature 0 in training", f"{QUICK} --model.sampling.temperature 0", ("copies",)),
+    Probe(
+        "temperature 0 in training",
+        f"{QUICK} --model.sampling.temperature 0",
+        ("sampling.temperature", "evaluation.temperature"),
+    ),
     Probe("negative learning rate", f"{QUICK} --model.optimizer.lr -1", ("learning rate: -1",)),
     Probe("Muon on vectors", f"{QUICK} --model.optimizer Muon", ("Muon only supports 2D",)),
     Probe(
@@ -70,7 +74,7 @@ PROBES = [
         "fit --model.pretrained builtin:tiny-gemma2 --data.train a.jsonl --data.batch_size 2"
         " --model.rewards '{right: {function: litgrpo.rewards.correctness}}'"
         " --model.max_completion_length 2 --trainer.accelerator cpu",
-        ("3 passes over the data, 3 iterations", "Optimizer: AdamW, lr 0.0003"),
+        ("3 epochs, 3 iterations", "Optimizer: AdamW, lr 0.0003"),
         code=0,
         files=PLAIN_DATA,
     ),

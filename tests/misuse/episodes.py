@@ -63,7 +63,7 @@ def alone(name: str, settings: str, *says: str) -> Probe:
 
 PROBES = [
     given("a number as environment", "7", "environment is 7", "reset(row, seed)"),
-    given("a class without step", "my_game.NoStep", "lacks `reset(row, seed)` or `step(said)`"),
+    given("a class without step", "my_game.NoStep", "`reset(row, seed)`"),
     given("a class that is nowhere", "my_game.Goood", "has no 'Goood'"),
     given("arguments without a class", "{init_args: {a: 1}}", "names the class again"),
     given("reset raises for every row", "my_game.Raises", "no board", quick=True),
@@ -73,6 +73,6 @@ PROBES = [
     given("a template without chat", "my_game.Good", "chat: true", episode="max_turns: 2"),
     given("no turns", "my_game.Good", "max_turns is 0", episode=f"{INLINE}, max_turns: 0"),
     given("an unknown limit", "my_game.Good", "max_turn", episode=f"{INLINE}, max_turn: 3"),
-    alone("limits without an environment", f"episode: {{{INLINE}}}", "there is no environment"),
-    alone("its reward without an environment", OWN_REWARD, "there is no"),
+    alone("limits without an environment", f"episode: {{{INLINE}}}", "episode is set"),
+    alone("its reward without an environment", OWN_REWARD, "environment is not set"),
 ]

@@ -53,7 +53,7 @@ PROBES = [
     Probe(
         "validate without a checkpoint",
         VALIDATE,
-        ("the start, untrained", "--ckpt_path"),
+        ("--ckpt_path",),
         code=0,
         after=lambda f: "" if list((f / "run" / "evaluation").glob("*.jsonl")) else "no answers",
     ),

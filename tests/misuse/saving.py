@@ -152,7 +152,7 @@ PROBES = [
     ),
     Probe("strategy by class name", f"{STRATEGY} FSDPStrategy", ("FSDP2Strategy",)),
     Probe("strategy deepspeed", f"{STRATEGY} deepspeed_stage_2", ("FSDP2Strategy",)),
-    Probe("strategy ddp_spawn", f"{STRATEGY} ddp_spawn", ("trainer.strategy ddp",)),
+    Probe("strategy ddp_spawn", f"{STRATEGY} ddp_spawn", ("ddp_spawn", "ddp")),
     Probe("strategy misspelt", f"{STRATEGY} dpp", ("did you mean 'ddp'",)),
     Probe(
         "accumulate_grad_batches",
@@ -167,7 +167,11 @@ PROBES = [
     ),
     Probe("overfit_batches", f"{QUICK} --trainer.overfit_batches 1", ("data.train.limit",)),
     Probe("barebones", f"{QUICK} --trainer.barebones true", ("trainer.barebones", "--csv false")),
-    Probe("all devices of a CPU", f"{QUICK} --trainer.devices -1", ("how many processes",)),
+    Probe(
+        "all devices of a CPU",
+        f"{QUICK} --trainer.devices -1",
+        ("trainer.devices", "number of processes"),
+    ),
     Probe("no devices", f"{QUICK} --trainer.devices 0", ("devices",)),
     Probe(
         "StochasticWeightAveraging",
@@ -180,7 +184,7 @@ PROBES = [
         ("run_dir is taken", "not writable"),
         files={"taken": ""},
     ),
-    Probe("unwritable run folder", f"{QUICK} --run_dir /proc/run", ("nothing can be written",)),
+    Probe("unwritable run folder", f"{QUICK} --run_dir /proc/run", ("run_dir", "not writable")),
     Probe(
         "no event file of a failed start",
         f"{QUICK} --data.train nowhere.jsonl",
@@ -194,7 +198,7 @@ PROBES = [
         files={"run/checkpoints/last.ckpt": "", "out/notes.txt": ""},
         quick=True,
     ),
-    Probe("export of nothing", "export nowhere out", ("no checkpoint nowhere", "run folder")),
+    Probe("export of nothing", "export nowhere out", ("nowhere", "run folder")),
     Probe(
         "export to where nothing can be written",
         "export run /proc/out",

@@ -77,7 +77,7 @@ PROBES = [
     given("no word about an argument", "functions: [my_tools.unexplained]", "no description for"),
     given(
         "an unknown format",
-        "functions: [my_tools.multiply], calls: json",
+        "functions: [my_tools.multiply], call_format: json",
         "call_format",
     ),
     given("a class among functions", "functions: [my_tools.Game]", "my_tools.Game"),
