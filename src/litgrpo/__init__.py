@@ -1,23 +1,112 @@
-"""GRPO for language models as a LightningModule, on CPU, CUDA and TPU."""
+"""GRPO for language models as a LightningModule, on CPU, CUDA and TPU.
+
+The names below are the public API. They are imported when they are first used, so that `import
+litgrpo`, and worker processes of reward functions, do not wait for torch.
+"""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from litgrpo.algorithms.advantages import Normalized
+    from litgrpo.algorithms.losses import Clipped, ImportanceCorrection, Objective
+    from litgrpo.data.modules import PairData, PromptData
+    from litgrpo.data.rendering import Chat
+    from litgrpo.data.sources import Source
+    from litgrpo.environments.tools import Tools
+    from litgrpo.evaluation.evaluator import Evaluation
+    from litgrpo.evaluation.metrics import DialogueScores
+    from litgrpo.models.adapters import LoRA
+    from litgrpo.models.export import export
+    from litgrpo.models.loading import Precision
+    from litgrpo.models.scratch import Scratch
+    from litgrpo.rewards.llm_judge import Criterion, LLMJudge, Rubric
+    from litgrpo.rewards.reward import Reward
+    from litgrpo.rewards.reward_model import RewardModel
+    from litgrpo.rollout.engines.local import LocalEngine
+    from litgrpo.rollout.engines.static import StaticEngine
+    from litgrpo.rollout.engines.vllm import ColocatedEngine, ServerEngine
+    from litgrpo.rollout.episodes import EpisodeSettings
+    from litgrpo.rollout.sampling import Sampling
+    from litgrpo.training.controllers import Controllers, EntropyTarget, KLTarget, ReferenceSync
+    from litgrpo.training.grpo import GRPO
+    from litgrpo.training.optim import WarmupCosine, WarmupLinear
+    from litgrpo.training.sft import SFT
+    from litgrpo.training.update_config import UpdateConfig
 
 __version__ = "0.1.0"
-# Public names and where they are; imported when asked for, so that `import litgrpo` is fast.
-PUBLIC = {
-    "GRPO": "litgrpo.training.grpo",
-    "SFT": "litgrpo.training.sft",
-    "PromptData": "litgrpo.data.modules",
-    "PairData": "litgrpo.data.modules",
-    "WarmupCosine": "litgrpo.training.optim",
-    "WarmupLinear": "litgrpo.training.optim",
+# {module: its public names}
+_PUBLIC_BY_MODULE = {
+    "algorithms.advantages": ("Normalized",),
+    "algorithms.losses": ("Clipped", "ImportanceCorrection", "Objective"),
+    "data.modules": ("PairData", "PromptData"),
+    "data.rendering": ("Chat",),
+    "data.sources": ("Source",),
+    "environments.tools": ("Tools",),
+    "evaluation.evaluator": ("Evaluation",),
+    "evaluation.metrics": ("DialogueScores",),
+    "models.adapters": ("LoRA",),
+    "models.export": ("export",),
+    "models.loading": ("Precision",),
+    "models.scratch": ("Scratch",),
+    "rewards.llm_judge": ("Criterion", "LLMJudge", "Rubric"),
+    "rewards.reward": ("Reward",),
+    "rewards.reward_model": ("RewardModel",),
+    "rollout.engines.local": ("LocalEngine",),
+    "rollout.engines.static": ("StaticEngine",),
+    "rollout.engines.vllm": ("ColocatedEngine", "ServerEngine"),
+    "rollout.episodes": ("EpisodeSettings",),
+    "rollout.sampling": ("Sampling",),
+    "training.controllers": ("Controllers", "EntropyTarget", "KLTarget", "ReferenceSync"),
+    "training.grpo": ("GRPO",),
+    "training.optim": ("WarmupCosine", "WarmupLinear"),
+    "training.sft": ("SFT",),
+    "training.update_config": ("UpdateConfig",),
 }
-__all__ = ["GRPO", "SFT", "PairData", "PromptData", "WarmupCosine", "WarmupLinear"]
+PUBLIC = {
+    name: f"litgrpo.{module}" for module, names in _PUBLIC_BY_MODULE.items() for name in names
+}
+__all__ = [
+    "GRPO",
+    "SFT",
+    "Chat",
+    "Clipped",
+    "ColocatedEngine",
+    "Controllers",
+    "Criterion",
+    "DialogueScores",
+    "EntropyTarget",
+    "EpisodeSettings",
+    "Evaluation",
+    "ImportanceCorrection",
+    "KLTarget",
+    "LLMJudge",
+    "LoRA",
+    "LocalEngine",
+    "Normalized",
+    "Objective",
+    "PairData",
+    "Precision",
+    "PromptData",
+    "ReferenceSync",
+    "Reward",
+    "RewardModel",
+    "Rubric",
+    "Sampling",
+    "Scratch",
+    "ServerEngine",
+    "Source",
+    "StaticEngine",
+    "Tools",
+    "UpdateConfig",
+    "WarmupCosine",
+    "WarmupLinear",
+    "export",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name."""
+    """Import a public name when it is first used."""
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return vars(import_module(PUBLIC[name]))[name]
+    return getattr(import_module(PUBLIC[name]), name)
