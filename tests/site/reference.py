@@ -35,8 +35,10 @@ KEYS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         },
     ),
 }
+# Their options are on the pages of keys; their methods are Lightning's.
+CONFIGURED = {"GRPO", "SFT", "PairData", "PromptData"}
 API = {
-    "litgrpo": ["GRPO", "SFT", "PromptData", "PairData", "WarmupCosine", "WarmupLinear"],
+    "litgrpo": sorted(PUBLIC),
     "litgrpo.rewards": sorted(rewards.__all__),
     "litgrpo.environments": [],
     "litgrpo.data": [],
@@ -137,9 +139,11 @@ def api_page(module: str, names: Iterable[str]) -> Iterator[str]:
         found = getattr(import_module(module), name)
         if not getattr(found, "__module__", "").startswith("litgrpo"):
             continue  # the name of a type
+        if module != "litgrpo" and name in PUBLIC:
+            continue  # on the page of `litgrpo`
         kind = "class" if inspect.isclass(found) else "function"
         yield f".. auto{kind}:: {found.__module__}.{found.__qualname__}"
-        if kind == "class" and found.__module__.startswith("litgrpo") and name not in PUBLIC:
+        if kind == "class" and found.__module__.startswith("litgrpo") and name not in CONFIGURED:
             yield "   :members:"
         yield ""
     yield "```"

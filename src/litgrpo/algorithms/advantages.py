@@ -118,8 +118,8 @@ class Normalized(Advantages):
 
     Args:
         baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`.
-        scale: standard deviation (n - 1) of the `group` or `batch`, its |`mean`|, or `none`.
-        eps: added to a standard deviation; the smallest |mean|.
+        scale: standard deviation (n - 1) of the `group` or `batch`, its abs(mean), or `none`.
+        eps: added to a standard deviation; the smallest absolute mean.
 
     Example:
         >>> from litgrpo.distributed.collectives import SingleProcess
