@@ -118,7 +118,8 @@ class Normalized(Advantages):
 
     Args:
         baseline: mean of the `group`, of the `others` in it, of the `batch`, or `none`.
-        scale: standard deviation (n - 1) of the `group` or `batch`, the absolute `mean` of the group, or `none`.
+        scale: standard deviation (n - 1) of the `group` or `batch`, its absolute `mean`, or
+            `none`.
         eps: added to a standard deviation; the smallest absolute mean.
 
     Example:
