@@ -149,6 +149,23 @@ def test_every_name_path_key_and_command_of_a_page_is_there():
     assert not found, "\n".join(found)
 
 
+def test_every_file_that_a_script_of_ci_runs_exists():
+    """`.ci/real` and `.ci/vllm` skip on most machines, so a moved test shows late."""
+    scripts = [path for path in (ROOT / ".ci").iterdir() if path.is_file()]
+    named = {
+        (script.name, path)
+        for script in scripts
+        for path in re.findall(r"\btests/[\w/.]*\w", script.read_text())
+    } | {
+        (script.name, module.replace(".", "/"))
+        for script in scripts
+        for module in re.findall(r"-m (tests\.[\w.]+)", script.read_text())
+    }
+    assert named
+    # `tests/xla/test_*.py` is a pattern.
+    assert not [(script, path) for script, path in named if not list(ROOT.glob(f"{path}*"))]
+
+
 def broken(text: str) -> list[str]:
     """Lines after which a page is not shown as it was meant."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)

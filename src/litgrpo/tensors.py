@@ -138,7 +138,7 @@ def _of_logits(
         return apply(logits, targets)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     if candidate_ids is not None:
-        # The least number instead of -inf: its probability is 0 too, and 0 times it is 0.
+        # The smallest number, not -inf: in the entropy, p * logit would be 0 * -inf = NaN.
         least = torch.finfo(logits.dtype).min
         within = logits.gather(-1, candidate_ids.long().clamp(min=0))
         logits = within.masked_fill(candidate_ids < 0, least)

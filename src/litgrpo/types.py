@@ -1,4 +1,4 @@
-"""The carriers: what one iteration hands from room to room, and the shape legend.
+"""Data passed between the stages of an iteration, and the shape legend.
 
 Shape legend, used in every docstring:
 
@@ -177,14 +177,14 @@ class Rollout:
         loss_mask: [N, C] True marks a token that the policy sampled, which is what is learned
             from: lengths, denominators, entropy and KL count these. Within `completion_mask`,
             which is what attention sees; the same where it is not given.
-        policy_version: how often the weights that sampled had been handed to the engine.
+        policy_version: number of finished iterations of the weights that sampled.
         completions: N decoded texts, empty until the rollouter decodes them.
         candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled up with -1;
             None where that is every token.
         turns: [N, C] int16 turn that a token was spoken in, -1 elsewhere; None: there is one turn.
         turn_rewards: [N, K] float64; NaN where there is no such turn, or its reward abstained.
         turn_states: N lists of the state after each turn (`StepResult.state`).
-        episodes: N of `rollout.record.Episode`; empty where every completion is one turn.
+        episodes: N of `litgrpo.rollout.episodes.Episode`; empty where every completion is one turn.
     """
 
     prompts: PromptBatch
@@ -411,7 +411,8 @@ class TrainingBatch:
         loss_mask: [M, C] True marks a token that the policy sampled.
         sampler_logprobs: [M, C] log-probability at sampling.
         advantages: [M, C] how much better than expected, per token.
-        weights: [M, C] weight of each token in its optimizer step: masks and normalization in one.
+        weights: [M, C] loss weight of each token in its optimizer step: mask and loss aggregation
+            in one. (Not the weights of rewards or of the model.)
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
             on-policy (ratio 1).
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.

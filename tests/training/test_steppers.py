@@ -72,7 +72,7 @@ class Line(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_before_optimizer_step(self, optimizer):
-        self.stepper.before_step()
+        self.stepper.clip_before_step()
 
 
 def fit(do):

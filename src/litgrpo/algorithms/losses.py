@@ -456,7 +456,10 @@ class ImportanceCorrection:
 
 @dataclass(frozen=True)
 class Normalizers:
-    """Numbers that all micro-batches and processes of one optimizer step share.
+    """Numbers of one optimizer step for the entropy bonus and `top_entropy_quantile`.
+
+    All micro-batches and ranks of the step share them. The denominators of the loss are in the loss
+    weights of the tokens.
 
     Args:
         num_tokens: [] tokens that the entropy bonus is a mean over.
@@ -608,7 +611,7 @@ class Objective:
         if self.mask_truncated_completions:
             loss_mask = loss_mask & ~truncated[:, None]
         mask = loss_mask.to(dtype)
-        # Truncated completions stay in N: an all-truncated batch must not blow up the others.
+        # Masked truncated completions count in N: otherwise the few others would get large weights.
         num_completions = comm.sum(torch.ones_like(truncated, dtype=dtype).sum()).clamp(min=1)
         num_tokens = comm.sum(mask.sum()).clamp(min=1)
         return self.aggregation(mask, num_completions, num_tokens, max_completion_length)

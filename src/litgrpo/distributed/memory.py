@@ -58,8 +58,8 @@ def retry_smaller(
     """Return the result of an attempt, halving the number of rows until it fits into memory.
 
     Args:
-        attempt: is called with the limit on rows. No other rank may wait for this one in the middle
-            of it.
+        attempt: is called with the limit on rows. It must not contain a collective that the other
+            ranks have entered already.
         limit: is lowered in place.
         rows_in_use: number of rows that the failed attempt computed at once, which may be less than
             the limit.

@@ -71,8 +71,8 @@ def apply_gate(
         values: [B, G].
         gate: [B, G] reward that decides; NaN, nothing is known, gives NaN.
         threshold: the gate is open from here on.
-        how: as in `normalized`.
-        eps: machine epsilon, as `precision` there.
+        how: as in `normalize`.
+        eps: machine epsilon, as `precision` of `normalize`.
 
     Returns:
         [B, G].
@@ -298,7 +298,7 @@ class Scorer:
     ) -> PendingRewards:
         """Start scoring rows, `group_size` to a prompt, that follow each other.
 
-        `numbers` are those of the prompts, for messages.
+        `numbers` are the positions of the prompts in the data, for error messages.
         """
         rows = texts | dict(columns) | texts  # in this order, and no column can replace the texts
         num_rows = len(rows["completions"])
@@ -335,7 +335,9 @@ class Scorer:
         return Call(name, function, chosen, kwargs, len(rows["completions"]), asked, notes)
 
     def combine(self, results: Sequence[Scores], group_size: int, iteration: int) -> RewardTable:
-        """Add up the parts that answered; a row is valid if one did and none that counts failed.
+        """Add up the rewards that returned a value.
+
+        A row is valid if at least one weighted reward returned a value and none of them failed.
 
         Training, resampling and evaluation use what this returns: a subclass may override it, and
         `GRPO.scorer_class` names that.

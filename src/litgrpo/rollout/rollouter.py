@@ -40,8 +40,8 @@ class Rollouter:
         clock: measures the phases.
         row_limit: rows decoded at once after out-of-memory errors.
 
-    `prefetch`, if set, generates the next iteration's rollout during the update. A copy of a
-    rollouter has none: the start-up checks must not start rollouts of the run.
+    `prefetch`, if set, generates the next iteration's rollout during the update.
+    `dataclasses.replace` resets it to None, so that the start-up checks do not prefetch.
     """
 
     policy: Policy
@@ -72,8 +72,7 @@ class Rollouter:
 
         Args:
             prompts: B prompts.
-            purpose: selects the random numbers; all but training use the same ones in every
-                iteration.
+            purpose: seeds the random numbers; only `train` draws new ones in each iteration.
             iteration: number of finished iterations.
             attempt: attempt of dynamic sampling; 0 is the first rollout.
             group_size: completions per prompt; None: as in training.

@@ -393,6 +393,19 @@ class GRPO(LightningModule):
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Run one iteration: rollout, rewards, advantages, optimizer steps.
 
+        The calls of an iteration, with the default classes::
+
+            Rollouter.generate            prompts -> N = B * G completions, sampled token by token
+              LocalEngine.generate          CausalPolicy.prefill, then .step per token
+            Scorer.start                  sends reward functions to worker processes
+            PendingRewards.wait           -> [B, G] weighted sum of the reward components
+            Learner.build_batch           -> advantages and loss weights per token
+            Learner.update                for each optimizer step:
+              Learner.losses                for each micro-batch: CausalPolicy.logprobs,
+                                            Objective.loss, TrainerStepper.backward
+              TrainerStepper.step           optimizer.step(), in which Lightning calls
+                                            on_before_optimizer_step to clip the gradient
+
         Args:
             prompts: B prompts.
             batch_idx: number of the batch in this epoch.
@@ -404,7 +417,8 @@ class GRPO(LightningModule):
         iteration = self.iteration
         rollout = self.rollouter.generate(prompts, "train", iteration)
 
-        # Reward functions run in worker processes while the models compute log-probabilities.
+        # Workers compute rewards while this process computes the log-probabilities that the loss
+        # needs: before the update (several steps per rollout), of the reference (KL term).
         with self.clock.phase("time/reward_s"):
             pending = self.scorer.start(rollout, iteration)
         if self.dynamic_sampling is None:
@@ -438,7 +452,7 @@ class GRPO(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip gradients: only here are they reduced over ranks and unscaled (fp16)."""
         assert self.stepper is not None
-        self.stepper.before_step()
+        self.stepper.clip_before_step()
 
     def _finish_iteration(
         self, stats: Stats, batch: TrainingBatch, reports: list[StepReport]

@@ -110,8 +110,8 @@ class Learner:
     def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
         """Compute the log-probabilities that the objective compares with.
 
-        Those before the update are needed only if a rollout is used for several optimizer steps: in
-        a single step the policy has not moved yet, and its ratio is 1.
+        With one optimizer step per rollout `old` is None: the policy has not moved since sampling,
+        so its ratio is 1. Without a KL term `ref` is None.
 
         Args:
             rollout: N completions.
@@ -226,7 +226,8 @@ class Learner:
     def step(self, batch: TrainingBatch, stepper: Stepper) -> StepReport:
         """Take one optimizer step with the exact gradient of these rows.
 
-        The step is skipped on all ranks if a loss or gradient on any of them is not finite.
+        If a loss or gradient on any rank is not finite, the gradient is dropped on all ranks: the
+        weights stay as they are, and the schedule moves on.
 
         Args:
             batch: M rows.
@@ -236,6 +237,7 @@ class Learner:
             partial(self._accumulate_gradients, batch, stepper), batch.tokens
         )
         lr = stepper.lr  # before the schedule moves
+        # Clipping runs inside of optimizer.step(), when gradients are reduced and unscaled.
         stats = stepper.step(partial(self._clip_gradients, batch, sums))
         if stats is None:
             return StepReport(lr, skipped=self._find_non_finite(batch))

@@ -98,7 +98,8 @@ class TrainerStepper:
     """Steps through Lightning's strategy and precision plugin, by manual optimization.
 
     Args:
-        module: attached to its trainer; its `on_before_optimizer_step` calls `before_step`.
+        module: attached to its trainer; its `on_before_optimizer_step` calls
+            `clip_before_step`.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -140,7 +141,7 @@ class TrainerStepper:
             scheduler.step()
         return self.stats
 
-    def before_step(self) -> None:
+    def clip_before_step(self) -> None:
         """Clip the gradients, which are complete now."""
         assert self.clip_gradients is not None
         self.stats = self.clip_gradients(trained_parameters(self.optimizer))
