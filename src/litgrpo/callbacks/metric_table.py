@@ -404,8 +404,8 @@ METRICS: dict[str, Metric] = {
         healthy="below half of the step",
         verl="timing_s/reward",
     ),
-    "time/reference_s": Metric(
-        "Seconds of log-probabilities before the update and under the reference.",
+    "time/logprobs_s": Metric(
+        "Seconds of computing old and reference log-probabilities before the update.",
         unit="s",
         verl="timing_s/ref",
     ),

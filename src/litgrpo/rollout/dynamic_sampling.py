@@ -25,7 +25,7 @@ class PromptSource(Protocol):
         """Return the next prompts of the training order."""
 
 
-class PendingRewards(Protocol):
+class SupportsWait(Protocol):
     """Rewards that are being computed."""
 
     def wait(self) -> RewardTable:
@@ -35,7 +35,7 @@ class PendingRewards(Protocol):
 class RewardSource(Protocol):
     """Computes the rewards of rollouts."""
 
-    def start(self, rollout: Rollout, iteration: int) -> PendingRewards:
+    def start(self, rollout: Rollout, iteration: int) -> SupportsWait:
         """Start computing the rewards of a rollout."""
 
 

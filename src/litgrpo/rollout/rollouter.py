@@ -144,7 +144,7 @@ class Rollouter:
 
         def attempt(max_rows: int | None) -> Rollout:
             nonlocal rows_in_use
-            limits = (request.num_rows, engine.row_limit, max_rows)
+            limits = (request.num_rows, engine.max_rows, max_rows)
             rows_in_use = min(rows for rows in limits if rows is not None)
             limited = replace(request, max_rows=max_rows)
             if self.episodes is not None:  # stop sequences end turns, not episodes

@@ -106,7 +106,7 @@ class Learner:
 
     # --- before the update ---
 
-    @timed("time/reference_s")
+    @timed("time/logprobs_s")
     def old_and_reference_logprobs(self, rollout: Rollout) -> RolloutLogprobs:
         """Compute the log-probabilities that the objective compares with.
 

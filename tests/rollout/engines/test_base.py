@@ -1,4 +1,4 @@
-"""Tests."""
+"""Tests of the engine interface: its defaults and the capabilities that engines state."""
 
 from dataclasses import FrozenInstanceError
 
@@ -12,7 +12,7 @@ from litgrpo.rollout.sampling import Sampling
 from tests.support.models import prompt_batch, tiny_policy
 
 
-class Plain(RolloutEngine):
+class MinimalEngine(RolloutEngine):
     """The least that an engine must define."""
 
     def generate(self, requests):
@@ -25,12 +25,12 @@ def requests_for(num_prompts=2, group_size=3, length=4):
     return RolloutRequest(tiny_policy("qwen2"), prompts, group_size, uniforms, Sampling())
 
 
-def test_an_engine_needs_no_more_than_generate():
-    engine, requests = Plain(), requests_for()
+def test_an_engine_only_has_to_define_generate():
+    engine, requests = MinimalEngine(), requests_for()
     engine.sync_weights(requests.policy, 0)
     assert engine.exact_logprobs
     assert not engine.static_shapes
-    assert engine.row_limit is None
+    assert engine.max_rows is None
     assert not engine.supports_episodes
     assert len(engine.generate(requests).completion_ids) == requests.num_rows == 6
 
@@ -40,13 +40,13 @@ def test_generate_must_be_defined():
         RolloutEngine()
 
 
-def test_requests_stay_as_they_are():
+def test_requests_are_immutable():
     with pytest.raises(FrozenInstanceError):
         requests_for().group_size = 1
 
 
 @pytest.mark.parametrize(
-    ("engine", "exact", "static_shapes", "row_limit", "hears"),
+    ("engine", "exact", "static_shapes", "max_rows", "episodes"),
     [
         (LocalEngine(), True, False, None, True),
         (LocalEngine(max_rows=6), True, False, 6, True),
@@ -54,6 +54,8 @@ def test_requests_stay_as_they_are():
         (StaticEngine(), True, True, None, False),
     ],
 )
-def test_engines_say_what_they_can(engine, exact, static_shapes, row_limit, hears):
-    said = (engine.exact_logprobs, engine.static_shapes, engine.row_limit, engine.supports_episodes)
-    assert said == (exact, static_shapes, row_limit, hears)
+def test_engines_state_their_capabilities(engine, exact, static_shapes, max_rows, episodes):
+    assert engine.exact_logprobs == exact
+    assert engine.static_shapes == static_shapes
+    assert engine.max_rows == max_rows
+    assert engine.supports_episodes == episodes

@@ -114,8 +114,8 @@ class RolloutEngine(ABC):
         return False
 
     @property
-    def row_limit(self) -> int | None:
-        """Maximal number of rows decoded at once by the engine's own settings; None: all."""
+    def max_rows(self) -> int | None:
+        """Return the configured number of rows decoded at once; None: all."""
         return None
 
     @property

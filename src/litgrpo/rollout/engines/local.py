@@ -69,11 +69,6 @@ class LocalEngine(RolloutEngine):
         return self.dtype is None
 
     @property
-    def row_limit(self) -> int | None:
-        """Return `max_rows`."""
-        return self.max_rows
-
-    @property
     def supports_episodes(self) -> bool:
         """True; see `TurnDecoder`."""
         return True
@@ -295,7 +290,7 @@ class TurnRows:
 
 
 @dataclass
-class OffloadedRow:
+class PausedRow:
     """A row that has left the batch with its keys and values.
 
     Args:
@@ -329,7 +324,7 @@ class TurnDecoder:
         self.request, self.policy = sampler.request, sampler.request.policy
         self.rows = TurnRows(self.request, sampler.is_end)
         self.waiting = len(self.request.prompts)  # groups that have not begun
-        self.offloaded: dict[int, OffloadedRow] = {}  # in the order in which the rows left
+        self.offloaded: dict[int, PausedRow] = {}  # in the order in which the rows left
         self.store: RowOffloader | None = None  # their keys and values, in the same order
         self.step = 0
 
@@ -396,7 +391,7 @@ class TurnDecoder:
             for row, index in ended.items():
                 self.store.offload(index)
                 position, token = int(batch.cursor[index]), int(tokens[index])
-                self.offloaded[row] = OffloadedRow(position, token, long.get(row))
+                self.offloaded[row] = PausedRow(position, token, long.get(row))
         return self._drop(batch, tokens, [*over, *ended.values()])
 
     def _take_observations(

@@ -113,7 +113,7 @@ class StaticEngine(RolloutEngine):
                 output, state = step(policy, output, state, sampler)
             if device.static_shapes:
                 # Shapes of the learning step follow from the rollout's, so these are kept, too.
-                output, prompts = Output(*device.to_host(list(output))), padded.to("cpu")
+                output, prompts = DecodeBuffer(*device.to_host(list(output))), padded.to("cpu")
                 return output.rollout(prompts, group_size, columns=uniforms.shape[1])
             used = max(1, int(output.lengths.max()))
             return output.rollout(prompts, group_size, columns=used)
@@ -143,7 +143,7 @@ class TokenSampler(NamedTuple):
         return most if self.sampling.truncated else 0
 
 
-class Output(NamedTuple):
+class DecodeBuffer(NamedTuple):
     """The tokens sampled so far.
 
     Args:
@@ -166,11 +166,11 @@ class Output(NamedTuple):
     ended: Tensor
 
     @staticmethod
-    def empty(uniforms: Tensor, pad_id: int, num_candidates: int) -> Output:
+    def empty(uniforms: Tensor, pad_id: int, num_candidates: int) -> DecodeBuffer:
         """No tokens yet of rows and columns as the uniforms have: [N, C]."""
         rows, device = uniforms.shape[0], uniforms.device
         candidate_ids = (*uniforms.shape, num_candidates)
-        return Output(
+        return DecodeBuffer(
             tokens=torch.zeros(rows, dtype=torch.long, device=device),
             column=torch.zeros(1, dtype=torch.long, device=device),
             ids=torch.full_like(uniforms, pad_id, dtype=torch.long),
@@ -180,7 +180,7 @@ class Output(NamedTuple):
             ended=torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
-    def append(self, drawn: Drawn, pad_id: int, is_end: Tensor) -> Output:
+    def append(self, drawn: Drawn, pad_id: int, is_end: Tensor) -> DecodeBuffer:
         """With one more token of each row; rows that have ended get padding."""
         live, candidate_ids = ~self.ended, self.candidate_ids
         tokens = torch.where(live, drawn.tokens, pad_id)
@@ -188,7 +188,7 @@ class Output(NamedTuple):
         if drawn.candidate_ids is not None:
             candidates = torch.where(live[:, None], drawn.candidate_ids, -1)
             candidate_ids = index_copy(candidate_ids, 1, self.column, candidates[:, None])
-        return Output(
+        return DecodeBuffer(
             tokens=tokens,
             column=self.column + 1,
             ids=index_copy(self.ids, 1, self.column, tokens[:, None]),
@@ -231,7 +231,7 @@ def _is_end(requests: RolloutRequest) -> Tensor:
     return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
 
 
-def _all_ended(output: Output, stops: StopStrings | None) -> bool:
+def _all_ended(output: DecodeBuffer, stops: StopStrings | None) -> bool:
     """Whether every row has sampled an end token, or a stop string if there are any."""
     if stops is None:
         return bool(output.ended.all())
@@ -243,18 +243,20 @@ def _all_ended(output: Output, stops: StopStrings | None) -> bool:
 
 def _prefill(
     policy: Policy, prompt_ids: Tensor, prompt_mask: Tensor, sampler: TokenSampler, group_size: int
-) -> tuple[Output, StaticState]:
+) -> tuple[DecodeBuffer, StaticState]:
     """Read the prompts and draw the first token of each row."""
     capacity = sampler.uniforms.shape[1]
     logits, state = policy.static_decoder.prefill(prompt_ids, prompt_mask, group_size, capacity)
-    output = Output.empty(sampler.uniforms, policy.pad_id, sampler.num_candidates(logits.shape[1]))
+    output = DecodeBuffer.empty(
+        sampler.uniforms, policy.pad_id, sampler.num_candidates(logits.shape[1])
+    )
     drawn = sampler.draw(logits, output.column)
     return output.append(drawn, policy.pad_id, sampler.is_end), state
 
 
 def _decode_step(
-    policy: Policy, output: Output, state: StaticState, sampler: TokenSampler
-) -> tuple[Output, StaticState]:
+    policy: Policy, output: DecodeBuffer, state: StaticState, sampler: TokenSampler
+) -> tuple[DecodeBuffer, StaticState]:
     """Feed the last token of each row and draw the next one."""
     logits, state = policy.static_decoder.step(output.tokens, state)
     drawn = sampler.draw(logits, output.column)

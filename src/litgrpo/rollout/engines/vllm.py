@@ -72,7 +72,7 @@ class SampleResult:
     logprobs: list[float]
 
 
-class Channel(ABC):
+class SampleChannel(ABC):
     """Asks go in, answers come out in any order."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class ServedEngine(RolloutEngine):
         return True
 
     @abstractmethod
-    def channel(self, requests: RolloutRequest) -> AbstractContextManager[Channel]:
+    def channel(self, requests: RolloutRequest) -> AbstractContextManager[SampleChannel]:
         """Where the rows of a rollout ask."""
 
     @torch.no_grad()
@@ -792,7 +792,7 @@ class ServerEngine(ServedEngine):
         self.fleet.publish(policy, version)
 
     @contextmanager
-    def channel(self, requests: RolloutRequest) -> Iterator[Channel]:
+    def channel(self, requests: RolloutRequest) -> Iterator[SampleChannel]:
         """Open one connection per row, at most `max_concurrent_requests`."""
         with ServerChannel(
             self.fleet, min(self.max_concurrent_requests, requests.num_rows)
@@ -800,7 +800,7 @@ class ServerEngine(ServedEngine):
             yield connections
 
 
-class ServerChannel(Channel):
+class ServerChannel(SampleChannel):
     """Asks a fleet from threads.
 
     Args:
@@ -823,13 +823,13 @@ class ServerChannel(Channel):
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def put(self, asks: Sequence[SampleRequest]) -> None:
-        """See `Channel.put`."""
+        """See `SampleChannel.put`."""
         for ask in asks:
             future = self.threads.submit(self.fleet.answer, ask, self.stop)
             future.add_done_callback(lambda done, row=ask.row: self.done.put((row, done)))  # type: ignore[misc]
 
     def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
-        """See `Channel.take`."""
+        """See `SampleChannel.take`."""
         found = []
         try:
             found.append(self.done.get(timeout=timeout_s))
@@ -1082,13 +1082,13 @@ class ColocatedEngine(ServedEngine):
                 llm.sleep(level=1)
 
     @contextmanager
-    def channel(self, requests: RolloutRequest) -> Iterator[Channel]:
+    def channel(self, requests: RolloutRequest) -> Iterator[SampleChannel]:
         """See `ServedEngine.channel`."""
         with self.awake() as llm:
             yield ColocatedChannel(llm)
 
 
-class ColocatedChannel(Channel):
+class ColocatedChannel(SampleChannel):
     """Samples what was asked since the last look, all at once.
 
     Args:
@@ -1100,11 +1100,11 @@ class ColocatedChannel(Channel):
         self.asked: list[SampleRequest] = []
 
     def put(self, asks: Sequence[SampleRequest]) -> None:
-        """See `Channel.put`."""
+        """See `SampleChannel.put`."""
         self.asked += asks
 
     def take(self, timeout_s: float | None) -> list[tuple[int, SampleResult]]:
-        """See `Channel.take`."""
+        """See `SampleChannel.take`."""
         from vllm import SamplingParams
 
         asked, self.asked = self.asked, []
