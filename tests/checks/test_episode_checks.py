@@ -21,7 +21,8 @@ from litgrpo.checks.invariants import (
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.episodes import EpisodeListener
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.turn_format import CASES, TemplateFormat, verify_template
+from litgrpo.rollout.template_probes import PROBES, verify_template
+from litgrpo.rollout.turn_format import TemplateFormat
 from litgrpo.training.learner import Learner
 from tests.support import faulty
 from tests.support.algorithms import PUBLISHED
@@ -90,16 +91,16 @@ def test_published_algorithms_learn_episodes_as_turns(name):
 class LosesTheLineBreak(TemplateFormat):
     """B10: the line break behind the end token is lost."""
 
-    def encode(self, said, ended):
-        end, _, *rest = super().encode(said, ended=False)
-        return rest if ended else [end, *rest]
+    def encode(self, observation, turn_has_end):
+        end, _, *rest = super().encode(observation, turn_has_end=False)
+        return rest if turn_has_end else [end, *rest]
 
 
 def test_tokens_between_turns_that_are_not_the_template_s_own_are_found():
     right = verify_template(chat_format(QWEN), tools=True)
-    wrong = LosesTheLineBreak(right.format, right.exact)
+    wrong = LosesTheLineBreak(right.chat_format, right.verified)
     policy = tiny_policy("llama")
-    for turn_format, number in ((right, 0), (wrong, len(CASES))):
+    for turn_format, number in ((right, 0), (wrong, len(PROBES))):
         episodes = replace(episodes_of(Echo()), turn_format=turn_format)
         errors = bridge_errors(rollouter_of(policy, episodes=episodes))
         assert errors == {BRIDGE: number}
@@ -111,7 +112,7 @@ def test_a_run_whose_bridge_is_wrong_is_not_trained():
     policy = tiny_policy("llama")
     right = verify_template(chat_format(QWEN), tools=True)
     episodes = replace(
-        episodes_of(Echo()), turn_format=LosesTheLineBreak(right.format, right.exact)
+        episodes_of(Echo()), turn_format=LosesTheLineBreak(right.chat_format, right.verified)
     )
     rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=40)
     learner = replace(learner_of(policy), max_completion_length=40)

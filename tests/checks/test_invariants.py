@@ -445,7 +445,7 @@ def test_a_seeded_bug_is_found_and_named(bug, planted, number, monkeypatch):
 def test_there_are_twelve_seeded_bugs_and_all_seven_invariants_find_one():
     assert len(SEEDED) == len(WORDS) == 12
     numbers = {number[0] for plants in SEEDED.values() for _, number in plants}
-    # See test_episode_checks.py and test_bridge_proof.py.
+    # See test_episode_checks.py and test_template_probes.py.
     of_episodes = {invariants.LEARNED, invariants.BRIDGE, invariants.REPEATED, invariants.SEEN}
     rest = invariants.LIKELY.keys() - of_episodes
     assert numbers == set("1234567") == {name[0] for name in rest}

@@ -53,6 +53,11 @@ CLEAN: list[str] = [
     "tests/support/static.py",
     "tests/support/t5.py",
     "docs/models.md",
+    "src/litgrpo/rollout/turn_format.py",
+    "src/litgrpo/rollout/template_probes.py",
+    "tests/rollout/test_turn_format.py",
+    "tests/rollout/test_template_probes.py",
+    "tests/support/chat_templates.py",
 ]
 # A line that must use such a word for another reason ends with this.
 ALLOWED = "glossary: ok"

@@ -1,13 +1,14 @@
-"""Chat templates in the shapes that families of models have, and a tokenizer that merges."""
+"""Chat templates of several model families, and a tokenizer that merges tokens."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from litgrpo.data.rendering import Chat
-from litgrpo.rollout.turn_format import ChatFormat, TemplateFormat, kinds
+from litgrpo.rollout.template_probes import list_probe_roles
+from litgrpo.rollout.turn_format import ChatFormat, TemplateFormat
 
 ASKS = "{% if add_generation_prompt %}"
-# Tools in a system message, results in user messages, thoughts gone once a user speaks again.
+# Tools in a system message, results in user messages; thoughts are dropped after a later user message.
 QWEN = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -30,7 +31,7 @@ LLAMA = (
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     f"{ASKS}<|start_header_id|>assistant<|end_header_id|>\n\n{{% endif %}}"
 )
-# User and model take turns, and nobody else speaks.
+# Only alternating user and model messages.
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
@@ -43,12 +44,12 @@ IMAGES = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{% for part in m.content %}{{ part.text }}"
     f"{{% endfor %}}<|im_end|>\n{{% endfor %}}{ASKS}<|im_start|>assistant\n{{% endif %}}"
 )
-# The end of a turn is the role that speaks next.
+# The role token of the next message ends a turn.
 NEXT_ROLE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     f"{ASKS}<|assistant|>\n{{% endif %}}"
 )
-# What the first result begins with is left out of those in later turns.
+# Results in later turns begin with other text than the first result.
 COUNTS = QWEN.replace("{{ '\n' }}<tool", "{{ '' if loop.index0 > 2 else '!' }}<tool")
 SPECIAL = (
     *("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>"),
@@ -59,7 +60,7 @@ MERGES = [("Ċ", "Ċ"), ("t", "h"), ("Ċ", "3"), ("Ċ", "I"), ("1", "7"), ("Ġ",
 
 
 def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Bytes and a few pairs of bytes, also over line breaks, besides the special tokens."""
+    """Build a tokenizer of bytes and a few pairs of bytes, also across line breaks, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*SPECIAL, *alphabet, *("".join(pair) for pair in MERGES)]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -74,7 +75,7 @@ def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 def spacing_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Letters, and a space in front of every text, as SentencePiece has it."""
+    """Build a tokenizer of letters that prepends a space to every text, as SentencePiece does."""
     letters = sorted({chr(n) for n in range(32, 127)} | {"\n", "\u2581"})
     vocab = {token: number for number, token in enumerate([*SPECIAL, *letters])}
     fast = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
@@ -87,7 +88,7 @@ def spacing_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 def chat_format(template: str, *ends: str, **settings) -> ChatFormat:
-    """The chat format of a template whose turns end with these tokens (default: `<|im_end|>`)."""
+    """Return the chat format of a template whose turns end with these tokens (default: `<|im_end|>`)."""
     tokenizer = merging_tokenizer(template)
     end_ids = tokenizer.convert_tokens_to_ids([*(ends or ["<|im_end|>"])])
     chat = settings.pop("chat", Chat())
@@ -95,6 +96,6 @@ def chat_format(template: str, *ends: str, **settings) -> ChatFormat:
 
 
 def turn_format(template: str, *ends: str, **settings) -> TemplateFormat:
-    """Its turn_format, which is not measured."""
+    """Return the turn format of a template, without verifying it."""
     made = chat_format(template, *ends, **settings)
-    return TemplateFormat(made, frozenset(kinds(made)))
+    return TemplateFormat(made, frozenset(list_probe_roles(made)))

@@ -32,7 +32,8 @@ from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_e
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.collectives import Comm
 from litgrpo.rollout.rollouter import Rollouter
-from litgrpo.rollout.turn_format import TemplateFormat, count_mismatches
+from litgrpo.rollout.template_probes import count_mismatches
+from litgrpo.rollout.turn_format import TemplateFormat
 from litgrpo.tensors import widened
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import Limits

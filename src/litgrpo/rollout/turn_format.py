@@ -1,27 +1,21 @@
-"""Tokens between two turns of an episode: observations as text, or in the chat template's format.
+"""Encode observations: the tokens between two turns, as plain text or in the chat template.
 
-Sampled tokens are never decoded and encoded again: a row only grows.
+Generated tokens are never decoded and encoded again: a row only grows. Encoding its text again
+could give other tokens than those that were sampled, and their log-probabilities would be wrong.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from litgrpo.arguments import require
-from litgrpo.data.rendering import (
-    Chat,
-    ChatPromptFormat,
-    Messages,
-    PromptFormat,
-    apply_chat_template,
-)
+from litgrpo.data.rendering import Chat, Messages, apply_chat_template
 from litgrpo.data.tokenization import (
     encode_as_plain_text,
     encode_with_placeholders,
@@ -30,7 +24,6 @@ from litgrpo.data.tokenization import (
     special_token_texts,
     tokenize,
 )
-from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.environments.base import Message
 
 if TYPE_CHECKING:  # slow to import; only used in annotations
@@ -38,75 +31,91 @@ if TYPE_CHECKING:  # slow to import; only used in annotations
 
 
 class TurnFormat(ABC):
-    """Turns what an environment says into the tokens between two turns of the policy."""
+    """Encodes an observation as the tokens between two turns of the policy.
+
+    Example::
+
+        turn_format = InlineFormat(tokenizer)
+        ids = turn_format.encode(" -> 42", turn_has_end=True)
+    """
 
     @abstractmethod
-    def encode(self, said: str | list[Message], ended: bool) -> list[int]:
-        """The tokens that a row hears, up to where the policy speaks again.
+    def encode(self, observation: str | list[Message], turn_has_end: bool) -> list[int]:
+        """Return the tokens from the end of a turn up to the first token of the next one.
 
         Args:
-            said: by the environment.
-            ended: whether the turn's last token is an end token of the policy; where it is not (a
-                stop string or a limit ended it), one may be needed.
+            observation: text or messages of the environment.
+            turn_has_end: True if the turn's last token is one of the policy's end tokens. If not,
+                because a stop string or a token limit ended the turn, the format may add one.
 
         Raises:
-            ValueError: it cannot be said in this way.
+            ValueError: this format cannot express the observation.
         """
 
 
 @dataclass(frozen=True)
 class InlineFormat(TurnFormat):
-    """A text stands as it is: nothing is put around it.
+    """Inserts texts without anything around them.
 
     Args:
-        tokenizer: of the policy.
-        split_special_tokens: special tokens that it writes are read as plain text; other tokens
-            that were added to the tokenizer stay themselves.
+        tokenizer: tokenizer of the policy.
+        split_special_tokens: encode special tokens in the text, such as `<eos>`, as plain text.
+            Other tokens that were added to the tokenizer are encoded as usual.
     """
 
     tokenizer: PreTrainedTokenizerBase
     split_special_tokens: bool = True
 
     @cached_property
-    def _split(self) -> list[str]:
+    def _special_texts(self) -> list[str]:
         return special_token_texts(self.tokenizer) if self.split_special_tokens else []
 
-    def encode(self, said: str | list[Message], ended: bool) -> list[int]:
+    def encode(self, observation: str | list[Message], turn_has_end: bool) -> list[int]:
         """See `TurnFormat.encode`."""
         require(
-            isinstance(said, str),
-            f"the environment answered with messages ({said!r:.60}), but episode.turn_format is "
-            f"inline,"
-            " where answers are texts. Set it to template.",
+            isinstance(observation, str),
+            f"The environment returned messages ({observation!r:.60}), but "
+            "model.episode.turn_format is inline, which expects a text. Set "
+            "model.episode.turn_format: template, or return a text.",
         )
-        if any(special in said for special in self._split):
-            return encode_as_plain_text(str(said), self.tokenizer)
-        return list(self.tokenizer(said, add_special_tokens=False).input_ids)
+        text = str(observation)
+        if any(special in text for special in self._special_texts):
+            return encode_as_plain_text(text, self.tokenizer)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
 
-Kind = tuple[str, ...]  # roles of messages, each as often as it changes
-# Characters of the private use area: texts that no template and no text contains.
-KEPT = 4096  # answers whose tokens are remembered
+Roles = tuple[str, ...]  # roles of successive messages, see `collapse_roles`
+# Encoded observations that are cached; the cache is emptied when it is full.
+MAX_CACHED = 4096
+# Placeholders for a reply and for an argument of a call. Characters of the private use area occur
+# in no template and in no ordinary text.
 REPLY, ARGUMENT = "\ue000reply\ue001", "\ue000argument\ue001"
-UNKNOWN = (
-    "an environment answers with a user message, with tool messages, or with these and then it"
+UNEXPECTED_ROLES = (
+    "an observation must be a user message, tool messages, or tool messages and then a user message"
 )
-NO_TEXTS = "the chat template is made for images: its messages are lists of parts, no texts"
-# What templates of strangers raise on messages that they do not expect.
+IMAGE_TEMPLATE = (
+    "the chat template is made for images: it expects lists of content parts, not texts"
+)
+# Chat templates are third-party code: these are what they raise for messages that they reject.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How messages become token ids of a policy.
+    """Renders and encodes messages with the policy's chat template.
 
     Args:
-        tokenizer: of the policy, with a chat template.
-        chat: settings of the chat format, tools included.
+        tokenizer: tokenizer of the policy, with a chat template.
+        chat: settings of the chat format, including tools.
         end_ids: tokens that end a turn of the policy.
-        tool_role: the role that messages of role `tool` are given to the template with; `user`
-            for templates without a tool role: neighbours become one message then.
-        split_special_tokens: special tokens in what is heard are read as plain text.
+        tool_role: role that the template gets instead of `tool`. `user` is for templates without a
+            tool role; successive user messages are then joined, as these templates often require.
+        split_special_tokens: encode special tokens in observations as plain text.
+
+    Example::
+
+        chat_format = ChatFormat(tokenizer, Chat(), end_ids=(tokenizer.eos_token_id,))
+        chat_format.render([{"role": "user", "content": "6*7?"}])
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -115,53 +124,63 @@ class ChatFormat:
     tool_role: str = "tool"
     split_special_tokens: bool = True
 
-    def messages(self, said: str | Messages) -> Messages:
-        """What is heard as the template takes it; a text is a user message."""
-        given = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        good = all(_is_text(each) for each in given)
-        expected = "[{role: tool, content: text}, ...]"
-        require(good, f"the environment answered with {given!r:.60}; expected a text or {expected}")
-        heard = [self._named(each, number) for number, each in enumerate(given)]
+    def to_messages(self, observation: str | Messages) -> Messages:
+        """Return an observation as the template's messages; a text becomes a user message.
+
+        Raises:
+            ValueError: the observation is neither a text nor a list of messages with texts.
+        """
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        require(
+            all(_has_text(message) for message in observation),
+            f"The environment returned {observation!r:.60}; expected a text or a list of messages "
+            "such as {'role': 'tool', 'content': '42'}, whose content is a text.",
+        )
+        messages = [self._complete(message, n) for n, message in enumerate(observation)]
         if self.tool_role != "user":
-            return heard
+            return messages
         joined: Messages = []
-        for each in heard:
-            if joined and joined[-1]["role"] == each["role"] == "user":
-                content = f"{joined[-1]['content']}\n{each['content']}"
+        for message in messages:
+            if joined and joined[-1]["role"] == message["role"] == "user":
+                content = f"{joined[-1]['content']}\n{message['content']}"
                 joined[-1] = {"role": "user", "content": content}
             else:
-                joined.append(each)
+                joined.append(message)
         return joined
 
-    def _named(self, message: dict[str, Any], number: int) -> dict[str, Any]:
-        """A message with the role and names that templates ask for."""
+    def _complete(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        """Add the name and the call id that templates read from tool messages."""
         if message["role"] != "tool":
             return message
-        names = {"name": "tool", "tool_call_id": f"call{number:05}"}
-        return names | message | {"role": self.tool_role}
+        defaults = {"name": "tool", "tool_call_id": f"call{number:05}"}
+        return defaults | message | {"role": self.tool_role}
 
-    def text(self, messages: Messages, *, asks: bool = True) -> str:
-        """Messages in the chat format; `asks` adds what an answer of the policy follows."""
-        return apply_chat_template(messages, self.chat, self.tokenizer, add_generation_prompt=asks)
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """Render messages as text, by default up to where the policy's next reply begins."""
+        return apply_chat_template(
+            messages, self.chat, self.tokenizer, add_generation_prompt=add_generation_prompt
+        )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text in the chat format."""
+        """Return the token ids of rendered text."""
         return tokenize(self.tokenizer, [text], False)[0]
 
     @property
-    def wants_parts(self) -> bool:
-        """Whether the template writes messages that are lists of parts, and not texts."""
-        return not self._writes(REPLY) and self._writes([{"type": "text", "text": REPLY}])
+    def needs_content_parts(self) -> bool:
+        """True if the template renders lists of content parts but no texts."""
+        parts = [{"type": "text", "text": REPLY}]
+        return not self._renders(REPLY) and self._renders(parts)
 
-    def _writes(self, content: Any) -> bool:
+    def _renders(self, content: Any) -> bool:
         try:
-            return REPLY in self.text([{"role": "user", "content": content}])
+            return REPLY in self.render([{"role": "user", "content": content}])
         except TEMPLATE_ERRORS:
             return False
 
     @property
     def end_texts(self) -> list[str]:
-        """The end tokens that the tokenizer reads as one token wherever they stand."""
+        """Texts of the end tokens that the tokenizer always encodes as one token."""
         added = self.tokenizer.added_tokens_decoder
         return [str(added[token_id]) for token_id in self.end_ids if token_id in added]
 
@@ -170,439 +189,167 @@ class ChatFormat:
 class TemplateFormat(TurnFormat):
     """Takes the tokens between turns from the chat template.
 
-    A conversation with a mark in place of what the policy said is rendered. What follows the mark
-    begins with an end token, which the tokenizer reads as one token wherever it stands; so the
-    tokens after it are those of the whole conversation, whatever was said before.
-    `verify_template` (in
-    `bridge_proof`) measures that.
+    A conversation with a placeholder for the policy's reply is rendered; the tokens between turns
+    are what follows the placeholder. This text begins with an end token, which the tokenizer never
+    merges with the text before it. The tokens therefore do not depend on the reply.
+    `template_probes.verify_template` checks this for a template before training.
 
     Args:
-        format: the chat format.
-        exact: roles of the messages that it may write.
-        refused: {roles: why such messages cannot be written}.
+        chat_format: renders and encodes messages.
+        verified: roles of messages that may be rendered.
+        rejected: {roles: why messages with these roles cannot be rendered}.
     """
 
-    format: ChatFormat
-    exact: frozenset[Kind]
-    refused: dict[Kind, str] = field(default_factory=dict)
+    chat_format: ChatFormat
+    verified: frozenset[Roles]
+    rejected: dict[Roles, str] = field(default_factory=dict)
     _closings: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _heard: dict[str, list[int]] = field(
+    _encoded: dict[str, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def encode(self, said: str | Messages, ended: bool) -> list[int]:
-        """The tokens between two turns; a text is a user message."""
-        heard = self.format.messages(said)
-        key = repr(heard)  # a group often hears the same, and a template takes its time
-        if key not in self._heard:
-            if len(self._heard) >= KEPT:
-                self._heard.clear()
-            self._heard[key] = self._ids(heard)
-        return self._heard[key][ended:]
+    def encode(self, observation: str | Messages, turn_has_end: bool) -> list[int]:
+        """See `TurnFormat.encode`; a text becomes a user message."""
+        messages = self.chat_format.to_messages(observation)
+        # Rendering is slow, and the rows of a group often get equal observations.
+        key = repr(messages)
+        if key not in self._encoded:
+            if len(self._encoded) >= MAX_CACHED:
+                self._encoded.clear()
+            self._encoded[key] = self._encode_from_end(messages)
+        ids = self._encoded[key]
+        return ids[1:] if turn_has_end else ids[:]
 
-    def _ids(self, heard: Messages) -> list[int]:
-        """The tokens between two turns, from the end token on."""
-        kind = roles_of(heard)
-        why = "" if kind in self.exact else self.refused.get(kind, UNKNOWN)
-        require(not why, f"messages of role {', '.join(kind) or 'none'} between turns: {why}")
-        # What looks like a special token, or like a mark of ours, is not for the template to see.
-        marks = (
-            placeholders_for(heard, self.format.tokenizer)
-            if self.format.split_special_tokens
-            else {}
-        )
-        text = self._from_end(insert_placeholders(heard, marks))  # type: ignore[arg-type]
-        ids = encode_with_placeholders(text, marks, self.format.tokenizer)
+    def _encode_from_end(self, messages: Messages) -> list[int]:
+        """Return the tokens between two turns, including the end token of the first one."""
+        roles = collapse_roles(messages)
+        if roles not in self.verified:
+            why = self.rejected.get(roles, UNEXPECTED_ROLES)
+            named = ", ".join(roles) or "none"
+            raise ValueError(f"Could not render an observation of role {named}: {why}.")
+        # The template must not see texts that look like special tokens or placeholders: it renders
+        # placeholders, which are then encoded as the plain text that they represent.
+        placeholders: dict[str, str] = {}
+        if self.chat_format.split_special_tokens:
+            placeholders = placeholders_for(messages, self.chat_format.tokenizer)
+        safe: Any = insert_placeholders(messages, placeholders)
+        text = self._render_from_end(safe)
+        ids = encode_with_placeholders(text, placeholders, self.chat_format.tokenizer)
         require(
-            ids[0] in self.format.end_ids,
-            f"the tokenizer reads the end of a turn as other tokens ({text[:20]!r})",
+            ids[0] in self.chat_format.end_ids,
+            f"The tokenizer does not encode the end of a turn ({text[:20]!r}) as one of the end "
+            f"tokens {[*self.chat_format.end_ids]}.",
         )
         return ids
 
-    def _from_end(self, heard: Messages) -> str:
-        """The chat format from the end token of the policy's turn on."""
+    def _render_from_end(self, messages: Messages) -> str:
+        """Return the rendered text from the end token of the policy's turn on.
+
+        Raises:
+            ValueError: the template renders no kind of reply followed by these messages.
+        """
         problems = []
-        for reply, mark in _replies(heard):
+        for reply, placeholder in _placeholder_replies(messages):
             before: Messages = [{"role": "user", "content": "?"}, reply]
             try:
-                return self._cut(before, mark, self.format.text([*before, *heard]))
+                text = self.chat_format.render([*before, *messages])
+                return self._cut_reply(before, placeholder, text)
             except TEMPLATE_ERRORS as error:
-                problems.append(reason(error))
-        takes_none = [NO_TEXTS] if self.format.wants_parts else []
-        raise ValueError("; ".join(dict.fromkeys(takes_none or problems)))
+                problems.append(describe_template_error(error))
+        if self.chat_format.needs_content_parts:
+            problems = [IMAGE_TEMPLATE]
+        raise ValueError("; ".join(dict.fromkeys(problems)))
 
-    def _cut(self, before: Messages, mark: str, text: str) -> str:
-        """What follows the policy's turn.
+    def _cut_reply(self, before: Messages, placeholder: str, text: str) -> str:
+        """Return what follows the policy's turn in a rendered conversation.
 
         Args:
-            before: the messages up to the policy's turn.
-            mark: what the policy says last in it.
-            text: of the conversation.
+            before: messages up to the policy's turn.
+            placeholder: the end of the policy's reply.
+            text: the rendered conversation.
         """
-        times, tail = text.count(mark), text.rpartition(mark)[2]
-        writes = {0: "leaves it out"}.get(times, f"writes it {times} times")
-        require(times == 1, f"what the policy says is a text, and the chat template {writes}")
-        ends, known = self.format.end_texts, ", ".join(map(repr, self.format.end_texts))
+        times, tail = text.count(placeholder), text.rpartition(placeholder)[2]
+        writes = "leaves it out" if times == 0 else f"writes it {times} times"
+        require(times == 1, f"the chat template does not write a reply once: it {writes}")
+        ends = self.chat_format.end_texts
         place, end = min(((tail.find(end), end) for end in ends if end in tail), default=(-1, ""))
-        # A template may close a reply before it ends it; the policy says that itself. It does so
-        # whatever is heard, so what is heard cannot be taken for it.
+        # A template may close a reply before its end token, for example with `</r>`. The policy
+        # generates this closing itself. An end token that belongs to the observation must not be
+        # taken for the reply's, so the closing has to be the same without any observation.
         closed = tail[:place] + end
-        closing = self._closing(before, mark) if place > 0 else closed
+        closing = self._render_closing(before, placeholder) if place > 0 else closed
+        listed = ", ".join(map(repr, ends)) or "none is a special token"
         require(
             place >= 0 and closing.startswith(closed),
-            f"the chat template goes on with {tail[:20]!r} where a turn of the policy ends, and "
-            f"that is no end token of this run ({known or 'none is a special token'}); "
-            "`sampling.stop_token_ids` can name more",
+            f"the chat template ends a turn with {tail[:20]!r}, which is not an end token of this "
+            f"run ({listed}); add the template's end token to model.sampling.stop_token_ids",
         )
         return tail[place:]
 
-    def _closing(self, before: Messages, mark: str) -> str:
-        """What follows the policy's turn where nothing is heard."""
+    def _render_closing(self, before: Messages, placeholder: str) -> str:
+        """Return what follows the policy's turn at the end of a conversation."""
         key = repr(before)
         if key not in self._closings:
-            text = self.format.text(before, asks=False)
-            self._closings[key] = text.partition(mark)[2]
+            text = self.chat_format.render(before, add_generation_prompt=False)
+            self._closings[key] = text.partition(placeholder)[2]
         return self._closings[key]
 
 
-def _is_text(message: Any) -> bool:
-    return isinstance(message, dict) and {str} == {
-        type(message.get(name)) for name in ("role", "content")
-    }
+def _has_text(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )
 
 
-def roles_of(messages: Messages) -> Kind:
-    """The roles of messages; where one comes more than twice in a row, twice."""
-    roles = [each["role"] for each in messages]
-    again = [n for n, role in enumerate(roles) if n > 1 and roles[n - 2 : n] == [role] * 2]
-    return tuple(role for n, role in enumerate(roles) if n not in again)
+def collapse_roles(messages: Messages) -> Roles:
+    """Return the roles of messages, with three or more equal ones in a row reduced to two.
+
+    Templates may render the first and the later ones of several results differently, so two stand
+    for any larger number.
+
+    Example:
+        >>> collapse_roles([{"role": "tool"}, {"role": "tool"}, {"role": "tool"}, {"role": "user"}])
+        ('tool', 'tool', 'user')
+    """
+    roles: list[str] = []
+    for message in messages:
+        if roles[-2:] != [message["role"]] * 2:
+            roles.append(message["role"])
+    return tuple(roles)
 
 
-def reason(error: BaseException) -> str:
-    """What a template says of messages that it does not take, or what we say of the template."""
+def describe_template_error(error: BaseException) -> str:
+    """Return one line on an error raised by a chat template, or by the checks on its output."""
     cause = error.__cause__
     if isinstance(error, ValueError) and cause is None:
         return str(error)
-    return f"the chat template says: {str(cause or error).splitlines()[0]:.100}"
+    return f"the chat template raises: {str(cause or error).splitlines()[0]:.100}"
 
 
-def _replies(heard: Messages) -> Iterator[tuple[dict[str, Any], str]]:
-    """What the policy may have said before: calls, where tools answer; and a text.
+def _placeholder_replies(messages: Messages) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield replies that may precede these messages: calls if tools answer, and a text.
 
-    Templates are made for calls that are told apart from the text, and some insist on them.
+    Some templates reject tool messages without a reply whose calls are separate from its text.
 
     Yields:
-        The message, and the mark that it ends with.
+        The message, and the placeholder that it ends with.
     """
-    results = [each for each in heard if each["role"] == "tool"]
-    if results:
-        called = [call(each) for each in results]
-        called[-1]["function"]["arguments"] = {"x": ARGUMENT}
-        yield {"role": "assistant", "content": "", "tool_calls": called}, ARGUMENT
+    tool_messages = [message for message in messages if message["role"] == "tool"]
+    if tool_messages:
+        calls = [make_call(message) for message in tool_messages]
+        calls[-1]["function"]["arguments"] = {"x": ARGUMENT}
+        yield {"role": "assistant", "content": "", "tool_calls": calls}, ARGUMENT
     yield {"role": "assistant", "content": REPLY}, REPLY
 
 
-def call(result: dict[str, Any], argument: str = "1") -> dict[str, Any]:
-    """The call that a tool's result answers, as chat templates take it.
+def make_call(tool_message: dict[str, Any], argument: str = "1") -> dict[str, Any]:
+    """Return the call that a tool message answers, in the structure that chat templates read.
 
     Args:
-        result: message of role `tool`, with its names.
-        argument: of the call.
+        tool_message: message of role `tool` with `name` and `tool_call_id`.
+        argument: value of the call's only argument.
     """
-    function = {"name": result["name"], "arguments": {"x": argument}}
-    return {"type": "function", "id": result["tool_call_id"], "function": function}
-
-
-THOUGHT = "<think>\nhm\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "tool", "arguments": {"x": "1"}}\n</tool_call>'
-MERGES = "merges tokens where a prompt meets a reply"
-STOPS = ("refused", "wrong")
-WRONG = (
-    "in a longer conversation the chat template or the tokenizer writes them otherwise "
-    "(conversation {name!r})"
-)
-
-
-def user(text: str) -> Messages:
-    """A user message."""
-    return [{"role": "user", "content": text}]
-
-
-def results(*texts: str) -> Messages:
-    """What tools answer, one after the other."""
-    return [{"role": "tool", "name": "tool", "content": text} for text in texts]
-
-
-@dataclass(frozen=True)
-class ProbeConversation:
-    """A conversation: a prompt, and turns of the policy, each answered.
-
-    Args:
-        prompt: messages before the first turn.
-        turns: (what the policy says, what it hears).
-    """
-
-    prompt: Messages
-    turns: tuple[tuple[str, Messages], ...]
-
-    @property
-    def heard(self) -> Messages:
-        """What is heard last."""
-        return self.turns[-1][1]
-
-
-# Seams with spaces, line breaks and nothing; thoughts; calls; several results; later turns.
-CASES = {
-    "user": ProbeConversation(user("Guess"), (("I say 17", user("Too low, 17 > 3.\n")),)),
-    "user, third turn": ProbeConversation(
-        user("Guess"), (("a 1", user("lower")), ("b\n2 ", user("hi!")), (" 3\n\n", user(" no")))
-    ),
-    "user, thought": ProbeConversation(user("Guess"), ((f"{THOUGHT}I say 17", user("Too low")),)),
-    "user, nothing said": ProbeConversation(user("Guess"), (("", user("Say something.")),)),
-    "tool": ProbeConversation(user("6*7?"), ((CALL, results("42")),)),
-    "tool, thought": ProbeConversation(user("6*7?"), ((f"{THOUGHT}{CALL}", results("42")),)),
-    "tool, several": ProbeConversation(
-        user("6*7?"), ((f"{CALL}\n{CALL}", results("42", " 43\n", "44")),)
-    ),
-    "tool, second turn": ProbeConversation(
-        user("6*7?"), ((CALL, results("42")), (f"So. {CALL}", results("7")))
-    ),
-    "tool, empty": ProbeConversation(user(" 6*7?\n"), ((f" {CALL} \n", results("")),)),
-    "tool, then user": ProbeConversation(
-        user("6*7?"), ((CALL, [*results("42"), *user("Go on.")]),)
-    ),
-    "user, twice": ProbeConversation(user("Guess"), (("17", [*user("No."), *user("Lower.")]),)),
-    "user after a tool": ProbeConversation(
-        user("6*7?"), ((CALL, results("42")), ("It is 42.", user("Sure?")))
-    ),
-}
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """What a case showed.
-
-    Args:
-        kind: roles of what is heard.
-        refused: why the turn_format does not write it; "" if it does.
-        wrong: the turn_format's tokens are others than the template's.
-        differs: how the template would write what was said before, where otherwise; "" where the
-            conversation is the same in every token.
-    """
-
-    kind: Kind
-    refused: str = ""
-    wrong: bool = False
-    differs: str = ""
-
-    @property
-    def outcome(self) -> str:
-        """`exact`, `tail exact`, `refused` or `wrong`."""
-        named = {"wrong": self.wrong, "refused": self.refused, "tail exact": self.differs}
-        return next((name for name, holds in named.items() if holds), "exact")
-
-
-def check_cases(turn_format: TurnFormat, format_: ChatFormat) -> dict[str, CaseResult]:
-    """What each conversation shows: {name of the case: verdict}.
-
-    The tokens that the turn_format gives are compared with those of the template's own rendering
-    of the
-    whole conversation, from the end token of the last turn on. Where that is does not come from the
-    turn_format: it is where two conversations agree up to their end that differ in the last turn.
-
-    Args:
-        turn_format: to be measured.
-        format_: the chat format.
-    """
-    return {name: check_case(turn_format, format_, case) for name, case in CASES.items()}
-
-
-def check_case(turn_format: TurnFormat, format_: ChatFormat, case: ProbeConversation) -> CaseResult:
-    """What one conversation shows."""
-    kind: Kind = ()
-    heard: list[list[int]] = []
-    try:
-        for _, said in case.turns:
-            kind = roles_of(format_.messages(said))
-            heard.append(turn_format.encode(said, ended=False))
-        own = own_tail(format_, case)
-    except TEMPLATE_ERRORS as error:
-        return CaseResult(kind, refused=reason(error))
-    if heard[-1] != own or turn_format.encode(case.heard, ended=True) != own[1:]:
-        return CaseResult(kind, wrong=True)
-    return CaseResult(kind, differs=difference(format_, case, heard))
-
-
-def kinds(format_: ChatFormat) -> list[Kind]:
-    """What the cases hear: the roles of the messages, as the template is given them."""
-    heard = [said for case in CASES.values() for _, said in case.turns]
-    return [roles_of(format_.messages(said)) for said in heard]
-
-
-def verify_template(format_: ChatFormat, *, tools: bool) -> TemplateFormat:
-    """Build the turn format of a chat template and verify it on probe conversations.
-
-    Logs once if the template renders earlier turns differently later on.
-
-    Args:
-        format_: the chat format.
-        tools: tools will answer, not only users; messages that the template does not take and that
-            need not come are refused when they come.
-
-    Raises:
-        ValueError: what will be heard cannot be written exactly.
-    """
-    found = check_cases(TemplateFormat(format_, frozenset(kinds(format_))), format_)
-    hint = {True: "; for a template without a tool role set `model.episode.tool_role: user`"}
-    refused = {
-        each.kind: (each.refused or WRONG.format(name=name)) + hint.get("tool" in each.kind, "")
-        for name, each in reversed(found.items())
-        if each.outcome in STOPS
-    }
-    kind = roles_of(format_.messages(results("") if tools else user("")))
-    require(
-        kind not in refused,
-        f"What is heard between turns cannot be written in the chat format: {refused.get(kind)}. "
-        "Without chat format, `model.episode.turn_format: inline` takes texts as they are.",
-    )
-    changed = {each.differs: name for name, each in reversed(found.items())}
-    changed = {way: name for way, name in changed.items() if way not in ("", MERGES)}
-    if changed:
-        ways = ", ".join(f"{way} (conversation {name!r})" for way, name in changed.items())
-        rank_zero_info(
-            f"The chat template would write what was said before otherwise: it {ways}. Rows keep "
-            "the tokens that were sampled; serve the model with a template that keeps them, too, "
-            "or give the template what it needs in `chat: {kwargs: ...}`."
-        )
-    return TemplateFormat(format_, frozenset({*kinds(format_)} - {*refused}), refused)
-
-
-def count_mismatches(turn_format: TemplateFormat) -> int:
-    """How many of the measured conversations go on with other tokens than the template's own.
-
-    Those whose answers the turn_format refuses are not counted.
-    """
-    found = check_cases(turn_format, turn_format.format)
-    return sum(each.outcome == "wrong" for each in found.values())
-
-
-def chat_turn_format(
-    style: PromptFormat,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    *,
-    tool_role: str = "tool",
-    tools: bool = False,
-    split_special_tokens: bool = True,
-) -> TemplateFormat:
-    """The turn_format of a run whose prompts are in the chat format, measured.
-
-    Args:
-        style: of the prompts, with the tools that the chat format shows.
-        tokenizer: of the policy.
-        end_ids: tokens that end its turns.
-        tool_role: the role that the template is given for `tool`.
-        tools: tools will answer; those that are shown do.
-        split_special_tokens: special tokens in what is heard are read as plain text.
-
-    Raises:
-        ValueError: prompts are plain texts, or see `verify_template`.
-    """
-    if not isinstance(style, ChatPromptFormat):
-        raise ValueError(
-            "episode.turn_format is template, but prompts are plain texts: say `data.chat: "
-            "true`, or "
-            "`model.episode.turn_format: inline`, where texts stand as they are."
-        )
-    chat = style.chat
-    format_ = ChatFormat(tokenizer, chat, tuple(end_ids), tool_role, split_special_tokens)
-    return verify_template(format_, tools=tools or bool(chat.tools))
-
-
-# --- the template's own ---
-
-
-def conversation(
-    format_: ChatFormat, case: ProbeConversation, calls: bool = False, other: str = ""
-) -> Messages:
-    """All messages of a case as the template is given them.
-
-    Args:
-        format_: the chat format.
-        case: the conversation.
-        calls: what the policy says before a tool's result is given as calls, not as text.
-        other: goes to the end of the last turn.
-    """
-    messages, last = [*case.prompt], len(case.turns) - 1
-    for number, (said, heard) in enumerate(case.turns):
-        ending, given = other * (number == last), format_.messages(heard)
-        results_ = [each for each in given if each["role"] == "tool"] if calls else []
-        called = [call(each, f"1{ending}") for each in results_]
-        text: dict[str, Any] = {"role": "assistant", "content": f"{said}{ending}"}
-        calling = {"role": "assistant", "content": "", "tool_calls": called}
-        messages += [calling if called else text, *given]
-    return messages
-
-
-def own_tail(format_: ChatFormat, case: ProbeConversation) -> list[int]:
-    """The tokens of the template's own rendering from the end of the last turn on.
-
-    Raises:
-        ValueError: the template leaves out what is heard, or writes no end token.
-    """
-    tools = "tool" in roles_of(format_.messages(case.heard))
-    problems = []
-    for calls in (True, False) if tools else (False, True):
-        try:
-            return _tail(format_, case, calls)
-        except TEMPLATE_ERRORS as error:
-            problems.append(reason(error))
-    raise ValueError("; ".join(dict.fromkeys(problems)))
-
-
-def _tail(format_: ChatFormat, case: ProbeConversation, calls: bool) -> list[int]:
-    texts = [format_.text(conversation(format_, case, calls, other)) for other in ("one", "two,")]
-    require(texts[0] != texts[1], "the chat template leaves out what the policy says")
-    backwards = zip(*(text[::-1] for text in texts), strict=False)
-    alike = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], backwards))[::-1]
-    ends = [alike.index(end) for end in format_.end_texts if end in alike]
-    require(bool(ends), "the chat template writes no end token after a turn of the policy")
-    tail, place = alike[min(ends) :], 0
-    for each in format_.messages(case.heard):
-        place = tail.find(each["content"].strip(), place)
-        says = f"the chat template leaves out what messages of role {each['role']!r} say"
-        require(place >= 0, says)
-    # Whatever was said before: as many end tokens as the tail has are behind its first one.
-    ids = format_.encode(format_.text(conversation(format_, case, calls)))
-    behind = sum(token in format_.end_ids for token in format_.encode(tail))
-    places = [number for number, token in enumerate(ids) if token in format_.end_ids]
-    return ids[places[-behind] :]
-
-
-def difference(format_: ChatFormat, case: ProbeConversation, heard: list[list[int]]) -> str:
-    """How the template writes the whole conversation otherwise than it was played; "": the same.
-
-    Args:
-        format_: the chat format.
-        case: the conversation.
-        heard: the tokens after each turn of the policy.
-    """
-    try:
-        whole = format_.text(conversation(format_, case))
-    except TEMPLATE_ERRORS:
-        return "takes calls only apart from the text"
-    text = format_.text(case.prompt)
-    played = format_.encode(text)
-    for (said, _), ids in zip(case.turns, heard, strict=True):
-        played += format_.encode(said) + ids
-        text += said + str(format_.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-    if played == format_.encode(whole):
-        return ""
-    more = whole.count("<think>") - text.count("<think>")
-    ways = {
-        "drops earlier thoughts": more < 0,
-        "puts empty thoughts in": more > 0,
-        MERGES: whole == text,
-        "trims texts": "".join(whole.split()) == "".join(text.split()),
-    }
-    return next((way for way, holds in ways.items() if holds), "gives replies another form")
+    function = {"name": tool_message["name"], "arguments": {"x": argument}}
+    return {"type": "function", "id": tool_message["tool_call_id"], "function": function}

@@ -17,7 +17,8 @@ from litgrpo.models.policy import Policy
 from litgrpo.rollout.engines.base import RolloutEngine
 from litgrpo.rollout.episodes import Episodes, EpisodeSettings
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.rollout.turn_format import InlineFormat, TurnFormat, chat_turn_format
+from litgrpo.rollout.template_probes import build_template_format
+from litgrpo.rollout.turn_format import InlineFormat, TurnFormat
 from litgrpo.training.steppers import is_attached
 from litgrpo.types import PromptBatch
 
@@ -185,7 +186,7 @@ def _build_turn_format(
             "litgrpo.PromptData with chat: true, or set it to inline."
         )
     style, tokenizer = data.final_format
-    return chat_turn_format(
+    return build_template_format(
         style,
         tokenizer,
         (*policy.eos_ids, *module.sampling.stop_token_ids),
