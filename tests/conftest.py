@@ -14,6 +14,7 @@ import torch
 pytest.register_assert_rewrite("tests.support")
 
 from litgrpo.rewards.runner import InProcessRunner  # noqa: E402
+from tests.support.command_line import cli  # noqa: E402, F401
 from tests.support.models import architecture  # noqa: E402, F401
 from tests.support.recipes import gsm8k, models, program, questions  # noqa: E402, F401
 

@@ -1,7 +1,5 @@
 """The page docs/first_task.md, replayed: its files, and its commands with fewer iterations."""
 
-# ruff: noqa: F811 (a fixture)
-
 import doctest
 import json
 import re
@@ -12,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
-
-from tests.cli.running import cli  # noqa: F401
 
 TEXT = (Path(__file__).parents[1] / "docs" / "first_task.md").read_text(encoding="utf-8")
 FILES = re.findall(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)```", TEXT, flags=re.DOTALL)

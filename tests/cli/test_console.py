@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 from litgrpo.cli.console import survive_closed_output
-from tests.cli.running import ROOT
+from tests.support.command_line import ROOT
 
 SCRIPT = """
 import sys

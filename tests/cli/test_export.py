@@ -4,13 +4,12 @@ import pytest
 from safetensors.torch import load_file
 
 from litgrpo.cli.export import _cannot_be_written
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.misuse.probe import QUICK, RECIPE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
 
-def test_a_checkpoint_exports_to_what_the_run_exported(cli):  # noqa: F811
+def test_a_checkpoint_exports_to_what_the_run_exported(cli):
     cli("fit", "-c", "recipe.yaml")
     code, out, _ = cli("export", "runs/recipe", "out")
     assert code == 0
@@ -21,7 +20,7 @@ def test_a_checkpoint_exports_to_what_the_run_exported(cli):  # noqa: F811
     assert (code, err) == (2, "error: the following arguments are required: folder\n")
 
 
-def test_an_existing_folder_is_replaced_by_force_only(cli):  # noqa: F811
+def test_an_existing_folder_is_replaced_by_force_only(cli):
     cli("fit", "-c", "recipe.yaml")
     Path("out").mkdir()
     code, _, err = cli("export", "runs/recipe", "out")
@@ -37,7 +36,7 @@ def test_an_existing_folder_is_replaced_by_force_only(cli):  # noqa: F811
     assert half.stat().st_mode == Path("out/config.json").stat().st_mode
 
 
-def test_errors_advise_what_export_has(cli):  # noqa: F811
+def test_errors_advise_what_export_has(cli):
     code, _, err = cli("export", "runs/none", "out")
     assert (code, err.count("\n")) == (2, 1)
     assert "runs/none" in err
@@ -51,7 +50,7 @@ def test_errors_advise_what_export_has(cli):  # noqa: F811
     assert not _cannot_be_written(Path("out"))
 
 
-def test_a_checkpoint_with_adapters_exports_the_adapter_of_the_run(cli):  # noqa: F811
+def test_a_checkpoint_with_adapters_exports_the_adapter_of_the_run(cli):
     pytest.importorskip("peft")
     words = QUICK.format(recipe=RECIPE, folder=".") + " --model.lora.rank 2"
     assert cli(*words.split())[0] == 0

@@ -9,12 +9,11 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 
 from litgrpo import PromptData
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
 
-def test_null_on_the_command_line_takes_a_limit_off_wherever_it_stands(cli):  # noqa: F811
+def test_null_on_the_command_line_takes_a_limit_off_wherever_it_stands(cli):
     words = ("--model.update.max_grad_norm", "null", "--model.engine.max_rows", "null")
     words = ("--model.max_generated_tokens", "null", *words)
     code, out, _ = cli("fit", "-c", "grpo.yaml", *words, "--print_config")
@@ -24,7 +23,7 @@ def test_null_on_the_command_line_takes_a_limit_off_wherever_it_stands(cli):  # 
     assert model["engine"]["init_args"]["max_rows"] is model["max_generated_tokens"] is None
 
 
-def test_null_for_a_group_of_settings_takes_back_what_a_recipe_said(cli):  # noqa: F811
+def test_null_for_a_group_of_settings_takes_back_what_a_recipe_said(cli):
     recipe = yaml.safe_load(Path("grpo.yaml").read_text())
     recipe["model"]["init_args"] |= {"episode": {"max_turns": 3}}
     Path("grpo.yaml").write_text(yaml.safe_dump(recipe))
@@ -36,7 +35,7 @@ def test_null_for_a_group_of_settings_takes_back_what_a_recipe_said(cli):  # noq
 
 
 @pytest.mark.parametrize("content", ["", "What is 1+1?\n", '[{"prompt": "1+1="}]', "a: b\n"])
-def test_the_name_of_a_data_file_stays_a_name(cli, content):  # noqa: F811
+def test_the_name_of_a_data_file_stays_a_name(cli, content):
     # jsonargparse would read it in place of the name, because a list is a valid source, too.
     Path("train.txt").write_text(content)
     code, out, _ = cli("fit", "-c", "grpo.yaml", "--data.train", "train.txt", "--print_config")
@@ -49,7 +48,7 @@ def scores(folder: str) -> tuple[float, float]:
     return summary["before"]["avg_at_k"], summary["after"]["avg_at_k"]
 
 
-def test_a_run_writes_everything_to_the_folder_named_after_its_recipe(cli):  # noqa: F811
+def test_a_run_writes_everything_to_the_folder_named_after_its_recipe(cli):
     code, out, err = cli("fit", "-c", "recipe.yaml", "--seed_everything", "3")
     assert code == 0
     assert "4 iterations, " in out
@@ -65,7 +64,7 @@ def test_a_run_writes_everything_to_the_folder_named_after_its_recipe(cli):  # n
     assert steps == ["step", "0", "1", "2", "3", "4", "4"]
 
 
-def test_the_seed_reaches_model_and_data_unless_they_have_their_own(cli):  # noqa: F811
+def test_the_seed_reaches_model_and_data_unless_they_have_their_own(cli):
     cli("fit", "-c", "recipe.yaml", "--seed_everything", "3", "--data.seed", "5")
     config = yaml.safe_load(Path("runs/recipe/config.yaml").read_text())
     assert config["model"]["init_args"]["seed"] == 3
@@ -73,7 +72,7 @@ def test_the_seed_reaches_model_and_data_unless_they_have_their_own(cli):  # noq
     assert json.loads(Path("runs/recipe/summary.json").read_text())["seed"] == 3
 
 
-def test_a_finished_run_is_not_written_over(cli):  # noqa: F811
+def test_a_finished_run_is_not_written_over(cli):
     cli("fit", "-c", "recipe.yaml")
     Path("runs/recipe/notes.txt").write_text("mine")
     code, _, err = cli("fit", "-c", "recipe.yaml")
@@ -85,7 +84,7 @@ def test_a_finished_run_is_not_written_over(cli):  # noqa: F811
     assert len(list(Path("runs/recipe").glob("events.out*"))) == 1
 
 
-def test_last_continues_the_run_with_what_the_command_line_says(cli):  # noqa: F811
+def test_last_continues_the_run_with_what_the_command_line_says(cli):
     cli("fit", "-c", "recipe.yaml")
     # Stock LightningCLI would take max_iterations: 4 from the checkpoint.
     resume = ("--ckpt_path", "last", "--model.max_iterations", "6", "--model.scores", "[0.5]")
@@ -99,7 +98,7 @@ def test_last_continues_the_run_with_what_the_command_line_says(cli):  # noqa: F
     assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 6
 
 
-def test_a_missing_last_is_an_error(cli):  # noqa: F811
+def test_a_missing_last_is_an_error(cli):
     code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
     assert code == 2
     assert (err.count("\n"), "--ckpt_path" in err) == (1, True)
@@ -110,7 +109,7 @@ def test_a_missing_last_is_an_error(cli):  # noqa: F811
 AUTO = ("fit", "-c", "recipe.yaml", "--auto_resume", "true")
 
 
-def test_auto_resume_starts_a_run_and_continues_it(cli, caplog):  # noqa: F811
+def test_auto_resume_starts_a_run_and_continues_it(cli, caplog):
     code, out, _ = cli(*AUTO)
     assert (code, "Going on" in caplog.text) == (0, False)
     assert "4 iterations, " in out
@@ -122,7 +121,7 @@ def test_auto_resume_starts_a_run_and_continues_it(cli, caplog):  # noqa: F811
     assert steps == ["step", "0", "1", "2", "3", "4", "4", "5", "6", "6"]
 
 
-def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):  # noqa: F811
+def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):
     cli(*AUTO)
     Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
     with pytest.warns(UserWarning, match=r"not resumed from .*=000004.ckpt cannot be read"):
@@ -139,13 +138,13 @@ def test_auto_resume_goes_back_to_the_newest_good_checkpoint(cli, caplog):  # no
     assert "--run_dir" in err.splitlines()[-1]
 
 
-def test_auto_resume_starts_over_what_left_no_checkpoint(cli):  # noqa: F811
+def test_auto_resume_starts_over_what_left_no_checkpoint(cli):
     cli("fit", "-c", "recipe.yaml", "--trainer.enable_checkpointing", "false")
     assert cli("fit", "-c", "recipe.yaml")[0] == 2
     assert cli(*AUTO)[0] == 0
 
 
-def test_a_damaged_checkpoint_that_is_named_is_rejected(cli):  # noqa: F811
+def test_a_damaged_checkpoint_that_is_named_is_rejected(cli):
     cli("fit", "-c", "recipe.yaml")
     Path("runs/recipe/checkpoints/iteration=000004.ckpt").write_text("damaged")
     code, _, err = cli("fit", "-c", "recipe.yaml", "--ckpt_path", "last")
@@ -153,14 +152,14 @@ def test_a_damaged_checkpoint_that_is_named_is_rejected(cli):  # noqa: F811
     assert err.startswith("error: runs/recipe/checkpoints/last.ckpt cannot be read: it is cut off")
 
 
-def test_auto_resume_and_a_checkpoint_are_not_given_together(cli):  # noqa: F811
+def test_auto_resume_and_a_checkpoint_are_not_given_together(cli):
     code, _, err = cli(*AUTO, "--ckpt_path", "last")
     assert (code, err.count("\n")) == (2, 1)
     assert "--auto_resume" in err
     assert "--ckpt_path" in err
 
 
-def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):  # noqa: F811
+def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):
     cli("fit", "-c", "recipe.yaml")
     cli("fit", "-c", "recipe.yaml", "--run_dir", "runs/other")
     foreign = ("--ckpt_path", "runs/other", "--model.max_iterations", "6")
@@ -170,14 +169,14 @@ def test_another_runs_checkpoint_does_not_continue_into_a_taken_folder(cli):  # 
     assert cli("fit", "-c", "recipe.yaml", *foreign, "--run_dir", "runs/third")[0] == 0
 
 
-def test_max_time_leaves_room_for_the_end(cli):  # noqa: F811
+def test_max_time_leaves_room_for_the_end(cli):
     code, out, _ = cli("fit", "-c", "recipe.yaml", "--trainer.max_time", "00:00:00:00")
     assert code == 0
     assert "1 iterations, " in out
     assert torch.load("runs/recipe/checkpoints/last.ckpt", weights_only=True)["iteration"] == 1
 
 
-def test_the_other_commands_read_the_configuration_of_the_run(cli):  # noqa: F811
+def test_the_other_commands_read_the_configuration_of_the_run(cli):
     cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
     of_run = ("-c", "runs/recipe/config.yaml", "--ckpt_path", "last")
     code, out, _ = cli("predict", *of_run, "--data.prompts", '["1+1=", "2+2="]')
@@ -194,7 +193,7 @@ def test_the_other_commands_read_the_configuration_of_the_run(cli):  # noqa: F81
     assert Path("runs/recipe/evaluation/validate-iteration=000004.jsonl").exists()
 
 
-def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpoint(cli):  # noqa: F811
+def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpoint(cli):
     cli("fit", "-c", "recipe.yaml", "--model.scores", "[0.1, 0.2]")
     of_run = ("validate", "-c", "runs/recipe/config.yaml")
     _, out, _ = cli(*of_run, "--ckpt_path", "last")
@@ -208,7 +207,7 @@ def test_a_validation_says_what_it_measures_and_replaces_none_of_another_checkpo
     assert (start["checkpoint"], start["iteration"]) == ("start", 0)
 
 
-def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
+def test_loggers_can_be_added_and_switched_off(cli):
     extra = "trainer: {logger: [{class_path: CSVLogger, init_args: {save_dir: more, name: ''}}]}\n"
     Path("extra.yaml").write_text(extra)
     cli("fit", "-c", "recipe.yaml", "-c", "extra.yaml", "--tensorboard", "false")
@@ -220,7 +219,7 @@ def test_loggers_can_be_added_and_switched_off(cli):  # noqa: F811
     assert Path("runs/quiet/summary.json").exists()
 
 
-def test_every_part_can_be_switched_off(cli):  # noqa: F811
+def test_every_part_can_be_switched_off(cli):
     off = "--completions.every_n_iterations 0 --export.final false --trainer.logger false "
     off += "--evaluation_files.enabled false --trainer.enable_checkpointing false "
     off += "--trainer.enable_progress_bar false --html false"
@@ -230,7 +229,7 @@ def test_every_part_can_be_switched_off(cli):  # noqa: F811
     assert written == ["config.yaml", "summary.json"]
 
 
-def test_a_fast_dev_run_writes_nothing(cli):  # noqa: F811
+def test_a_fast_dev_run_writes_nothing(cli):
     code, _, _ = cli("fit", "-c", "recipe.yaml", "--trainer.fast_dev_run", "1")
     assert code == 0
     assert not list(Path("runs").rglob("*.*"))

@@ -12,37 +12,37 @@ from litgrpo.cli.options import options_of
 from litgrpo.cli.parser import RUN_OPTIONS
 from litgrpo.tools.audit.command import audit
 from litgrpo.tools.plan.command import plan
-from tests.cli.running import ROOT, cli, in_a_process  # noqa: F401 (a fixture)
+from tests.support.command_line import ROOT, run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*The process .* is using fork")
 
 
 def test_the_help_of_the_program_is_one_page_and_immediate():
-    page, _ = in_a_process("cli.py", "--help")
+    page, _ = run_python("cli.py", "--help")
     script = "import sys; from litgrpo.cli.main import help_page; help_page(); "
     script += "print({'torch', 'lightning'} & {*sys.modules})"
-    assert in_a_process("-c", script)[0] == "set()\n"
+    assert run_python("-c", script)[0] == "set()\n"
     assert len(page.splitlines()) < 40
     for command in ("fit", "validate", "test", "predict", "export"):
         assert f"\n  {command}" in page
     assert "python cli.py fit -c quickstart" in page
 
 
-def test_the_version_is_printed(cli):  # noqa: F811
+def test_the_version_is_printed(cli):
     assert cli("--version") == (0, f"litgrpo {__version__}\n", "")
 
 
-def test_an_unknown_command_gets_the_nearest(cli):  # noqa: F811
+def test_an_unknown_command_gets_the_nearest(cli):
     code, _, err = cli("fitt")
     assert (code, "did you mean 'fit'" in err, err.count("\n")) == (2, True, 1)
 
 
-def test_debug_shows_the_traceback_instead(cli):  # noqa: F811
+def test_debug_shows_the_traceback_instead(cli):
     with pytest.raises(ValueError, match="group_size is 0"):
         cli("fit", "-c", "grpo.yaml", "--model.group_size", "0", "--debug")
 
 
-def test_a_bug_keeps_its_traceback(cli):  # noqa: F811
+def test_a_bug_keeps_its_traceback(cli):
     # Raised by code that is not ours and checks no input.
     with pytest.raises(ValueError, match="a bug"):
         cli("fit", "-c", "recipe.yaml", "--data.broken", "true")
@@ -58,7 +58,7 @@ def test_a_clone_that_is_not_installed_prints_one_line():
 
 
 @pytest.mark.parametrize("within", ["", "lightning"])
-def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):  # noqa: F811
+def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):
     def interrupted(*_):
         try:
             raise KeyboardInterrupt
@@ -72,14 +72,14 @@ def test_ctrl_c_while_libraries_load_is_one_line(cli, monkeypatch, within):  # n
     assert (code, out, err.count("\n")) == (130, "", 1)
 
 
-def test_garbage_of_the_imports_is_frozen_once(cli):  # noqa: F811
+def test_garbage_of_the_imports_is_frozen_once(cli):
     assert cli("doctor", "nowhere")[0] == 2
     assert gc.get_freeze_count() > 0
     assert gc.isenabled()
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if COMMANDS[name].recipe])
-def test_the_help_of_a_command_lists_the_options_of_model_and_data(cli, command):  # noqa: F811
+def test_the_help_of_a_command_lists_the_options_of_model_and_data(cli, command):
     code, out, err = cli(command, "--help")
     assert (code, err) == (0, "")
     for owner, key in ((GRPO, "model"), (PromptData, "data")):
@@ -91,7 +91,7 @@ def test_the_help_of_a_command_lists_the_options_of_model_and_data(cli, command)
 
 
 @pytest.mark.parametrize(("command", "function"), [("plan", plan), ("audit", audit)])
-def test_plan_and_audit_list_their_own_options(cli, command, function):  # noqa: F811
+def test_plan_and_audit_list_their_own_options(cli, command, function):
     out = cli(command, "--help")[1]
     assert [
         name for name in options_of(function) if name != "given" and f"--{name}" not in out
@@ -99,13 +99,13 @@ def test_plan_and_audit_list_their_own_options(cli, command, function):  # noqa:
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if not COMMANDS[name].recipe])
-def test_every_command_has_help(cli, command):  # noqa: F811
+def test_every_command_has_help(cli, command):
     code, out, err = cli(command, "--help")
     assert (code, err) == (0, "")
     assert f"litgrpo {command}" in out or f"python cli.py {command}" in out
 
 
-def test_dashes_and_switches_without_a_value_are_accepted(cli):  # noqa: F811
+def test_dashes_and_switches_without_a_value_are_accepted(cli):
     Path("metrics.csv").write_text("step\n1\n")
     code, _, err = cli("doctor", "nowhere", "--fail-on", "warning")
     assert (code, "nowhere" in err) == (2, True)

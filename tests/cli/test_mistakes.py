@@ -18,7 +18,6 @@ from litgrpo.cli.parser import CALLBACKS, RUN_OPTIONS
 from litgrpo.tools.audit.command import audit
 from litgrpo.tools.compare import compare
 from litgrpo.tools.plan.command import plan
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 ROOTS = {"model": GRPO, "data": PromptData, "trainer": Trainer, **CALLBACKS}
 
@@ -46,7 +45,7 @@ def error_of(run, *words: str) -> str:
         ("run_dri", "run_dir"),
     ],
 )
-def test_a_wrong_option_gets_one_line_with_the_nearest_valid_option(cli, key, nearest):  # noqa: F811
+def test_a_wrong_option_gets_one_line_with_the_nearest_valid_option(cli, key, nearest):
     line = error_of(cli, "fit", "-c", "grpo.yaml", f"--{key}", "3")
     assert repr(key.replace(".init_args", "")) in line
     assert repr(nearest) in line
@@ -66,19 +65,19 @@ def test_a_wrong_option_gets_one_line_with_the_nearest_valid_option(cli, key, ne
         ("--seed_everything", ("--seed_everything", "needs a value")),
     ],
 )
-def test_a_wrong_value_gets_one_line_with_its_option_and_what_is_expected(cli, words, said):  # noqa: F811
+def test_a_wrong_value_gets_one_line_with_its_option_and_what_is_expected(cli, words, said):
     line = error_of(cli, "fit", "-c", "grpo.yaml", *words.split())
     assert [text for text in said if text not in line] == []
 
 
 @pytest.mark.parametrize("key", ["model.sampling.repetition_penalty", "repetition_penalty"])
-def test_an_option_that_is_left_out_on_purpose_gets_the_reason_and_an_alternative(cli, key):  # noqa: F811
+def test_an_option_that_is_left_out_on_purpose_gets_the_reason_and_an_alternative(cli, key):
     line = error_of(cli, "fit", "-c", "grpo.yaml", f"--{key}", "1.1")
     assert repr(key) in line
     assert "litgrpo.rewards.repetition" in line
 
 
-def test_a_missing_or_broken_recipe_is_one_line(cli):  # noqa: F811
+def test_a_missing_or_broken_recipe_is_one_line(cli):
     line = error_of(cli, "fit", "-c", "absent.yaml")
     assert "'absent.yaml'" in line
     assert str(Path.cwd()) in line
@@ -89,7 +88,7 @@ def test_a_missing_or_broken_recipe_is_one_line(cli):  # noqa: F811
 
 
 @pytest.mark.parametrize("settings", ["{init_args: {%s}}", "{%s}"])
-def test_a_mistake_in_a_recipe_is_reported_the_same_way(cli, settings):  # noqa: F811
+def test_a_mistake_in_a_recipe_is_reported_the_same_way(cli, settings):
     wrong = "rewards: {correct: {function: litgrpo.rewards.correctness, weigth: 2}}"
     Path("more.yaml").write_text(f"model: {settings % wrong}\n")
     line = error_of(cli, "fit", "-c", "grpo.yaml", "-c", "more.yaml")
@@ -97,17 +96,17 @@ def test_a_mistake_in_a_recipe_is_reported_the_same_way(cli, settings):  # noqa:
     assert "'model.rewards.correct.weight'" in line
 
 
-def test_without_a_recipe_the_message_names_what_is_missing(cli):  # noqa: F811
+def test_without_a_recipe_the_message_names_what_is_missing(cli):
     line = error_of(cli, "fit")
     assert "model.pretrained, model.rewards" in line
     assert "-c quickstart" in line
 
 
-def test_a_value_that_a_class_rejects_is_one_line(cli):  # noqa: F811
+def test_a_value_that_a_class_rejects_is_one_line(cli):
     assert "group_size is 0" in error_of(cli, "fit", "-c", "grpo.yaml", "--model.group_size", "0")
 
 
-def test_an_unknown_kl_estimator_names_the_known_ones(cli):  # noqa: F811
+def test_an_unknown_kl_estimator_names_the_known_ones(cli):
     line = error_of(cli, "fit", "-c", "grpo.yaml", "--model.objective.kl_estimator", "kk1")
     assert "model.objective.kl_estimator" in line
     assert "k1" in line
@@ -127,7 +126,7 @@ def test_an_unknown_kl_estimator_names_the_known_ones(cli):  # noqa: F811
         (("export", "--run_dir", "x"), "checkpoint, folder, dtype, force, adapter"),
     ],
 )
-def test_an_option_of_another_command_or_trainer_gets_the_right_one(cli, words, said):  # noqa: F811
+def test_an_option_of_another_command_or_trainer_gets_the_right_one(cli, words, said):
     assert said in error_of(cli, *words)
 
 
@@ -174,13 +173,13 @@ class Logger(DummyLogger):
         Picky()
 
 
-def test_a_class_that_cannot_be_built_is_named(cli):  # noqa: F811
+def test_a_class_that_cannot_be_built_is_named(cli):
     logger = "tests.cli.test_mistakes.Logger"
     line = error_of(cli, "fit", "-c", "recipe.yaml", "--trainer.logger", logger)
     assert "needs a moon that is full" in line
 
 
-def test_a_reward_class_that_rejects_its_settings_is_named_with_its_option(cli):  # noqa: F811
+def test_a_reward_class_that_rejects_its_settings_is_named_with_its_option(cli):
     init_args = "{criteria: {}, judge: litgrpo.rewards.correctness}"
     rubric = f"{{class_path: litgrpo.rewards.Rubric, init_args: {init_args}}}"
     words = ("fit", "-c", "grpo.yaml", "--model.rewards.correct.function", rubric)

@@ -12,7 +12,7 @@ from litgrpo.cli.recipes import (
     recipe_file,
     written_out,
 )
-from tests.cli.running import ROOT, cli  # noqa: F401 (a fixture)
+from tests.support.command_line import ROOT
 from tests.support.raises import raises_for
 
 
@@ -47,7 +47,7 @@ def test_all_recipes_of_the_repository_are_built_in():
     assert len(built_in_recipes()) == len(list(files)) > 30
 
 
-def test_recipes_by_name_are_merged_in_their_order(cli):  # noqa: F811
+def test_recipes_by_name_are_merged_in_their_order(cli):
     words = ("-c", "quickstart", "-c", "algorithms/dr_grpo", "--print_config")
     code, out, _ = cli("fit", *words)
     assert code == 0
@@ -55,7 +55,7 @@ def test_recipes_by_name_are_merged_in_their_order(cli):  # noqa: F811
     assert loss_aggregation == "constant_length"
 
 
-def test_a_command_line_without_a_recipe_means_grpo(cli):  # noqa: F811
+def test_a_command_line_without_a_recipe_means_grpo(cli):
     words = ("--model.pretrained", "x", "--data.prompts", '["a"]', "--print_config")
     code, out, err = cli("predict", *words)
     assert (code, err) == (0, "")
@@ -64,7 +64,7 @@ def test_a_command_line_without_a_recipe_means_grpo(cli):  # noqa: F811
     assert config["data"]["class_path"] == "litgrpo.PromptData"
 
 
-def test_a_recipe_may_leave_out_class_path_and_init_args(cli):  # noqa: F811
+def test_a_recipe_may_leave_out_class_path_and_init_args(cli):
     short = "model: {pretrained: x, rewards: {r: {function: litgrpo.rewards.exact}}, group_size: 4}"
     long = yaml.safe_load(Path("grpo.yaml").read_text())
     long["model"]["init_args"] = yaml.safe_load(short)["model"]
@@ -77,7 +77,7 @@ def test_a_recipe_may_leave_out_class_path_and_init_args(cli):  # noqa: F811
     assert configs[0]["data"]["init_args"] == configs[1]["data"]["init_args"]
 
 
-def test_an_override_without_class_path_keeps_the_class_of_the_recipe(cli):  # noqa: F811
+def test_an_override_without_class_path_keeps_the_class_of_the_recipe(cli):
     Path("sft.yaml").write_text("model: {class_path: SFT, pretrained: x}\ndata: PairData\n")
     Path("more.yaml").write_text("model: {max_iterations: 3}\n")
     words = ("-c", "sft.yaml", "-c", "more.yaml", "--data.train", "a", "--print_config")
@@ -97,7 +97,7 @@ def test_the_short_name_of_an_optimizer_is_the_one_of_torch(given):
     assert words[-1] == "--model.optimizer=torch.optim.AdamW"
 
 
-def test_options_override_recipes_wherever_they_are_typed(cli):  # noqa: F811
+def test_options_override_recipes_wherever_they_are_typed(cli):
     words = ("--model.group_size", "4", "-c", "grpo.yaml", "--print_config")
     assert yaml.safe_load(cli("fit", *words)[1])["model"]["init_args"]["group_size"] == 4
 
@@ -108,7 +108,7 @@ def test_numbers_in_scientific_notation_are_numbers(tmp_path):
     assert kwargs == {"a": 1e-6, "b": "1e-6"}
 
 
-def test_a_word_that_is_no_option_is_rejected(cli):  # noqa: F811
+def test_a_word_that_is_no_option_is_rejected(cli):
     code, _, err = cli("fit", "quickstart")
     assert (code, "-c RECIPE" in err) == (2, True)
 
@@ -147,14 +147,14 @@ def test_a_path_on_the_command_line_takes_more_options():
     assert found[:2] == ['--data.train={"path": "x.jsonl"}', '--data.val={"path": "y.jsonl"}']
 
 
-def test_a_limit_reaches_a_recipe_whose_source_is_a_path(cli):  # noqa: F811
+def test_a_limit_reaches_a_recipe_whose_source_is_a_path(cli):
     code, out, _ = cli("fit", "-c", "grpo.yaml", "--data.train.limit", "64", "--print_config")
     train = yaml.safe_load(out)["data"]["init_args"]["train"]
     assert code == 0
     assert (train["path"], train["limit"]) == ("nowhere.jsonl", 64)
 
 
-def test_a_repeated_key_ends_in_one_line(cli):  # noqa: F811
+def test_a_repeated_key_ends_in_one_line(cli):
     Path("twice.yaml").write_text("model:\n  class_path: GRPO\n  class_path: SFT\n")
     code, _, err = cli("fit", "-c", "twice.yaml")
     assert code == 2
@@ -162,7 +162,7 @@ def test_a_repeated_key_ends_in_one_line(cli):  # noqa: F811
     assert "'class_path'" in err
 
 
-def test_predict_needs_no_recipe(cli):  # noqa: F811
+def test_predict_needs_no_recipe(cli):
     words = ("--model.pretrained", "builtin:tiny-gemma2", "--data.prompts", '["What is 3+4?"]')
     quick = ("--model.max_completion_length", "2", "--trainer.accelerator", "cpu")
     code, out, err = cli("predict", *words, *quick)
@@ -198,7 +198,7 @@ def test_options_of_an_environment_that_the_command_line_names_go_with_it():
     assert CommandLine.read(words[:1]).options == [("model.environment", TOOLS)]
 
 
-def test_keys_of_an_environment_that_nothing_names_are_refused(cli):  # noqa: F811
+def test_keys_of_an_environment_that_nothing_names_are_refused(cli):
     code, _, err = cli("fit", "-c", "grpo.yaml", "--model.environment.init_args.call_cost=1")
     assert code == 2
     assert err.startswith("error: model.environment.call_cost belongs to an environment")
@@ -209,7 +209,7 @@ def test_keys_of_an_environment_that_nothing_names_are_refused(cli):  # noqa: F8
     assert "'tags'" in err
 
 
-def test_a_lone_question_mark_is_a_text(cli):  # noqa: F811
+def test_a_lone_question_mark_is_a_text(cli):
     Path("tools.yaml").write_text(PLAYS % '{error_text: "?", functions: []}')
     code, out, err = cli(
         *("fit", "-c", "grpo.yaml", "-c", "tools.yaml", "--model.episode.tool_role", "?"),

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from litgrpo.callbacks.run_folder import lock_run_folder
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*eval mode", "ignore:.*LeafSpec"
@@ -30,7 +29,7 @@ def refused(run, *words: str) -> str:
     return line
 
 
-def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):  # noqa: F811
+def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):
     cli(*FIT)
     other_model = ("--model", "tests.support.standin.OtherModel", "--model.max_iterations", "9")
     assert "of another model" in refused(cli, *other_model, "--ckpt_path", "last")
@@ -42,7 +41,7 @@ def test_a_refused_resume_leaves_the_run_folder_byte_for_byte(cli):  # noqa: F81
     assert "max_iterations: 5" in Path("runs/recipe/config.yaml").read_text()
 
 
-def test_a_start_that_fails_before_training_leaves_no_event_file(cli):  # noqa: F811
+def test_a_start_that_fails_before_training_leaves_no_event_file(cli):
     words = ("--model", "tests.support.standin.FailsToStart", "--run_dir", "runs/failed")
     with pytest.raises(RuntimeError, match="a bug"):
         cli(*FIT, *words)
@@ -50,7 +49,7 @@ def test_a_start_that_fails_before_training_leaves_no_event_file(cli):  # noqa: 
     assert not list(Path("runs/failed").glob("events.out*"))
 
 
-def test_an_overwritten_run_is_there_until_the_new_one_is_known_to_train(cli):  # noqa: F811
+def test_an_overwritten_run_is_there_until_the_new_one_is_known_to_train(cli):
     cli(*FIT)
     before = content(Path("runs/recipe"))
     with pytest.raises(RuntimeError, match="no weights"):
@@ -68,7 +67,7 @@ def during(run, *words: str) -> str:
         return refused(run, *words)
 
 
-def test_a_second_start_on_a_run_folder_is_refused(cli):  # noqa: F811
+def test_a_second_start_on_a_run_folder_is_refused(cli):
     Path("runs/recipe").mkdir(parents=True)
     assert "another training is running in runs/recipe" in during(cli)
     two = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu")
@@ -76,21 +75,21 @@ def test_a_second_start_on_a_run_folder_is_refused(cli):  # noqa: F811
     assert cli(*FIT, "--trainer.fast_dev_run", "1")[0] == 0
 
 
-def test_the_seed_can_stand_in_the_run_folders_name(cli):  # noqa: F811
+def test_the_seed_can_stand_in_the_run_folders_name(cli):
     for seed in ("3", "4"):
         assert cli(*FIT, "--seed_everything", seed, "--run_dir", "runs/s{seed}")[0] == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["s3", "s4"]
     assert "run_dir: runs/s3" in Path("runs/s3/config.yaml").read_text()
 
 
-def test_a_run_folder_that_is_a_file_is_one_sentence(cli):  # noqa: F811
+def test_a_run_folder_that_is_a_file_is_one_sentence(cli):
     Path("taken").touch()
     code, _, err = cli(*FIT, "--run_dir", "taken")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: run_dir is taken")
 
 
-def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):  # noqa: F811
+def test_checkpoints_of_weights_evaluate_and_export_and_do_not_go_on(cli):
     assert cli(*FIT, "--checkpoint.save_weights_only", "true")[0] == 0
     said = refused(cli, "--ckpt_path", "last")
     assert "save_weights_only" in said
@@ -105,7 +104,7 @@ def refuses(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):  # noqa: F811
+def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):
     monkeypatch.setattr("litgrpo.checkpointing.io.write_file", refuses)
     with pytest.warns(UserWarning, match="checkpoint not saved"):
         code, _, _ = cli(*FIT)
@@ -114,7 +113,7 @@ def test_a_full_disk_at_the_first_save_is_one_true_sentence(cli, monkeypatch):  
     assert code == f"error: checkpoint not saved: {full}; there is no earlier one"
 
 
-def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):  # noqa: F811
+def test_a_full_disk_at_the_export_says_how_to_get_it_later(cli, monkeypatch):
     monkeypatch.setattr("litgrpo.models.export.export", refuses)
     code, _, _ = cli(*FIT)
     folder = "runs/recipe/final_model"

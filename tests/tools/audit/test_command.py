@@ -8,7 +8,6 @@ from litgrpo.rewards.builtin import reasoning_gym as library
 from litgrpo.tools.audit import command as audit_verb
 from litgrpo.tools.audit.cases import Problem
 from litgrpo.tools.audit.command import problems_of
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.support.cases import WORKED
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +22,7 @@ def references(tmp_path) -> str:
     return str(tmp_path / "references.jsonl")
 
 
-def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa: F811
+def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:
     report = str(tmp_path / "report.json")
     code, out, err = cli("audit", "-c", QUICKSTART, "--limit", "5", "--report", report)
     assert (code, err) == (0, "")
@@ -35,7 +34,7 @@ def test_a_sound_recipe_passes_with_exit_code_0(cli, tmp_path) -> None:  # noqa:
     assert content["problems"] == 5
 
 
-def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> None:  # noqa: F811
+def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> None:
     code, out, _ = cli("audit", "-c", FAULTY, "--problems", references)
     assert code == 1
     assert "FAULT: giving up pays: 'no idea' in format earns 4.5" in out
@@ -43,7 +42,7 @@ def test_faulty_rules_fail_with_exit_code_1_and_every_fault(cli, references) -> 
     assert "FAIL: " in out.splitlines()[-1]
 
 
-def test_a_config_override_and_own_reference_answers_are_used(cli, references, tmp_path) -> None:  # noqa: F811
+def test_a_config_override_and_own_reference_answers_are_used(cli, references, tmp_path) -> None:
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("model: {init_args: {rewards: {right: {function: litgrpo.rewards.gsm8k}}}}")
     code, out, _ = cli(
@@ -76,7 +75,7 @@ def test_a_config_override_and_own_reference_answers_are_used(cli, references, t
         (["-c", FAULTY], "--problems"),
     ],
 )
-def test_mistakes_are_one_line(cli, words, message) -> None:  # noqa: F811
+def test_mistakes_are_one_line(cli, words, message) -> None:
     code, _, err = cli("audit", *words)
     assert code == 2
     assert message in err
@@ -99,7 +98,7 @@ data:
 
 
 def test_a_recipe_without_answers_is_audited_with_samples_and_overrides(
-    cli,  # noqa: F811
+    cli,
     tmp_path,
 ) -> None:
     recipe = tmp_path / "open.yaml"

@@ -2,8 +2,6 @@ import json
 
 import yaml
 
-from tests.cli.running import cli  # noqa: F401 (a fixture)
-
 GAME = {
     "model": {
         "class_path": "litgrpo.GRPO",
@@ -24,7 +22,7 @@ GAME = {
 }
 
 
-def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):  # noqa: F811
+def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):
     recipe, report = tmp_path / "game.yaml", tmp_path / "report.json"
     recipe.write_text(yaml.safe_dump(GAME))
     code, out, said = cli("audit", "-c", str(recipe), "--limit", "2", "--report", str(report))
@@ -38,7 +36,7 @@ def test_an_environment_is_audited_with_its_scripted_policies(cli, tmp_path):  #
     assert (nothing["mean"], nothing["turns"]) == (0.0, 2.0)
 
 
-def test_the_reward_of_an_environment_without_one_is_rejected_as_in_fit(cli, tmp_path):  # noqa: F811
+def test_the_reward_of_an_environment_without_one_is_rejected_as_in_fit(cli, tmp_path):
     recipe = tmp_path / "game.yaml"
     recipe.write_text(yaml.safe_dump(GAME))
     code, _, err = cli("audit", "-c", str(recipe), "--model.environment", "null")
@@ -46,7 +44,7 @@ def test_the_reward_of_an_environment_without_one_is_rejected_as_in_fit(cli, tmp
     assert "the environment's own reward, but environment is not set" in err
 
 
-def test_missing_rows_or_model_is_one_line(cli, tmp_path):  # noqa: F811
+def test_missing_rows_or_model_is_one_line(cli, tmp_path):
     recipe = tmp_path / "game.yaml"
     recipe.write_text(yaml.safe_dump({"model": GAME["model"]}))
     code, _, err = cli("audit", "-c", str(recipe))

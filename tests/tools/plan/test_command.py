@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.support.models import tiny_model
 
 ROOT = Path(__file__).parents[3]
@@ -16,7 +15,7 @@ GEMMA = str(CONFIGS / "reasoning_gemma2_2b.yaml")
 SPMD = str(CONFIGS / "hardware" / "tpu_spmd.yaml")
 
 
-def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, tmp_path):  # noqa: F811
+def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, tmp_path):
     code, out, err = cli("plan", "-c", GEMMA, "-c", SPMD)
     assert (code, err) == (1, "")
     assert "DOES NOT FIT" in out
@@ -31,7 +30,7 @@ def test_gemma_2_on_eight_v5e_needs_a_smaller_micro_batch(cli, tmp_path):  # noq
     assert content["peak_bytes"] < 0.9 * 16e9
 
 
-def test_time_cost_and_sessions_are_printed(cli, tmp_path):  # noqa: F811
+def test_time_cost_and_sessions_are_printed(cli, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("sessions: {My lunch: {device: v5e, number: 1, hours: 0.001, source: me}}\n")
     report = str(tmp_path / "plan.json")
@@ -51,7 +50,7 @@ def test_time_cost_and_sessions_are_printed(cli, tmp_path):  # noqa: F811
     ]
 
 
-def test_a_run_on_this_cpu_is_planned_from_its_data(cli):  # noqa: F811
+def test_a_run_on_this_cpu_is_planned_from_its_data(cli):
     code, out, _ = cli("plan", "-c", QUICKSTART, "--chip", "cpu", "--model.max_iterations", "null")
     assert code == 0
     assert "| program " in out
@@ -60,7 +59,7 @@ def test_a_run_on_this_cpu_is_planned_from_its_data(cli):  # noqa: F811
     assert "price of cpu is unknown" in out
 
 
-def test_the_proposed_change_fits_and_an_impossible_fit_is_reported(cli):  # noqa: F811
+def test_the_proposed_change_fits_and_an_impossible_fit_is_reported(cli):
     rates = {"kind": "cuda", "bandwidth_gb_s": 1, "link_gb_s": 1, "usd_per_hour": None}
     rates |= {"tflops": {"float32": 0.1}, "source": "made up"}
     made = {"small": rates | {"memory_gb": 0.1}, "tiny": rates | {"memory_gb": 0.0005}}
@@ -82,7 +81,7 @@ def test_the_proposed_change_fits_and_an_impossible_fit_is_reported(cli):  # noq
     assert "No known change" in out
 
 
-def test_on_one_device_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: F811
+def test_on_one_device_the_quickstart_fits_and_gemma_does_not(cli):
     code, out, _ = cli("plan", "-c", QUICKSTART)
     assert code == 0
     assert "647,808 numbers" in out
@@ -99,13 +98,13 @@ def test_on_one_device_the_quickstart_fits_and_gemma_does_not(cli):  # noqa: F81
         (("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"), "SGD, lr 0.5, "),
     ],
 )
-def test_the_optimizer_is_printed_with_its_learning_rate(cli, words, text):  # noqa: F811
+def test_the_optimizer_is_printed_with_its_learning_rate(cli, words, text):
     code, out, _ = cli("plan", "-c", QUICKSTART, *words)
     assert code == 0
     assert text in out
 
 
-def test_lora_needs_no_reference_and_little_optimizer_state(cli):  # noqa: F811
+def test_lora_needs_no_reference_and_little_optimizer_state(cli):
     words = ("-c", GEMMA, "-c", SPMD, "--model.lora.rank", "16", "--chips", "4")
     code, out, _ = cli("plan", *words, "--model.update.micro_batch_size", "4")
     assert code == 0
@@ -114,7 +113,7 @@ def test_lora_needs_no_reference_and_little_optimizer_state(cli):  # noqa: F811
     assert "| reference " not in out
 
 
-def test_rows_that_cannot_be_split_evenly_do_not_fit(cli):  # noqa: F811
+def test_rows_that_cannot_be_split_evenly_do_not_fit(cli):
     code, out, _ = cli("plan", "-c", QUICKSTART, "-c", SPMD, "--data.batch_size", "3")
     assert code == 0
     code, out, _ = cli(
@@ -125,7 +124,7 @@ def test_rows_that_cannot_be_split_evenly_do_not_fit(cli):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["gsm8k_small_sft.yaml", "reasoning_gemma2_2b_sft.yaml"])
-def test_supervised_recipes_have_no_rollout(cli, name):  # noqa: F811
+def test_supervised_recipes_have_no_rollout(cli, name):
     strategy = "litgrpo.xla.strategy.XLASPMDStrategy"
     _, out, err = cli("plan", "-c", str(CONFIGS / name), "--trainer.strategy", strategy)
     assert err == ""
@@ -133,7 +132,7 @@ def test_supervised_recipes_have_no_rollout(cli, name):  # noqa: F811
     assert "| gradients " in out
 
 
-def test_an_unknown_model_needs_a_config(cli, tmp_path):  # noqa: F811
+def test_an_unknown_model_needs_a_config(cli, tmp_path):
     tiny_model("qwen2").config.save_pretrained(tmp_path / "model")
     words = ["-c", QUICKSTART, "--model.pretrained", "someone/unknown"]
     code, _, err = cli("plan", *words)
@@ -157,14 +156,14 @@ def test_an_unknown_model_needs_a_config(cli, tmp_path):  # noqa: F811
         (["--model.group_sise", "4"], "did you mean 'model.group_size'?"),
     ],
 )
-def test_mistakes_are_one_line(cli, words, message):  # noqa: F811
+def test_mistakes_are_one_line(cli, words, message):
     code, _, err = cli("plan", "-c", QUICKSTART, *words)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_an_encoder_decoder_model_is_an_error(cli):  # noqa: F811
+def test_an_encoder_decoder_model_is_an_error(cli):
     code, _, err = cli("plan", "-c", str(CONFIGS / "convai2_small_sft.yaml"))
     assert code == 2
     assert "t5" in err
@@ -178,14 +177,14 @@ def test_an_encoder_decoder_model_is_an_error(cli):  # noqa: F811
         (["--measure", "--chip", "h100"], "measure"),
     ],
 )
-def test_bad_options_are_errors_that_name_them(cli, words, text):  # noqa: F811
+def test_bad_options_are_errors_that_name_them(cli, words, text):
     code, out, err = cli("plan", "-c", QUICKSTART, *words)
     assert (code, out) == (2, "")
     assert text in err
     assert len(err.splitlines()) == 1
 
 
-def test_a_plan_that_cannot_be_split_evenly_does_not_fit(cli):  # noqa: F811
+def test_a_plan_that_cannot_be_split_evenly_does_not_fit(cli):
     fsdp = str(CONFIGS / "hardware" / "fsdp2.yaml")
     words = ["--chip", "h100", "--chips", "5", "--trainer.strategy.replicas", "2"]
     code, out, _ = cli("plan", "-c", QUICKSTART, "-c", fsdp, *words)

@@ -14,7 +14,6 @@ from litgrpo.tools.plan.measuring import (
     times_from_events,
 )
 from litgrpo.tools.plan.schedule import Schedule
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,7 +60,7 @@ def test_the_measured_recipe_differs_in_length_and_folder_only(tmp_path):
     assert config["run_dir"] == "runs/precious"
 
 
-def test_a_recipe_is_run_and_extrapolated(cli, monkeypatch):  # noqa: F811
+def test_a_recipe_is_run_and_extrapolated(cli, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ("--measure", "--report", "out.json", "--iterations", "1000")
     code, out, err = cli("plan", "-c", "recipe.yaml", *words)

@@ -1,7 +1,6 @@
 import pytest
 
 from litgrpo.tools.report.command import report, report_at_end
-from tests.cli.running import cli  # noqa: F401 (a fixture)
 from tests.tools.report.run_folders import make_run
 
 
@@ -16,7 +15,7 @@ def test_the_report_is_written_to_the_run_folder(tmp_path, capsys):
     assert not list(run.glob(".report*"))
 
 
-def test_several_folders_are_given_on_the_command_line(tmp_path, cli):  # noqa: F811
+def test_several_folders_are_given_on_the_command_line(tmp_path, cli):
     runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
     code, out, _ = cli("report", *runs, "--output", str(tmp_path / "two.html"))
     assert code == 0

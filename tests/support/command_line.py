@@ -1,4 +1,4 @@
-"""The program in this process, in an empty folder with two recipes, and in one of its own."""
+"""Run the program in this process, in an empty folder with two recipes, or in a new process."""
 
 import os
 import resource
@@ -35,7 +35,7 @@ data:
 
 @pytest.fixture
 def cli(monkeypatch, tmp_path, capsys):
-    """Runs a command line in an empty folder; returns exit code, standard output and error."""
+    """Return a function that runs a command line: exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored after the test, which sets it
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
@@ -54,17 +54,17 @@ def cli(monkeypatch, tmp_path, capsys):
     return run
 
 
-def in_a_process(*words: str) -> tuple[str, float]:
-    """What `python` with these words prints, and the processor time it takes."""
+def run_python(*words: str) -> tuple[str, float]:
+    """Run `python` with these words; return its standard output and its processor time in s."""
 
-    def used_s() -> float:
+    def processor_s() -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         return children.ru_utime + children.ru_stime
 
-    before = used_s()
+    before = processor_s()
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, *words]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT
     )
-    return done.stdout, used_s() - before
+    return done.stdout, processor_s() - before
