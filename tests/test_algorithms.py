@@ -168,7 +168,7 @@ def gradient(objective: Objective) -> torch.Tensor:
     now = -torch.rand(4, 5, generator=generator, dtype=torch.float64)
     mask = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
     truncated = torch.tensor([True, False, False, False])
-    experience = TrainingBatch(
+    training_batch = TrainingBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
         prompt_mask=torch.ones(1, 1, dtype=torch.bool),
         prompt_of=torch.zeros(4, dtype=torch.long),
@@ -177,10 +177,10 @@ def gradient(objective: Objective) -> torch.Tensor:
         loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.tensor([[1.5], [-0.5], [-1.25], [0.25]]).double().expand(4, 5),
-        weights=objective.token_weights(mask, truncated, 8, dtype=torch.float64),
+        loss_weights=objective.token_weights(mask, truncated, 8, dtype=torch.float64),
     )
     now.requires_grad_()
-    objective.loss(TokenLogprobs(now, torch.zeros_like(now)), experience).loss.backward()
+    objective.loss(TokenLogprobs(now, torch.zeros_like(now)), training_batch).loss.backward()
     assert now.grad is not None
     return now.grad
 

@@ -22,7 +22,7 @@ def rollout() -> Rollout:
     return Rollout(prompts(), 2, mask.long() * 7, mask, mask * -0.5, truncated)
 
 
-def experience() -> TrainingBatch:
+def training_batch() -> TrainingBatch:
     """Three prompts of 1, 3 and 2 tokens; rows 0 to 3 continue prompts 0, 1, 2, 2."""
     prompt_mask = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]).bool()
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
@@ -36,25 +36,25 @@ def experience() -> TrainingBatch:
         loss_mask=mask,
         sampler_logprobs=-ids.float(),
         advantages=ids + 0.25,
-        weights=ids + 0.5,
+        loss_weights=ids + 0.5,
         ref_logprobs=ids - 100.0,
     )
 
 
 def test_lengths_count_real_tokens():
     assert rollout().lengths.tolist() == [1, 3, 2, 3]
-    assert experience().tokens.lengths.tolist() == [4, 1, 2, 3]
-    assert (len(prompts()), len(experience())) == (2, 4)
+    assert training_batch().tokens.lengths.tolist() == [4, 1, 2, 3]
+    assert (len(prompts()), len(training_batch())) == (2, 4)
 
 
 def with_turns() -> Rollout:
-    """The same, but in rows 1 and 3 the second token was said by an environment."""
+    """Return the same rollout; in rows 1 and 3 the second token is tool output."""
     mask = rollout().completion_mask.clone()
     mask[[1, 3], 1] = False
     return replace(rollout(), loss_mask=mask)
 
 
-def test_lengths_and_stats_count_the_policys_tokens_and_models_read_all():
+def test_lengths_and_stats_count_generated_tokens_and_models_read_all_tokens():
     given = with_turns()
     assert given.lengths.tolist() == [1, 2, 2, 2]
     assert float(given.stats()["completion/len_mean"]) == 1.75
@@ -63,18 +63,18 @@ def test_lengths_and_stats_count_the_policys_tokens_and_models_read_all():
     assert [len(ids) for ids in given.token_lists()] == [1, 3, 2, 3]
 
 
-def test_every_token_is_the_policys_where_nothing_else_is_said():
+def test_loss_mask_defaults_to_the_completion_mask():
     given = rollout()
     assert given.loss_mask is given.completion_mask
 
 
-def test_the_tokens_of_a_rollout_continue_their_prompts():
+def test_tokens_of_a_rollout_refer_to_their_prompts():
     tokens = rollout().tokens
     assert tokens.prompt_of.tolist() == [0, 0, 1, 1]
     assert torch.equal(tokens.completion_mask, rollout().completion_mask)
-    with pytest.raises(AssertionError, match="completion_mask has shape"):
+    with pytest.raises(ValueError, match="completion_mask has shape"):
         replace(tokens, completion_mask=tokens.completion_mask[:3])
-    with pytest.raises(AssertionError, match="prompt_of has shape"):
+    with pytest.raises(ValueError, match="prompt_of has shape"):
         replace(tokens, prompt_of=tokens.prompt_of[:3])
 
 
@@ -96,7 +96,7 @@ def test_rollout_stats_by_hand():
     }
 
 
-def test_where_no_completion_ended_there_is_no_length_of_those_that_did():
+def test_without_an_ended_completion_its_length_metrics_are_empty():
     given = replace(rollout(), truncated=torch.ones(4, dtype=torch.bool))
     stats = given.stats()
     assert stats["completion/terminated_len_mean"].tolist() == [0.0, 0.0]
@@ -104,19 +104,19 @@ def test_where_no_completion_ended_there_is_no_length_of_those_that_did():
 
 
 @pytest.mark.parametrize("name", ["prompt_mask", "index"])
-def test_prompts_of_unequal_shapes_are_refused(name):
-    with pytest.raises(AssertionError, match=f"{name} has shape"):
+def test_prompt_tensors_of_unequal_shapes_raise(name):
+    with pytest.raises(ValueError, match=f"{name} has shape"):
         replace(prompts(), **{name: torch.ones(5)})
 
 
-def test_a_column_of_another_length_is_refused():
-    with pytest.raises(AssertionError, match="answer has 1 entries for 2 prompts"):
+def test_a_column_of_another_length_raises():
+    with pytest.raises(ValueError, match="answer"):
         replace(prompts(), columns={"answer": [1]})
-    with pytest.raises(AssertionError, match="prompts has 3 entries for 2 prompts"):
+    with pytest.raises(ValueError, match="prompts"):
         replace(prompts(), prompts=["a", "b", "c"])
 
 
-def test_moving_a_batch_moves_its_tensors_and_keeps_the_rest():
+def test_to_moves_tensors_and_keeps_other_fields():
     moved = prompts().to("meta")
     assert {moved.prompt_ids.device.type, moved.prompt_mask.device.type} == {"meta"}
     assert moved.index.device.type == "meta"
@@ -127,21 +127,23 @@ def test_moving_a_batch_moves_its_tensors_and_keeps_the_rest():
     "name", ["completion_ids", "completion_mask", "sampler_logprobs", "loss_mask"]
 )
 def test_a_rollout_has_group_size_rows_of_each_prompt(name):
-    with pytest.raises(AssertionError, match=f"{name} has shape"):
+    with pytest.raises(ValueError, match=f"{name} has shape"):
         replace(rollout(), **{name: getattr(rollout(), name)[:3]})
-    with pytest.raises(AssertionError, match="completion_ids has shape"):
+    with pytest.raises(ValueError, match="completion_ids has shape"):
         replace(rollout(), group_size=3)
 
 
-def test_truncation_is_known_of_every_row():
-    with pytest.raises(AssertionError, match="truncated has shape"):
+def test_truncated_needs_one_entry_per_row():
+    with pytest.raises(ValueError, match="truncated has shape"):
         replace(rollout(), truncated=torch.zeros(2, dtype=torch.bool))
 
 
-def table(total, valid=None, **parts) -> RewardTable:
+def table(total, valid=None, **components) -> RewardTable:
     total = torch.tensor(total, dtype=torch.float64)
     valid = torch.ones_like(total, dtype=torch.bool) if valid is None else torch.tensor(valid)
-    columns = {name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}
+    columns = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in components.items()
+    }
     return RewardTable(columns, dict.fromkeys(columns, 1.0), total, valid)
 
 
@@ -150,8 +152,8 @@ def test_reward_stats_by_hand():
     stats = table(
         [[0.0, 2.0], [3.0, 3.0]],
         valid=[[True, True], [False, True]],
-        right=[[0.0, 1.0], [nan, 1.0]],
-        form=[[nan, nan], [nan, nan]],
+        correct=[[0.0, 1.0], [nan, 1.0]],
+        format=[[nan, nan], [nan, nan]],
     ).stats()
     # Standard deviations with n - 1: sqrt(2) and 0.
     expected = {
@@ -162,20 +164,22 @@ def test_reward_stats_by_hand():
         "reward/group_std": 2**0.5 / 2,
         "reward/failed_frac": 0.25,
         "reward/zero_variance_groups_frac": 0.5,
-        "reward/right": 2 / 3,
-        "reward/right_std": (1 / 3) ** 0.5,
-        "reward/right_share": 1.0,
-        "reward/form": 0.0,
-        "reward/form_std": 0.0,
-        "reward/form_share": 0.0,
-        "reward/cosine_right_form": 0.0,
+        "reward/correct": 2 / 3,
+        "reward/correct_std": (1 / 3) ** 0.5,
+        "reward/correct_share": 1.0,
+        "reward/format": 0.0,
+        "reward/format_std": 0.0,
+        "reward/format_share": 0.0,
+        "reward/cosine_correct_format": 0.0,
     }
-    assert {f"reward/{name}" for name in RewardTable.stat_names(["right", "form"])} == set(stats)
+    assert {f"reward/{name}" for name in RewardTable.stat_names(["correct", "format"])} == set(
+        stats
+    )
     assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected)
     assert {value.dtype for value in stats.values()} == {torch.float32}
 
 
-def test_shares_and_conflicts_of_parts_by_hand():
+def test_shares_and_cosines_of_components_by_hand():
     # Distances from the group's mean: a -1, 1; b (weighted) -2, 2 and 1, -1. Total -3, 3; 1, -1.
     given = table([[0.0, 6.0], [2.0, 0.0]], a=[[0.0, 2.0], [5.0, 5.0]], b=[[0.0, 2.0], [1.0, 0.0]])
     stats = replace(given, weights={"a": 1.0, "b": 2.0}).stats()
@@ -189,7 +193,7 @@ def test_shares_and_conflicts_of_parts_by_hand():
     assert float(against["reward/a_share"]) < 0
 
 
-def test_shares_are_of_what_is_counted_and_of_valid_rows():
+def test_shares_use_counted_components_and_valid_rows():
     given = table(
         [[0.0, 1.0, 0.0]], valid=[[True, True, False]], a=[[0.0, 1.0, 9.0]], b=[[1.0] * 3]
     )
@@ -200,7 +204,7 @@ def test_shares_are_of_what_is_counted_and_of_valid_rows():
     assert float(gated["reward/a"]) == pytest.approx(10 / 3)
 
 
-def test_reward_stats_are_finite_where_nothing_is_valid_or_a_group_is_one_row():
+def test_reward_stats_are_finite_without_valid_rows_and_for_groups_of_one():
     nothing = table([[0.0, 0.0]], valid=[[False, False]]).stats()
     assert (nothing["reward/mean"], nothing["reward/failed_frac"]) == (0.0, 1.0)
     greedy = table([[1.0], [0.0]]).stats()
@@ -210,41 +214,41 @@ def test_reward_stats_are_finite_where_nothing_is_valid_or_a_group_is_one_row():
 def test_reward_stats_do_not_depend_on_the_order_of_groups_and_rows():
     total = torch.rand(5, 4, dtype=torch.float64).round(decimals=1)
     valid = total != 0.5
-    given = RewardTable({"part": total}, {"part": 1.0}, total, valid)
+    given = RewardTable({"r": total}, {"r": 1.0}, total, valid)
     order, members = torch.randperm(5), torch.randperm(4)
     moved, moved_valid = total[order][:, members], valid[order][:, members]
-    shuffled = RewardTable({"part": moved}, {"part": 1.0}, moved, moved_valid)
+    shuffled = RewardTable({"r": moved}, {"r": 1.0}, moved, moved_valid)
     for name, value in given.stats().items():
         torch.testing.assert_close(shuffled.stats()[name], value)
 
 
-def test_a_reward_part_without_weight_or_of_another_shape_is_refused():
+def test_a_reward_component_without_weight_or_of_another_shape_raises():
     total = torch.zeros(2, 3, dtype=torch.float64)
     valid = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(AssertionError):
-        RewardTable({"right": total}, {}, total, valid)
-    with pytest.raises(AssertionError, match="right has shape"):
-        RewardTable({"right": total.T}, {"right": 1.0}, total, valid)
-    with pytest.raises(AssertionError, match="valid has shape"):
-        RewardTable({"right": total}, {"right": 1.0}, total, valid.flatten())
+    with pytest.raises(ValueError, match="weights"):
+        RewardTable({"correct": total}, {}, total, valid)
+    with pytest.raises(ValueError, match="correct has shape"):
+        RewardTable({"correct": total.T}, {"correct": 1.0}, total, valid)
+    with pytest.raises(ValueError, match="valid has shape"):
+        RewardTable({"correct": total}, {"correct": 1.0}, total, valid.flatten())
 
 
 @pytest.mark.parametrize(
-    "name", ["weights", "advantages", "completion_mask", "loss_mask", "ref_logprobs"]
+    "name", ["loss_weights", "advantages", "completion_mask", "loss_mask", "ref_logprobs"]
 )
-def test_every_row_field_of_an_experience_has_the_same_shape(name):
-    with pytest.raises(AssertionError, match=f"{name} has shape"):
-        replace(experience(), **{name: getattr(experience(), name)[:, :3]})
+def test_every_row_field_of_a_training_batch_has_the_same_shape(name):
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        replace(training_batch(), **{name: getattr(training_batch(), name)[:, :3]})
 
 
-def test_every_completion_of_an_experience_continues_a_prompt():
-    with pytest.raises(AssertionError, match="prompt_of has shape"):
-        replace(experience(), prompt_of=torch.tensor([0, 1]))
+def test_every_completion_of_a_training_batch_continues_a_prompt():
+    with pytest.raises(ValueError, match="prompt_of has shape"):
+        replace(training_batch(), prompt_of=torch.tensor([0, 1]))
 
 
-def test_selecting_rows_cuts_padding_off_and_renumbers_their_prompts():
-    chosen = experience().select(torch.tensor([3, 1]))
-    # Prompts 1 and 2 are left, of 3 tokens at most; completions of 3 tokens at most.
+def test_select_trims_padding_and_renumbers_prompts():
+    chosen = training_batch().select(torch.tensor([3, 1]))
+    # Prompts 1 and 2 are left, of at most 3 tokens; completions also have at most 3.
     assert chosen.prompt_ids.tolist() == [[5, 6, 7], [9, 10, 11]]
     assert chosen.prompt_mask.tolist() == [[True, True, True], [False, True, True]]
     assert chosen.prompt_of.tolist() == [1, 0]
@@ -256,8 +260,8 @@ def test_selecting_rows_cuts_padding_off_and_renumbers_their_prompts():
     assert chosen.old_logprobs is None
 
 
-def test_selecting_every_row_in_order_changes_nothing_but_unused_columns():
-    given = experience()
+def test_selecting_all_rows_in_order_only_trims_unused_columns():
+    given = training_batch()
     everything = given.select(torch.arange(4))
     for field in fields(TrainingBatch):
         before, after = getattr(given, field.name), getattr(everything, field.name)
@@ -266,36 +270,36 @@ def test_selecting_every_row_in_order_changes_nothing_but_unused_columns():
         assert (before is None and after is None) or torch.equal(before, after)
 
 
-def test_selecting_twice_is_selecting_once():
+def test_two_selections_equal_one_combined_selection():
     rows, then = torch.tensor([3, 0, 2]), torch.tensor([2, 0])
-    twice, once = experience().select(rows).select(then), experience().select(rows[then])
+    twice, once = training_batch().select(rows).select(then), training_batch().select(rows[then])
     for field in fields(TrainingBatch):
         first, second = getattr(twice, field.name), getattr(once, field.name)
         assert (first is None and second is None) or torch.equal(first, second)
 
 
 def test_a_completion_without_tokens_keeps_one_column():
-    empty = replace(experience(), completion_mask=torch.zeros(4, 4, dtype=torch.bool))
+    empty = replace(training_batch(), completion_mask=torch.zeros(4, 4, dtype=torch.bool))
     assert empty.select(torch.tensor([1, 2])).completion_ids.shape == (2, 1)
 
 
-def test_the_tokens_of_an_experience_are_what_a_policy_is_asked_about():
-    given = experience()
+def test_tokens_of_a_training_batch_share_its_tensors():
+    given = training_batch()
     for field in fields(TokenRows):
         assert getattr(given.tokens, field.name) is getattr(given, field.name)
 
 
-def test_selecting_tokens_is_selecting_rows_of_the_experience():
+def test_select_commutes_with_tokens():
     rows = torch.tensor([3, 1])
-    ours, theirs = experience().tokens.select(rows), experience().select(rows).tokens
+    one, other = training_batch().tokens.select(rows), training_batch().select(rows).tokens
     for field in fields(TokenRows):
-        first, second = getattr(ours, field.name), getattr(theirs, field.name)
+        first, second = getattr(one, field.name), getattr(other, field.name)
         assert (first is None and second is None) or torch.equal(first, second)
 
 
-def test_a_selection_keeps_what_an_environment_said_last():
-    # Row 2 has two real tokens, the second of which is not the policy's.
-    given = experience()
+def test_select_keeps_environment_tokens_at_the_end_of_a_row():
+    # Row 2 has two real tokens; the policy did not generate the second one.
+    given = training_batch()
     mask = given.loss_mask.clone()
     mask[2, 1] = False
     chosen = replace(given, loss_mask=mask).select(torch.tensor([2]))

@@ -1,4 +1,4 @@
-"""Data passed between the stages of an iteration, and the shape legend.
+"""Data classes passed between rollout, reward and learner, and the shape legend.
 
 Shape legend, used in every docstring:
 
@@ -14,57 +14,50 @@ and a completion's mask includes its end token. `logprobs[n, t]` is the log-prob
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
-Rows = TypeVar("Rows", "TokenRows", "TrainingBatch")
 
 
-# Fields of one entry per prompt; every other tensor of a carrier of rows has one entry per row.
-PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
+def _check_shape(name: str, value: Tensor, *shape: int) -> None:
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape}")
 
 
-def _check(name: str, value: Tensor, *shape: int) -> None:
-    assert tuple(value.shape) == shape, f"{name} has shape {tuple(value.shape)}, expected {shape}"
+def _check_rows(rows: TokenRows | TrainingBatch) -> None:
+    num_rows, length = rows.completion_ids.shape
+    for name, value in rows.row_fields().items():
+        _check_shape(name, value, num_rows, length, *value.shape[2:])
+    _check_shape("prompt_of", rows.prompt_of, num_rows)
 
 
-def row_fields(carrier: Any) -> dict[str, Tensor]:
-    """{name: [M, C, ...]} the fields of a carrier of rows that are given, one entry per row."""
-    values = {field.name: getattr(carrier, field.name) for field in fields(carrier)}
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and name not in (*PROMPT_FIELDS, "prompt_of")
-    }
+def _select(batch: TokenRows | TrainingBatch, rows: Tensor) -> dict[str, Tensor]:
+    """Return the fields of some rows and of their prompts, without columns that are all padding."""
+    used_prompts, prompt_of = torch.unique(batch.prompt_of[rows], return_inverse=True)
+    prompt_mask = batch.prompt_mask[used_prompts]
+    # Prompts are padded on the left: the longest one decides where the first used column is.
+    first = prompt_mask.shape[1] - int(prompt_mask.sum(1).max())
+    # One column stays even if all completions are empty: models cannot read tensors of size 0.
+    width = max(1, int(batch.completion_mask[rows].sum(1).max()))
+    selected = {name: value[rows, :width] for name, value in batch.row_fields().items()}
+    selected["prompt_ids"] = batch.prompt_ids[used_prompts, first:]
+    selected["prompt_mask"] = prompt_mask[:, first:]
+    selected["prompt_of"] = prompt_of
+    return selected
 
 
-def _check_rows(carrier: Any, shape: torch.Size) -> None:
-    for name, value in row_fields(carrier).items():
-        _check(name, value, *shape, *value.shape[2:])
-    _check("prompt_of", carrier.prompt_of, shape[0])
-
-
-def _select(carrier: Rows, rows: Tensor) -> Rows:
-    """Rows of a carrier and their prompts, without columns that are padding for all of them."""
-    kept, prompt_of = torch.unique(carrier.prompt_of[rows], return_inverse=True)
-    unused = carrier.prompt_ids.shape[1] - int(carrier.prompt_mask[kept].sum(1).max())
-    used = max(1, int(carrier.completion_mask[rows].sum(1).max()))
-    chosen: dict[str, Any] = {
-        name: value[rows, :used] for name, value in row_fields(carrier).items()
-    }
-    for name in PROMPT_FIELDS:
-        chosen[name] = getattr(carrier, name)[kept, unused:]
-    return replace(carrier, prompt_of=prompt_of, **chosen)
+def _without_none(**values: Tensor | None) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What a model reads: M completions and the prompts that they continue.
+    """Input of a model: M completions and the prompts that they continue.
 
     Args:
         prompt_ids: [B, P] prompts, each once, padded on the left.
@@ -72,9 +65,22 @@ class TokenRows:
         prompt_of: [M] row of `prompt_ids` that each completion continues.
         completion_ids: [M, C] token ids, padded on the right.
         completion_mask: [M, C] True marks a real token.
-        candidate_ids: [M, C, S] ids of the tokens that could be sampled (-1: none), which all
-            distributions are over; None: every token.
-        loss_mask: [M, C] True marks a token that the policy sampled; None: all real ones are.
+        candidate_ids: [M, C, S] ids of the tokens that could be sampled, the candidate set of all
+            distributions, filled with -1; None: every token.
+        loss_mask: [M, C] True marks a token that the policy sampled; None: all real tokens.
+
+    Example:
+        >>> rows = TokenRows(
+        ...     prompt_ids=torch.tensor([[0, 5, 6]]),  # one prompt of two tokens
+        ...     prompt_mask=torch.tensor([[False, True, True]]),
+        ...     prompt_of=torch.tensor([0, 0]),  # continued by two completions
+        ...     completion_ids=torch.tensor([[7, 8, 2], [9, 2, 0]]),
+        ...     completion_mask=torch.tensor([[True, True, True], [True, True, False]]),
+        ... )
+        >>> rows.lengths
+        tensor([3, 2])
+        >>> rows.select(torch.tensor([1])).completion_ids
+        tensor([[9, 2]])
     """
 
     prompt_ids: Tensor
@@ -87,7 +93,7 @@ class TokenRows:
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
-        _check_rows(self, self.completion_ids.shape)
+        _check_rows(self)
 
     def __len__(self) -> int:
         """Number of completions, M."""
@@ -98,27 +104,47 @@ class TokenRows:
         """[M] tokens of each completion that a model reads."""
         return self.completion_mask.sum(1)
 
+    def row_fields(self) -> dict[str, Tensor]:
+        """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
+        return _without_none(
+            completion_ids=self.completion_ids,
+            completion_mask=self.completion_mask,
+            candidate_ids=self.candidate_ids,
+            loss_mask=self.loss_mask,
+        )
+
     def select(self, rows: Tensor) -> TokenRows:
-        """The given completions and their prompts; columns that are padding for all are cut off.
+        """Select completions and their prompts, trimming columns that are all padding.
 
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        return _select(self, rows)
+        return replace(self, **_select(self, rows))
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts and everything known about them.
+    """A batch of prompts, with the other columns of their data set.
 
     Args:
         prompt_ids: [B, P] token ids, padded on the left.
         prompt_mask: [B, P] True marks a real token.
         prompts: B rendered prompt texts.
-        columns: every other column of the data set, a list of length B each; rewards see them.
+        columns: the other columns of the data set, a list of length B each; passed to rewards.
         index: [B] position of each prompt in its data set; names its completions' random streams.
-        set_name: of the set that all of them belong to, where there are several (`val: {easy: ...,
-            hard: ...}`); else "".
+        set_name: name of the validation set of these prompts if there are several (`val: {easy:
+            ..., hard: ...}`); else "".
+
+    Example:
+        >>> batch = PromptBatch(
+        ...     prompt_ids=torch.tensor([[0, 5], [6, 7]]),
+        ...     prompt_mask=torch.tensor([[False, True], [True, True]]),
+        ...     prompts=["2", "3+4"],
+        ...     columns={"answer": ["2", "7"]},
+        ...     index=torch.tensor([10, 3]),
+        ... )
+        >>> batch.select([0]).columns
+        {'answer': ['2']}
     """
 
     prompt_ids: Tensor
@@ -130,24 +156,25 @@ class PromptBatch:
 
     def __post_init__(self) -> None:
         """Check ranks and sizes."""
-        rows, length = self.prompt_ids.shape
-        _check("prompt_mask", self.prompt_mask, rows, length)
-        _check("index", self.index, rows)
+        num_prompts, length = self.prompt_ids.shape
+        _check_shape("prompt_mask", self.prompt_mask, num_prompts, length)
+        _check_shape("index", self.index, num_prompts)
         for name, values in {"prompts": self.prompts, **self.columns}.items():
-            assert len(values) == rows, f"{name} has {len(values)} entries for {rows} prompts"
+            if len(values) != num_prompts:
+                raise ValueError(f"{name} has {len(values)} entries, expected {num_prompts}")
 
     def __len__(self) -> int:
         """Number of prompts, B."""
         return self.prompt_ids.shape[0]
 
     def select(self, rows: Sequence[int]) -> PromptBatch:
-        """Some of the prompts, without the padding that none of them needs."""
+        """Select prompts, trimming columns that are all padding."""
         chosen = list(rows)
         mask = self.prompt_mask[chosen]
-        used = slice(mask.shape[1] - int(mask.sum(1).max()), None)
+        first = mask.shape[1] - int(mask.sum(1).max())
         return PromptBatch(
-            prompt_ids=self.prompt_ids[chosen, used],
-            prompt_mask=mask[:, used],
+            prompt_ids=self.prompt_ids[chosen, first:],
+            prompt_mask=mask[:, first:],
             prompts=[self.prompts[row] for row in chosen],
             columns={
                 name: [values[row] for row in chosen] for name, values in self.columns.items()
@@ -157,9 +184,13 @@ class PromptBatch:
         )
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PromptBatch:
-        """The same batch with its tensors on `device`."""
-        tensors = ("prompt_ids", "prompt_mask", "index")
-        return replace(self, **{name: getattr(self, name).to(device, **kwargs) for name in tensors})
+        """Return the same batch with its tensors on `device`."""
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids.to(device, **kwargs),
+            prompt_mask=self.prompt_mask.to(device, **kwargs),
+            index=self.index.to(device, **kwargs),
+        )
 
 
 @dataclass(frozen=True)
@@ -173,18 +204,35 @@ class Rollout:
         completion_mask: [N, C] True marks a real token, the end token included.
         sampler_logprobs: [N, C] float32 log-probability under the (filtered) distribution that
             the token was drawn from; 0 on padding.
-        truncated: [N] True where the length limit, not the end token, stopped the completion.
-        loss_mask: [N, C] True marks a token that the policy sampled, which is what is learned
-            from: lengths, denominators, entropy and KL count these. Within `completion_mask`,
-            which is what attention sees; the same where it is not given.
-        policy_version: number of finished iterations of the weights that sampled.
+        truncated: [N] True if the length limit, not the end token, stopped the completion.
         completions: N decoded texts, empty until the rollouter decodes them.
-        candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled up with -1;
-            None where that is every token.
-        turns: [N, C] int16 turn that a token was spoken in, -1 elsewhere; None: there is one turn.
-        turn_rewards: [N, K] float64; NaN where there is no such turn, or its reward abstained.
+        candidate_ids: [N, C, S] int32 ids of the tokens that could be sampled, filled with -1;
+            None: every token.
+        loss_mask: [N, C] True marks a token that the policy sampled. Only these contribute to the
+            loss, lengths, denominators, entropy and KL. Attention sees `completion_mask`, which
+            includes tool output; None: the two are equal.
+        policy_version: number of finished iterations of the weights that generated the rollout.
+        turns: [N, C] int16 turn in which the policy generated a token, -1 elsewhere; None: every
+            completion is a single turn.
+        turn_rewards: [N, K] float64 reward of each turn from the environment; NaN if there is no
+            such turn or it has no reward.
         turn_states: N lists of the state after each turn (`StepResult.state`).
-        episodes: N of `litgrpo.rollout.episodes.Episode`; empty where every completion is one turn.
+        episodes: N of `litgrpo.rollout.episodes.Episode`; empty if every completion is one turn.
+
+    Example:
+        >>> ids, mask = torch.tensor([[5, 6]]), torch.tensor([[True, True]])
+        >>> prompt = PromptBatch(ids, mask, ["2+2="], columns={}, index=torch.tensor([0]))
+        >>> rollout = Rollout(
+        ...     prompts=prompt,
+        ...     group_size=2,
+        ...     completion_ids=torch.tensor([[9, 2], [7, 8]]),  # 2 is the end token
+        ...     completion_mask=torch.tensor([[True, True], [True, True]]),
+        ...     sampler_logprobs=torch.tensor([[-0.1, -0.2], [-1.5, -0.7]]),
+        ...     truncated=torch.tensor([False, True]),
+        ...     completions=["4", "22"],
+        ... )
+        >>> rollout.lengths
+        tensor([2, 2])
     """
 
     prompts: PromptBatch
@@ -195,7 +243,7 @@ class Rollout:
     truncated: Tensor
     completions: list[str] = field(default_factory=list)
     candidate_ids: Tensor | None = None
-    loss_mask: Tensor = None  # type: ignore[assignment]  # filled in below
+    loss_mask: Tensor = None  # type: ignore[assignment]  # `__post_init__` sets the default
     policy_version: int = 0
     turns: Tensor | None = None
     turn_rewards: Tensor | None = None
@@ -207,13 +255,16 @@ class Rollout:
         if self.loss_mask is None:
             object.__setattr__(self, "loss_mask", self.completion_mask)
         rows, length = len(self.prompts) * self.group_size, self.completion_ids.shape[1]
-        for name in ("completion_ids", "completion_mask", "sampler_logprobs", "loss_mask"):
-            _check(name, getattr(self, name), rows, length)
-        _check("truncated", self.truncated, rows)
+        _check_shape("completion_ids", self.completion_ids, rows, length)
+        _check_shape("completion_mask", self.completion_mask, rows, length)
+        _check_shape("sampler_logprobs", self.sampler_logprobs, rows, length)
+        _check_shape("loss_mask", self.loss_mask, rows, length)
+        _check_shape("truncated", self.truncated, rows)
         if self.candidate_ids is not None:
-            _check("candidate_ids", self.candidate_ids, rows, length, self.candidate_ids.shape[-1])
+            size = self.candidate_ids.shape[-1]
+            _check_shape("candidate_ids", self.candidate_ids, rows, length, size)
         if self.turns is not None:
-            _check("turns", self.turns, rows, length)
+            _check_shape("turns", self.turns, rows, length)
 
     @property
     def lengths(self) -> Tensor:
@@ -222,7 +273,7 @@ class Rollout:
 
     @property
     def tokens(self) -> TokenRows:
-        """What a model reads of it."""
+        """The rows as input of a model."""
         rows = torch.arange(len(self.completion_ids), device=self.completion_ids.device)
         return TokenRows(
             prompt_ids=self.prompts.prompt_ids,
@@ -235,22 +286,22 @@ class Rollout:
         )
 
     def token_lists(self) -> list[list[int]]:
-        """N lists of token ids without padding, by one transfer to the host."""
+        """N lists of token ids without padding, with one transfer to the host."""
         rows = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
 
     def stats(self) -> Stats:
         """Scalars under `completion/` and `prompt/`, and the entropy at sampling.
 
-        One of two numbers is a sum and the count to divide it by. Where no completion ended, the
-        extremes of those that did are infinite.
+        A pair of numbers is a sum and the count to divide it by. If no completion ended, the
+        extremes of the ended ones are infinite.
         """
         lengths, ended = self.lengths.float(), ~self.truncated
         stats = mean_and_extremes("completion/len", lengths)
         stats["completion/truncated_frac"] = self.truncated.float().mean()
         stats |= mean_and_extremes("completion/terminated_len", lengths, ended)
         stats |= mean_and_extremes("prompt/len", self.prompts.prompt_mask.sum(1).float())
-        # Unbiased, of all rows, and free: -log p of the tokens that were sampled.
+        # H = E[-log p] over sampled tokens: an unbiased estimate that needs no forward pass.
         surprise = -torch.where(self.loss_mask, self.sampler_logprobs, 0.0).sum()
         stats["policy/entropy"] = torch.stack([surprise, self.loss_mask.sum()])
         return stats
@@ -260,14 +311,16 @@ def mean_and_extremes(name: str, values: Tensor, counted: Tensor | None = None) 
     """Mean and extremes of some values.
 
     Args:
-        name: what the names begin with; `_mean`, `_min` and `_max` follow.
+        name: prefix of the metrics; `_mean`, `_min` and `_max` follow.
         values: of any shape.
-        counted: True where a value counts, same shape; the mean is a sum and a count then. None:
-            everywhere.
+        counted: True if a value counts, same shape; the mean is then a sum and a count. None: all
+            values count.
     """
     if counted is None:
-        return {f"{name}_mean": values.mean(), f"{name}_min": values.min()} | {
-            f"{name}_max": values.max()
+        return {
+            f"{name}_mean": values.mean(),
+            f"{name}_min": values.min(),
+            f"{name}_max": values.max(),
         }
     joint = "" if name.endswith("/") else "_"
     total = torch.where(counted, values, 0.0).sum()
@@ -280,22 +333,35 @@ def mean_and_extremes(name: str, values: Tensor, counted: Tensor | None = None) 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """One number per reward function and completion.
+    """Rewards of a rollout: one number per reward component and completion.
 
     Args:
-        parts: {name: [B, G]} float64; NaN where a function abstained or failed.
-        weights: {name: weight of the part in the total}, same keys as `parts`.
-        total: [B, G] float64 weighted sum over the parts that answered; 0 where none did.
-        valid: [B, G] False where a function failed or all abstained: the row teaches nothing.
-        precision: machine epsilon of the coarsest arithmetic the rewards were computed in;
-            relative differences of up to 4 of it count as equal.
-        counted: {name: [B, G]} what of each part is weighted and added up, after normalization and
-            gates; the parts themselves where nothing is said.
+        components: {name: [B, G]} float64; NaN if a function abstained or failed.
+        weights: {name: weight of the component in the total}, same keys as `components`.
+        total: [B, G] float64 weighted sum over the components that are not NaN; 0 if all are.
+        valid: [B, G] False if a function failed or all abstained: the row has zero advantage.
+        precision: machine epsilon of the coarsest arithmetic in which rewards were computed.
+            Relative differences of up to 4 epsilons count as equal.
+        counted: {name: [B, G]} the components after normalization and gates, as they are weighted
+            and summed; default: the components themselves.
         metrics: {name to log: number} that reward functions logged themselves.
-        extras: {column: {row: value}}, shown beside the samples.
+        extras: {column: {row: value}}, shown next to the samples.
+
+    Example:
+        >>> rewards = RewardTable(
+        ...     components={
+        ...         "correct": torch.tensor([[1.0, 0.0]]).double(),
+        ...         "format": torch.tensor([[1.0, 1.0]]).double(),
+        ...     },
+        ...     weights={"correct": 1.0, "format": 0.2},
+        ...     total=torch.tensor([[1.2, 0.2]]).double(),
+        ...     valid=torch.tensor([[True, True]]),
+        ... )
+        >>> float(rewards.stats()["reward/correct_share"])  # "format" does not rank completions
+        1.0
     """
 
-    parts: dict[str, Tensor]
+    components: dict[str, Tensor]
     weights: dict[str, float]
     total: Tensor
     valid: Tensor
@@ -307,10 +373,16 @@ class RewardTable:
     def __post_init__(self) -> None:
         """Check shapes and keys."""
         if not self.counted:
-            object.__setattr__(self, "counted", self.parts)
-        assert self.parts.keys() == self.weights.keys() == self.counted.keys()
-        for name, part in [*self.parts.items(), *self.counted.items(), ("valid", self.valid)]:
-            _check(name, part, *self.total.shape)
+            object.__setattr__(self, "counted", self.components)
+        for name, keys in (("weights", self.weights.keys()), ("counted", self.counted.keys())):
+            if keys != self.components.keys():
+                raise ValueError(
+                    f"{name} has the keys {list(keys)}, expected those of components: "
+                    f"{list(self.components)}"
+                )
+        for name, values in [*self.components.items(), *self.counted.items()]:
+            _check_shape(name, values, *self.total.shape)
+        _check_shape("valid", self.valid, *self.total.shape)
 
     def stats(self) -> Stats:
         """Scalars under `reward/`."""
@@ -323,51 +395,55 @@ class RewardTable:
             "reward/failed_frac": (~self.valid).double().mean(),
             "reward/zero_variance_groups_frac": (spread == 0).double().mean(),
         }
-        # All processes report the same names, so a part that answered nowhere counts as 0.
-        for name, part in self.parts.items():
-            stats[f"reward/{name}"] = part.nanmean().nan_to_num(0.0)
-            answers = part[~part.isnan()]
-            std = answers.std() if len(answers) > 1 else self.total.new_zeros(())
+        # Every rank must report the same names, so a component that is NaN everywhere counts as 0.
+        for name, component in self.components.items():
+            stats[f"reward/{name}"] = component.nanmean().nan_to_num(0.0)
+            values = component[~component.isnan()]
+            std = values.std() if len(values) > 1 else self.total.new_zeros(())
             stats[f"reward/{name}_std"] = std
-        stats |= self._comparison() if len(self.parts) > 1 else {}
+        if len(self.components) > 1:
+            stats |= self._compare_components()
         stats = {name: value.nan_to_num(0.0).float() for name, value in stats.items()}
         extremes = mean_and_extremes("reward/", self.total.float(), self.valid)
         return stats | {name: extremes[name] for name in ("reward/min", "reward/max")}
 
-    def _comparison(self) -> Stats:
-        """Which part moves the total within the groups, and which parts pull against each other.
+    def _compare_components(self) -> Stats:
+        """Share of each component in the differences within groups, and conflicts between them.
 
-        With c_k the distance of weight times part k from its group's mean, and c their sum, the
-        share of part k is <c_k, c> / <c, c>: shares add up to 1, and one is negative where a part
-        is overruled. The cosine of two parts is that of their distances, signed by their weights.
+        Let c_k be component k minus its group mean, times its weight, and c their sum. The share of
+        component k is <c_k, c> / <c, c>. Shares add up to 1; a negative share means that the other
+        components outweigh this one. The cosine of two components is that of c_k and c_l.
         """
-        centered = {name: self._centered(part) for name, part in self.counted.items()}
-        pulls = {name: self.weights[name] * part for name, part in centered.items()}
-        total = torch.stack(list(pulls.values())).sum(0)
-        power = total.square().sum().clamp(min=torch.finfo(total.dtype).tiny)
+        centered = {name: self._center(values) for name, values in self.counted.items()}
+        weighted = {name: self.weights[name] * values for name, values in centered.items()}
+        total = torch.stack(list(weighted.values())).sum(0)
+        tiny = torch.finfo(total.dtype).tiny
+        power = total.square().sum().clamp(min=tiny)
         stats = {
-            f"reward/{name}_share": (pull * total).sum() / power for name, pull in pulls.items()
+            f"reward/{name}_share": (values * total).sum() / power
+            for name, values in weighted.items()
         }
         for one, other in combinations(centered, 2):
             product = (centered[one] * centered[other]).sum()
             norms = centered[one].norm() * centered[other].norm()
+            # Only the signs of the weights matter; a weight of 0 keeps the sign of the component.
             sign = 1.0 if self.weights[one] * self.weights[other] >= 0 else -1.0
-            cosine = sign * product / norms.clamp(min=torch.finfo(total.dtype).tiny)
-            stats[f"reward/cosine_{one}_{other}"] = cosine
+            stats[f"reward/cosine_{one}_{other}"] = sign * product / norms.clamp(min=tiny)
         return stats
 
-    def _centered(self, part: Tensor) -> Tensor:
-        """[B, G] distance from the group's mean; 0 where nothing is known or all are equal."""
-        known = self.valid & ~part.isnan()
-        values = part.where(known, torch.nan)
+    def _center(self, component: Tensor) -> Tensor:
+        """[B, G] component minus its group mean; 0 for invalid rows and groups of equal rewards."""
+        known = self.valid & ~component.isnan()
+        values = component.where(known, torch.nan)
         distance = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        # Equal rewards of limited precision differ from their mean by rounding: treat that as 0.
         largest = values.nan_to_num(0.0).abs().amax(1, keepdim=True)
         noise = 4 * self.precision * largest
         return distance.masked_fill(distance.abs().amax(1, keepdim=True) <= noise, 0.0)
 
     @staticmethod
-    def stat_names(parts: Sequence[str]) -> list[str]:
-        """Everything that `stats` logs under `reward/` for parts of these names."""
+    def stat_names(components: Sequence[str]) -> list[str]:
+        """Names that `stats` logs under `reward/` for components of these names."""
         names = [
             "mean",
             "std",
@@ -377,22 +453,27 @@ class RewardTable:
             "failed_frac",
             "zero_variance_groups_frac",
         ]
-        names += parts
-        names += [f"{part}_std" for part in parts]
-        if len(parts) > 1:
-            names += [f"{part}_share" for part in parts]
-            names += [f"cosine_{one}_{other}" for one, other in combinations(parts, 2)]
+        names += components
+        names += [f"{name}_std" for name in components]
+        if len(components) > 1:
+            names += [f"{name}_share" for name in components]
+            names += [f"cosine_{one}_{other}" for one, other in combinations(components, 2)]
         return names
 
 
 @dataclass(frozen=True)
 class RolloutLogprobs:
-    """What models say of a rollout before its first optimizer step.
+    """Log-probabilities of a rollout under the old policy and the reference.
 
     Args:
-        old: [N, C] log-probabilities under the policy; None: the policy has not moved since the
-            rows were sampled when they are learned from (ratio 1).
-        ref: [N, C] log-probabilities under the reference; None without a reference.
+        old: [N, C] under the policy before the first optimizer step; None: on-policy, the policy
+            has not changed since sampling (ratio 1).
+        ref: [N, C] under the reference; None without a reference.
+
+    Example:
+        One completion of two tokens that the reference finds less likely::
+
+            RolloutLogprobs(old=tensor([[-0.1, -0.2]]), ref=tensor([[-0.4, -0.2]]))
     """
 
     old: Tensor | None = None
@@ -401,21 +482,36 @@ class RolloutLogprobs:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What to learn from: M completions with the weight and direction of each of their tokens.
+    """A training batch: M completions with per-token advantages and loss weights.
 
     All log-probabilities are over `candidate_ids`.
 
     Args:
-        prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask, candidate_ids: as of
+        prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask, candidate_ids: see
             `TokenRows`.
         loss_mask: [M, C] True marks a token that the policy sampled.
         sampler_logprobs: [M, C] log-probability at sampling.
-        advantages: [M, C] how much better than expected, per token.
-        weights: [M, C] loss weight of each token in its optimizer step: mask and loss aggregation
-            in one. (Not the weights of rewards or of the model.)
+        advantages: [M, C] advantage of each token.
+        loss_weights: [M, C] weight of each token in the loss of its optimizer step, from the loss
+            mask and the loss aggregation; exactly 0 for tokens not in the loss.
         old_logprobs: [M, C] log-probability before the rollout's first optimizer step; None means
             on-policy (ratio 1).
         ref_logprobs: [M, C] log-probability under the reference; None without a reference.
+
+    Example:
+        Two completions of one prompt, of 2 and 1 tokens, aggregated by `token_mean`::
+
+            TrainingBatch(
+                prompt_ids=tensor([[5, 6]]),
+                prompt_mask=tensor([[True, True]]),
+                prompt_of=tensor([0, 0]),
+                completion_ids=tensor([[9, 2], [2, 0]]),
+                completion_mask=tensor([[True, True], [True, False]]),
+                loss_mask=tensor([[True, True], [True, False]]),
+                sampler_logprobs=tensor([[-0.1, -0.2], [-2.3, 0.0]]),
+                advantages=tensor([[0.71, 0.71], [-0.71, 0.0]]),
+                loss_weights=tensor([[0.33, 0.33], [0.33, 0.0]]),
+            )
     """
 
     prompt_ids: Tensor
@@ -426,14 +522,14 @@ class TrainingBatch:
     loss_mask: Tensor
     sampler_logprobs: Tensor
     advantages: Tensor
-    weights: Tensor
+    loss_weights: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     candidate_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that every row field has M rows of one length."""
-        _check_rows(self, self.completion_ids.shape)
+        _check_rows(self)
 
     def __len__(self) -> int:
         """Number of completions, M."""
@@ -441,25 +537,54 @@ class TrainingBatch:
 
     @property
     def tokens(self) -> TokenRows:
-        """What a model reads of it."""
-        return TokenRows(**{each.name: getattr(self, each.name) for each in fields(TokenRows)})
+        """The rows as input of a model."""
+        return TokenRows(
+            prompt_ids=self.prompt_ids,
+            prompt_mask=self.prompt_mask,
+            prompt_of=self.prompt_of,
+            completion_ids=self.completion_ids,
+            completion_mask=self.completion_mask,
+            candidate_ids=self.candidate_ids,
+            loss_mask=self.loss_mask,
+        )
+
+    def row_fields(self) -> dict[str, Tensor]:
+        """Return {name: [M, C, ...]} of the given fields with one entry per token of a row."""
+        return _without_none(
+            completion_ids=self.completion_ids,
+            completion_mask=self.completion_mask,
+            candidate_ids=self.candidate_ids,
+            loss_mask=self.loss_mask,
+            sampler_logprobs=self.sampler_logprobs,
+            advantages=self.advantages,
+            loss_weights=self.loss_weights,
+            old_logprobs=self.old_logprobs,
+            ref_logprobs=self.ref_logprobs,
+        )
 
     def select(self, rows: Tensor) -> TrainingBatch:
-        """The given completions and their prompts; columns that are padding for all are cut off.
+        """Select completions and their prompts, trimming columns that are all padding.
 
         Args:
             rows: [m] row numbers, in any order; at least one.
         """
-        return _select(self, rows)
+        return replace(self, **_select(self, rows))
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What a policy thinks of given completions.
+    """Per-token log-probabilities and entropies of given completions under a policy.
 
     Args:
         logprobs: [M, C] float32 log-probability of each completion token; 0 on padding.
         entropy: [M, C] float32 entropy of the distribution it was drawn from; 0 on padding.
+
+    Example:
+        One completion of two tokens in three columns::
+
+            TokenLogprobs(
+                logprobs=tensor([[-0.1, -1.6, 0.0]]), entropy=tensor([[0.3, 1.4, 0.0]])
+            )
     """
 
     logprobs: Tensor
@@ -468,12 +593,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss to differentiate, and what is worth knowing about it.
+    """Loss and metrics of one micro-batch.
 
     Args:
-        loss: [] sum over tokens of weight times token loss.
+        loss: [] sum over tokens of loss weight times token loss.
         stats: {name: [2]} a sum over tokens (or rows) and the count to divide it by, so that sums
-            over micro-batches and processes give exact averages.
+            over micro-batches and ranks give exact averages.
+
+    Example:
+        A KL of 0.02 nats on average over 128 tokens::
+
+            LossOutput(loss=tensor(-0.013), stats={"policy/kl": tensor([2.56, 128.0])})
     """
 
     loss: Tensor
@@ -482,14 +612,18 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did.
+    """Learning rate and metrics of one optimizer step.
 
     Args:
         lr: learning rate of the step.
-        sums: {name: [2]} a sum and the count to divide it by, over the rows that were learned
-            from; empty where the step was skipped.
-        skipped: None for a step that was taken. A step with a number that is not finite is not:
-            {row of the rollout: which number}, empty where no row alone explains it.
+        sums: {name: [2]} a sum and the count to divide it by, over the rows in the loss; empty if
+            the step was skipped.
+        skipped: None if the step was taken. It is skipped if a loss or gradient is not finite:
+            {row of the rollout: the number that is not finite}, empty if no single row explains it.
+
+    Example:
+        >>> StepReport(lr=1e-6, skipped={3: "gradient"}).skipped
+        {3: 'gradient'}
     """
 
     lr: float

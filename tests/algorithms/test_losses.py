@@ -30,7 +30,7 @@ from litgrpo.algorithms.losses import (
     k3,
 )
 from litgrpo.tensors import bounded_exp, row_mean
-from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch, row_fields
+from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 from tests.support.algorithms import CLIP_HIGHER, PUBLISHED
 from tests.support.comms import Twins
 from tests.support.raises import raises_for
@@ -71,7 +71,7 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
     now = rows(-2.0, -0.5)
     entropy = rows(0.1, 2.0)
     ids = torch.arange(6)[:, None].expand(6, 5)
-    experience = TrainingBatch(
+    training_batch = TrainingBatch(
         prompt_ids=torch.zeros(2, 1, dtype=torch.long),
         prompt_mask=torch.ones(2, 1, dtype=torch.bool),
         prompt_of=torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -80,24 +80,24 @@ def batch(objective, *, dtype=torch.float64, old=True, junk=0.0):
         loss_mask=mask,
         sampler_logprobs=now + rows(-0.2, 0.2),
         advantages=rows(-1.0, 1.0),
-        weights=objective.token_weights(mask, TRUNCATED, 8, dtype=dtype),
+        loss_weights=objective.token_weights(mask, TRUNCATED, 8, dtype=dtype),
         old_logprobs=now + rows(-0.4, 0.4) if old else None,
         ref_logprobs=now + rows(-0.3, 0.3),
     )
-    return now, entropy, experience
+    return now, entropy, training_batch
 
 
-def gradients(objective, now, entropy, experience, groups):
+def gradients(objective, now, entropy, training_batch, groups):
     """Total loss and gradients over the given micro-batches, in that order."""
     now, entropy = now.clone().requires_grad_(), entropy.clone().requires_grad_()
-    normalizers = objective.normalizers(experience.weights, entropy)
+    totals = objective.entropy_totals(training_batch.loss_weights, entropy)
     total = 0.0
     for rows in groups:
         # A selection is as wide as its longest row; the whole batch keeps its padding.
-        micro = experience if groups is ALL else experience.select(rows)
-        width = micro.weights.shape[1]
+        micro = training_batch if groups is ALL else training_batch.select(rows)
+        width = micro.loss_weights.shape[1]
         new = TokenLogprobs(now[rows, :width], entropy[rows, :width])
-        loss = objective.loss(new, micro, normalizers).loss
+        loss = objective.loss(new, micro, totals).loss
         loss.backward()
         total += loss.item()
     unused = torch.zeros_like(entropy)
@@ -152,14 +152,15 @@ def test_padding_may_hold_anything(name, junk, old):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_more_padding_changes_nothing(name):
     objective = ALGORITHMS[name]
-    now, entropy, experience = batch(objective)
-    loss, grad, _ = gradients(objective, now, entropy, experience, ALL)
+    now, entropy, training_batch = batch(objective)
+    loss, grad, _ = gradients(objective, now, entropy, training_batch, ALL)
 
     def wider(values):
         return torch.nn.functional.pad(values, (0, 3))
 
     padded = replace(
-        experience, **{name: wider(value) for name, value in row_fields(experience).items()}
+        training_batch,
+        **{name: wider(value) for name, value in training_batch.row_fields().items()},
     )
     found = gradients(objective, wider(now), wider(entropy), padded, ALL)
 
@@ -171,9 +172,9 @@ def test_more_padding_changes_nothing(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_all_masked_batch_is_zero_and_finite(name):
     objective = ALGORITHMS[name]
-    now, entropy, experience = batch(objective, junk=math.nan)
-    experience = replace(experience, weights=torch.zeros_like(now))
-    loss, grad, grad_entropy = gradients(objective, now, entropy, experience, ALL)
+    now, entropy, training_batch = batch(objective, junk=math.nan)
+    training_batch = replace(training_batch, loss_weights=torch.zeros_like(now))
+    loss, grad, grad_entropy = gradients(objective, now, entropy, training_batch, ALL)
 
     assert loss == 0
     assert (grad == 0).all()
@@ -183,8 +184,8 @@ def test_an_all_masked_batch_is_zero_and_finite(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_policy_that_ran_away_leaves_finite_gradients(name):
     objective = ALGORITHMS[name]
-    now, entropy, experience = batch(objective, dtype=torch.float32)
-    far = replace(experience, ref_logprobs=torch.full_like(now, -1.0))
+    now, entropy, training_batch = batch(objective, dtype=torch.float32)
+    far = replace(training_batch, ref_logprobs=torch.full_like(now, -1.0))
     for start, end in ((-100.0, -1.0), (-1.0, -100.0)):
         moved = replace(far, old_logprobs=torch.full_like(now, start))
         loss, grad, _ = gradients(objective, torch.full_like(now, end), entropy, moved, ALL)
@@ -196,62 +197,62 @@ def test_a_policy_that_ran_away_leaves_finite_gradients(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_without_old_logprobs_the_ratio_is_one_and_has_a_gradient(name):
     objective = ALGORITHMS[name]
-    now, entropy, experience = batch(objective, old=False)
-    same = replace(experience, old_logprobs=now)
+    now, entropy, training_batch = batch(objective, old=False)
+    same = replace(training_batch, old_logprobs=now)
 
-    absent = gradients(objective, now, entropy, experience, ALL)
+    absent = gradients(objective, now, entropy, training_batch, ALL)
     equal = gradients(objective, now, entropy, same, ALL)
 
     torch.testing.assert_close(absent, equal, rtol=1e-12, atol=1e-15)
-    stats = objective.loss(TokenLogprobs(now, entropy), experience).stats
+    stats = objective.loss(TokenLogprobs(now, entropy), training_batch).stats
     assert stats["policy/log_ratio"][0] == 0
     assert absent[1].abs().sum() > 0
 
 
 def test_grpo_against_the_sums_of_the_paper():
     objective = PUBLISHED["grpo"]
-    now, entropy, experience = batch(objective)
+    now, entropy, training_batch = batch(objective)
     rows = []
     for row, length in enumerate(LENGTHS.tolist()):
         tokens = []
         for t in range(length):
-            logp, a = now[row, t], experience.advantages[row, t]
-            w = math.exp(logp - experience.old_logprobs[row, t])
-            d = experience.ref_logprobs[row, t] - logp
+            logp, a = now[row, t], training_batch.advantages[row, t]
+            w = math.exp(logp - training_batch.old_logprobs[row, t])
+            d = training_batch.ref_logprobs[row, t] - logp
             gain = min(w * a, min(max(w, 0.8), 1.2) * a)
             tokens.append(gain - 0.04 * (math.exp(d) - d - 1))
         rows.append(sum(tokens) / length if length else 0.0)
 
-    loss = objective.loss(TokenLogprobs(now, entropy), experience).loss
+    loss = objective.loss(TokenLogprobs(now, entropy), training_batch).loss
 
     assert loss.item() == pytest.approx(-float(sum(rows)) / 6)
 
 
 def test_stats_are_sums_and_counts_of_tokens():
     objective = Objective(Normalized(), kl_coef=0.1, surrogate=Clipped(0.1, 0.1))
-    now, entropy, experience = batch(objective)
-    stats = objective.loss(TokenLogprobs(now, entropy), experience).stats
-    mask, s = experience.completion_mask, now - experience.old_logprobs
+    now, entropy, training_batch = batch(objective)
+    stats = objective.loss(TokenLogprobs(now, entropy), training_batch).stats
+    mask, s = training_batch.completion_mask, now - training_batch.old_logprobs
 
     assert {value.shape for value in stats.values()} == {(2,)}
     assert stats[RATIO_MAX][1] == 1  # a largest number, not a sum
     assert {value[1].item() for name, value in stats.items() if name != RATIO_MAX} == {18.0}
-    high = (s > math.log(1.1)) & (experience.advantages > 0) & mask
-    low = (s < math.log(0.9)) & (experience.advantages < 0) & mask
+    high = (s > math.log(1.1)) & (training_batch.advantages > 0) & mask
+    low = (s < math.log(0.9)) & (training_batch.advantages < 0) & mask
     assert stats["policy/clip_high_frac"][0] == high.sum() > 0
     assert stats["policy/clip_low_frac"][0] == low.sum() > 0
     torch.testing.assert_close(stats["policy/entropy_trained"][0], entropy[mask].sum())
     assert stats["policy/kl"][0] > 0
-    assert "policy/kl" not in Objective().loss(TokenLogprobs(now, entropy), experience).stats
+    assert "policy/kl" not in Objective().loss(TokenLogprobs(now, entropy), training_batch).stats
 
 
 def test_masks_and_corrections_leave_the_kl_term_alone():
     plain = Objective(kl_coef=0.1)
     masked = replace(plain, top_entropy_quantile=0.3, off_policy_mask_threshold=-9.0)
     masked = replace(masked, importance_correction=ImportanceCorrection(mode="mask", max=0.0))
-    now, entropy, experience = batch(plain)
-    only_kl = replace(experience, advantages=torch.zeros_like(now))
-    bad = replace(experience, advantages=-torch.ones_like(now))
+    now, entropy, training_batch = batch(plain)
+    only_kl = replace(training_batch, advantages=torch.zeros_like(now))
+    bad = replace(training_batch, advantages=-torch.ones_like(now))
 
     torch.testing.assert_close(
         gradients(masked, now, entropy, bad, ALL)[1],
@@ -261,22 +262,22 @@ def test_masks_and_corrections_leave_the_kl_term_alone():
 
 def test_top_entropy_share_learns_from_the_most_uncertain_tokens():
     objective = Objective(top_entropy_quantile=0.5, loss_aggregation=TokenMean())
-    now, entropy, experience = batch(objective, old=False)
-    mask = experience.completion_mask
+    now, entropy, training_batch = batch(objective, old=False)
+    mask = training_batch.completion_mask
     median = entropy[mask].quantile(0.5)
 
-    _, grad, _ = gradients(objective, now, entropy, experience, ALL)
+    _, grad, _ = gradients(objective, now, entropy, training_batch, ALL)
 
     assert torch.equal(grad != 0, mask & (entropy >= median))
 
 
 def test_off_policy_limit_drops_bad_rows_that_became_unlikely():
     objective = Objective(off_policy_mask_threshold=0.5, surrogate=PolicyGradient())
-    now, entropy, experience = batch(objective, old=False)
+    now, entropy, training_batch = batch(objective, old=False)
     signs = torch.tensor([-1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     drift = torch.tensor([1.0, 0.4, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     moved = replace(
-        experience,
+        training_batch,
         advantages=signs[:, None].expand(6, 5),
         sampler_logprobs=now + drift[:, None],
     )
@@ -300,7 +301,7 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
     entropy = torch.tensor([[1.0, 4.0, 9.0], [3.0, 2.0, 9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, False]])
     now = torch.full((2, 3), -1.0)
-    experience = TrainingBatch(
+    training_batch = TrainingBatch(
         prompt_ids=torch.zeros(1, 1, dtype=torch.long),
         prompt_mask=torch.ones(1, 1, dtype=torch.bool),
         prompt_of=torch.zeros(2, dtype=torch.long),
@@ -309,44 +310,45 @@ def test_the_entropy_bonus_is_the_mean_of_the_tokens_that_are_kept_by_hand():
         loss_mask=mask,
         sampler_logprobs=now,
         advantages=torch.zeros(2, 3),
-        weights=objective.token_weights(mask, torch.zeros(2, dtype=torch.bool), 3),
+        loss_weights=objective.token_weights(mask, torch.zeros(2, dtype=torch.bool), 3),
     )
 
-    normalizers = objective.normalizers(experience.weights, entropy)
-    loss = objective.loss(TokenLogprobs(now, entropy), experience, normalizers).loss
+    totals = objective.entropy_totals(training_batch.loss_weights, entropy)
+    loss = objective.loss(TokenLogprobs(now, entropy), training_batch, totals).loss
     loss.backward()
 
-    assert normalizers.num_tokens == 2
+    assert totals.num_tokens == 2
     assert loss.item() == -0.5 * (3 + 4) / 2
     assert entropy.grad.tolist() == [[0, -0.25, 0], [-0.25, 0, 0]]
 
 
-def test_normalizers_count_the_tokens_of_all_processes():
+def test_entropy_totals_count_the_tokens_of_all_ranks():
     objective = Objective(top_entropy_quantile=0.5, entropy_coef=0.5)
-    _, entropy, experience = batch(objective)
-    alone = objective.normalizers(experience.weights, entropy)
-    twins = objective.normalizers(experience.weights, entropy, Twins())
+    _, entropy, training_batch = batch(objective)
+    alone = objective.entropy_totals(training_batch.loss_weights, entropy)
+    twins = objective.entropy_totals(training_batch.loss_weights, entropy, Twins())
 
     assert twins.num_tokens == 2 * alone.num_tokens == 2 * 9
 
 
 def with_turns(objective, junk=0.0):
     """The rows of `batch` with two tokens of an environment after the second token of each."""
-    now, entropy, experience = batch(objective)
+    now, entropy, training_batch = batch(objective)
 
     def parted(values, said):
         between = torch.full_like(values[:, :2], said)
         return torch.cat([values[:, :2], between, values[:, 2:]], 1)
 
     spoken_to = (LENGTHS > 2)[:, None]
-    fills = dict.fromkeys(("completion_ids", "loss_mask", "weights"), 0)
+    fills = dict.fromkeys(("completion_ids", "loss_mask", "loss_weights"), 0)
     rows = {
-        name: parted(value, fills.get(name, junk)) for name, value in row_fields(experience).items()
+        name: parted(value, fills.get(name, junk))
+        for name, value in training_batch.row_fields().items()
     }
     width = torch.arange(7)
     seen = width < (LENGTHS + 2 * (LENGTHS > 2))[:, None]
     rows["completion_mask"] = seen & (spoken_to | (width < LENGTHS[:, None]))
-    return parted(now, junk), parted(entropy, junk), replace(experience, **rows)
+    return parted(now, junk), parted(entropy, junk), replace(training_batch, **rows)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -366,8 +368,8 @@ def test_tokens_of_an_environment_change_nothing_whatever_they_hold(name, junk):
     assert (found[1][:, 2:4] == 0).all()
     assert (found[2][:, 2:4] == 0).all()
     stats = [
-        objective.loss(TokenLogprobs(now, entropy), experience).stats
-        for now, entropy, experience in (plain, parted)
+        objective.loss(TokenLogprobs(now, entropy), training_batch).stats
+        for now, entropy, training_batch in (plain, parted)
     ]
     for key, value in stats[0].items():
         torch.testing.assert_close(stats[1][key], value, rtol=1e-12, atol=1e-15)
@@ -383,9 +385,9 @@ def test_weights_and_advantages_of_rows_with_turns_are_those_of_the_policys_toke
     for values in ("token_weights", "token_advantages"):
         given = (TRUNCATED, 8) if values == "token_weights" else ()
         results = []
-        for experience in (plain, parted):
+        for training_batch in (plain, parted):
             first = () if given else (table,)
-            results.append(getattr(objective, values)(*first, experience.loss_mask, *given))
+            results.append(getattr(objective, values)(*first, training_batch.loss_mask, *given))
         torch.testing.assert_close(results[1][:, own], results[0])
         assert (results[1][:, 2:4] == 0).all()
 

@@ -255,17 +255,17 @@ def test_every_overlay_learns_from_episodes(name):
     assert rewards.total.unique().numel() > 1
     learner = learner_of(policy, PUBLISHED[name])
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.build_batch(rollout, rewards, logprobs)
+    training_batch = learner.build_batch(rollout, rewards, logprobs)
     heard = rollout.completion_mask & ~rollout.loss_mask
-    assert not experience.advantages[heard].any()
-    for row, numbers in zip(experience.advantages, rollout.turns, strict=True):
+    assert not training_batch.advantages[heard].any()
+    for row, numbers in zip(training_batch.advantages, rollout.turns, strict=True):
         for number in numbers[numbers >= 0].unique():
             assert row[numbers == number].unique().numel() == 1
-    rows = zip(experience.advantages, rollout.turns >= 0, strict=True)
+    rows = zip(training_batch.advantages, rollout.turns >= 0, strict=True)
     different = max(row[spoken].unique().numel() for row, spoken in rows)
     # Echo rewards equal turns equally, so before the last turn MT-GRPO has nothing to compare
     assert (different > 1) == (name not in ("mt_grpo", "simpletir"))
-    assert gradient_of(learner, experience).norm() > 0
+    assert gradient_of(learner, training_batch).norm() > 0
 
 
 # --- the turns of a rollout ---

@@ -55,15 +55,15 @@ def test_the_released_objective_makes_what_it_rewards_less_likely(monkeypatch):
     module, seen = subject(check_invariants=False), []
     learn = Learner.update
 
-    def record_call(learner, experience, stepper):
-        seen.append(experience)
-        return learn(learner, experience, stepper)
+    def record_call(learner, training_batch, stepper):
+        seen.append(training_batch)
+        return learn(learner, training_batch, stepper)
 
     monkeypatch.setattr(Learner, "update", record_call)
     fit(module)
-    (experience,) = seen
+    (training_batch,) = seen
     before, after = (
-        policy.logprobs(experience.tokens).logprobs.mean()
+        policy.logprobs(training_batch.tokens).logprobs.mean()
         for policy in (subject().policy, module.policy.eval())
     )
     assert after < before - 0.01
@@ -76,11 +76,11 @@ def test_the_released_objective_learns_padding_too():
     assert not rollout.completion_mask.all()
     rewards = module.scorer.start(rollout).wait()
     logprobs = module.learner.old_and_reference_logprobs(rollout)
-    experience = module.learner.build_batch(rollout, rewards, logprobs)
-    assert experience.completion_mask.all()
+    training_batch = module.learner.build_batch(rollout, rewards, logprobs)
+    assert training_batch.completion_mask.all()
     length = rollout.completion_mask.shape[1]
-    assert experience.weights.unique().tolist() == pytest.approx([1 / length / 4])
-    assert experience.advantages.unique().tolist() == [-1.0]
+    assert training_batch.loss_weights.unique().tolist() == pytest.approx([1 / length / 4])
+    assert training_batch.advantages.unique().tolist() == [-1.0]
 
 
 def test_the_invariants_refuse_the_released_objective():

@@ -70,7 +70,7 @@ def test_evaluation_files_can_be_disabled(tmp_path):
 def test_a_missing_reward_is_null():
     given = evaluate("A")
     given["rewards"].valid[:] = False
-    given["rewards"].parts["correct"][:] = torch.nan
+    given["rewards"].components["correct"][:] = torch.nan
     (row,) = prompt_rows(given)
     assert row["reward"] is None
     assert row["samples"][0]["rewards"]["correct"] is None

@@ -19,4 +19,4 @@ def test_columns_of_a_table_stand_under_each_other():
 
 def test_json_gets_nothing_for_what_is_no_number():
     rewards = rewards_of(rollout_of(prompts("A")))
-    assert finite_or_none(rewards.parts["format"]) == [None, 1.0]
+    assert finite_or_none(rewards.components["format"]) == [None, 1.0]

@@ -42,9 +42,9 @@ def test_a_dry_run_is_small_and_leaves_the_run_as_it_was():
 def test_rows_that_were_rewarded_as_another_prompts_are_counted():
     _, dry = dry_run()
     rollout = dry.sample(prompt_batch("a", "hello"))
-    experience = dry.experience(rollout)
-    assert dry.probe.misplaced(rollout, experience) == 0
-    swapped = replace(experience, prompt_of=experience.prompt_of.flip(0))
+    training_batch = dry.build_batch(rollout)
+    assert dry.probe.misplaced(rollout, training_batch) == 0
+    swapped = replace(training_batch, prompt_of=training_batch.prompt_of.flip(0))
     assert dry.probe.misplaced(rollout, swapped) == 2 * GROUP
 
 

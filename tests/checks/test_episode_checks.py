@@ -166,7 +166,7 @@ def denominators_of_all_tokens(learner, right, rollout, rewards, logprobs):
     weights = learner.objective.token_weights(
         rollout.completion_mask, rollout.truncated, learner.max_completion_length, learner.comm
     )
-    return replace(found, weights=weights * rollout.loss_mask)
+    return replace(found, loss_weights=weights * rollout.loss_mask)
 
 
 BUGS = [

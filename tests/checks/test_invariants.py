@@ -29,7 +29,7 @@ from litgrpo.rollout.engines.local import CompletionBuffer
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.training.grpo import GRPO
 from litgrpo.training.learner import Learner
-from litgrpo.training.micro_batches import Limits
+from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.training.update_config import UpdateConfig
 from tests.support.algorithms import PUBLISHED
 from tests.support.invariants import KL, TEXTS, fit, letters, module
@@ -286,9 +286,9 @@ def prompts_of_completions_interleaved(patch):
     right = Learner.build_batch
 
     def interleaved(self, rollout, rewards, logprobs):
-        experience = right(self, rollout, rewards, logprobs)
-        prompt_of = torch.arange(len(experience)) % len(rollout.prompts)
-        return replace(experience, prompt_of=prompt_of)
+        training_batch = right(self, rollout, rewards, logprobs)
+        prompt_of = torch.arange(len(training_batch)) % len(rollout.prompts)
+        return replace(training_batch, prompt_of=prompt_of)
 
     patch(Learner, "build_batch", interleaved)
     return module()
@@ -351,8 +351,8 @@ def mean_of_means_over_tokens(patch):
 def mean_over_micro_batches(patch):
     right = Learner.losses
 
-    def losses(self, experience, limits):
-        parts = list(right(self, experience, limits))
+    def losses(self, training_batch, limits):
+        parts = list(right(self, training_batch, limits))
         return [(replace(part, loss=part.loss / len(parts)), last) for part, last in parts]
 
     patch(Learner, "losses", losses)
@@ -690,15 +690,16 @@ def test_data_without_prompts_are_left_to_training_to_complain_about():
 # --- the table ---
 
 
-def experience_of(grpo, batch):
+def training_batch_of(grpo, batch):
     """Ragged completions, and a policy that has moved since, so that ratios are not 1."""
     grpo.policy.eos_ids = tuple(range(2, 40))
     learner = grpo.learner
     rollout = grpo.rollouter.generate(batch, "train")
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.build_batch(rollout, grpo.scorer.start(rollout).wait(), logprobs)
-    noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
-    return replace(experience, old_logprobs=experience.sampler_logprobs + noise)
+    training_batch = learner.build_batch(rollout, grpo.scorer.start(rollout).wait(), logprobs)
+    weights = training_batch.loss_weights
+    noise = torch.linspace(-0.3, 0.3, weights.numel()).view_as(weights)
+    return replace(training_batch, old_logprobs=training_batch.sampler_logprobs + noise)
 
 
 def with_more_padding(logprobs):
@@ -754,9 +755,9 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
             tiny_policy(architecture, seed=1).to(getattr(torch, dtype))
         )
         grpo.configure_model()
-        experience = experience_of(grpo, prompt_batch(*TEXTS))
-        whole = Limits(shared=policy.shares_prompts)
-        expected = invariants.gradient(grpo.learner, experience, whole)
+        training_batch = training_batch_of(grpo, prompt_batch(*TEXTS))
+        whole = BatchLimits(shared=policy.shares_prompts)
+        expected = invariants.gradient(grpo.learner, training_batch, whole)
         errors = []
         for variation, (limits, changed) in variations.items():
             with monkeypatch.context() as patch:
@@ -764,7 +765,7 @@ def test_the_table_of_gradients(architecture, dtype, limit, monkeypatch):
                     patch.setattr(policy, "head_chunk", 7)
                 if variation == "padding":
                     patch.setattr(policy, "logprobs", with_more_padding(policy.logprobs))
-                rows = experience if changed is None else changed(experience)
+                rows = training_batch if changed is None else changed(training_batch)
                 got = invariants.gradient(grpo.learner, rows, limits(whole))
             off = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
             errors.append(float((off / sum(a.square().sum() for a in expected)).sqrt()))

@@ -40,7 +40,7 @@ def test_successes_of_the_samples_are_counted_at_the_threshold():
     assert report["val/avg@4"] == 0.5  # two of 0, 1, 2, 3
     assert report["val/pass@4"] == 1.0
     assert report["val/second"] == 1.5
-    assert report["val/first"] == pytest.approx(float(rewards.parts["first"].mean()))
+    assert report["val/first"] == pytest.approx(float(rewards.components["first"].mean()))
     assert len(rollout.completions) == 12
     assert not [name for name in report if "greedy" in name]
 

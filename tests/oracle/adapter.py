@@ -21,8 +21,8 @@ from litgrpo.algorithms.losses import (
     SAPO,
     VESPO,
     Clipped,
+    EntropyTotals,
     ImportanceCorrection,
-    Normalizers,
     Objective,
     Surrogate,
 )
@@ -139,7 +139,7 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     uncut = torch.zeros(rows, dtype=torch.bool)
     weights = chosen.token_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
     of_weights, of_bonus = _accumulated(case, mask.sum().clamp(min=1))
-    experience = TrainingBatch(
+    training_batch = TrainingBatch(
         prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
         prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
         prompt_of=torch.arange(rows),
@@ -148,13 +148,13 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
         loss_mask=mask,
         sampler_logprobs=_sampler_logprobs(case, arrays, known_old, mask),
         advantages=advantages if advantages.ndim == 2 else advantages[:, None].expand(rows, length),
-        weights=weights * of_weights,
+        loss_weights=weights * of_weights,
         old_logprobs=old,
         ref_logprobs=_tensor(arrays, "ref_logps") if chosen.needs_reference else None,
     )
-    found = chosen.normalizers(experience.weights, entropy)
-    scaled = Normalizers(found.num_tokens / of_bonus, found.entropy_threshold)
-    value = chosen.loss(TokenLogprobs(logprobs, entropy), experience, scaled).loss
+    found = chosen.entropy_totals(training_batch.loss_weights, entropy)
+    scaled = EntropyTotals(found.num_tokens / of_bonus, found.entropy_threshold)
+    value = chosen.loss(TokenLogprobs(logprobs, entropy), training_batch, scaled).loss
     value.backward()
     gradients = [
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (logprobs, entropy)
@@ -170,7 +170,7 @@ def advantages(case: Case, arrays: Arrays) -> np.ndarray:
     valid = ~grouped.isnan().all(2)
     names = [f"r{k}" for k in range(rewards.shape[1])]
     table = RewardTable(
-        parts={name: grouped[..., k] for k, name in enumerate(names)},
+        components={name: grouped[..., k] for k, name in enumerate(names)},
         weights=dict(zip(names, weights.tolist(), strict=True)),
         total=(grouped * weights).nansum(2),
         valid=valid,

@@ -199,7 +199,7 @@ def test_several_models_judge_at_once(tmp_path):
     table = Scorer(parts)(PROMPTS, TEXTS, {}, group_size=2)
     for name, part in parts.items():
         scores = part.function(PROMPTS, TEXTS).double().view(2, 2)
-        assert torch.equal(table.parts[name], scores)
+        assert torch.equal(table.components[name], scores)
     assert table.precision == torch.finfo(torch.float32).eps
 
 

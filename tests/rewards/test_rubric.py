@@ -148,9 +148,9 @@ def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
     table = scorer(PROMPTS, TEXTS, {}, group_size=2)
     scorer.runner.close()
     here = os.getpid()
-    assert table.parts["weights"][0, 0] == here
-    assert table.parts["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)
-    assert table.parts["plain"][0, 0] != pytest.approx(here / 1e9, rel=1e-12)
+    assert table.components["weights"][0, 0] == here
+    assert table.components["with_weights"][0, 0] == pytest.approx(here / 1e9, rel=1e-12)
+    assert table.components["plain"][0, 0] != pytest.approx(here / 1e9, rel=1e-12)
 
 
 def test_a_recipe_can_say_all_of_it():

@@ -57,7 +57,7 @@ def test_weighted_parts_add_up_by_hand() -> None:
     result = table(
         size=Reward(size, weight=2.0), sign=Reward(returning([1, -1, 0.5, True]), weight=-1.0)
     )
-    assert result.parts["size"].tolist() == [[1, 2], [3, 4]]
+    assert result.components["size"].tolist() == [[1, 2], [3, 4]]
     assert result.total.tolist() == [[1, 5], [5.5, 7]]
     assert result.total.dtype == torch.float64
     assert result.valid.all()
@@ -68,7 +68,7 @@ def test_an_abstaining_part_is_left_out_of_the_sum() -> None:
     result = table(a=returning([None, 1, None, 2]), b=returning([3, None, None, 4]))
     assert result.total.tolist() == [[3, 1], [0, 6]]
     assert result.valid.tolist() == [[True, True], [False, True]]
-    assert result.parts["a"].isnan().tolist() == [[True, False], [True, False]]
+    assert result.components["a"].isnan().tolist() == [[True, False], [True, False]]
 
 
 def test_a_failed_part_makes_its_sample_invalid_and_no_other() -> None:
@@ -83,7 +83,7 @@ def test_a_reward_of_weight_zero_is_shown_and_changes_nothing() -> None:
     result = table(a=size, b=Reward(returning([None, float("inf"), 7, 7]), weight=0.0))
     assert result.valid.all()
     assert result.total.tolist() == [[1, 2], [3, 4]]
-    assert result.parts["b"][1].tolist() == [7, 7]
+    assert result.components["b"][1].tolist() == [7, 7]
 
 
 def test_precision_is_that_of_the_coarsest_arithmetic() -> None:
@@ -135,7 +135,7 @@ def test_functions_written_for_trl_work_unchanged() -> None:
     state = {"trainer_state": SimpleNamespace(global_step=5)}
     result = table(state, "chat", ids=by_ids, chat=chat, state=with_state, asking=asking)
     assert result.metrics == {"reward/step": 5.0}
-    assert {name: part.flatten().tolist() for name, part in result.parts.items()} == {
+    assert {name: part.flatten().tolist() for name, part in result.components.items()} == {
         "ids": [1, 1, 1, 1], "chat": [0, 0, 0, 0], "state": [5, 5, 5, 5], "asking": [1, 1, 1, 1],
     }  # fmt: skip
 
@@ -241,7 +241,7 @@ def test_rewards_are_read_from_yaml(tmp_path) -> None:
     assert composite.functions["correct"] is correctness
     assert composite.weights == {"correct": 0.1, "size": 0.5}
     result = composite(PROMPTS, ["1", "2", "2", "1"], COLUMNS, 2)
-    assert result.parts["correct"].tolist() == [[1, 0], [1, 0]]
+    assert result.components["correct"].tolist() == [[1, 0], [1, 0]]
 
 
 def shaped(**parts: Reward):
@@ -253,7 +253,7 @@ def test_a_gated_reward_counts_only_where_the_gate_is_open_by_hand() -> None:
     right = Reward(returning([1, 0, 0, None]))
     result = shaped(right=right, quality=Reward(returning([0.5, 0.9, 0.7, 0.3]), gate="right"))()
     assert result.total.tolist() == [[1.5, 0], [0, 0]]
-    assert result.parts["quality"].tolist() == [[0.5, 0.9], [0.7, 0.3]]
+    assert result.components["quality"].tolist() == [[0.5, 0.9], [0.7, 0.3]]
     assert result.counted["quality"][0].tolist() == [0.5, 0]
     assert result.valid.tolist() == [[True, True], [True, False]]  # nothing is known of the last
     low = Reward(returning([1, 1, 1, 1]), gate="right", gate_threshold=-1.0)
@@ -485,12 +485,12 @@ def test_failed_episodes_have_no_reward_and_are_no_valid_rows():
     always = Reward(lambda prompts, completions: [1.0] * len(prompts))
     table = scored(rollout, environment=Reward(), other=always)
     assert table.valid.tolist() == [[True] * 4, [False] * 4, [True] * 4]
-    assert table.parts["environment"][1].isnan().all()
-    assert table.parts["other"][1].isnan().all()
+    assert table.components["environment"][1].isnan().all()
+    assert table.components["other"][1].isnan().all()
     assert (table.total[1] == 0).all()
     turns = len(rollout.episodes[0].assistant_texts)
     assert turns == 3
-    assert table.parts["environment"][0, 0] == 1 + 3
+    assert table.components["environment"][0, 0] == 1 + 3
     assert torch.equal(rollout.turn_rewards[0].isnan(), torch.tensor([False, True, False]))
 
 

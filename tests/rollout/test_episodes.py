@@ -166,14 +166,14 @@ def test_nothing_that_was_heard_is_learned_but_it_is_read():
     policy, _, rollout = played()
     learner = learner_of(policy)
     logprobs = learner.old_and_reference_logprobs(rollout)
-    experience = learner.build_batch(rollout, rewards_of(rollout), logprobs)
+    training_batch = learner.build_batch(rollout, rewards_of(rollout), logprobs)
     heard = rollout.completion_mask & ~rollout.loss_mask
-    assert not experience.weights[heard].any()
-    assert not experience.advantages[heard].any()
-    found = learner.logprobs(experience.tokens).logprobs.detach()
+    assert not training_batch.loss_weights[heard].any()
+    assert not training_batch.advantages[heard].any()
+    found = learner.logprobs(training_batch.tokens).logprobs.detach()
     assert not found[heard].any()
     other = rollout.completion_ids.masked_fill(heard, 99)
-    changed = learner.logprobs(replace(experience.tokens, completion_ids=other)).logprobs
+    changed = learner.logprobs(replace(training_batch.tokens, completion_ids=other)).logprobs
     assert (found - changed)[rollout.turns > 0].abs().max() > 1e-3
     assert torch.equal(found[rollout.turns == 0], changed.detach()[rollout.turns == 0])
 

@@ -16,9 +16,9 @@ class Broken(Objective):
     kind: str = "loss"
     value: float = float("nan")
 
-    def loss(self, new, experience, *rest):
-        output = super().loss(new, experience, *rest)
-        asked = experience.prompt_ids[experience.prompt_of]
+    def loss(self, new, training_batch, *rest):
+        output = super().loss(new, training_batch, *rest)
+        asked = training_batch.prompt_ids[training_batch.prompt_of]
         if not bool((asked == self.prompt).any()):
             return output
         if self.kind == "loss":
@@ -36,7 +36,7 @@ def first_token(text: str) -> int:
 class Tight(Objective):
     """Memory suffices for two rows."""
 
-    def loss(self, new, experience, *rest):
-        if len(experience) > 2:
+    def loss(self, new, training_batch, *rest):
+        if len(training_batch) > 2:
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
-        return super().loss(new, experience, *rest)
+        return super().loss(new, training_batch, *rest)

@@ -45,12 +45,12 @@ class Gradients(GRPO):
             if name == "bnpo":
                 continue  # defined by the split
             self.coefficients.objective = objective
-            experience = self.learner.build_batch(rollout, rewards, logprobs)
+            training_batch = self.learner.build_batch(rollout, rewards, logprobs)
             # A policy that has moved since: ratios off 1 by what depends on the token only.
-            moved = 0.3 * torch.sin(1.7 * experience.completion_ids)
-            old = experience.sampler_logprobs + moved
+            moved = 0.3 * torch.sin(1.7 * training_batch.completion_ids)
+            old = training_batch.sampler_logprobs + moved
             self.name = name
-            self.learner.step(replace(experience, old_logprobs=old), self.stepper)
+            self.learner.step(replace(training_batch, old_logprobs=old), self.stepper)
         if self.global_rank == 0:
             torch.save(self.found, self.file)
         self.iteration += 1

@@ -8,13 +8,13 @@ from litgrpo.types import StepReport
 
 @pytest.fixture
 def updates(monkeypatch):
-    """(experience, reports) of each iteration."""
+    """(training_batch, reports) of each iteration."""
     seen = []
     update = Learner.update
 
-    def remember(self, experience, stepper):
-        reports = update(self, experience, stepper)
-        seen.append((experience, reports))
+    def remember(self, training_batch, stepper):
+        reports = update(self, training_batch, stepper)
+        seen.append((training_batch, reports))
         return reports
 
     monkeypatch.setattr(Learner, "update", remember)
@@ -23,11 +23,11 @@ def updates(monkeypatch):
 
 @pytest.fixture
 def not_learned(monkeypatch):
-    """The experience of each iteration, which is not learned from."""
+    """The training_batch of each iteration, which is not learned from."""
     seen = []
 
-    def remember(self, experience, stepper):
-        seen.append(experience)
+    def remember(self, training_batch, stepper):
+        seen.append(training_batch)
         return [StepReport(0.0)]
 
     monkeypatch.setattr(Learner, "update", remember)

@@ -82,9 +82,9 @@ def recording(policy: Policy) -> PlainStepper:
     return PlainStepper(Recorder([p for p in policy.parameters() if p.requires_grad]))
 
 
-def gradient_of(learner: Learner, experience: TrainingBatch) -> torch.Tensor:
+def gradient_of(learner: Learner, training_batch: TrainingBatch) -> torch.Tensor:
     """The gradient of one optimizer step on these rows, as the optimizer sees it."""
     stepper = recording(learner.policy)
     learner.policy.train()
-    learner.step(experience, stepper)
+    learner.step(training_batch, stepper)
     return stepper.optimizer.seen[0]

@@ -15,9 +15,9 @@ def learned(updates, eos_ids, pad_id=0, **settings):
     grpo = module(check_invariants=False, reward=by_length_of_prompt, **settings)
     grpo.policy.eos_ids, grpo.policy.pad_id = eos_ids, pad_id
     runner = train(grpo, batches(*BATCH))
-    ((experience, (report,)),) = updates
+    ((training_batch, (report,)),) = updates
     assert report.skipped is None
-    return experience, {name: float(value) for name, value in runner.logged_metrics.items()}
+    return training_batch, {name: float(value) for name, value in runner.logged_metrics.items()}
 
 
 def by_length_of_prompt(prompts, completions):
@@ -31,17 +31,19 @@ def by_length_of_prompt(prompts, completions):
 def test_all_that_ends_at_once_or_never_has_a_mask_and_a_finite_loss(
     updates, objective, eos_ids, length, truncated
 ):
-    experience, logged = learned(updates, eos_ids, objective=objective)
-    assert experience.completion_mask.shape == (8, length)
-    assert bool(experience.completion_mask.all())
+    training_batch, logged = learned(updates, eos_ids, objective=objective)
+    assert training_batch.completion_mask.shape == (8, length)
+    assert bool(training_batch.completion_mask.all())
     assert logged["completion/truncated_frac"] == truncated
     assert all(torch.isfinite(torch.tensor(value)) for value in logged.values())
 
 
 def test_an_end_token_that_is_the_padding_too_counts_once(updates):
     end = 2
-    experience, logged = learned(updates, (end, *range(100, 200)), pad_id=end)
-    for ids, mask in zip(experience.completion_ids, experience.completion_mask, strict=True):
+    training_batch, logged = learned(updates, (end, *range(100, 200)), pad_id=end)
+    for ids, mask in zip(
+        training_batch.completion_ids, training_batch.completion_mask, strict=True
+    ):
         real = int(mask.sum())
         assert bool(mask[:real].all())
         assert bool((ids[real:] == end).all())
@@ -50,8 +52,8 @@ def test_an_end_token_that_is_the_padding_too_counts_once(updates):
 
 
 def test_completions_that_never_end_can_be_left_out_of_the_loss(updates):
-    experience, logged = learned(
+    training_batch, logged = learned(
         updates, NO_TOKEN, objective=Objective(mask_truncated_completions=True)
     )
-    assert bool((experience.weights == 0).all())
+    assert bool((training_batch.loss_weights == 0).all())
     assert logged["optim/grad_norm"] == 0.0

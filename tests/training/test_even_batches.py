@@ -4,7 +4,7 @@ import torch
 
 from litgrpo.distributed.memory import RowLimit
 from litgrpo.training import micro_batches
-from litgrpo.training.micro_batches import EvenBatches, Limits, RaggedBatches
+from litgrpo.training.micro_batches import BatchLimits, EvenBatches, RaggedBatches
 from litgrpo.training.steppers import PlainStepper
 from litgrpo.types import TokenLogprobs
 from tests.support.models import prompt_batch, tiny_policy
@@ -38,26 +38,26 @@ def batches(monkeypatch, number):
 
 
 def test_rows_without_weight_fill_up_to_the_largest_number(monkeypatch):
-    even, _, experience = batches(monkeypatch, 5)
-    found = list(even.split(experience, None, Limits(max_rows=4)))
+    even, _, training_batch = batches(monkeypatch, 5)
+    found = list(even.split(training_batch, None, BatchLimits(max_rows=4)))
     assert [micro.is_last for micro in found] == [False] * 4 + [True]
     assert [micro.is_filler for micro in found] == [False] * 2 + [True] * 3
     assert [len(micro.rows) for micro in found[2:]] == [1, 1, 1]
     fillers = [micro.rows for micro in found[2:]]
-    assert not any(rows.weights.any() or rows.advantages.any() for rows in fillers)
-    own = list(RaggedBatches().split(experience, None, Limits(max_rows=4)))
+    assert not any(rows.loss_weights.any() or rows.advantages.any() for rows in fillers)
+    own = list(RaggedBatches().split(training_batch, None, BatchLimits(max_rows=4)))
     for mine, plain in zip(found, own, strict=False):
-        torch.testing.assert_close(mine.rows.weights, plain.rows.weights)
+        torch.testing.assert_close(mine.rows.loss_weights, plain.rows.loss_weights)
 
 
 def test_fillers_add_no_gradient_and_count_in_no_average(monkeypatch):
-    even, learner, experience = batches(monkeypatch, 5)
+    even, learner, training_batch = batches(monkeypatch, 5)
     limited = replace(learner, micro_batching=even, row_limit=RowLimit("", "", max_rows=4))
     sums, gradients = [], []
     for each in (limited, replace(limited, micro_batching=RaggedBatches())):
         weights = [p for p in learner.policy.parameters() if p.requires_grad]
         stepper = PlainStepper(torch.optim.SGD(weights, lr=0.0))
-        sums.append(each._accumulate_gradients(experience, stepper, 4).totals.sums)
+        sums.append(each._accumulate_gradients(training_batch, stepper, 4).totals.sums)
         gradients.append([p.grad.clone() for p in weights if p.grad is not None])
     for padded, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(padded, plain)
@@ -67,7 +67,7 @@ def test_fillers_add_no_gradient_and_count_in_no_average(monkeypatch):
 
 
 def test_rows_are_scored_as_often_as_on_the_process_with_the_most(monkeypatch):
-    even, _, experience = batches(monkeypatch, 4)
+    even, _, training_batch = batches(monkeypatch, 4)
     asked = []
 
     def logprobs_of(tokens):
@@ -75,7 +75,7 @@ def test_rows_are_scored_as_often_as_on_the_process_with_the_most(monkeypatch):
         ones = torch.ones(tokens.completion_ids.shape)
         return TokenLogprobs(ones, ones)
 
-    found = even.compute_logprobs(experience.tokens, logprobs_of, Limits(max_rows=4))
+    found = even.compute_logprobs(training_batch.tokens, logprobs_of, BatchLimits(max_rows=4))
     assert asked == [4, 4, 1, 1]
     assert (found.logprobs == 1).any(1).all()
 

@@ -129,11 +129,11 @@ def test_old_logprobs_are_the_samplers_only_where_those_are_exact(not_learned):
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.9)):
         grpo = module(update=two_epochs, sampling=sampling)
         train(grpo, loader(batch))
-        experience = not_learned.pop()
+        training_batch = not_learned.pop()
         assert not not_learned
-        assert experience.old_logprobs is experience.sampler_logprobs
-        fresh = grpo.learner.logprobs(experience.tokens).logprobs
-        torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
+        assert training_batch.old_logprobs is training_batch.sampler_logprobs
+        fresh = grpo.learner.logprobs(training_batch.tokens).logprobs
+        torch.testing.assert_close(training_batch.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
 
 
 def test_truncated_sampling_learns_the_distribution_that_it_drew_from():
@@ -312,8 +312,8 @@ def test_low_precision_weights_recompute_the_old_logprobs(not_learned):
         grpo = module(update=learning, precision=Precision(dtype=dtype))
         grpo.policy.to(getattr(torch, dtype))
         train(grpo, batches("a", "hello"))
-        experience = not_learned.pop()
-        assert (experience.old_logprobs is experience.sampler_logprobs) == same
+        training_batch = not_learned.pop()
+        assert (training_batch.old_logprobs is training_batch.sampler_logprobs) == same
 
 
 def test_pairs_instead_of_prompts_are_refused():
@@ -327,14 +327,16 @@ def test_an_engine_of_lower_precision_is_measured_corrected_and_not_believed(upd
     engine = LocalEngine(dtype="bfloat16")
     grpo = module(engine=engine, update=UpdateConfig(epochs_per_rollout=2))
     runner = train(grpo, batches("a", "hello there"))
-    ((experience, _),) = updates
-    fresh = learner_of(tiny_policy("qwen2")).logprobs(experience.tokens).logprobs
-    torch.testing.assert_close(experience.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
-    gap = (experience.old_logprobs - experience.sampler_logprobs).abs()
-    expected = gap[experience.completion_mask].mean()
+    ((training_batch, _),) = updates
+    fresh = learner_of(tiny_policy("qwen2")).logprobs(training_batch.tokens).logprobs
+    torch.testing.assert_close(training_batch.old_logprobs, fresh, atol=1e-5, rtol=1e-5)
+    gap = (training_batch.old_logprobs - training_batch.sampler_logprobs).abs()
+    expected = gap[training_batch.completion_mask].mean()
     assert 1e-4 < expected < 0.1
     torch.testing.assert_close(runner.logged_metrics["policy/sampler_mismatch"], expected)
-    weights = ImportanceCorrection()(experience.old_logprobs, experience.sampler_logprobs, gap > -1)
+    weights = ImportanceCorrection()(
+        training_batch.old_logprobs, training_batch.sampler_logprobs, gap > -1
+    )
     assert 1e-4 < (weights - 1).abs().mean() < 0.1
     exact = train(module(update=UpdateConfig(epochs_per_rollout=2)), batches("a")).logged_metrics
     assert exact["policy/sampler_mismatch"] < 1e-5

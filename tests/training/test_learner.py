@@ -84,31 +84,32 @@ def judged(kind, objective, **settings):
     """A learner, and what it learns from after the policy has moved."""
     reference = FrozenReference(tiny_policy(kind, seed=5)) if objective.kl_coef else None
     learner = learner_of(tiny_policy(kind), objective, reference=reference, **settings)
-    experience = sampled(learner, prompt_batch(*BATCH))
-    noise = torch.linspace(-0.3, 0.3, experience.weights.numel()).view_as(experience.weights)
-    return learner, replace(experience, old_logprobs=experience.sampler_logprobs + noise)
+    training_batch = sampled(learner, prompt_batch(*BATCH))
+    weights = training_batch.loss_weights
+    noise = torch.linspace(-0.3, 0.3, weights.numel()).view_as(weights)
+    return learner, replace(training_batch, old_logprobs=training_batch.sampler_logprobs + noise)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("kind", ["qwen2", "t5"])
 def test_the_gradient_does_not_depend_on_micro_batches_ragged_or_static(name, kind):
-    learner, experience = judged(kind, OBJECTIVES[name])
+    learner, training_batch = judged(kind, OBJECTIVES[name])
     learner.policy.double()  # T5's scores are not scaled: in float32 they round to more than 1e-5
-    expected = gradient_of(learner, experience)
+    expected = gradient_of(learner, training_batch)
     for limits in LIMITS:
         config = replace(ONE_PASS, **limits)
         for batching in (learner.micro_batching, STATIC):
             other = replace(learner, config=config, micro_batching=batching)
-            assert difference(gradient_of(other, experience), expected) < 1e-5
+            assert difference(gradient_of(other, training_batch), expected) < 1e-5
 
 
 def test_rows_without_gradient_are_skipped_and_the_gradient_stays(monkeypatch):
-    learner, experience = judged("qwen2", Objective())
-    half = torch.arange(len(experience))[:, None] % 2
-    experience = replace(experience, advantages=experience.advantages * half)
-    skipped = gradient_of(learner, experience)
+    learner, training_batch = judged("qwen2", Objective())
+    half = torch.arange(len(training_batch))[:, None] % 2
+    training_batch = replace(training_batch, advantages=training_batch.advantages * half)
+    skipped = gradient_of(learner, training_batch)
     monkeypatch.setattr(Objective, "needs_all_rows", True)
-    assert difference(skipped, gradient_of(learner, experience)) < 1e-5
+    assert difference(skipped, gradient_of(learner, training_batch)) < 1e-5
 
 
 def test_equal_rewards_leave_the_gradient_at_zero():
@@ -119,22 +120,22 @@ def test_equal_rewards_leave_the_gradient_at_zero():
 
 
 def test_the_gradient_is_clipped_and_its_norm_is_that_before():
-    learner, experience = judged("qwen2", Objective())
-    norm = float(gradient_of(learner, experience).norm())
+    learner, training_batch = judged("qwen2", Objective())
+    norm = float(gradient_of(learner, training_batch).norm())
     clipped = replace(learner, config=replace(ONE_PASS, max_grad_norm=norm / 2))
     stepper = recording(learner.policy)
-    report = clipped.step(experience, stepper)
+    report = clipped.step(training_batch, stepper)
     assert float(stepper.optimizer.seen[0].norm()) == pytest.approx(norm / 2, rel=1e-4)
     assert report.sums["optim/grad_norm"].tolist() == pytest.approx([norm, 1.0], rel=1e-5)
 
 
 def test_two_processes_that_hold_the_same_have_the_gradient_of_one():
-    learner, experience = judged("qwen2", Objective())
-    alone = learner.step(experience, recording(learner.policy)).sums["policy/loss"]
-    expected = gradient_of(learner, experience)
+    learner, training_batch = judged("qwen2", Objective())
+    alone = learner.step(training_batch, recording(learner.policy)).sums["policy/loss"]
+    expected = gradient_of(learner, training_batch)
     # Their weights are half as large; gradients are averaged, so each has its own twice.
     twins = replace(learner, comm=Twins())
-    halved = replace(experience, weights=experience.weights / 2)
+    halved = replace(training_batch, loss_weights=training_batch.loss_weights / 2)
     assert difference(gradient_of(twins, halved), expected) < 1e-6
     both = twins.step(halved, recording(learner.policy)).sums["policy/loss"]
     torch.testing.assert_close(both, alone)
@@ -175,21 +176,25 @@ def test_reference_logprobs_are_the_references_own():
 def test_truncated_sampling_is_learned_over_the_tokens_that_were_left():
     sampling = Sampling(temperature=0.9, top_k=4)
     learner = learner_of(tiny_policy("qwen2"), sampling=sampling)
-    experience = sampled(learner, prompt_batch(*BATCH))
-    assert experience.candidate_ids is not None
-    found = learner.logprobs(experience.tokens).logprobs
-    torch.testing.assert_close(found.detach(), experience.sampler_logprobs, atol=1e-5, rtol=1e-5)
+    training_batch = sampled(learner, prompt_batch(*BATCH))
+    assert training_batch.candidate_ids is not None
+    found = learner.logprobs(training_batch.tokens).logprobs
+    torch.testing.assert_close(
+        found.detach(), training_batch.sampler_logprobs, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_moves():
-    learner, experience = judged("qwen2", Objective(importance_correction=ImportanceCorrection()))
+    learner, training_batch = judged(
+        "qwen2", Objective(importance_correction=ImportanceCorrection())
+    )
     learner = replace(learner, config=UpdateConfig(epochs_per_rollout=2))
-    off = replace(experience, sampler_logprobs=experience.sampler_logprobs - 0.25)
+    off = replace(training_batch, sampler_logprobs=training_batch.sampler_logprobs - 0.25)
     first, second = learner.update(off, recording(learner.policy))
     total, count = first.sums["policy/sampler_mismatch"]
-    rows = (experience.advantages != 0).any(1)
+    rows = (training_batch.advantages != 0).any(1)
     assert float(total / count) == pytest.approx(0.25, abs=1e-4)
-    assert count == experience.loss_mask[rows].sum()
+    assert count == training_batch.loss_mask[rows].sum()
     assert "policy/sampler_mismatch" not in second.sums
 
 
@@ -199,10 +204,10 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_before_the_policy_mo
 def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
     config = UpdateConfig(epochs_per_rollout=2, num_mini_batches=3)
     learner = learner_of(tiny_policy("qwen2"), config=config)
-    experience = sampled(learner, prompt_batch(*BATCH))
+    training_batch = sampled(learner, prompt_batch(*BATCH))
     optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    reports = learner.update(experience, PlainStepper(optimizer, scheduler))
+    reports = learner.update(training_batch, PlainStepper(optimizer, scheduler))
     assert [report.lr for report in reports] == pytest.approx([0.1 / n for n in range(1, 7)])
     ratios = [float(report.sums["policy/log_ratio"][0]) for report in reports]
     assert ratios[0] == pytest.approx(0.0, abs=1e-4)
@@ -212,8 +217,8 @@ def test_the_ratio_is_one_in_the_first_step_and_moves_after_it():
 def test_weights_are_made_for_each_optimizer_step():
     objective = Objective(loss_aggregation="sequence_mean")
     learner = learner_of(tiny_policy("qwen2"), objective, UpdateConfig(num_mini_batches=3))
-    experience = sampled(learner, prompt_batch(*BATCH))
-    per_row = experience.weights.sum(1)
+    training_batch = sampled(learner, prompt_batch(*BATCH))
+    per_row = training_batch.loss_weights.sum(1)
     torch.testing.assert_close(per_row, torch.full((3 * GROUP,), 1 / GROUP))
 
 
@@ -230,7 +235,7 @@ def test_one_bad_micro_batch_leaves_weights_and_moments_bitwise(kind, value, sta
         tiny_policy("qwen2"), objective, UpdateConfig(micro_batch_size=1, num_mini_batches=3)
     )
     learner = replace(learner, micro_batching=STATIC) if static else learner
-    experience = sampled(learner, prompt_batch(*BATCH))
+    training_batch = sampled(learner, prompt_batch(*BATCH))
     optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2)
     seen = []
 
@@ -242,7 +247,7 @@ def test_one_bad_micro_batch_leaves_weights_and_moments_bitwise(kind, value, sta
             seen.append((weights, moments))
             return result
 
-    reports = learner.update(experience, Watched(optimizer))
+    reports = learner.update(training_batch, Watched(optimizer))
     first, second, third = ([tensor for part in each for tensor in part] for each in seen)
     assert [report.skipped is None for report in reports] == [True, False, True]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -259,11 +264,11 @@ def test_one_bad_micro_batch_leaves_weights_and_moments_bitwise(kind, value, sta
     [("advantages", "advantage"), ("sampler_logprobs", "log-probability at sampling")],
 )
 def test_a_bad_number_of_the_rollout_is_named(field, name):
-    learner, experience = judged("qwen2", Objective())
-    values = getattr(experience, field).clone()
+    learner, training_batch = judged("qwen2", Objective())
+    values = getattr(training_batch, field).clone()
     values[5, 0] = torch.nan
     stepper = recording(learner.policy)
-    report = learner.step(replace(experience, **{field: values}), stepper)
+    report = learner.step(replace(training_batch, **{field: values}), stepper)
     assert report.skipped == {5: name}
     assert stepper.optimizer.seen == [None]
 
@@ -273,9 +278,9 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
         def sum(self, value):
             return value + 1
 
-    learner, experience = judged("qwen2", Objective())
+    learner, training_batch = judged("qwen2", Objective())
     stepper = recording(learner.policy)
-    report = replace(learner, comm=Other()).step(experience, stepper)
+    report = replace(learner, comm=Other()).step(training_batch, stepper)
     assert report.skipped == {}
     assert stepper.optimizer.seen == [None]
 
@@ -284,34 +289,34 @@ def test_a_process_drops_its_step_when_the_number_is_another_ones():
 
 
 def test_short_memory_halves_the_micro_batch_and_keeps_the_gradient():
-    learner, experience = judged("qwen2", Objective())
-    whole = gradient_of(learner, experience)
+    learner, training_batch = judged("qwen2", Objective())
+    whole = gradient_of(learner, training_batch)
     tight, _ = judged("qwen2", Tight(), config=replace(ONE_PASS, micro_batch_size=5))
     said = "update.micro_batch_size = 2"
     with pytest.warns(UserWarning, match=said):
-        found = gradient_of(tight, experience)
+        found = gradient_of(tight, training_batch)
     assert difference(found, whole) < 1e-6
     assert tight.row_limit.max_rows == 2
-    gradient_of(tight, experience)  # begins with two rows, so there is no further warning
+    gradient_of(tight, training_batch)  # begins with two rows, so there is no further warning
 
 
 @pytest.mark.filterwarnings("ignore:Out of memory")
 def test_memory_too_short_for_one_row_says_what_to_do():
     @dataclass(frozen=True)
     class TooTight(Objective):
-        def loss(self, new, experience, *rest):
+        def loss(self, new, training_batch, *rest):
             raise torch.OutOfMemoryError("out of memory")
 
-    learner, experience = judged("qwen2", TooTight())
+    learner, training_batch = judged("qwen2", TooTight())
     message = "update.micro_batch_size.*gradient_checkpointing"
     with pytest.raises(RuntimeError, match=message):
-        gradient_of(learner, experience)
+        gradient_of(learner, training_batch)
 
 
 def test_several_processes_repeat_their_step_together():
-    learner, experience = judged("qwen2", Tight())
+    learner, training_batch = judged("qwen2", Tight())
     with pytest.warns(UserWarning, match="update.micro_batch_size"):
-        gradient_of(replace(learner, comm=Twins()), experience)
+        gradient_of(replace(learner, comm=Twins()), training_batch)
 
 
 def test_short_memory_before_the_update_changes_no_number():
@@ -359,11 +364,11 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
     assert said.any()
     silent = rollout.sampler_logprobs.masked_fill(~mask, 0.0)
     rollout = replace(rollout, loss_mask=mask, sampler_logprobs=silent)
-    experience = learner.build_batch(
+    training_batch = learner.build_batch(
         rollout, rewards_of(rollout), learner.old_and_reference_logprobs(rollout)
     )
-    assert not experience.weights[said].any()
-    assert not experience.advantages[said].any()
+    assert not training_batch.loss_weights[said].any()
+    assert not training_batch.advantages[said].any()
     assert torch.equal(rollout.lengths, mask.sum(1))
 
     # The policy's own log-probabilities there may be anything.
@@ -377,18 +382,18 @@ def test_only_tokens_of_the_policy_are_learned_from(name):
         shift = where * 7.0 * rows.completion_ids.sign()
         return replace(new, logprobs=new.logprobs + shift, entropy=new.entropy + shift)
 
-    expected = gradient_of(learner, experience)
-    report = learner.step(experience, recording(learner.policy))
+    expected = gradient_of(learner, training_batch)
+    report = learner.step(training_batch, recording(learner.policy))
     learner.policy.logprobs = strange
     other_values = {
-        field: getattr(experience, field).masked_fill(said, -2.5)
+        field: getattr(training_batch, field).masked_fill(said, -2.5)
         for field in ("sampler_logprobs", "old_logprobs", "ref_logprobs")
-        if getattr(experience, field) is not None
+        if getattr(training_batch, field) is not None
     }
-    strange_experience = replace(experience, **other_values)
-    assert torch.equal(gradient_of(learner, strange_experience), expected)
+    strange_batch = replace(training_batch, **other_values)
+    assert torch.equal(gradient_of(learner, strange_batch), expected)
     assert sum(moved) > 0
-    again = learner.step(strange_experience, recording(learner.policy))
+    again = learner.step(strange_batch, recording(learner.policy))
     assert again.sums.keys() == report.sums.keys()
     for key, value in report.sums.items():
         assert torch.equal(again.sums[key], value), key

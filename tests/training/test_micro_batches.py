@@ -5,7 +5,7 @@ from litgrpo.algorithms.advantages import GFPO, Normalized
 from litgrpo.algorithms.losses import Objective
 from litgrpo.models.kernels import linear as linears
 from litgrpo.training.micro_batches import (
-    Limits,
+    BatchLimits,
     RaggedBatches,
     check_centered,
     mini_batches,
@@ -17,7 +17,7 @@ from tests.benchmarks.kept import kept_of
 from tests.support.models import tiny_policy
 
 
-def experience(advantages, weights=None):
+def training_batch(advantages, weights=None):
     """Four completions of 1, 2, 3 and 4 tokens after a prompt of 2."""
     mask = torch.arange(4) < torch.tensor([[1], [2], [3], [4]])
     zeros = torch.zeros(4, 4)
@@ -30,7 +30,7 @@ def experience(advantages, weights=None):
         loss_mask=mask,
         sampler_logprobs=zeros,
         advantages=torch.tensor(advantages)[:, None] * mask,
-        weights=mask.float() if weights is None else torch.tensor(weights)[:, None] * mask,
+        loss_weights=mask.float() if weights is None else torch.tensor(weights)[:, None] * mask,
     )
 
 
@@ -40,18 +40,18 @@ def test_mini_batches_keep_groups_whole_and_hold_every_row_once():
 
 
 def test_micro_batches_hold_rows_of_similar_length_within_the_limits():
-    rows = experience([1.0, 1.0, 1.0, 1.0])
-    by_tokens = RaggedBatches().buckets(rows, Limits(max_tokens=11))  # 6 + 5, 4 + 3 tokens
+    rows = training_batch([1.0, 1.0, 1.0, 1.0])
+    by_tokens = RaggedBatches().buckets(rows, BatchLimits(max_tokens=11))  # 6 + 5, 4 + 3 tokens
     assert [bucket.tolist() for bucket in by_tokens] == [[3], [2, 1], [0]]
-    by_rows = RaggedBatches().buckets(rows, Limits(max_rows=3))
+    by_rows = RaggedBatches().buckets(rows, BatchLimits(max_rows=3))
     assert [bucket.tolist() for bucket in by_rows] == [[3, 2, 1], [0]]
 
 
 def test_a_shared_prompt_counts_once_in_a_micro_batch():
-    rows = experience([1.0, 1.0, 1.0, 1.0])
-    whole = RaggedBatches().buckets(rows, Limits(max_tokens=12, shared=True))
+    rows = training_batch([1.0, 1.0, 1.0, 1.0])
+    whole = RaggedBatches().buckets(rows, BatchLimits(max_tokens=12, shared=True))
     assert [bucket.tolist() for bucket in whole] == [[0, 1, 2, 3]]  # 2 + 1 + 2 + 3 + 4
-    parts = RaggedBatches().buckets(rows, Limits(max_tokens=8, shared=True))
+    parts = RaggedBatches().buckets(rows, BatchLimits(max_tokens=8, shared=True))
     assert [bucket.tolist() for bucket in parts] == [[0, 1, 2], [3]]  # 2 + 1 + 2 + 3, 2 + 4
 
 
@@ -84,12 +84,14 @@ def test_a_large_model_takes_the_least_and_a_given_number_stays():
 
 
 def test_rows_without_advantage_or_weight_are_left_out_but_never_all():
-    assert rows_with_gradient(experience([0.0, 1.0, -1.0, 0.0])).tolist() == [1, 2]
-    assert rows_with_gradient(experience([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0])).tolist() == [
+    assert rows_with_gradient(training_batch([0.0, 1.0, -1.0, 0.0])).tolist() == [1, 2]
+    assert rows_with_gradient(
+        training_batch([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0])
+    ).tolist() == [
         1,
         2,
     ]
-    assert rows_with_gradient(experience([0.0, 0.0, 0.0, 0.0])).tolist() == [0]
+    assert rows_with_gradient(training_batch([0.0, 0.0, 0.0, 0.0])).tolist() == [0]
 
 
 def test_advantages_that_do_not_sum_to_zero_in_a_group_are_refused():

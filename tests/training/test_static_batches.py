@@ -5,7 +5,7 @@ import torch
 
 from litgrpo.distributed.device import backend
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.training.micro_batches import Limits
+from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.training.static_batches import StaticBatches
 from litgrpo.types import TrainingBatch
 from tests.support.models import prompt_batch, tiny_policy
@@ -15,7 +15,7 @@ from tests.xla.fitting import SMALL, distance, fit, same_tokens
 STATIC = StaticBatches(backend(torch.device("cpu")))
 
 
-def experience(rows: int = 5) -> TrainingBatch:
+def training_batch(rows: int = 5) -> TrainingBatch:
     """Rows of two prompts, with completions of 1 to 4 tokens."""
     prompts = prompt_batch("hello", "a longer one")
     mask = torch.arange(6) < torch.arange(1, rows + 1)[:, None].clamp(max=4)
@@ -34,27 +34,27 @@ def experience(rows: int = 5) -> TrainingBatch:
 
 
 def test_every_micro_batch_has_one_shape_and_filling_counts_nothing():
-    split = list(STATIC.split(experience(), None, Limits(max_rows=3)))
+    split = list(STATIC.split(training_batch(), None, BatchLimits(max_rows=3)))
     parts = [micro.rows for micro in split]
     assert [micro.is_last for micro in split] == [False, True]
     assert [part.completion_ids.shape for part in parts] == [(3, 6), (3, 6)]
     assert [part.prompt_ids.shape for part in parts] == [parts[0].prompt_ids.shape] * 2
-    assert parts[1].weights.sum(1).tolist()[2] == 0
+    assert parts[1].loss_weights.sum(1).tolist()[2] == 0
     assert not parts[1].completion_mask[2].any()
     assert not parts[1].loss_mask[2].any()
-    assert torch.cat([p.weights for p in parts]).sum() == pytest.approx(1.0)
+    assert torch.cat([part.loss_weights for part in parts]).sum() == pytest.approx(1.0)
 
 
 def test_tokens_limit_the_rows_with_padding_counted():
-    data = experience()
+    data = training_batch()
     width = data.prompt_ids.shape[1] + 6
-    assert STATIC.rows_at_once(data, Limits(max_tokens=2 * width)) == 2
+    assert STATIC.rows_at_once(data, BatchLimits(max_tokens=2 * width)) == 2
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2", "llama", "gpt2", "t5"])
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_log_probabilities_and_gradient_do_not_depend_on_the_path(architecture, chunk):
-    policy, data, found = tiny_policy(architecture), experience(), []
+    policy, data, found = tiny_policy(architecture), training_batch(), []
     policy.head_chunk = chunk
     for policy.static_shapes in (False, True):
         policy.zero_grad()

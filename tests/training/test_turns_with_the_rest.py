@@ -17,7 +17,7 @@ from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.generic import GenericPolicy
 from litgrpo.models.loading import build_policy, load_policy
 from litgrpo.rollout.episodes import EpisodeSettings
-from litgrpo.training.micro_batches import Limits
+from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.training.static_batches import StaticBatches
 from tests.support.chat_templates import GEMMA, QWEN, merging_tokenizer
 from tests.support.limits import random_model
@@ -98,8 +98,8 @@ def test_packed_prefixes_plain_rows_and_static_batches_give_the_same_gradient_of
         learner = replace(learner_of(policy, Objective(gamma=0.9)), max_completion_length=40)
         learner = learner if batching is None else replace(learner, micro_batching=batching)
         known = learner.old_and_reference_logprobs(rollout)
-        experience = learner.build_batch(rollout, rewards_of(rollout), known)
-        gradients.append(gradient(learner, experience, Limits(max_rows=4, shared=share)))
+        training_batch = learner.build_batch(rollout, rewards_of(rollout), known)
+        gradients.append(gradient(learner, training_batch, BatchLimits(max_rows=4, shared=share)))
     packed, *others = gradients
     size = sum(float(each.square().sum()) for each in packed) ** 0.5
     assert size > 0

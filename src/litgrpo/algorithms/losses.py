@@ -455,7 +455,7 @@ class ImportanceCorrection:
 
 
 @dataclass(frozen=True)
-class Normalizers:
+class EntropyTotals:
     """Numbers of one optimizer step for the entropy bonus and `top_entropy_quantile`.
 
     All micro-batches and ranks of the step share them. The denominators of the loss are in the loss
@@ -469,7 +469,7 @@ class Normalizers:
     Example:
         A step of 4,096 tokens of which the 20 % of highest entropy contribute::
 
-            Normalizers(num_tokens=tensor(819), entropy_threshold=tensor(1.37))
+            EntropyTotals(num_tokens=tensor(819), entropy_threshold=tensor(1.37))
     """
 
     num_tokens: Tensor
@@ -566,7 +566,7 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `normalizers` needs every token's entropy before the update."""
+        """Return True if `entropy_totals` needs every token's entropy before the update."""
         return self.top_entropy_quantile < 1
 
     def token_advantages(
@@ -616,9 +616,9 @@ class Objective:
         num_tokens = comm.sum(mask.sum()).clamp(min=1)
         return self.aggregation(mask, num_completions, num_tokens, max_completion_length)
 
-    def normalizers(
+    def entropy_totals(
         self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
-    ) -> Normalizers:
+    ) -> EntropyTotals:
         """Numbers that the micro-batches of one optimizer step must agree on.
 
         Args:
@@ -634,25 +634,25 @@ class Objective:
             flat = counted.masked_fill(~active, torch.nan).flatten()
             threshold = comm.gather(flat).nanquantile(1 - self.top_entropy_quantile)
             active = active & (counted >= threshold)
-        return Normalizers(comm.sum(active.sum()).clamp(min=1), threshold)
+        return EntropyTotals(comm.sum(active.sum()).clamp(min=1), threshold)
 
     def loss(
-        self, new: TokenLogprobs, batch: TrainingBatch, normalizers: Normalizers | None = None
+        self, new: TokenLogprobs, batch: TrainingBatch, totals: EntropyTotals | None = None
     ) -> LossOutput:
         """Loss of a micro-batch; the losses of an optimizer step's micro-batches add up.
 
         Args:
             new: [M, C] current log-probabilities and entropies, with gradient.
             batch: M completions; without `old_logprobs` the policy has not changed since sampling.
-            normalizers: of the step, for the entropy bonus and mask; None if these are all its
+            totals: of the step, for the entropy bonus and mask; None if these are all its
                 rows.
         """
-        if normalizers is None:
-            normalizers = self.normalizers(batch.weights, new.entropy)
-        inputs, active = self._surrogate_inputs(new, batch), batch.weights != 0
+        if totals is None:
+            totals = self.entropy_totals(batch.loss_weights, new.entropy)
+        inputs, active = self._surrogate_inputs(new, batch), batch.loss_weights != 0
         entropy, kept = torch.where(active, new.entropy, 0.0), active
-        if normalizers.entropy_threshold is not None:
-            kept = kept & (entropy.detach().float() >= normalizers.entropy_threshold)
+        if totals.entropy_threshold is not None:
+            kept = kept & (entropy.detach().float() >= totals.entropy_threshold)
         bonus = torch.where(kept, entropy, 0.0).sum()
         if self.off_policy_mask_threshold is not None:
             drift = torch.where(active, batch.sampler_logprobs - inputs.logprobs.detach(), 0.0)
@@ -671,8 +671,8 @@ class Objective:
             # The masks above and the correction leave the KL term alone: it holds for all tokens.
             penalty = self._kl_penalty(inputs, batch)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        weights = self.aggregation.rescale_micro_batch(batch.weights, active)
-        loss = (weights * token_loss).sum() - self.entropy_coef * bonus / normalizers.num_tokens
+        weights = self.aggregation.rescale_micro_batch(batch.loss_weights, active)
+        loss = (weights * token_loss).sum() - self.entropy_coef * bonus / totals.num_tokens
         sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
         pairs = {name: torch.stack([x, active.sum()]) for name, x in sums.items()}
         largest = inputs.ratio.detach().max()
@@ -692,7 +692,7 @@ class Objective:
 
         `torch.where` comes before any arithmetic: the gradient of 0 * NaN would be NaN.
         """
-        active = batch.weights != 0
+        active = batch.loss_weights != 0
         logprobs = torch.where(active, new.logprobs, 0.0)
         if batch.old_logprobs is None:
             old = logprobs.detach()  # the ratio is 1, its gradient that of the log-probability

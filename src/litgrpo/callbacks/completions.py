@@ -96,7 +96,7 @@ def completion_rows(
         {"correct": 1.0}, "advantage": 0.7, "length": 2, "truncated": False, "columns": {}}`
     """
     lengths, truncated = rollout.lengths.tolist(), rollout.truncated.tolist()
-    parts = {name: finite_or_none(part) for name, part in rewards.parts.items()}
+    parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
     total, advantage = finite_or_none(rewards.total), finite_or_none(advantages)
     rows = []
     for row, completion in enumerate(rollout.completions):

@@ -110,7 +110,7 @@ def sample_rows(rollout: Rollout, rewards: RewardTable, correct: Tensor) -> list
         correct: [B, G] True for correct completions.
     """
     total = finite_or_none(rewards.total.where(rewards.valid, float("nan")))
-    parts = {name: finite_or_none(part) for name, part in rewards.parts.items()}
+    parts = {name: finite_or_none(part) for name, part in rewards.components.items()}
     lengths, truncated, successes = (
         values.flatten().tolist() for values in (rollout.lengths, rollout.truncated, correct)
     )

@@ -47,7 +47,8 @@ class IterationMetrics(Callback):
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         evaluator, comm = pl_module.evaluator, pl_module.learner.comm
         success = (
-            rewards.parts[evaluator.success_reward].cpu() >= evaluator.settings.success_threshold
+            rewards.components[evaluator.success_reward].cpu()
+            >= evaluator.settings.success_threshold
         )
         stats = success_stats(success) | length_stats(rollout, success)
         stats |= text_stats(rollout, rewards) | token_stats(rollout, pl_module.policy)

@@ -89,12 +89,12 @@ class Summary(Callback):
             return
         rollout, rewards = outputs["rollout"], outputs["rewards"]
         self.num_prompts += len(rollout.prompts)
-        self.reward_names = list(rewards.parts)
+        self.reward_names = list(rewards.components)
         missing = self.num_samples - len(self.samples)
         for b in range(min(missing, len(rollout.prompts))):
             row = b * rollout.group_size  # the first completion of the group
             is_truncated = bool(rollout.truncated[row])
-            parts = rewards.parts.items()
+            parts = rewards.components.items()
             sample = {
                 "prompt": rollout.prompts.prompts[b],
                 "completion": mark_truncated(rollout.completions[row], is_truncated),

@@ -60,7 +60,7 @@ class DryRun:
         """Completions as a first iteration samples them."""
         return self.rollouter.generate(prompts, "train")
 
-    def experience(self, rollout: Rollout) -> TrainingBatch:
+    def build_batch(self, rollout: Rollout) -> TrainingBatch:
         """What a first iteration learns from; the rewards differ within every group."""
         rewards = self.rewards(rollout)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
@@ -82,10 +82,10 @@ class RecordingReward:
         self.asked = {"prompts": prompts, "completions": completions} | columns
         return [row % 3 / 2 for row in range(len(prompts))]
 
-    def misplaced(self, rollout: Rollout, experience: TrainingBatch) -> float:
+    def misplaced(self, rollout: Rollout, batch: TrainingBatch) -> float:
         """Number of rows that were rewarded, or will be learned from, as another prompt's."""
-        own = torch.arange(len(experience)) // rollout.group_size
-        right = experience.prompt_of.cpu() == own
+        own = torch.arange(len(batch)) // rollout.group_size
+        right = batch.prompt_of.cpu() == own
         known = {**rollout.prompts.columns, "prompts": rollout.prompts.prompts}
         for row, prompt in enumerate(own.tolist()):
             expected = {name: values[prompt] for name, values in known.items()}

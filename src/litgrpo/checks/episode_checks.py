@@ -135,7 +135,7 @@ def turns_error(
         learner: of the run, in small.
         rollout: N episodes.
         rewards: [B, G] theirs.
-        gradient_of: the gradient of a learner and an experience.
+        gradient_of: the gradient of a learner and an batch.
     """
     learner = with_one_mean(learner)
     known = learner.old_and_reference_logprobs(rollout)
@@ -194,7 +194,7 @@ def _packed(values: Tensor, marked: Tensor) -> Tensor:
     return values.gather(1, order)
 
 
-def _divided(experience: TrainingBatch, joined: Rollout, rollout: Rollout) -> TrainingBatch:
+def _divided(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -> TrainingBatch:
     """Rows [M] of one turn each, from rows whose turns follow each other."""
     assert joined.turns is not None
     assert rollout.turns is not None
@@ -203,10 +203,10 @@ def _divided(experience: TrainingBatch, joined: Rollout, rollout: Rollout) -> Tr
     prompts = []
     for row, turn in pairs:
         first = int((rollout.turns[row] == turn).nonzero()[0])
-        prompt = int(experience.prompt_of[row])
-        asked = experience.prompt_ids[prompt][experience.prompt_mask[prompt]]
+        prompt = int(batch.prompt_of[row])
+        asked = batch.prompt_ids[prompt][batch.prompt_mask[prompt]]
         prompts.append([*asked.tolist(), *rollout.completion_ids[row, :first].tolist()])
-    ids, mask = (each.to(experience.prompt_ids.device) for each in pad_left(prompts, 0))
+    ids, mask = (each.to(batch.prompt_ids.device) for each in pad_left(prompts, 0))
     rows = torch.tensor([row for row, _ in pairs])
     mine = joined.turns[rows] == torch.tensor([[turn] for _, turn in pairs]).to(numbers.device)
 
@@ -218,11 +218,11 @@ def _divided(experience: TrainingBatch, joined: Rollout, rollout: Rollout) -> Tr
 
     real = part(torch.ones_like(joined.turns, dtype=torch.bool)) & _packed(mine, mine)
     names = ("completion_ids", "sampler_logprobs", "old_logprobs", "ref_logprobs", "candidate_ids")
-    values = {name: part(getattr(experience, name)) for name in names}
-    values |= {name: part(getattr(experience, name)) * real for name in ("advantages", "weights")}
+    values = {name: part(getattr(batch, name)) for name in names}
+    values |= {name: part(getattr(batch, name)) * real for name in ("advantages", "loss_weights")}
     values |= {"completion_mask": real, "loss_mask": real}
     prompt_of = torch.arange(len(pairs), device=ids.device)
-    return replace(experience, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)
+    return replace(batch, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)
 
 
 def overheard(

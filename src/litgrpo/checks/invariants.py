@@ -36,7 +36,7 @@ from litgrpo.rollout.template_probes import count_mismatches
 from litgrpo.rollout.turn_format import TemplateFormat
 from litgrpo.tensors import widened
 from litgrpo.training.learner import Learner
-from litgrpo.training.micro_batches import Limits
+from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TrainingBatch
 
 ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding
@@ -264,20 +264,20 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
         conditions: of the run.
     """
     learner = dry.learner
-    experience = dry.experience(rollout)
+    batch = dry.build_batch(rollout)
     learner.policy.train(not conditions.dropout)
     limits = learner.limits
-    now = learner.micro_batching.compute_logprobs(experience.tokens, learner.logprobs, limits)
+    now = learner.micro_batching.compute_logprobs(batch.tokens, learner.logprobs, limits)
     errors = {
-        "6 groups are contiguous": dry.probe.misplaced(rollout, experience),
-        "3 the first ratio is 1": ratio_error(experience, now),
+        "6 groups are contiguous": dry.probe.misplaced(rollout, batch),
+        "3 the first ratio is 1": ratio_error(batch, now),
     }
     if rollout.turns is not None:
         errors |= episode_errors(dry, rollout)
     if learner.reference is not None:
-        errors |= reference_errors(learner, experience, now, conditions)
+        errors |= reference_errors(learner, batch, now, conditions)
     if not isinstance(learner.objective.aggregation, MicroBatchTokenMean):  # defined by the split
-        errors["7 the gradient does not depend on micro-batches"] = split_error(learner, experience)
+        errors["7 the gradient does not depend on micro-batches"] = split_error(learner, batch)
     return errors
 
 
@@ -293,8 +293,8 @@ def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:
     """What is wrong with the learning and judging of episodes: {name: error}."""
     learner, rewards = dry.learner, dry.rewards(rollout)
 
-    def gradient_of(learner: Learner, experience: TrainingBatch) -> list[Tensor]:
-        return gradient(learner, experience, Limits(shared=learner.policy.shares_prompts))
+    def gradient_of(learner: Learner, batch: TrainingBatch) -> list[Tensor]:
+        return gradient(learner, batch, BatchLimits(shared=learner.policy.shares_prompts))
 
     def cut(text: str) -> str:
         stops, include = dry.rollouter.stop_strings, dry.rollouter.sampling
@@ -383,35 +383,35 @@ def bad_ends(dry: DryRun, rollout: Rollout) -> float:
     return float((~right.all(1) | (lengths == 0)).sum())
 
 
-def ratio_error(experience: TrainingBatch, now: TokenLogprobs) -> float:
+def ratio_error(batch: TrainingBatch, now: TokenLogprobs) -> float:
     """Log-ratio of the first optimizer step: of the learning policy to the one that sampled.
 
     Args:
-        experience: N rows.
+        batch: N rows.
         now: the policy's view of them in the mode that it learns in.
     """
-    old = experience.old_logprobs
-    old = experience.sampler_logprobs if old is None else old
-    return float(row_gaps(now.logprobs - old, experience.loss_mask).max())
+    old = batch.old_logprobs
+    old = batch.sampler_logprobs if old is None else old
+    return float(row_gaps(now.logprobs - old, batch.loss_mask).max())
 
 
 def reference_errors(
-    learner: Learner, experience: TrainingBatch, now: TokenLogprobs, conditions: Conditions
+    learner: Learner, batch: TrainingBatch, now: TokenLogprobs, conditions: Conditions
 ) -> dict[str, float]:
     """How far the reference is from the start of training, and whether it stays where it is.
 
     Args:
         learner: with a reference.
-        experience: N rows, scored by the reference.
+        batch: N rows, scored by the reference.
         now: the policy's view of them.
         conditions: of the run.
     """
     errors = {}
-    before, mask = experience.ref_logprobs, experience.loss_mask
+    before, mask = batch.ref_logprobs, batch.loss_mask
     assert before is not None
     assert learner.reference is not None
     with moved(learner):
-        after = learner.reference_logprobs(experience.tokens)
+        after = learner.reference_logprobs(batch.tokens)
     assert after is not None
     movement = float(row_gaps(after - before, mask).max())
     trained = any(p.requires_grad for p in learner.reference.parameters())
@@ -436,22 +436,22 @@ def moved(learner: Learner) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def split_error(learner: Learner, experience: TrainingBatch) -> float:
+def split_error(learner: Learner, batch: TrainingBatch) -> float:
     """Norm of the difference of two gradients over their norm: all rows at once, and one by one.
 
     The advantages are positive and unequal: identical completions would otherwise cancel.
     """
-    weight = torch.arange(len(experience), device=experience.advantages.device)[:, None] % 3
-    experience = replace(experience, advantages=(1 + weight) * experience.loss_mask.float())
+    weight = torch.arange(len(batch), device=batch.advantages.device)[:, None] % 3
+    batch = replace(batch, advantages=(1 + weight) * batch.loss_mask.float())
     shared = learner.policy.shares_prompts
-    at_once = gradient(learner, experience, Limits(shared=shared))
-    one_by_one = gradient(learner, experience, Limits(max_rows=1, shared=shared))
+    at_once = gradient(learner, batch, BatchLimits(shared=shared))
+    one_by_one = gradient(learner, batch, BatchLimits(max_rows=1, shared=shared))
     off = sum(float((a - b).square().sum()) for a, b in zip(at_once, one_by_one, strict=True))
     size = sum(float(a.square().sum()) for a in at_once)
     return math.sqrt(off / size) if off else 0.0
 
 
-def gradient(learner: Learner, experience: TrainingBatch, limits: Limits) -> list[Tensor]:
+def gradient(learner: Learner, batch: TrainingBatch, limits: BatchLimits) -> list[Tensor]:
     """The gradient of one optimizer step, smallest parameters first, up to `WATCHED` numbers.
 
     It goes to no `.grad`, and past the hooks that reduce it over processes.
@@ -461,7 +461,7 @@ def gradient(learner: Learner, experience: TrainingBatch, limits: Limits) -> lis
     sizes = torch.tensor([p.numel() for p in parameters]).cumsum(0)
     parameters = parameters[: max(1, int((sizes <= WATCHED).sum()))]
     total = [widened(torch.zeros_like(p)) for p in parameters]
-    for output, _ in learner.losses(experience, limits):
+    for output, _ in learner.losses(batch, limits):
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
         for part, gained in zip(total, found, strict=True):
             if gained is not None:

@@ -308,7 +308,7 @@ class Evaluator:
 
     def _is_correct(self, rewards: RewardTable) -> Tensor:
         """[B, G] True if the success reward reaches its threshold."""
-        component = rewards.parts[self.success_reward]
+        component = rewards.components[self.success_reward]
         correct = (component >= self.settings.success_threshold) & rewards.valid
         return correct.to(self.device)
 

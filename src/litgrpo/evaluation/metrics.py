@@ -191,7 +191,7 @@ class RewardMeans(PromptMetric):
             rewards: the rewards of its completions, [B, G].
         """
         columns = [rewards.total.where(rewards.valid, torch.nan)]
-        columns += [rewards.parts[name] for name in self.names]
+        columns += [rewards.components[name] for name in self.names]
         sums = [column.nansum(1) for column in columns]
         counts = [(~column.isnan()).sum(1) for column in columns]
         # [B, 2 (1 + components)]

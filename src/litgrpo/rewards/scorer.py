@@ -146,7 +146,7 @@ def mask_failed_episodes(rewards: RewardTable, rollout: Rollout) -> RewardTable:
 
     return replace(
         rewards,
-        parts=hidden(rewards.parts),
+        components=hidden(rewards.components),
         counted=hidden(rewards.counted),
         total=rewards.total.masked_fill(failed, 0.0),
         valid=rewards.valid & ~failed,

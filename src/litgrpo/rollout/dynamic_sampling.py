@@ -244,7 +244,7 @@ def with_rewards(
 
     return replace(
         rewards,
-        parts=put(rewards.parts, fresh.parts),
+        components=put(rewards.components, fresh.components),
         counted=put(rewards.counted, fresh.counted),
         total=_put(rewards.total, slots, fresh.total, donors),
         valid=_put(rewards.valid, slots, fresh.valid, donors),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from litgrpo.algorithms.losses import Normalizers, Objective
+from litgrpo.algorithms.losses import EntropyTotals, Objective
 from litgrpo.algorithms.turn_credit import Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
 from litgrpo.distributed.device import Clock, timed
@@ -24,7 +24,7 @@ from litgrpo.tensors import whole
 from litgrpo.training.controllers import FixedCoefficients
 from litgrpo.training.iteration_metrics import StepSums, completion_advantages
 from litgrpo.training.micro_batches import (
-    Limits,
+    BatchLimits,
     MicroBatch,
     MicroBatching,
     RaggedBatches,
@@ -172,9 +172,9 @@ class Learner:
         mask = rollout.loss_mask
         # Weights are those of an optimizer step: a token's share in its loss, before the step is
         # split into micro-batches.
-        weights = torch.zeros_like(rollout.sampler_logprobs)
+        loss_weights = torch.zeros_like(rollout.sampler_logprobs)
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
-            weights[rows] = self.objective.token_weights(
+            loss_weights[rows] = self.objective.token_weights(
                 mask[rows], rollout.truncated[rows], self.max_completion_length, self.comm
             )
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
@@ -191,7 +191,7 @@ class Learner:
             loss_mask=mask,
             sampler_logprobs=rollout.sampler_logprobs,
             advantages=advantages,
-            weights=weights,
+            loss_weights=loss_weights,
             old_logprobs=logprobs.old,
             ref_logprobs=logprobs.ref,
         )
@@ -257,7 +257,7 @@ class Learner:
         return sums
 
     def losses(
-        self, batch: TrainingBatch, limits: Limits
+        self, batch: TrainingBatch, limits: BatchLimits
     ) -> Iterator[tuple[LossOutput, MicroBatch[TrainingBatch]]]:
         """Yield the loss of each micro-batch; their sum is the loss of the optimizer step.
 
@@ -265,12 +265,12 @@ class Learner:
             batch: M rows that share the step.
             limits: of a micro-batch.
         """
-        normalizers = self.normalizers(batch)
+        totals = self.entropy_totals(batch)
         # Without a KL or entropy term, rows with zero advantage have no gradient: skip their pass.
         rows = None if self.objective.needs_all_rows else rows_with_gradient(batch)
         for micro in self.micro_batching.split(batch, rows, limits):
             new = self.logprobs(micro.rows.tokens)
-            output = self.objective.loss(new, micro.rows, normalizers)
+            output = self.objective.loss(new, micro.rows, totals)
             output.stats[MISMATCH] = _sampler_mismatch(new, micro.rows)
             yield output, micro
 
@@ -297,7 +297,7 @@ class Learner:
         loss_of_step = torch.stack([loss * self.comm.world_size, one])
         return stats | {"policy/loss": loss_of_step, "optim/grad_norm": torch.stack([norm, one])}
 
-    def normalizers(self, batch: TrainingBatch) -> Normalizers:
+    def entropy_totals(self, batch: TrainingBatch) -> EntropyTotals:
         """Compute the numbers that all micro-batches of an optimizer step share."""
         entropy = None
         if self.objective.needs_entropy:
@@ -305,8 +305,8 @@ class Learner:
             entropy = self.micro_batching.compute_logprobs(
                 batch.tokens, self.logprobs, limits
             ).entropy
-        normalizers = self.objective.normalizers(batch.weights, entropy, self.comm)
-        return self.micro_batching.on_device(normalizers)
+        totals = self.objective.entropy_totals(batch.loss_weights, entropy, self.comm)
+        return self.micro_batching.on_device(totals)
 
     def logprobs(self, tokens: TokenRows) -> TokenLogprobs:
         """Compute log-probabilities and entropies under the policy, with gradient."""
@@ -323,13 +323,13 @@ class Learner:
         Repeats a forward and a backward pass for each row, which only happens after a skipped step.
         """
         found: dict[int, str] = {}
-        normalizers = self.normalizers(batch)
+        totals = self.entropy_totals(batch)
         with gathered(self.policy):  # ranks have unequal numbers of rows
             trained = [p for p in self.policy.parameters() if p.requires_grad]
-            for row in (batch.weights != 0).any(1).nonzero():
+            for row in (batch.loss_weights != 0).any(1).nonzero():
                 micro = next(self.micro_batching.split(batch, row, self.limits)).rows
                 new = self.logprobs(micro.tokens)
-                loss = self.objective.loss(new, micro, normalizers).loss
+                loss = self.objective.loss(new, micro, totals).loss
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 numbers = {
                     "advantage": micro.advantages,
@@ -357,13 +357,13 @@ class Learner:
     # --- memory ---
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> BatchLimits:
         """Limits of a micro-batch of the policy."""
         return self._limits(self.row_limit.max_rows, self.policy.shares_prompts)
 
-    def _limits(self, max_rows: int | None, shared: bool) -> Limits:
+    def _limits(self, max_rows: int | None, shared: bool) -> BatchLimits:
         given = [rows for rows in (self.config.micro_batch_size, max_rows) if rows is not None]
-        return Limits(min(given, default=None), self.config.max_tokens, shared)
+        return BatchLimits(min(given, default=None), self.config.max_tokens, shared)
 
     def _retry_smaller(self, attempt: Attempt[Result], tokens: TokenRows) -> Result:
         """Return the result of an attempt, in smaller micro-batches after out-of-memory errors."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.algorithms.advantages import GDPO, Normalized
-from litgrpo.algorithms.losses import Normalizers, Objective
+from litgrpo.algorithms.losses import EntropyTotals, Objective
 from litgrpo.distributed.collectives import Comm
 from litgrpo.distributed.fsdp.units import is_gathered
 from litgrpo.models.packing import bucket_by_parent
@@ -25,7 +25,7 @@ LogprobsOf = Callable[[TokenRows], TokenLogprobs]
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """Largest micro-batch; None: no limit.
 
     Args:
@@ -36,8 +36,8 @@ class Limits:
             do, and padded tokens count, the prompt's for each row.
 
     Example:
-        >>> Limits(max_rows=8, max_tokens=2048)
-        Limits(max_rows=8, max_tokens=2048, shared=False)
+        >>> BatchLimits(max_rows=8, max_tokens=2048)
+        BatchLimits(max_rows=8, max_tokens=2048, shared=False)
     """
 
     max_rows: int | None = None
@@ -69,16 +69,18 @@ class MicroBatching(ABC):
         """Select the rows [m] of one optimizer step."""
 
     @abstractmethod
-    def buckets(self, batch: Rows, limits: Limits) -> list[Tensor]:
+    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
         """Return row numbers of each micro-batch; together every row once."""
 
     @abstractmethod
-    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+    def split(
+        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch[Rows]]:
         """Yield micro-batches of the given rows [m], or of all rows."""
 
     @abstractmethod
     def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
     ) -> TokenLogprobs:
         """Compute [N, C] log-probabilities and entropies of all rows, without gradient.
 
@@ -92,9 +94,9 @@ class MicroBatching(ABC):
         """Return an empty accumulator for the micro-batches of a step."""
         return StepSums()
 
-    def on_device(self, normalizers: Normalizers) -> Normalizers:
+    def on_device(self, totals: EntropyTotals) -> EntropyTotals:
         """Move the numbers to where losses are computed."""
-        return normalizers
+        return totals
 
 
 class RaggedBatches(MicroBatching):
@@ -104,7 +106,7 @@ class RaggedBatches(MicroBatching):
         """Select rows, without columns that none of them uses."""
         return batch.select(rows)
 
-    def buckets(self, batch: Rows, limits: Limits) -> list[Tensor]:
+    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
         """Group rows by prompt if it is read once for all of them, else by length."""
         max_rows, max_tokens = limits.max_rows, limits.max_tokens
         lengths = batch.completion_mask.sum(1)
@@ -119,7 +121,9 @@ class RaggedBatches(MicroBatching):
         lengths = lengths + batch.prompt_mask.shape[1]
         return length_buckets(lengths, max_rows=max_rows, max_tokens=max_tokens)
 
-    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+    def split(
+        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch[Rows]]:
         """Yield micro-batches without columns that none of their rows uses."""
         chosen = batch if rows is None else batch.select(rows)
         buckets = self.buckets(chosen, limits)
@@ -128,7 +132,7 @@ class RaggedBatches(MicroBatching):
 
     @torch.no_grad()
     def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
     ) -> TokenLogprobs:
         """Compute micro-batches, and write each to its rows."""
         shape, device = tokens.completion_ids.shape, tokens.completion_ids.device
@@ -161,7 +165,9 @@ class EvenBatches(RaggedBatches):
         own = torch.tensor(float(number), device=self.policy.model.device)
         return int(self.comm.max(own)) - number
 
-    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+    def split(
+        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch[Rows]]:
         """Yield the micro-batches of this rank, then fillers."""
         chosen = batch if rows is None else batch.select(rows)
         buckets = self.buckets(chosen, limits)
@@ -174,7 +180,7 @@ class EvenBatches(RaggedBatches):
 
     @torch.no_grad()
     def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
     ) -> TokenLogprobs:
         """Compute as many passes as the rank with the most micro-batches."""
         found = super().compute_logprobs(tokens, logprobs_of, limits)
@@ -187,8 +193,8 @@ class EvenBatches(RaggedBatches):
 def _without_weight(rows: Rows) -> Rows:
     if not isinstance(rows, TrainingBatch):
         return rows
-    weights, advantages = (torch.zeros_like(x) for x in (rows.weights, rows.advantages))
-    return replace(rows, weights=weights, advantages=advantages)
+    weights, advantages = (torch.zeros_like(x) for x in (rows.loss_weights, rows.advantages))
+    return replace(rows, loss_weights=weights, advantages=advantages)
 
 
 def mini_batches(num_rows: int, group_size: int, num_steps: int) -> list[Tensor]:
@@ -223,7 +229,7 @@ def rows_with_gradient(batch: TrainingBatch) -> Tensor:
     Returns:
         [m] row numbers, at least one.
     """
-    contributes = ((batch.advantages != 0) & (batch.weights != 0)).any(1)
+    contributes = ((batch.advantages != 0) & (batch.loss_weights != 0)).any(1)
     contributes[0] |= ~contributes.any()
     return contributes.nonzero().squeeze(1)
 

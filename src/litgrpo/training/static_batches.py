@@ -1,31 +1,24 @@
 """Micro-batches of one static shape, for XLA devices, which compile a program for each shape.
 
-The rollout is in the host's memory. Every micro-batch has the same number of rows, each with its
-own copy of the prompt, and all columns; missing rows are filled with one of zero weight. Statistics
-stay on the device until the optimizer step needs them, which is a single wait.
+The rollout stays in the host's memory. Every micro-batch has the same number of rows and all
+columns, and each row has its own copy of the prompt. Filler rows have zero loss weight. Statistics
+stay on the device until the optimizer step needs them, which costs a single wait.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from litgrpo.algorithms.losses import Normalizers
+from litgrpo.algorithms.losses import EntropyTotals
 from litgrpo.distributed.device import Backend, to_host
 from litgrpo.training.iteration_metrics import StepSums
-from litgrpo.training.micro_batches import Limits, LogprobsOf, MicroBatch, MicroBatching, Rows
-from litgrpo.types import (
-    PROMPT_FIELDS,
-    LossOutput,
-    Stats,
-    TokenLogprobs,
-    TokenRows,
-    TrainingBatch,
-    row_fields,
-)
+from litgrpo.training.micro_batches import BatchLimits, LogprobsOf, MicroBatch, MicroBatching, Rows
+from litgrpo.types import LossOutput, Stats, TokenLogprobs, TokenRows, TrainingBatch
 
 
 class StaticSums(StepSums):
@@ -49,7 +42,7 @@ class StaticSums(StepSums):
         self.device.flush()
 
     def read(self, grad_norm: Tensor) -> tuple[Stats, Tensor, Tensor]:
-        """Copy all sums to the host by one wait."""
+        """Copy all sums to the host, with a single wait for the device."""
         self.device.flush()
         *reports, norm = to_host([*self.reports, grad_norm])
         for report in reports:
@@ -64,6 +57,11 @@ class StaticBatches(MicroBatching):
 
     Args:
         device: the XLA device.
+
+    Example:
+        >>> from litgrpo.distributed.device import backend
+        >>> StaticBatches(backend(torch.device("cpu"))).device.num_chips
+        1
     """
 
     device: Backend
@@ -72,54 +70,59 @@ class StaticBatches(MicroBatching):
         """Select rows with all of their columns."""
         return select_whole_rows(batch, rows)
 
-    def rows_at_once(self, batch: TokenRows | TrainingBatch, limits: Limits) -> int:
+    def rows_at_once(self, batch: TokenRows | TrainingBatch, limits: BatchLimits) -> int:
         """Return the rows of every micro-batch, a multiple of the chips; padded tokens count."""
         width = batch.prompt_ids.shape[1] + batch.completion_ids.shape[1]
-        most = [len(batch)]
+        rows = len(batch)
         if limits.max_rows is not None:
-            most.append(limits.max_rows)
+            rows = min(rows, limits.max_rows)
         if limits.max_tokens is not None:
-            most.append(limits.max_tokens // width)
-        return -(-max(1, min(most)) // self.device.num_chips) * self.device.num_chips
+            rows = min(rows, limits.max_tokens // width)
+        # The rows of a micro-batch are sharded over the chips: round up to a multiple of them.
+        return math.ceil(max(1, rows) / self.device.num_chips) * self.device.num_chips
 
-    def buckets(self, batch: Rows, limits: Limits) -> list[Tensor]:
+    def buckets(self, batch: Rows, limits: BatchLimits) -> list[Tensor]:
         """Split rows in order."""
         return list(torch.arange(len(batch)).split(self.rows_at_once(batch, limits)))
 
-    def split(self, batch: Rows, rows: Tensor | None, limits: Limits) -> Iterator[MicroBatch[Rows]]:
+    def split(
+        self, batch: Rows, rows: Tensor | None, limits: BatchLimits
+    ) -> Iterator[MicroBatch[Rows]]:
         """Yield micro-batches on the device, the last one filled to the same shape."""
         chosen = torch.arange(len(batch)) if rows is None else rows
-        at_once = self.rows_at_once(batch, limits)
-        buckets = chosen.split(at_once)
+        num_rows = self.rows_at_once(batch, limits)
+        buckets = chosen.split(num_rows)
         for number, bucket in enumerate(buckets, start=1):
-            filled = self.fill(batch, bucket, at_once)
+            filled = self.fill(batch, bucket, num_rows)
             yield MicroBatch(filled, is_last=number == len(buckets))
 
-    def fill(self, batch: Rows, rows: Tensor, at_once: int) -> Rows:
+    def fill(self, batch: Rows, rows: Tensor, num_rows: int) -> Rows:
         """Build a micro-batch of the static shape on the device.
 
         Args:
             batch: M rows on the host.
-            rows: [m] row numbers, at most `at_once`.
-            at_once: rows of the micro-batch.
+            rows: [m] row numbers, at most `num_rows` of them.
+            num_rows: rows of the micro-batch.
         """
-        missing = at_once - len(rows)
+        missing = num_rows - len(rows)
         chosen = select_whole_rows(batch, torch.cat([rows, rows[:1].expand(missing)]))
-        filling = (torch.arange(at_once) >= len(rows))[:, None]
-        values = row_fields(chosen)
-        # A filler row has no tokens, and so no weight.
-        for name in {"completion_mask", "loss_mask", "weights"} & values.keys():
+        filling = (torch.arange(num_rows) >= len(rows))[:, None]
+        values = chosen.row_fields()
+        # A filler row has no tokens and no loss weight, so its gradient is exactly 0.
+        for name in {"completion_mask", "loss_mask", "loss_weights"} & values.keys():
             values[name] = values[name].masked_fill(filling, 0)
-        values |= {name: getattr(chosen, name) for name in (*PROMPT_FIELDS, "prompt_of")}
+        values["prompt_ids"] = chosen.prompt_ids
+        values["prompt_mask"] = chosen.prompt_mask
+        values["prompt_of"] = chosen.prompt_of
         self.device.note_shapes("micro-batch", **values)
         return replace(
             chosen, **{name: self.device.rows_to(value) for name, value in values.items()}
         )
 
     def compute_logprobs(
-        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: Limits
+        self, tokens: TokenRows, logprobs_of: LogprobsOf, limits: BatchLimits
     ) -> TokenLogprobs:
-        """Compute log-probabilities and entropies, and copy them to the host by one wait."""
+        """Compute log-probabilities and entropies, and copy them to the host with one wait."""
         parts: list[Tensor] = []
         with torch.no_grad():
             for micro in self.split(tokens, None, limits):
@@ -127,18 +130,20 @@ class StaticBatches(MicroBatching):
                 parts += [found.logprobs, found.entropy]
                 self.device.flush()
         parts = to_host(parts)
-        number = len(tokens)
-        return TokenLogprobs(*(torch.cat(parts[kind::2])[:number] for kind in (0, 1)))
+        num_rows = len(tokens)  # without the filler rows at the end
+        return TokenLogprobs(
+            logprobs=torch.cat(parts[0::2])[:num_rows], entropy=torch.cat(parts[1::2])[:num_rows]
+        )
 
     def sums(self) -> StepSums:
         """Return sums that are read at the end of a step."""
         return StaticSums(self.device)
 
-    def on_device(self, normalizers: Normalizers) -> Normalizers:
+    def on_device(self, totals: EntropyTotals) -> EntropyTotals:
         """Pass the numbers as inputs: as constants, each value would need another program."""
-        threshold = normalizers.entropy_threshold
-        return Normalizers(
-            self.device.number_to(normalizers.num_tokens),
+        threshold = totals.entropy_threshold
+        return EntropyTotals(
+            self.device.number_to(totals.num_tokens),
             None if threshold is None else self.device.number_to(threshold),
         )
 
@@ -150,7 +155,12 @@ def select_whole_rows(batch: Rows, rows: Tensor) -> Rows:
         batch: M rows.
         rows: [m] row numbers; a row may occur twice.
     """
-    chosen = {name: value[rows] for name, value in row_fields(batch).items()}
-    for name in PROMPT_FIELDS:
-        chosen[name] = getattr(batch, name)[batch.prompt_of[rows]]
-    return replace(batch, prompt_of=torch.arange(len(rows)), **chosen)
+    chosen = {name: value[rows] for name, value in batch.row_fields().items()}
+    prompts = batch.prompt_of[rows]
+    return replace(
+        batch,
+        prompt_ids=batch.prompt_ids[prompts],
+        prompt_mask=batch.prompt_mask[prompts],
+        prompt_of=torch.arange(len(rows)),
+        **chosen,
+    )

@@ -65,8 +65,8 @@ def test_weights_add_the_share_of_different_pairs_of_words_to_lapdog():
         "distinct": Reward("litgrpo.rewards.builtin.diversity.distinct", kwargs=kwargs),
     }
     table = Scorer(parts)(["", ""], said, {"answers": given}, group_size=2)
-    assert table.parts["distinct"].tolist() == [pytest.approx([2 / 3, 2 / 3])]
-    assert (table.total - table.parts["lapdog"]).tolist() == [pytest.approx([2 / 3, 2 / 3])]
+    assert table.components["distinct"].tolist() == [pytest.approx([2 / 3, 2 / 3])]
+    assert (table.total - table.components["lapdog"]).tolist() == [pytest.approx([2 / 3, 2 / 3])]
 
 
 def test_blank_space_and_chat_messages_make_no_difference():
@@ -87,7 +87,7 @@ def test_lapdog_is_asked_about_the_whole_batch_and_single_terms_can_be_shown_bes
     }
     table = Scorer(parts)(NOBODY[:2], SAID[:2], {"answers": GIVEN[:2]}, group_size=2)
     assert table.total.tolist() == [pytest.approx(dialogue.lapdog(NOBODY[:2], SAID[:2], GIVEN[:2]))]
-    assert table.parts["f1"].tolist() == [pytest.approx([10 / 11, 0.5])]
+    assert table.components["f1"].tolist() == [pytest.approx([10 / 11, 0.5])]
 
 
 def test_a_failing_batch_is_not_asked_again_row_by_row():

@@ -235,11 +235,13 @@ class _Answers:
         )
 
     def _right(self, table: RewardTable) -> Tensor:
-        return (table.parts[self.success] >= self.threshold) & table.valid
+        return (table.components[self.success] >= self.threshold) & table.valid
 
     def part(self, name: str, failed: dict[str, int], slowest_s: float, slowest_on: str) -> Part:
         """What one reward did."""
-        kinds = {kind: self.column(kind, lambda table: table.parts[name]) for kind in self.kinds()}
+        kinds = {
+            kind: self.column(kind, lambda table: table.components[name]) for kind in self.kinds()
+        }
         values = torch.cat(list(kinds.values()))
         known = values[~values.isnan()].tolist() or [0.0]
         return Part(
