@@ -255,7 +255,7 @@ def test_select_trims_padding_and_renumbers_prompts():
     assert chosen.completion_ids.tolist() == [[12, 13, 14], [4, 5, 6]]
     assert chosen.completion_mask.tolist() == [[True, True, True], [True, False, False]]
     assert chosen.sampler_logprobs.tolist() == [[-12, -13, -14], [-4, -5, -6]]
-    assert chosen.weights.tolist() == [[12.5, 13.5, 14.5], [4.5, 5.5, 6.5]]
+    assert chosen.loss_weights.tolist() == [[12.5, 13.5, 14.5], [4.5, 5.5, 6.5]]
     assert chosen.ref_logprobs.tolist() == [[-88, -87, -86], [-96, -95, -94]]
     assert chosen.old_logprobs is None
 
