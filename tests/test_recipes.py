@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from litgrpo.algorithms.losses import ImportanceCorrection
 from litgrpo.cli.parser import TRAINER_DEFAULTS
 from litgrpo.data.rendering import TextTemplate
-from litgrpo.data.sources import Row
+from litgrpo.data.sources import SourceRow
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.models.loading import load_policy
 from tests.benchmarks.wordproblems import add_demonstration
@@ -101,7 +101,7 @@ def test_retrieved_stories_stand_behind_the_question():
     stories = [{"title": "Ben", "text": "Ben was one."}, {"title": "Sea", "text": "It is blue."}]
     told = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
     for passages, behind in (({}, ""), ({"passages": stories}, told)):
-        text = TextTemplate("prompt", template).render(Row(row | passages, "here", 0))
+        text = TextTemplate("prompt", template).render(SourceRow(row | passages, "here", 0))
         assert text == row["prompt"] + behind
 
 

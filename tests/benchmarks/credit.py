@@ -36,7 +36,7 @@ from litgrpo.data import EpisodePrompts
 from litgrpo.environments import StepResult
 from litgrpo.environments.examples import NumberGame
 from litgrpo.evaluation.evaluator import Evaluation
-from litgrpo.evaluation.intervals import clustered_mean, paired_difference
+from litgrpo.evaluation.intervals import compute_paired_difference, mean_interval
 from litgrpo.models.export import export
 from litgrpo.models.scratch import Scratch
 from litgrpo.rewards import Reward
@@ -203,10 +203,10 @@ def table(results: dict[str, Result], game: str) -> str:
         return [results[f"{game} {rule} {seed}"][name] for seed in seeds]
 
     def shown(rule: str, name: str) -> str:
-        low, high = clustered_mean(of(rule, name))
+        low, high = mean_interval(of(rule, name))
         return f"{fmean(of(rule, name)):.3f} [{low:.3f}, {high:.3f}]"
 
-    gains = {r: paired_difference(of(RULES[0], "won"), of(r, "won")) for r in RULES[1:]}
+    gains = {r: compute_paired_difference(of(RULES[0], "won"), of(r, "won")) for r in RULES[1:]}
     corrected = holm({rule: gain.p_value for rule, gain in gains.items()})
     lines = [
         "| credit | won | guesses that contradict | won, over GRPO | p |",

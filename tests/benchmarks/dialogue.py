@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from litgrpo.data.modules import PromptData
-from litgrpo.evaluation.intervals import clustered_mean, paired_difference
+from litgrpo.evaluation.intervals import compute_paired_difference, mean_interval
 from litgrpo.evaluation.metrics import BLEU_COUNTS, ROUGES, reply_counts
 from litgrpo.models.loading import load_policy
 from litgrpo.rewards.builtin.dialogue import lapdog
@@ -159,7 +159,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
         cells = []
         for measure in MEANS:
             values = by_persona(found, measure)
-            low, high = clustered_mean(values)
+            low, high = mean_interval(values)
             cells.append(f"{statistics.mean(values):.3g} [{low:.3g}, {high:.3g}]")
         bleus = [corpus_bleu(run) for run in found]
         spread = f" ({', '.join(f'{score:.2f}' for score in bleus)})" if len(bleus) > 1 else ""
@@ -183,7 +183,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> str:
         cells = []
         for measure in MEANS:
             pair = (by_persona(runs[first], measure), by_persona(runs[name], measure))
-            moved = paired_difference(*pair)
+            moved = compute_paired_difference(*pair)
             cells.append(f"{moved.mean:+.3g} [{moved.low:+.3g}, {moved.high:+.3g}]")
         bleus, before = [corpus_bleu(run) for run in runs[name]], corpus_bleu(runs[first][0])
         gains = [a - b for a, b in zip(resample_bleu(runs[name]), level, strict=True)]

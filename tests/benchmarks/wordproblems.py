@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from litgrpo.environments.examples import calculate
-from litgrpo.evaluation.intervals import clustered_proportion, compare_evaluations
+from litgrpo.evaluation.intervals import compare_evaluations, proportion_interval
 from litgrpo.rewards import arithmetic
 from tests.benchmarks.tone import table
 
@@ -143,7 +143,7 @@ def shown(sides: dict[str, Path]) -> str:
         found = results(rows)
         samples = len(rows[0]["samples"])
         right = [round(share * samples) for share in found["sampled"]]
-        low, high = clustered_proportion(right, samples)
+        low, high = proportion_interval(right, samples)
         changes = []
         for other, before in known.items():
             both = compare_evaluations(before, found)

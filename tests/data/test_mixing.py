@@ -4,15 +4,15 @@ from collections import Counter
 
 import pytest
 
-from litgrpo.data.loader import mix_sources, rows_per_source
+from litgrpo.data.loader import allocate_rows, mix_sources
 
 SOURCES = [0] * 6 + [1] * 3  # rows 0 to 5 and 6 to 8
 
 
 def test_shares_add_up_and_the_largest_remainders_are_rounded_up():
-    assert rows_per_source(9, [1, 1]) == [5, 4]
-    assert rows_per_source(10, [2, 1, 1]) == [5, 3, 2]
-    assert rows_per_source(9, [1, 8]) == [1, 8]
+    assert allocate_rows(9, [1, 1]) == [5, 4]
+    assert allocate_rows(10, [2, 1, 1]) == [5, 3, 2]
+    assert allocate_rows(9, [1, 8]) == [1, 8]
 
 
 def test_in_order_each_source_goes_on_and_is_spread_evenly():

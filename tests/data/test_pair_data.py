@@ -171,7 +171,7 @@ def test_a_recipe_parses():
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     settings = {
-        "train": "python:litgrpo.data.examples.problems.supervised?size=5",
+        "train": "python:litgrpo.data.examples.problems.demonstrations?size=5",
         "columns": {"completion": "completion"},
         "batch_size": None,
         "max_tokens_per_batch": 4096,

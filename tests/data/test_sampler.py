@@ -11,15 +11,15 @@ from litgrpo.data import loader as sampler
 from litgrpo.data.loader import (
     BatchLoader,
     BatchOrder,
-    length_grouped_batches,
-    ordered_batches,
-    rank_share,
-    shuffled_rows,
+    batch_by_length,
+    batch_in_order,
+    select_rank_rows,
+    shuffle_rows,
 )
 
 
-def shuffled_batches(count, batch_size, seed, epoch):
-    return [*sampler.shuffled_batches(count, batch_size, seed, epoch)]
+def shuffle_batches(count, batch_size, seed, epoch):
+    return [*sampler.shuffle_batches(count, batch_size, seed, epoch)]
 
 
 class Echo(Dataset):
@@ -30,7 +30,7 @@ class Echo(Dataset):
 
 
 def loader(num_workers=0, count=11, batch_size=2, seed=3, rank=0, world_size=1):
-    plan = partial(shuffled_batches, count, batch_size, seed)
+    plan = partial(shuffle_batches, count, batch_size, seed)
     identity = {"batch_size": batch_size, "seed": seed}
     return BatchLoader(Echo(), BatchOrder(plan, rank, world_size), num_workers, identity)
 
@@ -46,44 +46,42 @@ def epochs(batches, numbers):
 
 def test_the_order_depends_on_seed_and_epoch_only():
     orders = {
-        (seed, epoch): shuffled_rows(50, seed, epoch).tolist()
-        for seed in (0, 1)
-        for epoch in (0, 1)
+        (seed, epoch): shuffle_rows(50, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)
     }
     assert len({tuple(order) for order in orders.values()}) == 4
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    assert shuffled_rows(50, 1, 1).tolist() == orders[1, 1]
+    assert shuffle_rows(50, 1, 1).tolist() == orders[1, 1]
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_training_batches_are_full_and_repeat_no_row():
-    batches = shuffled_batches(11, 2, seed=0, epoch=0)
+    batches = shuffle_batches(11, 2, seed=0, epoch=0)
     assert [len(batch) for batch in batches] == [2] * 5
     assert len({row for batch in batches for row in batch}) == 10
 
 
 def test_rows_left_out_differ_between_epochs():
     left_out = [
-        set(range(11)) - {row for batch in shuffled_batches(11, 2, 0, epoch) for row in batch}
+        set(range(11)) - {row for batch in shuffle_batches(11, 2, 0, epoch) for row in batch}
         for epoch in range(8)
     ]
     assert len(set.union(*left_out)) > 1
 
 
 def test_validation_has_every_row_once_in_order():
-    assert ordered_batches(5, 2) == [[0, 1], [2, 3], [4]]
+    assert batch_in_order(5, 2) == [[0, 1], [2, 3], [4]]
 
 
 def test_buckets_hold_rows_of_about_equal_length():
     lengths = torch.tensor([3, 40, 3, 39, 3, 40])
-    batches = length_grouped_batches(lengths, 3, None, seed=0, epoch=0)
+    batches = batch_by_length(lengths, 3, None, seed=0, epoch=0)
     assert sorted(sorted(lengths[rows].tolist()) for rows in batches) == [[3, 3, 3], [39, 40, 40]]
 
 
 def test_buckets_respect_the_token_budget_and_lose_no_row():
     lengths = torch.randint(1, 90, (400,), generator=torch.Generator().manual_seed(0))
-    plans = [length_grouped_batches(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
+    plans = [batch_by_length(lengths, None, 256, seed=0, epoch=epoch) for epoch in range(4)]
     assert len({len(plan) for plan in plans}) == 1
     assert len({str(plan) for plan in plans}) == 4
     for plan in plans:
@@ -92,9 +90,7 @@ def test_buckets_respect_the_token_budget_and_lose_no_row():
 
 
 def test_a_row_beyond_the_token_budget_is_alone():
-    assert sorted(length_grouped_batches(torch.tensor([9, 300, 9]), None, 32, 0, 0), key=len)[
-        0
-    ] == [1]
+    assert sorted(batch_by_length(torch.tensor([9, 300, 9]), None, 32, 0, 0), key=len)[0] == [1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -107,13 +103,13 @@ def test_processes_share_the_batches_of_one_process(world_size):
 
 
 def test_an_uneven_batch_leaves_no_process_without_a_row():
-    assert [rank_share([7, 8, 9], rank, 2) for rank in range(2)] == [[7], [8, 9]]
-    assert [rank_share([7], rank, 2) for rank in range(2)] == [[7], [7]]
+    assert [select_rank_rows([7, 8, 9], rank, 2) for rank in range(2)] == [[7], [8, 9]]
+    assert [select_rank_rows([7], rank, 2) for rank in range(2)] == [[7], [7]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_change_nothing(num_workers):
-    expected = shuffled_batches(11, 2, 3, epoch=0) + shuffled_batches(11, 2, 3, epoch=1)
+    expected = shuffle_batches(11, 2, 3, epoch=0) + shuffle_batches(11, 2, 3, epoch=1)
     assert epochs(loader(num_workers), [0, 1]) == expected
 
 
@@ -155,7 +151,7 @@ def test_an_iterator_that_was_made_too_early_heeds_the_epoch():
     batches = loader()
     early = iter(batches)
     batches.sampler.set_epoch(1)
-    assert [rows.tolist() for rows in early] == shuffled_batches(11, 2, 3, 1)
+    assert [rows.tolist() for rows in early] == shuffle_batches(11, 2, 3, 1)
 
 
 def test_another_number_of_processes_goes_on_with_the_same_prompts():
@@ -173,7 +169,7 @@ def test_rows_out_of_turn_come_once_each_before_any_comes_again():
     for start in (0, 10):  # the eleventh row fills no batch and sits out
         assert len(set(rows[start : start + 10])) == 10
     assert rows[:10] != rows[10:]
-    assert rows[:10] != [row for batch in shuffled_batches(11, 2, 3, 0) for row in batch]
+    assert rows[:10] != [row for batch in shuffle_batches(11, 2, 3, 0) for row in batch]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

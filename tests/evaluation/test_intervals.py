@@ -8,15 +8,15 @@ import pytest
 
 from litgrpo.evaluation.intervals import (
     bootstrap_ratio,
-    clustered_mean,
-    clustered_proportion,
     compare_evaluations,
+    compute_paired_difference,
     mcnemar,
-    mean_and_error,
-    paired_difference,
+    mean_and_standard_error,
+    mean_interval,
+    proportion_interval,
     student_t_central_probability,
     student_t_quantile,
-    wilson,
+    wilson_interval,
 )
 from tests.support.raises import raises_for
 
@@ -27,48 +27,48 @@ def close(*numbers: float, to: float = 1e-4):
 
 def test_wilson_agrees_with_published_values() -> None:
     # R: prop.test(x, n, correct = FALSE)
-    assert wilson(9, 10) == close(0.5958, 0.9821)
-    assert wilson(50, 100) == close(0.4038, 0.5962)
+    assert wilson_interval(9, 10) == close(0.5958, 0.9821)
+    assert wilson_interval(50, 100) == close(0.4038, 0.5962)
     # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3
-    assert wilson(81, 263) == close(0.2553, 0.3662)
-    assert wilson(15, 148) == close(0.0624, 0.1605)
-    assert wilson(0, 20) == close(0.0, 0.1611)
-    assert wilson(1, 29) == close(0.0061, 0.1718)
+    assert wilson_interval(81, 263) == close(0.2553, 0.3662)
+    assert wilson_interval(15, 148) == close(0.0624, 0.1605)
+    assert wilson_interval(0, 20) == close(0.0, 0.1611)
+    assert wilson_interval(1, 29) == close(0.0061, 0.1718)
 
 
 def test_wilson_is_sensible_at_the_ends() -> None:
     # z^2 / (n + z^2) = 3.8415 / 13.8415
-    assert wilson(0, 10) == close(0.0, 0.2775)
-    assert wilson(10, 10) == close(0.7225, 1.0)
-    assert wilson(10, 10)[1] == 1.0
-    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson_interval(0, 10) == close(0.0, 0.2775)
+    assert wilson_interval(10, 10) == close(0.7225, 1.0)
+    assert wilson_interval(10, 10)[1] == 1.0
+    assert wilson_interval(0, 0) == (0.0, 1.0)
     with raises_for("confidence", "95"):
-        wilson(1, 2, confidence=95)
+        wilson_interval(1, 2, confidence=95)
 
 
 def test_clusters_of_one_give_wilson() -> None:
-    assert clustered_proportion([1] * 9 + [0], 1) == pytest.approx(wilson(9, 10))
+    assert proportion_interval([1] * 9 + [0], 1) == pytest.approx(wilson_interval(9, 10))
 
 
 def test_samples_that_always_agree_count_once() -> None:
-    assert clustered_proportion([4] * 9 + [0], 4) == pytest.approx(wilson(9, 10))
+    assert proportion_interval([4] * 9 + [0], 4) == pytest.approx(wilson_interval(9, 10))
 
 
 def test_independent_samples_count_each() -> None:
     # the same rate for every prompt: no sign of clustering
-    assert clustered_proportion([2] * 10, 4) == pytest.approx(wilson(20, 40))
+    assert proportion_interval([2] * 10, 4) == pytest.approx(wilson_interval(20, 40))
 
 
 def test_all_right_all_wrong_one_prompt_and_none_are_careful() -> None:
-    assert clustered_proportion([4] * 10, 4) == pytest.approx(wilson(10, 10))
-    assert clustered_proportion([0] * 10, 4) == pytest.approx(wilson(0, 10))
-    assert clustered_proportion([2], 4) == pytest.approx(wilson(0.5, 1))
-    assert clustered_proportion([], 4) == (0.0, 1.0)
+    assert proportion_interval([4] * 10, 4) == pytest.approx(wilson_interval(10, 10))
+    assert proportion_interval([0] * 10, 4) == pytest.approx(wilson_interval(0, 10))
+    assert proportion_interval([2], 4) == pytest.approx(wilson_interval(0.5, 1))
+    assert proportion_interval([], 4) == (0.0, 1.0)
 
 
 def test_the_design_effect_by_hand() -> None:
     # rates 1, 1/2, 1/2, 0: mean 1/2, variance 1/6, squared error 1/24; size (1/4) / (1/24) = 6
-    assert clustered_proportion([2, 1, 1, 0], 2) == pytest.approx(wilson(3, 6))
+    assert proportion_interval([2, 1, 1, 0], 2) == pytest.approx(wilson_interval(3, 6))
 
 
 def test_the_clustered_interval_covers_as_often_as_it_says() -> None:
@@ -78,7 +78,7 @@ def test_the_clustered_interval_covers_as_often_as_it_says() -> None:
         a, b = ((1.8, 0.2), (1.0, 1.0))[trial % 2]
         rates = [draw.betavariate(a, b) for _ in range(50)]
         counts = [sum(draw.random() < rate for _ in range(4)) for rate in rates]
-        low, high = clustered_proportion(counts, 4)
+        low, high = proportion_interval(counts, 4)
         covered += low <= a / (a + b) <= high
     assert 930 <= covered <= 970
 
@@ -99,28 +99,28 @@ def test_student_t_agrees_with_tables() -> None:
 
 def test_clustered_mean_by_hand() -> None:
     # mean 3, variance 2.5, error sqrt(.5) = .7071, t(4) = 2.7764
-    assert mean_and_error([1, 2, 3, 4, 5]) == close(3, 0.7071)
-    assert clustered_mean([1, 2, 3, 4, 5]) == close(1.0368, 4.9632)
-    assert clustered_mean([0.1] * 9) == (0.1, 0.1)
-    assert clustered_mean([1]) == (-inf, inf)
-    assert isnan(mean_and_error([])[0])
+    assert mean_and_standard_error([1, 2, 3, 4, 5]) == close(3, 0.7071)
+    assert mean_interval([1, 2, 3, 4, 5]) == close(1.0368, 4.9632)
+    assert mean_interval([0.1] * 9) == (0.1, 0.1)
+    assert mean_interval([1]) == (-inf, inf)
+    assert isnan(mean_and_standard_error([])[0])
 
 
 def test_paired_difference_agrees_with_student() -> None:
     # Student 1908, the sleep data; R: t.test(paired = TRUE): p = 0.002833, 0.7001 to 2.4599
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
-    result = paired_difference(first, second)
+    result = compute_paired_difference(first, second)
     assert (result.mean, result.low, result.high) == close(1.58, 0.7001, 2.4599)
     assert result.p_value == pytest.approx(0.002833, abs=5e-7)
-    assert paired_difference(second, first).p_value == pytest.approx(result.p_value)
+    assert compute_paired_difference(second, first).p_value == pytest.approx(result.p_value)
 
 
 def test_paired_difference_without_spread() -> None:
-    assert paired_difference([1, 2], [1, 2]).p_value == 1.0
-    assert paired_difference([1, 2], [2, 3]).p_value == 0.0
+    assert compute_paired_difference([1, 2], [1, 2]).p_value == 1.0
+    assert compute_paired_difference([1, 2], [2, 3]).p_value == 0.0
     with raises_for("before", "after"):
-        paired_difference([1], [1])
+        compute_paired_difference([1], [1])
 
 
 # --- comparison of two evaluations ---

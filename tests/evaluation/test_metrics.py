@@ -17,7 +17,13 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu
 from torch.utils.data import DataLoader
 
-from litgrpo.evaluation import GreedyAccuracy, RewardMeans, SampledAccuracy, pass_at_k, wilson
+from litgrpo.evaluation import (
+    GreedyAccuracy,
+    RewardMeans,
+    SampledAccuracy,
+    pass_at_k,
+    wilson_interval,
+)
 from litgrpo.evaluation.evaluator import Evaluation
 from litgrpo.evaluation.metrics import (
     DialogueScores,
@@ -81,10 +87,10 @@ def test_the_report_by_hand() -> None:
     assert result["pass@2"] == pytest.approx((1 + 5 / 6 + 1 / 2 + 0 + 1 / 2) / 5)
     assert result["pass@4"] == pytest.approx(4 / 5)
     # rates 1, .5, .25, 0, .25: variance .14375, squared error .02875, effective size .24 / .02875
-    low, high = wilson(0.4 * 0.24 / 0.02875, 0.24 / 0.02875)
+    low, high = wilson_interval(0.4 * 0.24 / 0.02875, 0.24 / 0.02875)
     assert (result["avg@4_low"], result["avg@4_high"]) == pytest.approx((low, high))
     assert result["greedy"] == pytest.approx(2 / 5)
-    assert (result["greedy_low"], result["greedy_high"]) == pytest.approx(wilson(2, 5))
+    assert (result["greedy_low"], result["greedy_high"]) == pytest.approx(wilson_interval(2, 5))
     # sample 0 failed in another part, sample 3 abstained; samples 1 and 2: 2, 1, 1, 0, 0 right
     assert result["reward"] == pytest.approx(2 * (2 + 1 + 1 + 0 + 0) / 10)
     assert result["right"] == pytest.approx((3 + 1 + 1 + 0 + 1) / 15)

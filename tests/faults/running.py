@@ -52,7 +52,7 @@ SUPERVISED: dict[str, Any] = {
     "model": {"init_args": {"max_iterations": ITERATIONS, "precision": {"disable_dropout": False}}},
     "data": {
         "init_args": {
-            "train": "python:litgrpo.data.examples.problems.supervised?size=200",
+            "train": "python:litgrpo.data.examples.problems.demonstrations?size=200",
             "val": {"path": "python:litgrpo.data.examples.problems.held_out", "limit": 16},
             "batch_size": 64,
             "num_workers": 0,

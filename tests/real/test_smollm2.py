@@ -49,7 +49,7 @@ def test_two_iterations_of_the_recipe_with_all_invariants(monkeypatch, tmp_path,
         "--model.max_iterations",
         "2",
         "--data.val",
-        "python:litgrpo.data.examples.topics.settings",
+        "python:litgrpo.data.examples.topics.validation",
     ]
     words += ["--data.eval_batch_size", "20", "--trainer.val_check_interval", "2"]
     monkeypatch.setattr(sys, "argv", ["cli.py", *map(str, words)])

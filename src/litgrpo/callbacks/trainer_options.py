@@ -24,7 +24,7 @@ from litgrpo.arguments import did_you_mean, require
 from litgrpo.training.lightning_compat import is_compiled
 
 
-class Option(NamedTuple):
+class TrainerOption(NamedTuple):
     """One row of the table in docs/lightning.md.
 
     Example:
@@ -43,73 +43,77 @@ _STEP = "an optimizer step uses all rows of its batch: set `data.batch_size`, an
 _STEP += "`model.update.micro_batch_tokens` for memory"
 
 # {name: row}. Without a note an option does what Lightning documents. One iteration is one batch.
-OPTIONS: dict[str, Option] = {
-    "max_epochs": Option(
+OPTIONS: dict[str, TrainerOption] = {
+    "max_epochs": TrainerOption(
         True, "passes over the prompts; `model.max_iterations` is the usual limit"
     ),
-    "max_steps": Option(True, "counts optimizer steps; a started iteration is finished"),
-    "min_epochs, min_steps": Option(True, "also postpone the end by `model.max_iterations`"),
-    "max_time": Option(
+    "max_steps": TrainerOption(True, "counts optimizer steps; a started iteration is finished"),
+    "min_epochs, min_steps": TrainerOption(True, "also postpone the end by `model.max_iterations`"),
+    "max_time": TrainerOption(
         True, "`cli.py` stops early enough for the last validation and checkpoint (`TimeBudget`)"
     ),
-    "fast_dev_run": Option(True, "one iteration and one validation batch; no file is written"),
-    "limit_train_batches": Option(True, "iterations of a pass over the prompts"),
-    "limit_val_batches, limit_test_batches, limit_predict_batches": Option(True, ""),
-    "overfit_batches": Option(
+    "fast_dev_run": TrainerOption(True, "one iteration, one validation batch, no files"),
+    "limit_train_batches": TrainerOption(True, "iterations of a pass over the prompts"),
+    "limit_val_batches, limit_test_batches, limit_predict_batches": TrainerOption(True, ""),
+    "overfit_batches": TrainerOption(
         False, "to train on few prompts set `data.train.limit`, and `data.val: null`"
     ),
-    "val_check_interval, check_val_every_n_epoch": Option(
+    "val_check_interval, check_val_every_n_epoch": TrainerOption(
         True, "with `check_val_every_n_epoch: null` the interval counts iterations"
     ),
-    "num_sanity_val_steps": Option(
+    "num_sanity_val_steps": TrainerOption(
         True, "-1 evaluates all held-out prompts before training, for the summary's `before`"
     ),
-    "log_every_n_steps": Option(True, "counts iterations; `cli.py` sets it to 1"),
-    "accumulate_grad_batches": Option(False, f"{_STEP}; it works for SFT"),
-    "gradient_clip_val, gradient_clip_algorithm": Option(
+    "log_every_n_steps": TrainerOption(True, "counts iterations; `cli.py` sets it to 1"),
+    "accumulate_grad_batches": TrainerOption(False, f"{_STEP}; it works for SFT"),
+    "gradient_clip_val, gradient_clip_algorithm": TrainerOption(
         False, "set `model.update.max_grad_norm` (SFT: `model.max_grad_norm`)"
     ),
-    "precision": Option(True, "32-true, bf16-mixed, 16-mixed; see also `model.precision`"),
-    "strategy: auto, ddp": Option(True, ""),
-    "strategy: fsdp, deepspeed, ModelParallelStrategy": Option(
+    "precision": TrainerOption(True, "32-true, bf16-mixed, 16-mixed; see also `model.precision`"),
+    "strategy: auto, ddp": TrainerOption(True, ""),
+    "strategy: fsdp, deepspeed, ModelParallelStrategy": TrainerOption(
         False, "to shard weights use `litgrpo.distributed.fsdp.strategy.FSDP2Strategy`"
     ),
-    "strategy: ddp_spawn": Option(
+    "strategy: ddp_spawn": TrainerOption(
         False, "its processes get copies of the module and return no results; use `ddp`"
     ),
-    "profiler": Option(True, ""),
-    "detect_anomaly": Option(True, ""),
-    "deterministic": Option(True, ""),
-    "inference_mode": Option(True, ""),
-    "logger": Option(True, "any Lightning logger; in `cli.py` a failing one stops no training"),
-    "enable_progress_bar": Option(
+    "profiler": TrainerOption(True, ""),
+    "detect_anomaly": TrainerOption(True, ""),
+    "deterministic": TrainerOption(True, ""),
+    "inference_mode": TrainerOption(True, ""),
+    "logger": TrainerOption(
+        True, "any Lightning logger; with `cli.py` a failing logger does not stop training"
+    ),
+    "enable_progress_bar": TrainerOption(
         True, "Lightning's own bars are replaced by one that counts iterations; subclasses stay"
     ),
-    "enable_checkpointing": Option(True, ""),
-    "enable_model_summary": Option(True, ""),
-    "barebones": Option(
+    "enable_checkpointing": TrainerOption(True, ""),
+    "enable_model_summary": TrainerOption(True, ""),
+    "barebones": TrainerOption(
         False,
         "it disables logging, which training needs; for less output use `--tensorboard false`, "
         "`--csv false`, `trainer.enable_progress_bar: false`",
     ),
-    "ModelCheckpoint": Option(
+    "ModelCheckpoint": TrainerOption(
         True,
         "`every_n_train_steps` counts optimizer steps; `IterationCheckpoint` counts iterations, "
         "verifies files, and resumes exactly",
     ),
-    "OnExceptionCheckpoint": Option(True, ""),
-    "EarlyStopping": Option(True, "monitor a metric of the evaluation, such as `val/reward`"),
-    "LearningRateMonitor": Option(True, "`optim/lr` is logged in any case"),
-    "DeviceStatsMonitor": Option(True, ""),
-    "Timer": Option(True, "a started iteration is finished"),
-    "ModelSummary, RichModelSummary": Option(True, ""),
-    "LambdaCallback": Option(True, ""),
-    "TQDMProgressBar, RichProgressBar": Option(True, "replaced, see `enable_progress_bar`"),
-    "StochasticWeightAveraging, WeightAveraging": Option(False, _AVERAGES),
-    "GradientAccumulationScheduler": Option(False, _STEP),
-    "LearningRateFinder": Option(False, f"{_TRIALS}`model.optimizer.init_args.lr`"),
-    "BatchSizeFinder": Option(False, f"{_TRIALS}`data.batch_size`"),
-    "torch.compile(module)": Option(
+    "OnExceptionCheckpoint": TrainerOption(True, ""),
+    "EarlyStopping": TrainerOption(
+        True, "monitor a metric of the evaluation, such as `val/reward`"
+    ),
+    "LearningRateMonitor": TrainerOption(True, "`optim/lr` is logged in any case"),
+    "DeviceStatsMonitor": TrainerOption(True, ""),
+    "Timer": TrainerOption(True, "a started iteration is finished"),
+    "ModelSummary, RichModelSummary": TrainerOption(True, ""),
+    "LambdaCallback": TrainerOption(True, ""),
+    "TQDMProgressBar, RichProgressBar": TrainerOption(True, "replaced, see `enable_progress_bar`"),
+    "StochasticWeightAveraging, WeightAveraging": TrainerOption(False, _AVERAGES),
+    "GradientAccumulationScheduler": TrainerOption(False, _STEP),
+    "LearningRateFinder": TrainerOption(False, f"{_TRIALS}`model.optimizer.init_args.lr`"),
+    "BatchSizeFinder": TrainerOption(False, f"{_TRIALS}`data.batch_size`"),
+    "torch.compile(module)": TrainerOption(
         False, "shapes change in every iteration; pass the module itself"
     ),
 }

@@ -20,39 +20,39 @@ Batch = TypeVar("Batch")
 BatchPlan = Callable[[int], Sequence[list[int]]]  # epoch -> batches of row numbers
 
 
-def shuffled_rows(count: int, seed: int, epoch: int) -> Tensor:
+def shuffle_rows(count: int, seed: int, epoch: int) -> Tensor:
     """[count] row numbers in a random order that depends only on the arguments.
 
     Example:
-        >>> sorted(shuffled_rows(4, seed=0, epoch=0).tolist())
+        >>> sorted(shuffle_rows(4, seed=0, epoch=0).tolist())
         [0, 1, 2, 3]
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(count, generator=generator)
 
 
-def ordered_batches(count: int, batch_size: int) -> list[list[int]]:
+def batch_in_order(count: int, batch_size: int) -> list[list[int]]:
     """All rows in their order; the last batch may be smaller.
 
     Example:
-        >>> ordered_batches(5, 2)
+        >>> batch_in_order(5, 2)
         [[0, 1], [2, 3], [4]]
     """
     return [part.tolist() for part in torch.arange(count).split(batch_size)]
 
 
-def batches_by_set(validation_set_names: Sequence[str], batch_size: int) -> list[list[int]]:
+def batch_by_set(validation_set_names: Sequence[str], batch_size: int) -> list[list[int]]:
     """All rows in batches of one set each; batches of the sets alternate, each set in its order.
 
     Example:
-        >>> batches_by_set(["a", "a", "a", "b"], batch_size=2)
+        >>> batch_by_set(["a", "a", "a", "b"], batch_size=2)
         [[0, 1], [3], [2]]
     """
     rows_of: dict[str, list[int]] = {}
     for row, name in enumerate(validation_set_names):
         rows_of.setdefault(name, []).append(row)
     batches = [
-        [[rows[place] for place in part] for part in ordered_batches(len(rows), batch_size)]
+        [[rows[place] for place in part] for part in batch_in_order(len(rows), batch_size)]
         for rows in rows_of.values()
     ]
     return [batch for turn in zip_longest(*batches) for batch in turn if batch is not None]
@@ -82,12 +82,12 @@ class FullBatches(Sequence[list[int]]):
         return self.batches[number].tolist()
 
 
-def shuffled_batches(count: int, batch_size: int, seed: int, epoch: int) -> FullBatches:
+def shuffle_batches(count: int, batch_size: int, seed: int, epoch: int) -> FullBatches:
     """Full batches in random order; the remaining rows are skipped in this epoch."""
-    return FullBatches(shuffled_rows(count, seed, epoch), batch_size)
+    return FullBatches(shuffle_rows(count, seed, epoch), batch_size)
 
 
-def length_grouped_batches(
+def batch_by_length(
     lengths: Tensor, max_rows: int | None, max_tokens: int | None, seed: int, epoch: int
 ) -> list[list[int]]:
     """All rows in batches of about equal length, in random order.
@@ -108,24 +108,24 @@ def length_grouped_batches(
         Lists of row numbers.
 
     Example:
-        >>> batches = length_grouped_batches(torch.tensor([3, 40, 3, 41]), 2, None, seed=0, epoch=0)
+        >>> batches = batch_by_length(torch.tensor([3, 40, 3, 41]), 2, None, seed=0, epoch=0)
         >>> sorted(map(sorted, batches))
         [[0, 2], [1, 3]]
     """
-    order = shuffled_rows(len(lengths), seed, epoch)
+    order = shuffle_rows(len(lengths), seed, epoch)
     # Of the b binary digits of n, five are kept: lengths are multiples of 2^(b-5).
     steps = torch.tensor([1 << max(0, int(n).bit_length() - 5) for n in lengths])
     rounded = (lengths + steps - 1) // steps * steps
     buckets = length_buckets(rounded[order], max_rows=max_rows, max_tokens=max_tokens)
-    turn = shuffled_rows(len(buckets), seed, epoch).tolist()
+    turn = shuffle_rows(len(buckets), seed, epoch).tolist()
     return [order[buckets[place]].tolist() for place in turn]
 
 
-def rows_per_source(total: int, weights: Sequence[float]) -> list[int]:
+def allocate_rows(total: int, weights: Sequence[float]) -> list[int]:
     """Divide `total` rows among sources by weight; the largest remainders are rounded up.
 
     Example:
-        >>> rows_per_source(10, [2, 1, 1])
+        >>> allocate_rows(10, [2, 1, 1])
         [5, 3, 2]
     """
     exact = [total * weight / sum(weights) for weight in weights]
@@ -139,7 +139,7 @@ def rows_per_source(total: int, weights: Sequence[float]) -> list[int]:
 def mix_sources(
     sources: Sequence[int], weights: Sequence[float], seed: int, epoch: int, shuffle: bool = True
 ) -> list[int]:
-    """Row numbers of one epoch of weighted sources; as many as there are rows.
+    """SourceRow numbers of one epoch of weighted sources; as many as there are rows.
 
     Each source continues where the previous epoch stopped, so each of its rows is used once before
     any is repeated. A row that is repeated within the epoch is returned as its number plus a
@@ -165,7 +165,7 @@ def mix_sources(
     for number in range(len(weights)):
         require(bool(rows_of[number]), f"source {number + 1} of train has a weight and no rows")
     total, placed = len(sources), []
-    for number, quota in enumerate(rows_per_source(total, weights)):
+    for number, quota in enumerate(allocate_rows(total, weights)):
         own, repeats = rows_of[number], defaultdict[int, int](int)
         for taken in range(quota):
             turn, place = divmod(epoch * quota + taken, len(own))
@@ -175,32 +175,32 @@ def mix_sources(
             repeats[row] += 1
     if not shuffle:
         return [row for *_, row in sorted(placed)]
-    return [placed[place][2] for place in shuffled_rows(total, seed, epoch).tolist()]
+    return [placed[place][2] for place in shuffle_rows(total, seed, epoch).tolist()]
 
 
 @lru_cache(maxsize=8)  # called once for each row
 def _source_order(count: int, seed: int, turn: int, shuffle: bool) -> list[int]:
-    return shuffled_rows(count, seed, turn).tolist() if shuffle else list(range(count))
+    return shuffle_rows(count, seed, turn).tolist() if shuffle else list(range(count))
 
 
-def padded_length(rows: Sequence[Sequence[int]], multiple: int) -> int:
+def compute_padded_length(rows: Sequence[Sequence[int]], multiple: int) -> int:
     """Length of the longest row, rounded up to a multiple.
 
     Example:
-        >>> padded_length([[1, 2, 3], [4]], multiple=4)
+        >>> compute_padded_length([[1, 2, 3], [4]], multiple=4)
         4
     """
     return -(-max(map(len, rows)) // multiple) * multiple
 
 
-def rank_share(batch: list[int], rank: int, world_size: int) -> list[int]:
+def select_rank_rows(batch: list[int], rank: int, world_size: int) -> list[int]:
     """The rows of one rank: a slice of the batch, equal slices if the batch size is divisible.
 
     Every rank needs a row to take part in collectives. If the batch is smaller than the number of
     ranks, the first row is repeated.
 
     Example:
-        >>> [rank_share([4, 2, 7, 5], rank, world_size=2) for rank in range(2)]
+        >>> [select_rank_rows([4, 2, 7, 5], rank, world_size=2) for rank in range(2)]
         [[4, 2], [7, 5]]
     """
     start, stop = (len(batch) * r // world_size for r in (rank, rank + 1))
@@ -240,7 +240,7 @@ class BatchOrder(Sampler[list[int]]):
         """Yield this rank's part of each batch from `start` on."""
         batches = self.plan(self.epoch)
         for number in range(self.start, len(batches)):
-            yield rank_share(batches[number], self.rank, self.world_size)
+            yield select_rank_rows(batches[number], self.rank, self.world_size)
 
 
 class BatchLoader(Generic[Batch]):
@@ -306,7 +306,7 @@ class BatchLoader(Generic[Batch]):
         if done == len(self):
             epoch, done = epoch + 1, 0
         rows = self.sampler.plan(epoch)[done]
-        return self.dataset[rank_share(rows, self.sampler.rank, self.sampler.world_size)]
+        return self.dataset[select_rank_rows(rows, self.sampler.rank, self.sampler.world_size)]
 
     def draw(self, count: int) -> Batch:
         """Return extra rows for dynamic sampling, without changing the batches of any epoch.

@@ -16,10 +16,10 @@ from litgrpo.data.loader import (
     BatchOrder,
     BatchPlan,
     FullBatches,
-    batches_by_set,
-    length_grouped_batches,
+    batch_by_length,
+    batch_by_set,
     mix_sources,
-    shuffled_batches,
+    shuffle_batches,
 )
 from litgrpo.data.pairs import (
     PairBatch,
@@ -41,9 +41,9 @@ from litgrpo.data.rendering import (
 )
 from litgrpo.data.rows import RowReader, TrainValOverlap, fingerprint, identity
 from litgrpo.data.sources import (
-    Row,
     SetsLike,
     SourceLike,
+    SourceRow,
     is_streaming,
     open_rows,
     source_weights,
@@ -162,7 +162,7 @@ class SourceData(LightningDataModule, Generic[Batch]):
             split_added=split_added,
         )
 
-    def require_validation(self, rows: list[Row]) -> None:
+    def require_validation(self, rows: list[SourceRow]) -> None:
         """Check that there are rows to validate on.
 
         Raises:
@@ -374,7 +374,7 @@ class PromptData(SourceData[PromptBatch]):
 
     def _loader_in_order(self, name: str) -> BatchLoader[PromptBatch]:
         names = self.sets[name].validation_set_names
-        return self.loader(name, batches_by_set(names, self.eval_batch_size))
+        return self.loader(name, batch_by_set(names, self.eval_batch_size))
 
     def _plan_epoch(self, epoch: int) -> Sequence[list[int]]:
         prompts, size = self.sets["train"], self.batch_size
@@ -382,10 +382,10 @@ class PromptData(SourceData[PromptBatch]):
             rows = mix_sources(prompts.sources, self.weights, self.seed, epoch, self.shuffle)
             return [rows[n : n + size] for n in range(0, len(rows) - len(rows) % size, size)]
         if self.shuffle:
-            return shuffled_batches(len(prompts), size, self.seed, epoch)
+            return shuffle_batches(len(prompts), size, self.seed, epoch)
         return FullBatches(torch.arange(len(prompts)), size)
 
-    def _read(self, stage: str) -> dict[str, list[Row]]:
+    def _read(self, stage: str) -> dict[str, list[SourceRow]]:
         needed_by_template = self.prompt_format.template.required
         required = needed_by_template | self.reader.required
         if stage == "predict":  # prompts to answer need no reference answer
@@ -400,7 +400,7 @@ class PromptData(SourceData[PromptBatch]):
             return {"val": val}
         return {"train": train, "val": val}
 
-    def _read_train_and_val(self, required: set[str]) -> tuple[list[Row], list[Row]]:
+    def _read_train_and_val(self, required: set[str]) -> tuple[list[SourceRow], list[SourceRow]]:
         train, val = self._source("train"), self.sources["val"]
         if not is_streaming(train):
             return self.reader.read_train_and_val(train, val, required)
@@ -593,7 +593,7 @@ class PairData(SourceData[PairBatch]):
         lengths = pairs.lengths[torch.tensor(rows) % len(pairs)]
         if not self.group_by_length:
             lengths = torch.full_like(lengths, int(lengths.max()))
-        places = length_grouped_batches(
+        places = batch_by_length(
             lengths, self.batch_size, self.max_tokens_per_batch, self.seed, epoch
         )
         return [[rows[place] for place in batch] for batch in places]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
-from litgrpo.data.loader import padded_length
+from litgrpo.data.loader import compute_padded_length
 from litgrpo.data.rendering import (
     Chat,
     ChatPromptFormat,
@@ -22,7 +22,7 @@ from litgrpo.data.rendering import (
     TextTemplate,
     apply_chat_template,
 )
-from litgrpo.data.sources import Row
+from litgrpo.data.sources import SourceRow
 from litgrpo.data.tokenization import special_token_texts, tokenize
 
 if TYPE_CHECKING:  # slow to import; used in annotations only
@@ -100,7 +100,7 @@ class PairSet(Dataset[PairBatch]):
     loss_spans: list[list[tuple[int, int]]]
     pad_id: int
     pad_to_multiple_of: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SourceRow] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -131,7 +131,7 @@ class PairSet(Dataset[PairBatch]):
         # Rows that an epoch repeats have numbers beyond the last (see `loader.mix_sources`).
         rows = [row % len(self) for row in rows]
         ids = [self.ids[row] for row in rows]
-        slots = torch.arange(padded_length(ids, self.pad_to_multiple_of))
+        slots = torch.arange(compute_padded_length(ids, self.pad_to_multiple_of))
         input_ids = torch.full((len(rows), len(slots)), self.pad_id)
         targets = torch.zeros_like(input_ids, dtype=torch.bool)
         for number, tokens in enumerate(ids):
@@ -156,7 +156,7 @@ class PairFormat:
     completion: TextTemplate
     train_on_turns: TrainOnTurns = "all"
 
-    def conversation(self, row: Row) -> list[dict[str, str]] | None:
+    def conversation(self, row: SourceRow) -> list[dict[str, str]] | None:
         """Return the messages of a row that is a conversation in chat format; else None.
 
         A template of the completion takes precedence over messages.
@@ -165,7 +165,7 @@ class PairFormat:
             return None
         return read_conversation(row, self.prompt)
 
-    def completion_spans(self, row: Row) -> list[TextSpan]:
+    def completion_spans(self, row: SourceRow) -> list[TextSpan]:
         """Return the texts after a prompt.
 
         A completion is a text, or a list of messages: the loss includes those of the assistant,
@@ -176,7 +176,7 @@ class PairFormat:
             return [(self.completion.render(row), True)]
         return message_spans(row, completion)
 
-    def plain_texts(self, rows: list[Row]) -> Iterator[str]:
+    def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield prompts and completions without any chat format, to train a tokenizer on."""
         conversations = [self.conversation(row) for row in rows]
         pairs = [row for row, talk in zip(rows, conversations, strict=True) if talk is None]
@@ -184,7 +184,9 @@ class PairFormat:
         yield from (text for row in pairs for text, _ in self.completion_spans(row))
         yield from (each["content"] for talk in conversations for each in talk or [])
 
-    def encode(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[IdSpan]]:
+    def encode(
+        self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[IdSpan]]:
         """Return the token ids of each row, in parts with and without loss."""
         conversations = [self.conversation(row) for row in rows]
         pairs = [row for row, talk in zip(rows, conversations, strict=True) if talk is None]
@@ -195,7 +197,7 @@ class PairFormat:
         ]
 
     def _encode_pairs(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase
+        self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[list[IdSpan]]:
         if not rows:
             return []
@@ -213,7 +215,7 @@ class PairFormat:
         return [[(p, False), *row] for p, row in zip(prompts, encoded, strict=True)]
 
     def _encode_conversation(
-        self, row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
+        self, row: SourceRow, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
     ) -> list[IdSpan]:
         assert isinstance(self.prompt, ChatPromptFormat)
         spans = conversation_spans(row, messages, self.train_on_turns, self.prompt.chat, tokenizer)
@@ -226,7 +228,7 @@ class PairFormat:
 
 
 def tokenize_pairs(
-    rows: list[Row],
+    rows: list[SourceRow],
     role: str,
     *,
     pair_format: PairFormat,
@@ -267,7 +269,9 @@ def tokenize_pairs(
     )
 
 
-def read_conversation(row: Row, prompt_format: ChatPromptFormat) -> list[dict[str, str]] | None:
+def read_conversation(
+    row: SourceRow, prompt_format: ChatPromptFormat
+) -> list[dict[str, str]] | None:
     """Return all messages of a row that is a conversation; None for prompt and completion texts.
 
     A row has `messages`, or a `prompt` and a `completion` that is a list of messages.
@@ -292,7 +296,7 @@ def _is_message(each: Any) -> bool:
     return isinstance(each, dict) and {"role", "content"} <= each.keys()
 
 
-def message_spans(row: Row, messages: list[Any]) -> list[TextSpan]:
+def message_spans(row: SourceRow, messages: list[Any]) -> list[TextSpan]:
     """Return the texts of a completion of several messages without chat format.
 
     Args:
@@ -303,7 +307,7 @@ def message_spans(row: Row, messages: list[Any]) -> list[TextSpan]:
         ValueError: an item is not a message, or the last one is not the assistant's.
 
     Example:
-        >>> row = Row({}, "a.jsonl, line 1", 0)
+        >>> row = SourceRow({}, "a.jsonl, line 1", 0)
         >>> call = {"role": "assistant", "content": "<call>3*4</call>"}
         >>> result = {"role": "tool", "content": "12"}
         >>> message_spans(row, [call, result, {"role": "assistant", "content": "."}])
@@ -321,7 +325,7 @@ def message_spans(row: Row, messages: list[Any]) -> list[TextSpan]:
 
 
 def conversation_spans(
-    row: Row,
+    row: SourceRow,
     messages: list[dict[str, str]],
     train_on_turns: TrainOnTurns,
     chat: Chat,

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from litgrpo.arguments import require
-from litgrpo.data.loader import padded_length
+from litgrpo.data.loader import compute_padded_length
 from litgrpo.data.rendering import LengthLimit, PromptFormat
 from litgrpo.data.rows import RowReader, columns_of, identity
-from litgrpo.data.sources import Row, RowsOnDisk
+from litgrpo.data.sources import RowsOnDisk, SourceRow
 from litgrpo.data.tokenization import keep_end, report_special_tokens, report_unknown_tokens
 from litgrpo.types import PromptBatch
 
@@ -57,7 +57,7 @@ class PromptSet(Dataset[PromptBatch]):
     texts: list[str]
     columns: dict[str, list[Any]]
     index: list[int]
-    rows: list[Row]
+    rows: list[SourceRow]
     pad_id: int
     pad_to_multiple_of: int
 
@@ -92,13 +92,13 @@ class PromptSet(Dataset[PromptBatch]):
     def __getitem__(self, rows: list[int]) -> PromptBatch:
         """Return the batch of these rows, padded to the longest of them.
 
-        Row number n + k * len(self) is the k-th repetition of row n within an epoch (see
+        SourceRow number n + k * len(self) is the k-th repetition of row n within an epoch (see
         `loader.mix_sources`). Its index differs, so its completions use other random numbers.
         """
         repetitions = torch.tensor([row // len(self) for row in rows])
         rows = [row % len(self) for row in rows]
         ids = [self.ids[row] for row in rows]
-        length = padded_length(ids, self.pad_to_multiple_of)
+        length = compute_padded_length(ids, self.pad_to_multiple_of)
         prompt_ids, prompt_mask = pad_left(ids, self.pad_id, length)
         index = torch.tensor([self.index[row] for row in rows])
         return PromptBatch(
@@ -112,7 +112,7 @@ class PromptSet(Dataset[PromptBatch]):
 
 
 def tokenize_prompts(
-    rows: list[Row],
+    rows: list[SourceRow],
     role: str,
     *,
     prompt_format: PromptFormat,
@@ -250,12 +250,12 @@ class StreamedPrompts(Dataset[PromptBatch]):
         """Columns of the rows that were read before training."""
         return self.preview.columns
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> SourceRow:
         """Read a row and rename its columns, even if it will be left out."""
         values, place = self.source_rows[number]
-        return self.reader.rename(Row(values, place, number), self.required)
+        return self.reader.rename(SourceRow(values, place, number), self.required)
 
-    def find_usable(self, number: int) -> tuple[Row, str, list[int]]:
+    def find_usable(self, number: int) -> tuple[SourceRow, str, list[int]]:
         """Return the first usable row from this number on, with its text and token ids.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import jinja2
 
 from litgrpo.arguments import at_least, one_of, require
-from litgrpo.data.sources import Row
+from litgrpo.data.sources import SourceRow
 from litgrpo.data.tokenization import (
     Messages,
     encode_as_plain_text,
@@ -61,7 +61,7 @@ class TextTemplate:
 
     Example:
         >>> template = TextTemplate("prompt", "Question: {{ prompt }}")
-        >>> template.render(Row({"prompt": "1+1?"}, "a.jsonl, line 1", 0))
+        >>> template.render(SourceRow({"prompt": "1+1?"}, "a.jsonl, line 1", 0))
         'Question: 1+1?'
     """
 
@@ -88,7 +88,7 @@ class TextTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"template of {self.field}, line {error.lineno}: {error}") from error
 
-    def render(self, row: Row) -> str:
+    def render(self, row: SourceRow) -> str:
         """Return the text of one row.
 
         Raises:
@@ -102,7 +102,7 @@ class TextTemplate:
         require(bool(value.strip()), f"{row.place}: the {self.field} is empty")
         return value
 
-    def _value(self, row: Row) -> Any:
+    def _value(self, row: SourceRow) -> Any:
         if self.source is None:
             return row.values[self.field]
         try:
@@ -124,26 +124,26 @@ class PromptFormat:
     template: TextTemplate
     split_special_tokens: bool = False
 
-    def plain_texts(self, rows: list[Row]) -> Iterator[str]:
+    def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield the prompts without any chat format, to train a tokenizer on."""
         return map(self.template.render, rows)
 
-    def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def texts(self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the prompt of each row."""
         return list(self.plain_texts(rows))
 
-    def texts_of_data(self, row: Row) -> list[str]:
+    def texts_of_data(self, row: SourceRow) -> list[str]:
         """Return the texts of a row that come from the data and not from a template."""
         if self.template.source is None:
             return [self.template.render(row)]
         return [value for value in row.values.values() if isinstance(value, str)]
 
-    def reward_columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+    def reward_columns(self, rows: list[SourceRow]) -> dict[str, list[Any]]:
         """Return {name: values} of columns for rewards in addition to the fields of the rows."""
         return {}
 
     def encode(
-        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row] = ()
+        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
         """Return token ids of each prompt, with one begin token if the tokenizer adds one.
 
@@ -223,11 +223,11 @@ class ChatPromptFormat(PromptFormat):
 
     chat: Chat = Chat()
 
-    def texts_of_data(self, row: Row) -> list[str]:
+    def texts_of_data(self, row: SourceRow) -> list[str]:
         """Return the contents of the row's messages."""
         return [message["content"] for message in self.messages(row)]
 
-    def messages(self, row: Row) -> list[dict[str, str]]:
+    def messages(self, row: SourceRow) -> list[dict[str, str]]:
         """Return the messages of a row without the system message.
 
         Raises:
@@ -239,28 +239,28 @@ class ChatPromptFormat(PromptFormat):
         require(bool(given), f"{row.place}: the {self.template.field} is empty")
         return given
 
-    def plain_texts(self, rows: list[Row]) -> Iterator[str]:
+    def plain_texts(self, rows: list[SourceRow]) -> Iterator[str]:
         """Yield the contents of the messages, one per line."""
         for row in rows:
             yield "\n".join(message["content"] for message in self.messages(row))
 
-    def texts(self, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def texts(self, rows: list[SourceRow], tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the prompt of each row, in the chat format."""
         conversations = self.conversations(rows)
         return [apply_chat_template(messages, self.chat, tokenizer) for messages in conversations]
 
-    def reward_columns(self, rows: list[Row]) -> dict[str, list[Any]]:
+    def reward_columns(self, rows: list[SourceRow]) -> dict[str, list[Any]]:
         """Return the messages without the chat format."""
         return {"conversation": self.conversations(rows)}
 
-    def conversations(self, rows: list[Row]) -> list[list[dict[str, str]]]:
+    def conversations(self, rows: list[SourceRow]) -> list[list[dict[str, str]]]:
         """Return the messages of each row, with the system message."""
         system = self.chat.system
         first = [] if system is None else [{"role": "system", "content": system}]
         return [first + self.messages(row) for row in rows]
 
     def encode(
-        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row] = ()
+        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, rows: Sequence[SourceRow] = ()
     ) -> list[list[int]]:
         """Return token ids of each prompt; the chat template has written the begin token."""
         ids = tokenize(tokenizer, texts, add_special_tokens=False)
@@ -487,7 +487,7 @@ class LengthLimit:
         """Advice for an error about a row that is too long."""
         return f"raise {self.name} or set `{self.option}: drop` or `truncate`"
 
-    def admits(self, length: int, row: Row) -> bool:
+    def admits(self, length: int, row: SourceRow) -> bool:
         """True if a row of this length is used, possibly truncated.
 
         Raises:
@@ -502,7 +502,7 @@ class LengthLimit:
             )
         return self.action == "truncate"
 
-    def select(self, lengths: list[int], rows: list[Row], role: str) -> list[int]:
+    def select(self, lengths: list[int], rows: list[SourceRow], role: str) -> list[int]:
         """Return the numbers of the rows to use; warn once about those that are too long.
 
         Args:

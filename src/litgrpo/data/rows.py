@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from litgrpo.arguments import one_of, require
-from litgrpo.data.sources import EPISODE_NUMBER, Row, SetsLike, SourceLike, read_rows
+from litgrpo.data.sources import EPISODE_NUMBER, SetsLike, SourceLike, SourceRow, read_rows
 from litgrpo.distributed.messages import rank_zero_info, rank_zero_warn
 
 TrainValOverlap = Literal["drop", "error", "keep"]
@@ -67,7 +67,7 @@ class RowReader:
         """Columns that a row to train on needs, in addition to those of the templates."""
         return {*self.columns, *self.extract}
 
-    def read(self, source: SetsLike, required: Iterable[str] | None = None) -> list[Row]:
+    def read(self, source: SetsLike, required: Iterable[str] | None = None) -> list[SourceRow]:
         """Read all rows of a source and rename their columns.
 
         Args:
@@ -82,7 +82,7 @@ class RowReader:
         reject_repeated_ids(rows)
         return rows
 
-    def rename(self, row: Row, required: set[str]) -> Row:
+    def rename(self, row: SourceRow, required: set[str]) -> SourceRow:
         """Return a row with columns renamed and extracted.
 
         Raises:
@@ -122,7 +122,7 @@ class RowReader:
 
     def read_train_and_val(
         self, train: SourceLike, val: SetsLike | None, required: Iterable[str] | None = None
-    ) -> tuple[list[Row], list[Row]]:
+    ) -> tuple[list[SourceRow], list[SourceRow]]:
         """Read the rows to train on and those to validate on (none without `val` or a fraction).
 
         With `val_fraction` the side of a prompt depends on the prompt alone: not on other rows,
@@ -148,13 +148,13 @@ class RowReader:
         report_duplicates("val", held_out)
         return kept, held_out
 
-    def _split(self, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-        sides: dict[bool, list[Row]] = {False: [], True: []}
+    def _split(self, rows: list[SourceRow]) -> tuple[list[SourceRow], list[SourceRow]]:
+        sides: dict[bool, list[SourceRow]] = {False: [], True: []}
         for row in rows:
             sides[is_held_out(row, self.val_fraction, self.split_by)].append(row)
         return sides[False], sides[True]
 
-    def _without_overlap(self, train: list[Row], val: list[Row]) -> list[Row]:
+    def _without_overlap(self, train: list[SourceRow], val: list[SourceRow]) -> list[SourceRow]:
         places = {identity(row): row.place for row in val}
         shared = [row for row in train if identity(row) in places]
         if not shared:
@@ -172,14 +172,14 @@ class RowReader:
         return [row for row in train if identity(row) not in places]
 
 
-def identity(row: Row, name: str = "prompt") -> str:
+def identity(row: SourceRow, name: str = "prompt") -> str:
     """Return the text that makes two rows the same problem: the prompt, whitespace normalized.
 
     The prompt is taken before any template. Rows of `EpisodePrompts`, whose prompts are the same,
     have their number added.
 
     Example:
-        >>> identity(Row({"prompt": " What is  3+4? "}, "a.txt, line 1", 0))
+        >>> identity(SourceRow({"prompt": " What is  3+4? "}, "a.txt, line 1", 0))
         'What is 3+4?'
     """
     values = row.values
@@ -192,7 +192,7 @@ def identity(row: Row, name: str = "prompt") -> str:
     return " ".join(words)
 
 
-def is_held_out(row: Row, fraction: float, split_by: str = "prompt") -> bool:
+def is_held_out(row: SourceRow, fraction: float, split_by: str = "prompt") -> bool:
     """True if a row belongs to the held-out share; depends on its `split_by` alone.
 
     Raises:
@@ -204,7 +204,7 @@ def is_held_out(row: Row, fraction: float, split_by: str = "prompt") -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def fingerprint(rows: list[Row]) -> str:
+def fingerprint(rows: list[SourceRow]) -> str:
     """Hash prompts in their order.
 
     Example:
@@ -214,7 +214,9 @@ def fingerprint(rows: list[Row]) -> str:
     return hashlib.sha256("\n".join(map(identity, rows)).encode()).hexdigest()[:16]
 
 
-def _repeats(rows: list[Row], key: Callable[[Row], Hashable]) -> Iterator[tuple[Row, str]]:
+def _repeats(
+    rows: list[SourceRow], key: Callable[[SourceRow], Hashable]
+) -> Iterator[tuple[SourceRow, str]]:
     """Yield each row whose key an earlier row has, with the place of the first such row."""
     seen: dict[Hashable, str] = {}
     for row in rows:
@@ -223,7 +225,7 @@ def _repeats(rows: list[Row], key: Callable[[Row], Hashable]) -> Iterator[tuple[
             yield row, first
 
 
-def reject_repeated_ids(rows: list[Row]) -> None:
+def reject_repeated_ids(rows: list[SourceRow]) -> None:
     """Check that no two rows of a source have the same `id`.
 
     Raises:
@@ -240,21 +242,21 @@ def reject_repeated_ids(rows: list[Row]) -> None:
         )
 
 
-def report_duplicates(name: str, rows: list[Row]) -> None:
+def report_duplicates(name: str, rows: list[SourceRow]) -> None:
     """Log how many rows repeat the prompt of an earlier one, with the first pair."""
     found = [f"{row.place} = {first}" for row, first in _repeats(rows, identity)]
     if found:
         rank_zero_info(f"{name}: {len(found)} of {len(rows)} prompts are repeats ({found[0]})")
 
 
-def columns_of(rows: list[Row]) -> dict[str, list[Any]]:
+def columns_of(rows: list[SourceRow]) -> dict[str, list[Any]]:
     """Return {column: one value per row} of all columns but `prompt`; None for missing values.
 
     Raises:
         ValueError: a column has the name of an argument that rewards get anyway.
 
     Example:
-        >>> columns_of([Row({"prompt": "1+1?", "answer": "2"}, "a.jsonl, line 1", 0)])
+        >>> columns_of([SourceRow({"prompt": "1+1?", "answer": "2"}, "a.jsonl, line 1", 0)])
         {'answer': ['2']}
     """
     names = dict.fromkeys(name for row in rows for name in row.values if name != "prompt")

@@ -27,7 +27,7 @@ from litgrpo.data.files import (
     require_object,
     rows_from_list,
 )
-from litgrpo.data.loader import rows_per_source
+from litgrpo.data.loader import allocate_rows
 from litgrpo.distributed.messages import rank_zero_info
 from litgrpo.workers.sandbox.wire import dumps
 
@@ -184,7 +184,7 @@ class ReasoningGym(GeneratedSource):
             hint = did_you_mean(name, known)
             require(name in known, f"reasoning-gym has no task {name!r}{hint}; it has {len(known)}")
         placed = []
-        counts = rows_per_source(self.size, list(self.tasks.values()))
+        counts = allocate_rows(self.size, list(self.tasks.values()))
         for number, (name, count) in enumerate(zip(self.tasks, counts, strict=True)):
             rows = self._generate(library, name, count)
             placed += [((n + 0.5) / count, number, row) for n, row in enumerate(rows)]
@@ -250,7 +250,7 @@ SetsLike = SourceLike | dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One example, and where it was read.
 
     Args:
@@ -261,7 +261,7 @@ class Row:
         set_name: name of its set, if there are several.
 
     Example:
-        Row({"question": "1+1?", "answer": "2"}, place="data/a.jsonl, line 7", index=6)
+        SourceRow({"question": "1+1?", "answer": "2"}, place="data/a.jsonl, line 7", index=6)
     """
 
     values: dict[str, Any]
@@ -271,7 +271,7 @@ class Row:
     set_name: str = ""
 
 
-def read_rows(source: SetsLike) -> list[Row]:
+def read_rows(source: SetsLike) -> list[SourceRow]:
     """Read all rows of a source, of several, or of named sets, up to their limits.
 
     Args:
@@ -293,7 +293,7 @@ def read_rows(source: SetsLike) -> list[Row]:
         for values, place in _read_one(one)
     ]
     return [
-        Row(values, place, index, number, name)
+        SourceRow(values, place, index, number, name)
         for index, (values, place, number, name) in enumerate(placed)
     ]
 

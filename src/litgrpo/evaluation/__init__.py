@@ -2,10 +2,10 @@
 
 from litgrpo.evaluation.intervals import (
     PairedDifference,
-    clustered_mean,
-    clustered_proportion,
-    paired_difference,
-    wilson,
+    compute_paired_difference,
+    mean_interval,
+    proportion_interval,
+    wilson_interval,
 )
 from litgrpo.evaluation.metrics import (
     CorpusMetrics,
@@ -23,9 +23,9 @@ __all__ = [
     "PairedDifference",
     "RewardMeans",
     "SampledAccuracy",
-    "clustered_mean",
-    "clustered_proportion",
-    "paired_difference",
+    "compute_paired_difference",
+    "mean_interval",
     "pass_at_k",
-    "wilson",
+    "proportion_interval",
+    "wilson_interval",
 ]

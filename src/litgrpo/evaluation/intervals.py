@@ -23,7 +23,7 @@ SOLVED = 0.5  # smallest fraction of correct samples of a prompt that counts as 
 PromptValues = Mapping[str, Sequence[float]]  # {name: one number per prompt}, with `index`
 
 
-def wilson(successes: float, trials: float, confidence: float = 0.95) -> Interval:
+def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
     """Wilson score interval of a proportion; at 0 and 1 it is one-sided instead of empty.
 
     Args:
@@ -32,7 +32,7 @@ def wilson(successes: float, trials: float, confidence: float = 0.95) -> Interva
         confidence: coverage.
 
     Example:
-        >>> [round(bound, 4) for bound in wilson(9, 10)]
+        >>> [round(bound, 4) for bound in wilson_interval(9, 10)]
         [0.5958, 0.9821]
 
     Source: Wilson 1927, JASA 22:209.
@@ -52,7 +52,7 @@ def wilson(successes: float, trials: float, confidence: float = 0.95) -> Interva
     return low, high
 
 
-def clustered_proportion(
+def proportion_interval(
     successes: Sequence[int], num_samples: int, confidence: float = 0.95
 ) -> Interval:
     """Interval of a success rate if every prompt was sampled several times.
@@ -75,17 +75,17 @@ def clustered_proportion(
     if not prompts:
         return 0.0, 1.0
     rates = [count / num_samples for count in successes]
-    mean, error = mean_and_error(rates)
+    mean, error = mean_and_standard_error(rates)
     if prompts == 1 or mean in (0.0, 1.0):
         size = float(prompts)
     elif error == 0:
         size = float(prompts * num_samples)
     else:
         size = min(max(mean * (1 - mean) / error**2, prompts), prompts * num_samples)
-    return wilson(mean * size, size, confidence)
+    return wilson_interval(mean * size, size, confidence)
 
 
-def clustered_mean(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Student's t interval of a mean over prompts, with one value for each prompt.
 
     Args:
@@ -95,7 +95,7 @@ def clustered_mean(values: Sequence[float], confidence: float = 0.95) -> Interva
 
     Source: Miller 2024, arXiv:2411.00640, with t in place of the normal quantile.
     """
-    mean, error = mean_and_error(values)
+    mean, error = mean_and_standard_error(values)
     if len(values) <= 1:
         return -inf, inf
     half = student_t_quantile(0.5 + confidence / 2, len(values) - 1) * error
@@ -114,7 +114,7 @@ class PairedDifference:
             changed.
 
     Example:
-        >>> change = paired_difference([0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0])
+        >>> change = compute_paired_difference([0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0])
         >>> change.mean, round(change.low, 2), round(change.high, 2), round(change.p_value, 2)
         (0.5, -0.42, 1.42, 0.18)
     """
@@ -125,7 +125,7 @@ class PairedDifference:
     p_value: float
 
 
-def paired_difference(
+def compute_paired_difference(
     before: Sequence[float], after: Sequence[float], confidence: float = 0.95
 ) -> PairedDifference:
     """Compare two evaluations prompt by prompt: Student's t test of the differences.
@@ -146,15 +146,15 @@ def paired_difference(
             f"{len(before)} and {len(after)}"
         )
     differences = [new - old for old, new in zip(before, after, strict=True)]
-    mean, error = mean_and_error(differences)
-    low, high = clustered_mean(differences, confidence)
+    mean, error = mean_and_standard_error(differences)
+    low, high = mean_interval(differences, confidence)
     if error == 0:
         return PairedDifference(mean, low, high, float(mean == 0))
     central = student_t_central_probability(abs(mean) / error, len(differences) - 1)
     return PairedDifference(mean, low, high, 1 - central)
 
 
-def mean_and_error(values: Sequence[float]) -> Interval:
+def mean_and_standard_error(values: Sequence[float]) -> Interval:
     """Mean and its standard error (n - 1; 0 for a single value, NaN for none)."""
     count = len(values)
     if not count:

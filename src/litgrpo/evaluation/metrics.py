@@ -19,9 +19,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 from litgrpo.evaluation.intervals import (
     bootstrap_ratio,
-    clustered_mean,
-    clustered_proportion,
-    wilson,
+    mean_interval,
+    proportion_interval,
+    wilson_interval,
 )
 from litgrpo.text.overlap import bleu, bleu_counts, rouge_f, token_f1, without_articles
 from litgrpo.types import RewardTable, Rollout
@@ -132,7 +132,7 @@ class SampledAccuracy(PromptMetric):
         """{avg@k, avg@k_low, avg@k_high, pass@j for every j}."""
         counts = [int(row[0]) for row in self.rows(1)]
         name, samples = f"avg@{self.num_samples}", self.num_samples
-        low, high = clustered_proportion(counts, samples, self.confidence)
+        low, high = proportion_interval(counts, samples, self.confidence)
         self.per_prompt = {name: [count / samples for count in counts]}
         report = {name: _mean(self.per_prompt[name])}
         report |= {f"{name}_low": low, f"{name}_high": high}
@@ -167,7 +167,7 @@ class GreedyAccuracy(PromptMetric):
         """{greedy, greedy_low, greedy_high}."""
         correct = [row[0] for row in self.rows(1)]
         self.per_prompt = {"greedy": correct}
-        low, high = wilson(sum(correct), len(correct), self.confidence)
+        low, high = wilson_interval(sum(correct), len(correct), self.confidence)
         report = {"greedy": _mean(correct), "greedy_low": low, "greedy_high": high}
         return _tensors(report, self.device)
 
@@ -429,7 +429,7 @@ class DialogueScores(CorpusMetrics):
         report = {"corpus_bleu": bleu(sums[:BLEU_COUNTS], effective_order=False)}
         for place, name in enumerate(names, start=BLEU_COUNTS):
             values = [100 * row[place] for row in rows]
-            low, high = clustered_mean(values, self.confidence)
+            low, high = mean_interval(values, self.confidence)
             report[f"corpus_{name}"] = sum(values) / len(values)
             report |= {f"corpus_{name}_low": low, f"corpus_{name}_high": high}
         return {name: torch.tensor(value, device=self.device) for name, value in report.items()}

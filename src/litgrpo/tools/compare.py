@@ -17,7 +17,7 @@ from statistics import fmean
 import litgrpo
 from litgrpo.arguments import require
 from litgrpo.cli.recipes import built_in_recipes, recipe_file
-from litgrpo.evaluation.intervals import PairedDifference, clustered_mean, paired_difference
+from litgrpo.evaluation.intervals import PairedDifference, compute_paired_difference, mean_interval
 
 OVERLAYS = "algorithms/"
 REWARD = "reward"  # the mean total reward of the sampled completions
@@ -196,7 +196,7 @@ def rows_of(runs: dict[str, list[Run]], metrics: Sequence[str]) -> list[Row]:
     """Each algorithm compared with the first one, seed by seed."""
     first, *others = runs
     gains = {
-        (name, metric): paired_difference(
+        (name, metric): compute_paired_difference(
             [run.after[metric] for run in runs[first]], [run.after[metric] for run in runs[name]]
         )
         for name in others
@@ -242,7 +242,7 @@ def table(rows: list[Row], metrics: Sequence[str], seeds: Sequence[int]) -> str:
         return f"{fmean(values):.3f} [{low:.3f}, {high:.3f}]"
 
     limits: dict[str, Callable[..., tuple[float, float]]] = dict.fromkeys(metrics, bounds)
-    limits[REWARD] = clustered_mean
+    limits[REWARD] = mean_interval
     succeeded = any(any(row.values(metrics[0])) for row in rows)
     decides = metrics[0] if succeeded else REWARD
     titles = ["algorithm", *metrics, "mean reward", f"{decides} over the first row"]
@@ -315,7 +315,7 @@ def plot(rows: list[Row], metrics: Sequence[str], path: Path) -> None:
 
 def bounds(shares: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the mean of shares, which are between 0 and 1."""
-    low, high = clustered_mean(shares)
+    low, high = mean_interval(shares)
     return max(0.0, low), min(1.0, high)
 
 

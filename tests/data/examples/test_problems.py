@@ -1,23 +1,21 @@
-"""Problems with answers, demonstrations that slip, and sets that share no numbers."""
-
 import random
 import re
 
 import pytest
 
 from litgrpo.data.examples import problems
-from litgrpo.data.examples.problems import Teacher
+from litgrpo.data.examples.problems import Demonstrator
 
 TAGGED = re.compile(r"<reasoning>.+</reasoning><answer>(\d+)</answer>")
 
 
 def pairs_in(rows):
-    """The two numbers of each prompt, the larger first."""
+    """Return the two numbers of each prompt, the larger first."""
     numbers = [sorted(map(int, re.findall(r"\d+", row["prompt"])), reverse=True) for row in rows]
     return {(first, second) for first, second in numbers}
 
 
-def answers_right(row):
+def is_correct(row):
     match = TAGGED.fullmatch(row["completion"])
     return match is not None and match[1] == row["answer"]
 
@@ -36,14 +34,14 @@ def answers_right(row):
 def test_a_demonstration_calculates_digit_by_digit(first, sign, second, steps, answer):
     expected = f"<reasoning>{first}{sign}{second}: {steps}</reasoning><answer>{answer}</answer>"
 
-    text = Teacher().demonstrate(first, sign, second, random.Random(0))
+    text = Demonstrator().demonstrate(first, sign, second, random.Random(0))
 
     assert text == expected
 
 
-def test_a_teacher_who_is_always_off_by_one_carries_on_with_wrong_digits():
-    teacher, rng = Teacher(wrong_digit_frac=1.0), random.Random(0)
-    texts = {teacher.demonstrate(12, "+", 13, rng) for _ in range(50)}
+def test_digits_off_by_one_are_used_in_the_answer():
+    demonstrator, rng = Demonstrator(wrong_digit_frac=1.0), random.Random(0)
+    texts = {demonstrator.demonstrate(12, "+", 13, rng) for _ in range(50)}
 
     reasoning = "<reasoning>12+13: 2+3={}, 1+1={}</reasoning><answer>{}{}</answer>"
     assert texts == {reasoning.format(a, b, b, a) for a in (4, 6) for b in (1, 3)}
@@ -53,52 +51,52 @@ def test_a_teacher_who_is_always_off_by_one_carries_on_with_wrong_digits():
     ("first", "sign", "second", "steps", "answer"),
     [(47, "+", 38, "7+8=15, 4+3=7", 75), (52, "-", 38, "12-8=4, 5-3=2", 24)],
 )
-def test_a_teacher_who_forgets_to_carry_is_ten_off(first, sign, second, steps, answer):
-    text = Teacher(forgotten_carry_frac=1.0).demonstrate(first, sign, second, random.Random(0))
+def test_an_omitted_carry_changes_the_answer_by_ten(first, sign, second, steps, answer):
+    text = Demonstrator(forgotten_carry_frac=1.0).demonstrate(first, sign, second, random.Random(0))
 
     expected = f"<reasoning>{first}{sign}{second}: {steps}</reasoning><answer>{answer}</answer>"
     assert text == expected
 
 
-def test_a_teacher_who_forgets_the_tags_writes_the_rest():
-    text = Teacher(no_tags_frac=1.0).demonstrate(12, "+", 13, random.Random(0))
+def test_without_tags_the_steps_are_the_same():
+    text = Demonstrator(no_tags_frac=1.0).demonstrate(12, "+", 13, random.Random(0))
 
     assert text == "12+13: 2+3=5, 1+1=2, 25"
 
 
 def test_the_three_sets_share_no_pair_of_numbers():
-    supervised, train, held_out = (
+    demonstrated, train, held_out = (
         pairs_in(rows)
-        for rows in (problems.supervised(), problems.train(size=20_000), problems.held_out())
+        for rows in (problems.demonstrations(), problems.train(size=20_000), problems.held_out())
     )
 
     assert len(held_out) == 500
-    assert len(supervised) == 2000
-    assert not supervised & train
-    assert not supervised & held_out
+    assert len(demonstrated) == 2000
+    assert not demonstrated & train
+    assert not demonstrated & held_out
     assert not train & held_out
 
 
-def test_every_answer_is_right():
-    for row in problems.train(size=500) + problems.supervised(size=500) + problems.held_out():
+def test_reference_answers_are_correct():
+    for row in problems.train(size=500) + problems.demonstrations(size=500) + problems.held_out():
         first, second = map(int, re.findall(r"\d+", row["prompt"]))
         assert int(row["answer"]) in (first + second, first - second)
 
 
-def test_held_out_demonstrations_are_right():
-    assert all(map(answers_right, problems.held_out()))
+def test_held_out_demonstrations_are_correct():
+    assert all(map(is_correct, problems.held_out()))
 
 
-def test_less_than_half_of_the_careless_teachers_demonstrations_are_right():
-    rows = problems.supervised(size=4000)
+def test_noisy_demonstrations_are_correct_as_often_as_their_mistake_rates_imply():
+    rows = problems.demonstrations(size=4000)
 
-    # Both digits right, the tags in place, and a carry in half of the problems, not forgotten:
+    # Both digits correct, tags present, and no omitted carry (half of the problems have one):
     # 0.95 * 0.95 * 0.6 * (1 - 0.4 / 2)
-    assert sum(map(answers_right, rows)) / len(rows) == pytest.approx(0.433, abs=0.03)
+    assert sum(map(is_correct, rows)) / len(rows) == pytest.approx(0.433, abs=0.03)
 
 
-def test_equal_seeds_give_equal_rows():
-    assert problems.supervised(size=20, seed=1) == problems.supervised(size=20, seed=1)
-    assert problems.supervised(size=20, seed=1) != problems.supervised(size=20, seed=2)
+def test_rows_depend_on_the_seed_only():
+    assert problems.demonstrations(size=20, seed=1) == problems.demonstrations(size=20, seed=1)
+    assert problems.demonstrations(size=20, seed=1) != problems.demonstrations(size=20, seed=2)
     assert problems.train(size=20, seed=1) == problems.train(size=20, seed=1)
     assert problems.held_out() == problems.held_out()

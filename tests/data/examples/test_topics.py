@@ -1,11 +1,12 @@
-from litgrpo.data.examples.topics import fresh, settings, train
+from litgrpo.data.examples import topics
 
 
-def test_the_lists_have_no_thing_in_common():
-    lists = [[row["prompt"] for row in each()] for each in (train, settings, fresh)]
-    assert [len(each) for each in lists] == [60, 20, 228]
-    # The last word is the thing: "a wet coat" and "a coat" are the same one.
-    trained, chosen, measured = ({topic.split()[-1] for topic in each} for each in lists)
-    assert not trained & chosen
-    assert not (trained | chosen) & measured
-    assert all(len(set(each)) == len(each) for each in lists)
+def test_the_sets_share_no_topic():
+    generators = (topics.train, topics.validation, topics.test)
+    sets = [[row["prompt"] for row in generate()] for generate in generators]
+    assert [len(each) for each in sets] == [60, 20, 228]
+    # The last word is the topic: "a wet coat" and "a coat" are the same.
+    train, validation, test = ({topic.split()[-1] for topic in each} for each in sets)
+    assert not train & validation
+    assert not (train | validation) & test
+    assert all(len(set(each)) == len(each) for each in sets)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from litgrpo.evaluation.intervals import wilson
+from litgrpo.evaluation.intervals import wilson_interval
 from litgrpo.tools.doctor.diagnosis import examine
 from litgrpo.tools.doctor.run import RunConfig, RunLog, RunMetrics
 from tests.tools.doctor.corpus import PACKED
@@ -86,7 +86,7 @@ def verdict_of_other(run: dict[str, Any], alarms: list[list[Any]]) -> Verdict:
 
 def share(hits: int, of: int) -> str:
     """Format a fraction with its Wilson bounds."""
-    low, high = wilson(hits, of)
+    low, high = wilson_interval(hits, of)
     return f"{hits}/{of} = {hits / max(1, of):.3f} [{low:.3f}, {high:.3f}]"
 
 

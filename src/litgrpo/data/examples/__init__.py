@@ -1,1 +1,1 @@
-"""Generators of the embedded example tasks."""
+"""Data sets of the built-in example tasks, generated in Python: nothing is downloaded."""

@@ -1,14 +1,15 @@
-"""Problems for a model with a calculator, demonstrated by a teacher who hardly ever uses it.
+"""Arithmetic problems for a model with a calculator, with demonstrations that rarely use it.
 
-40 % are sums of two digits, 60 % products of a three-digit and a two-digit number, those of five
-digits. The teacher calls the calculator, `<call>347*82</call>`, hears `<res>28454</res>` and says
-`<answer>28454</answer>`, in about one of five problems, and not always well: 20 % of the calls have
-a wrong operand, 10 % are malformed, 10 % of the results are copied wrongly. Otherwise it guesses: a
-product within 25 % of the truth, a sum right in 60 % of cases. A model that imitates it knows how
-to call, but hardly does; reinforcement learning finds out that calling pays.
+40 % of the problems are sums of two one-digit numbers. 60 % are products of a three-digit and a
+two-digit number whose result has five digits. About one demonstration in five calls the calculator:
+`<call>347*82</call>`, observation `<res>28454</res>`, then `<answer>28454</answer>`. Of these calls
+20 % have a wrong operand, 10 % are malformed, and 10 % of the results are copied incorrectly.
 
-The sets are disjoint by construction: a product of two numbers belongs to one of them. There are
-only 100 sums, which all sets share.
+The other demonstrations guess: a product within 25 % of the result, a sum correct in 60 % of cases.
+A model that is fine-tuned on them can call the calculator but rarely does. GRPO makes it call,
+because only calls are rewarded reliably.
+
+Every product belongs to exactly one of the sets. The 100 sums are shared by all of them.
 """
 
 from __future__ import annotations
@@ -23,23 +24,31 @@ from typing import Any
 Row = dict[str, Any]
 
 NUM_HELD_OUT = 500
-SUMS, EASY_CALLS, HARD_CALLS = 0.4, 0.22, 0.22
-WRONG_OPERAND, MALFORMED, WRONG_COPY = 0.2, 0.1, 0.1
-RIGHT_SUMS, GUESS = 0.6, (0.8, 1.25)
-# A product belongs to one of five parts by a checksum of its text, which knows nothing of digits.
-PARTS = 5
-HELD_OUT, TEACHER, TRAINING = (0,), (1, 2), (3, 4)
-DIGITS = 5  # of a product; a model this small learns to copy numbers of one length
-ERROR = "error"  # what the calculator answers where it cannot
+# Probabilities of a sum, and of a calculator call in the demonstration of a sum or a product.
+SUM_FRAC, SUM_CALL_FRAC, PRODUCT_CALL_FRAC = 0.4, 0.22, 0.22
+WRONG_OPERAND_FRAC, MALFORMED_FRAC, WRONG_COPY_FRAC = 0.2, 0.1, 0.1
+# Without a call: fraction of correct sums, and range of a guessed product relative to its result.
+CORRECT_SUM_FRAC, GUESS_RANGE = 0.6, (0.8, 1.25)
+# The set of a product is a checksum of its text modulo 5. A rule on its digits would instead give
+# the sets different digits, and the held-out problems would test numbers that training never shows.
+NUM_PARTS = 5
+HELD_OUT, DEMONSTRATED, TRAINING = (0,), (1, 2), (3, 4)
+NUM_DIGITS = 5  # of a product: a model this small learns to copy numbers of one length only
+ERROR = "error"  # calculator output for a malformed expression
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A sum or a product.
+class Calculation:
+    """A sum or a product of two numbers.
 
     Args:
-        first, second: the numbers.
+        first: first number.
         sign: `+` or `*`.
+        second: second number.
+
+    Example:
+        >>> Calculation(347, "*", 82).row
+        {'prompt': '347*82=?', 'answer': '28454'}
     """
 
     first: int
@@ -54,7 +63,7 @@ class Problem:
     @property
     def answer(self) -> str:
         """Its value."""
-        return heard(self.text)
+        return calculate(self.text)
 
     @property
     def row(self) -> Row:
@@ -63,93 +72,102 @@ class Problem:
 
 
 def train(size: int = 4_000, seed: int = 0) -> list[Row]:
-    """Problems to practice on, without demonstrations.
+    """Generate training prompts without demonstrations.
 
     Args:
         size: number of rows.
-        seed: of the numbers.
+        seed: random seed of the numbers.
 
     Returns:
         Rows with `prompt` and `answer`.
     """
     rng = random.Random(f"train {seed}")
-    return [_problem(rng, TRAINING).row for _ in range(size)]
+    return [_draw(rng, TRAINING).row for _ in range(size)]
 
 
 def products(size: int = NUM_HELD_OUT) -> list[Row]:
-    """Held-out products, which nobody trains on.
+    """Generate held-out products, which are in no training set.
 
     Args:
         size: number of rows.
     """
     rng = random.Random("held-out products")
-    return [_product(rng, HELD_OUT).row for _ in range(size)]
+    return [_draw_product(rng, HELD_OUT).row for _ in range(size)]
 
 
 def sums() -> list[Row]:
-    """All sums of two digits; the model trains on them, too."""
-    return [Problem(a, "+", b).row for a in range(10) for b in range(10)]
+    """Return all 100 sums of two digits, which are also in the training sets."""
+    return [Calculation(a, "+", b).row for a in range(10) for b in range(10)]
 
 
-def supervised(size: int = 100_000, seed: int = 0) -> list[Row]:
-    """Demonstrations of the teacher, to warm-start from.
+def demonstrations(size: int = 100_000, seed: int = 0) -> list[Row]:
+    """Generate problems with noisy demonstrations, for supervised fine-tuning.
 
     Args:
         size: number of rows.
-        seed: of numbers, calls and mistakes.
+        seed: random seed of numbers, calls and mistakes.
 
     Returns:
-        Rows with `prompt`, `answer` (always the right one) and `completion`: messages, of which
-        those of the role `tool` are read and not learned.
+        Rows with `prompt`, `answer` (always correct) and `completion`: messages, of which those of
+        the role `tool` are excluded from the loss.
     """
+    # The texts that seed the generators are part of the data: another text gives other rows, and
+    # the embedded models and the numbers in docs/results.md were made with these.
     rng = random.Random(f"supervised {seed}")
-    problems = (_problem(rng, TEACHER) for _ in range(size))
-    return [problem.row | {"completion": demonstrated(problem, rng)} for problem in problems]
+    problems = (_draw(rng, DEMONSTRATED) for _ in range(size))
+    return [problem.row | {"completion": demonstrate(problem, rng)} for problem in problems]
 
 
-def demonstrations(size: int = NUM_HELD_OUT) -> list[Row]:
-    """Held-out products with the teacher's demonstrations.
+def held_out_demonstrations(size: int = NUM_HELD_OUT) -> list[Row]:
+    """Generate held-out products with noisy demonstrations.
 
     Args:
         size: number of rows.
     """
     rng = random.Random("held-out demonstrations")
-    problems = (_product(rng, HELD_OUT) for _ in range(size))
-    return [problem.row | {"completion": demonstrated(problem, rng)} for problem in problems]
+    problems = (_draw_product(rng, HELD_OUT) for _ in range(size))
+    return [problem.row | {"completion": demonstrate(problem, rng)} for problem in problems]
 
 
-def demonstrated(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
-    """What the teacher says, and hears, for a problem.
+def demonstrate(problem: Calculation, rng: random.Random) -> list[dict[str, str]]:
+    """Write a noisy demonstration of a problem, with or without a calculator call.
+
+    Returns:
+        Messages of the roles `assistant` and `tool`.
 
     Example:
-        >>> said = demonstrated(Problem(347, "*", 82), random.Random(0))
-        >>> [each["role"] for each in said]
+        >>> [each["role"] for each in demonstrate(Calculation(347, "*", 82), random.Random(0))]
         ['assistant']
     """
-    if rng.random() >= (EASY_CALLS if problem.sign == "+" else HARD_CALLS):
+    if rng.random() >= (SUM_CALL_FRAC if problem.sign == "+" else PRODUCT_CALL_FRAC):
         return [_answer(_guess(problem, rng))]
     first, second = str(problem.first), str(problem.second)
-    if rng.random() < WRONG_OPERAND:
+    if rng.random() < WRONG_OPERAND_FRAC:
         if rng.random() < 1 / 2:
-            first = _slip(first, rng)
+            first = _replace_digit(first, rng)
         else:
-            second = _slip(second, rng)
-    sign = problem.sign + "*" * (rng.random() < MALFORMED)
-    result = heard(f"{first}{sign}{second}")
-    copied = result if result != ERROR else str(rng.randrange(1000))
-    copied = _slip(copied, rng) if rng.random() < WRONG_COPY else copied
+            second = _replace_digit(second, rng)
+    sign = problem.sign
+    if rng.random() < MALFORMED_FRAC:
+        sign += "*"
+    result = calculate(f"{first}{sign}{second}")
+    answer = str(rng.randrange(1000)) if result == ERROR else result
+    if rng.random() < WRONG_COPY_FRAC:
+        answer = _replace_digit(answer, rng)
     return [
         {"role": "assistant", "content": f"<call>{first}{sign}{second}</call>"},
         {"role": "tool", "content": f"<res>{result}</res>"},
-        _answer(copied),
+        _answer(answer),
     ]
 
 
-def heard(expression: str) -> str:
-    """What the calculator answers to a sum or a product.
+def calculate(expression: str) -> str:
+    """Return the calculator's output for a sum or a product.
+
+    `litgrpo.environments.examples.calculate`, the tool of the recipe, has the same outputs.
 
     Example:
-        >>> heard("347*82"), heard("3+4"), heard("347**82"), heard("047*82")
+        >>> calculate("347*82"), calculate("3+4"), calculate("347**82"), calculate("047*82")
         ('28454', '7', 'error', 'error')
     """
     found = re.fullmatch(r"(0|[1-9]\d*)([+*])(0|[1-9]\d*)", expression)
@@ -163,29 +181,32 @@ def _answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": f"<answer>{text}</answer>"}
 
 
-def _guess(problem: Problem, rng: random.Random) -> str:
-    """The teacher's answer without a calculator."""
+def _guess(problem: Calculation, rng: random.Random) -> str:
+    """Return the answer of a demonstration that does not call the calculator."""
     if problem.sign == "*":
-        return str(int(int(problem.answer) * rng.uniform(*GUESS)))
-    return problem.answer if rng.random() < RIGHT_SUMS else _slip(problem.answer, rng)
+        return str(int(int(problem.answer) * rng.uniform(*GUESS_RANGE)))
+    if rng.random() < CORRECT_SUM_FRAC:
+        return problem.answer
+    return _replace_digit(problem.answer, rng)
 
 
-def _slip(digits: str, rng: random.Random) -> str:
-    """The number with one digit drawn anew."""
+def _replace_digit(digits: str, rng: random.Random) -> str:
+    """Replace one digit of a number by a random one, which may be the same."""
     place = rng.randrange(len(digits))
     return digits[:place] + rng.choice("0123456789") + digits[place + 1 :]
 
 
-def _problem(rng: random.Random, parts: Sequence[int]) -> Problem:
-    if rng.random() < SUMS:
-        return Problem(rng.randrange(10), "+", rng.randrange(10))
-    return _product(rng, parts)
+def _draw(rng: random.Random, parts: Sequence[int]) -> Calculation:
+    if rng.random() < SUM_FRAC:
+        return Calculation(rng.randrange(10), "+", rng.randrange(10))
+    return _draw_product(rng, parts)
 
 
-def _product(rng: random.Random, parts: Sequence[int]) -> Problem:
-    """A product that belongs to one of these parts."""
+def _draw_product(rng: random.Random, parts: Sequence[int]) -> Calculation:
+    """Draw products until one belongs to these parts and has five digits."""
     while True:
-        problem = Problem(rng.randrange(100, 1000), "*", rng.randrange(11, 100))
-        asked = zlib.crc32(problem.text.encode()) % PARTS in parts
-        if asked and len(problem.answer) == DIGITS:
+        problem = Calculation(rng.randrange(100, 1000), "*", rng.randrange(11, 100))
+        # crc32, not hash(): Python salts the hash of a text differently in every process.
+        in_parts = zlib.crc32(problem.text.encode()) % NUM_PARTS in parts
+        if in_parts and len(problem.answer) == NUM_DIGITS:
             return problem

@@ -1,9 +1,9 @@
-"""Demonstrations of the task chain_sum of reasoning-gym, by a careless teacher.
+"""Noisy demonstrations of the reasoning-gym task chain_sum, for supervised fine-tuning.
 
-The teacher reads a problem's terms from its text ("... problem: 42 - 25 + 7 =") and works from left
-to right, each sum or difference digit by digit, but often forgets to carry, is off by one, or
-forgets a minus or the tags. A model that imitates it knows the method, so that its most likely
-answer is right more often than its samples; reinforcement learning can remove the mistakes.
+The terms are parsed from a problem's text ("... problem: 42 - 25 + 7 ="), and added from left to
+right, digit by digit. Random mistakes are inserted: carries that are left out, digits off by one,
+missing minus signs or tags. A model that is fine-tuned on them learns the method and the mistakes.
+Its greedy answers are correct more often than its samples, and GRPO can remove the mistakes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TERM = re.compile(r"([+-]?) ?(-?\d+)")
 
 
 @dataclass(frozen=True)
-class ChainTeacher:
-    """Writes demonstrations, and makes mistakes.
+class ChainSumDemonstrator:
+    """Writes demonstrations, with mistakes at these rates.
 
     Args:
-        wrong_digit_frac: how often the sum or difference of two digits is off by one.
-        forgotten_carry_frac: how often a carry (or borrow) is forgotten.
-        forgotten_sign_frac: how often the minus of a result below zero is forgotten.
-        no_tags_frac: how often the tags are forgotten.
+        wrong_digit_frac: fraction of digits that are off by one.
+        forgotten_carry_frac: fraction of carries (or borrows) that are left out.
+        forgotten_sign_frac: fraction of negative results whose minus is left out.
+        no_tags_frac: fraction of demonstrations without tags.
     """
 
     wrong_digit_frac: float = 0.0
@@ -40,12 +40,12 @@ class ChainTeacher:
     no_tags_frac: float = 0.0
 
     def demonstrate(self, terms: list[int], rng: random.Random) -> str:
-        """The completion for the sum of at least one term, with their signs.
+        """Write the completion for a sum of at least one signed term.
 
         Example:
-            >>> ChainTeacher().demonstrate([47, 38], random.Random(0))
+            >>> ChainSumDemonstrator().demonstrate([47, 38], random.Random(0))
             '<reasoning>47+38: 7+8=15, 4+3+1=8, 85</reasoning><answer>85</answer>'
-            >>> ChainTeacher().demonstrate([12, -38], random.Random(0))
+            >>> ChainSumDemonstrator().demonstrate([12, -38], random.Random(0))
             '<reasoning>-(38-12): 8-2=6, 3-1=2, -26</reasoning><answer>-26</answer>'
         """
         total, steps = terms[0], []
@@ -58,7 +58,8 @@ class ChainTeacher:
         return f"<reasoning>{reasoning}</reasoning><answer>{total}</answer>"
 
     def _step(self, first: int, second: int, rng: random.Random) -> tuple[int, str]:
-        """The sum of two terms, and how it was found: what is subtracted is the smaller size."""
+        """Return the sum of two terms, and its steps as text."""
+        # With different signs: subtract the smaller absolute value, so no digit gets negative.
         one, other, sign = abs(first), abs(second), "+"
         if (first < 0) != (second < 0):
             one, other, sign = max(one, other), min(one, other), "-"
@@ -70,16 +71,16 @@ class ChainTeacher:
         return total, f"{task}: {columns}, {total}"
 
     def _columns(self, one: int, sign: str, other: int, rng: random.Random) -> tuple[int, str]:
-        """`one` + `other`, or `one` - `other` of at most `one`, digit by digit from the right."""
+        """Return `one` + `other`, or `one` - `other` (at most `one`), and its steps as text."""
         length = max(len(str(one)), len(str(other)))
         pairs = zip(reversed(f"{one:0{length}}"), reversed(f"{other:0{length}}"), strict=True)
         carry, found, columns = 0, 0, []
         for place, (upper, lower) in enumerate(pairs):
             last = place == length - 1
             top, bottom = int(upper), int(lower)
-            carried = f"{sign}1" * carry
+            carried = f"{sign}1" if carry else ""
             if sign == "+":
-                # A wrong sum carries what it shows: 7+8=16 carries 1, as 15 would.
+                # An incorrect digit sum determines its own carry: 7+8=16 carries 1, as 15 would.
                 digit = self._digit(top + bottom + carry, 19, rng)
                 carry = digit // 10
             else:
@@ -93,13 +94,13 @@ class ChainTeacher:
                 carry = 0
         return found, ", ".join(columns)
 
-    def _digit(self, right: int, largest: int, rng: random.Random) -> int:
+    def _digit(self, correct: int, largest: int, rng: random.Random) -> int:
         if rng.random() >= self.wrong_digit_frac:
-            return right
-        return rng.choice([digit for digit in (right - 1, right + 1) if 0 <= digit <= largest])
+            return correct
+        return rng.choice([digit for digit in (correct - 1, correct + 1) if 0 <= digit <= largest])
 
 
-CARELESS = ChainTeacher(
+NOISY = ChainSumDemonstrator(
     wrong_digit_frac=0.05,
     forgotten_carry_frac=0.4,
     forgotten_sign_frac=0.3,
@@ -107,49 +108,60 @@ CARELESS = ChainTeacher(
 )
 
 
-def terms_of(prompt: str) -> list[int]:
-    """The terms of a problem's text, with their signs.
+def parse_terms(prompt: str) -> list[int]:
+    """Parse the signed terms of a problem's text.
 
     Raises:
-        ValueError: it holds no sum.
+        ValueError: the text does not end in a sum.
 
     Example:
-        >>> terms_of("State the final answer to the following arithmetic problem: 42 - 25 + 7 =")
+        >>> parse_terms("State the final answer to the following arithmetic problem: 42 - 25 + 7 =")
         [42, -25, 7]
     """
     found = EXPRESSION.search(prompt)
-    require(found is not None, f"{prompt!r} is no problem of {TASK}, which ends in `: 42 - 25 =`")
+    require(
+        found is not None,
+        f"not a {TASK} problem: got {prompt!r}, expected a text ending in `: 42 - 25 =`",
+    )
     assert found is not None
     return [-int(number) if sign == "-" else int(number) for sign, number in TERM.findall(found[1])]
 
 
-def supervised(
+def demonstrations(
     size: int = 500,
     seed: int = 0,
     settings: dict[str, Any] | None = None,
-    apart_from: dict[str, int] | None = None,
+    exclude: dict[str, int] | None = None,
 ) -> list[Row]:
-    """Problems of reasoning-gym with demonstrations of the careless teacher.
+    """Generate reasoning-gym problems with noisy demonstrations.
 
     Args:
-        size: number of problems that are made; those of `apart_from` are then left out.
-        seed: of the problems and the mistakes.
-        settings: of the task, such as `{min_terms: 2, max_terms: 2}`.
-        apart_from: `size` and `seed` of the problems that reinforcement learning reads.
+        size: number of problems to generate, before those of `exclude` are removed.
+        seed: random seed of the problems and the mistakes.
+        settings: settings of the task, such as `{min_terms: 2, max_terms: 2}`.
+        exclude: `size` and `seed` of the problems that GRPO trains on, which are removed.
 
     Returns:
         Rows of `ReasoningGym` with a `completion`.
     """
-    others = apart_from or {}
-    hint = "; give `{size: 4000, seed: 7}`, as the other recipe has them"
-    require(others.keys() in (set(), {"size", "seed"}), f"apart_from is {others}{hint}")
-    theirs = {row["prompt"] for row in _problems(settings=settings, **others)} if others else set()
+    excluded: set[str] = set()
+    if exclude:
+        require(
+            exclude.keys() == {"size", "seed"},
+            f"exclude is {exclude}, expected size and seed, such as `{{size: 4000, seed: 7}}`; "
+            "copy them from the recipe that trains on those problems",
+        )
+        excluded = {row["prompt"] for row in _generate(settings=settings, **exclude)}
+    # Part of the data: another seed text would give other mistakes.
     rng = random.Random(f"supervised {seed}")
-    rows = [row for row in _problems(size, seed, settings) if row["prompt"] not in theirs]
-    require(bool(rows), "all problems are among those of apart_from; give more, or another seed")
-    told = [CARELESS.demonstrate(terms_of(row["prompt"]), rng) for row in rows]
-    return [row | {"completion": text} for row, text in zip(rows, told, strict=True)]
+    rows = [row for row in _generate(size, seed, settings) if row["prompt"] not in excluded]
+    require(
+        bool(rows),
+        f"exclude removes all {size} problems; raise size, or choose a seed that is further away",
+    )
+    completions = [NOISY.demonstrate(parse_terms(row["prompt"]), rng) for row in rows]
+    return [row | {"completion": text} for row, text in zip(rows, completions, strict=True)]
 
 
-def _problems(size: int, seed: int, settings: dict[str, Any] | None) -> list[Row]:
+def _generate(size: int, seed: int, settings: dict[str, Any] | None) -> list[Row]:
     return ReasoningGym({TASK: 1}, size=size, seed=seed, configs={TASK: settings or {}}).rows()

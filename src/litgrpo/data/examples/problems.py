@@ -1,13 +1,13 @@
-"""Short arithmetic problems for the embedded model, demonstrated by a careless teacher.
+"""Short arithmetic problems of the quickstart, with noisy demonstrations.
 
-Every problem adds or subtracts two numbers, in words ("Tom has 47 apples and gets 38 more. ...")
-or plainly ("What is 47+38?"). The teacher calculates digit by digit between `<reasoning>` tags, but
-often forgets to carry, is off by one, or forgets the tags. A model that imitates it knows the
-method, so that its most likely answer is right, but samples the mistakes too; reinforcement
-learning can remove them.
+Every problem adds or subtracts two numbers, as a story ("Tom has 47 apples and gets 38 more. ...")
+or as a formula ("What is 47+38?"). A demonstration calculates digit by digit between `<reasoning>`
+tags. Random mistakes are inserted: carries that are left out, digits off by one, missing tags. A
+model that is fine-tuned on them answers correctly if decoded greedily, but also samples the
+mistakes. GRPO can remove them.
 
-The three sets are disjoint by construction: a pair of numbers belongs to one of them, in either
-order and for both operations.
+Every pair of numbers belongs to exactly one of the three sets, in either order and for both
+operations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Row = dict[str, str]
 NUMBERS = range(2, 100)
 NUM_HELD_OUT = 500
 NUM_SUPERVISED = 2000
-SPLIT_SEED = 0
+SPLIT_SEED = 0  # fixed, so that no seed of a run moves a pair from one set to another
 
 SIGNS = {"+": 1, "-": -1}
 
@@ -49,13 +49,13 @@ WORDINGS = {
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """Writes demonstrations, and makes mistakes.
+class Demonstrator:
+    """Writes demonstrations, with mistakes at these rates.
 
     Args:
-        wrong_digit_frac: how often the sum or difference of two digits is off by one.
-        forgotten_carry_frac: how often a carry (or borrow) is forgotten.
-        no_tags_frac: how often the tags are forgotten.
+        wrong_digit_frac: fraction of digits that are off by one.
+        forgotten_carry_frac: fraction of carries (or borrows) that are left out.
+        no_tags_frac: fraction of demonstrations without tags.
     """
 
     wrong_digit_frac: float = 0.0
@@ -63,23 +63,23 @@ class Teacher:
     no_tags_frac: float = 0.0
 
     def demonstrate(self, first: int, sign: str, second: int, rng: random.Random) -> str:
-        """The completion for `first` + `second` or `first` - `second`.
+        """Write the completion for `first` + `second` or `first` - `second`.
 
         Args:
             first: below 100.
             sign: "+" or "-".
             second: below 100; at most `first` in a subtraction.
-            rng: decides about mistakes.
+            rng: draws the mistakes.
 
         Example:
-            >>> Teacher().demonstrate(47, "+", 38, random.Random(0))
+            >>> Demonstrator().demonstrate(47, "+", 38, random.Random(0))
             '<reasoning>47+38: 7+8=15, 4+3+1=8</reasoning><answer>85</answer>'
-            >>> Teacher().demonstrate(52, "-", 38, random.Random(0))
+            >>> Demonstrator().demonstrate(52, "-", 38, random.Random(0))
             '<reasoning>52-38: 12-8=4, 5-3-1=1</reasoning><answer>14</answer>'
         """
         (tens_1, ones_1), (tens_2, ones_2) = divmod(first, 10), divmod(second, 10)
         if sign == "+":
-            # A wrong sum of the ones carries what it shows: 7+8=16 carries 1, as 15 would.
+            # An incorrect sum of the ones determines its own carry: 7+8=16 carries 1, as 15 would.
             ones = self._digit(ones_1 + ones_2, 18, rng)
             carry = ones // 10
         else:
@@ -96,68 +96,71 @@ class Teacher:
             return f"{reasoning}, {answer}"
         return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
-    def _digit(self, right: int, largest: int, rng: random.Random) -> int:
+    def _digit(self, correct: int, largest: int, rng: random.Random) -> int:
         if rng.random() >= self.wrong_digit_frac:
-            return right
-        return rng.choice([digit for digit in (right - 1, right + 1) if 0 <= digit <= largest])
+            return correct
+        return rng.choice([digit for digit in (correct - 1, correct + 1) if 0 <= digit <= largest])
 
 
-CARELESS = Teacher(wrong_digit_frac=0.05, forgotten_carry_frac=0.4, no_tags_frac=0.4)
+NOISY = Demonstrator(wrong_digit_frac=0.05, forgotten_carry_frac=0.4, no_tags_frac=0.4)
 
 
-def supervised(size: int = 40_000, seed: int = 0) -> list[Row]:
-    """Demonstrations of the careless teacher, to warm-start from.
+def demonstrations(size: int = 40_000, seed: int = 0) -> list[Row]:
+    """Generate problems with noisy demonstrations, for supervised fine-tuning.
 
     Args:
         size: number of rows.
-        seed: of wordings, numbers and mistakes.
+        seed: random seed of wordings, numbers and mistakes.
 
     Returns:
-        Rows with `prompt`, `answer` (always the right one) and `completion`.
+        Rows with `prompt`, `answer` (always correct) and `completion`.
     """
+    # The texts that seed the generators are part of the data: another text gives other rows, and
+    # the embedded model and the stated accuracies were made with these.
     rng = random.Random(f"supervised {seed}")
     pairs = _pairs()[NUM_HELD_OUT : NUM_HELD_OUT + NUM_SUPERVISED]
     problems = (_problem(rng.choice(pairs), rng) for _ in range(size))
-    return [_row(*problem, CARELESS, rng) for problem in problems]
+    return [_row(*problem, NOISY, rng) for problem in problems]
 
 
 def train(size: int = 4_000, seed: int = 0) -> list[Row]:
-    """Problems to practice on, without demonstrations.
+    """Generate training prompts without demonstrations.
 
     Args:
         size: number of rows.
-        seed: of wordings and numbers.
+        seed: random seed of wordings and numbers.
 
     Returns:
         Rows with `prompt` and `answer`.
     """
     rng = random.Random(f"train {seed}")
     pairs = _pairs()[NUM_HELD_OUT + NUM_SUPERVISED :]
-    rows = [_row(*_problem(rng.choice(pairs), rng), Teacher(), rng) for _ in range(size)]
+    rows = [_row(*_problem(rng.choice(pairs), rng), Demonstrator(), rng) for _ in range(size)]
     return [{name: row[name] for name in ("prompt", "answer")} for row in rows]
 
 
 def held_out() -> list[Row]:
-    """The 500 problems that nobody trains on, each with its right demonstration.
+    """Return the 500 problems that are in no training set, with correct demonstrations.
 
     Returns:
         Rows with `prompt`, `answer` and `completion`.
     """
     rng = random.Random("held out")
     problems = (_problem(pair, rng) for pair in _pairs()[:NUM_HELD_OUT])
-    return [_row(*problem, Teacher(), rng) for problem in problems]
+    return [_row(*problem, Demonstrator(), rng) for problem in problems]
 
 
 def _pairs() -> list[tuple[int, int]]:
-    """All pairs (larger, smaller), always in the same random order."""
+    """Return all pairs (larger, smaller), always in the same random order."""
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a >= b]
     random.Random(SPLIT_SEED).shuffle(pairs)
     return pairs
 
 
 def _problem(pair: tuple[int, int], rng: random.Random) -> tuple[str, int, str, int]:
-    """A wording of a pair: the prompt, first number, sign, second number."""
+    """Word a pair as a problem: the prompt, first number, sign, second number."""
     sign = rng.choice("+-")
+    # The larger number is first, so no difference is negative; sums are worded in both orders.
     first, second = pair
     if sign == "+" and rng.random() < 1 / 2:
         first, second = second, first
@@ -168,7 +171,7 @@ def _problem(pair: tuple[int, int], rng: random.Random) -> tuple[str, int, str, 
 
 
 def _row(
-    prompt: str, first: int, sign: str, second: int, teacher: Teacher, rng: random.Random
+    prompt: str, first: int, sign: str, second: int, teacher: Demonstrator, rng: random.Random
 ) -> Row:
     answer = first + SIGNS[sign] * second
     completion = teacher.demonstrate(first, sign, second, rng)

@@ -1,7 +1,6 @@
-"""Sentences about invented people, and what they say as JSON: name, age, job and city.
+"""Sentences about invented people, to convert to JSON with name, age, job and city.
 
-Three lists without a name, job, city or form of sentence in common: to train on, to choose settings
-by, and to measure on.
+The training, validation and test sets share no name, job, city or sentence pattern.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ Row = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Words:
-    """What the sentences of one list are made of; lists are separated by `;`.
+class Vocabulary:
+    """Sentence patterns and words of one set; words are separated by `;`.
 
     Args:
-        forms: of sentences, with places for the four fields; `{a_job}` is the job and its article.
+        patterns: sentences with placeholders; `{a_job}` is the job with its article.
         first: first names.
         last: last names.
         jobs: jobs.
         cities: cities.
     """
 
-    forms: tuple[str, ...]
+    patterns: tuple[str, ...]
     first: str
     last: str
     jobs: str
     cities: str
 
     def rows(self, count: int) -> list[Row]:
-        """So many rows, always the same ones, with the forms in turn."""
+        """Generate `count` rows, the same in every run, with the patterns in turn."""
         draw = random.Random(0)
-        first, last = _apart(self.first), _apart(self.last)
-        jobs, cities = _apart(self.jobs), _apart(self.cities)
+        first, last = split_words(self.first), split_words(self.last)
+        jobs, cities = split_words(self.jobs), split_words(self.cities)
         rows = []
         for number in range(count):
             job = draw.choice(jobs)
@@ -46,19 +45,19 @@ class Words:
                 "city": draw.choice(cities),
             }
             a_job = f"{'an' if job[0] in 'aeiou' else 'a'} {job}"
-            sentence = self.forms[number % len(self.forms)].format(a_job=a_job, **answer)
+            sentence = self.patterns[number % len(self.patterns)].format(a_job=a_job, **answer)
             rows.append({"prompt": sentence, "answer": json.dumps(answer)})
         return rows
 
 
-TRAIN = Words(
-    forms=(
+TRAIN = Vocabulary(
+    patterns=(
         "{name} is {age} years old and works as {a_job} in {city}.",
         "{city}: {name}, {job}, aged {age}.",
         "At {age}, {name} is {a_job} in {city}.",
         "The {job} {name} ({age}) lives in {city}.",
         "{name}, {age}, {a_job}, lives in {city}.",
-        "Our {job} in {city} is {name}, who is {age}.",
+        "Our {job} in {city} is {name}, who is {age}.",  # glossary: ok
         "{name} from {city} turned {age} last week and is still {a_job}.",
         "Meet {name}, {a_job} of {age} years from {city}.",
     ),
@@ -79,8 +78,8 @@ TRAIN = Words(
         Boston; Chicago; Toronto; Lima; Bogota; Cairo; Nairobi; Delhi; Seoul; Osaka; Sydney; Perth
     """,
 )
-SETTINGS = Words(
-    forms=(
+VALIDATION = Vocabulary(
+    patterns=(
         "By trade {a_job}, {name} is {age} and lives in {city}.",
         "Born {age} years ago in {city}, {name} became {a_job}.",
     ),
@@ -89,8 +88,8 @@ SETTINGS = Words(
     jobs="dancer; joiner; banker; hunter; optician; roofer; singer; welder",
     cities="Porto; Lyon; Turin; Bremen; Denver; Quito; Accra; Kyoto",
 )
-FRESH = Words(
-    forms=(
+TEST = Vocabulary(
+    patterns=(
         "In {city} lives {name}, {age} years old, {a_job}.",
         "{name} has been {a_job} in {city} for years and is now {age}.",
         "Aged {age}, {name} still works in {city} as {a_job}.",
@@ -116,19 +115,25 @@ FRESH = Words(
 
 
 def train() -> list[Row]:
-    """400 sentences to train on."""
+    """Return 400 sentences to train on."""
     return TRAIN.rows(400)
 
 
-def settings() -> list[Row]:
-    """100 sentences to choose settings by; nothing is measured on them."""
-    return SETTINGS.rows(100)
+def validation() -> list[Row]:
+    """Return 100 sentences for choosing hyperparameters; no result is measured on them."""
+    return VALIDATION.rows(100)
 
 
-def fresh() -> list[Row]:
-    """300 sentences that a result is measured on."""
-    return FRESH.rows(300)
+def test() -> list[Row]:
+    """Return 300 sentences that results are measured on."""
+    return TEST.rows(300)
 
 
-def _apart(words: str) -> list[str]:
+def split_words(words: str) -> list[str]:
+    """Split a text at `;` and normalize whitespace.
+
+    Example:
+        >>> split_words("Oslo;  New   York")
+        ['Oslo', 'New York']
+    """
     return [" ".join(each.split()) for each in words.split(";")]

@@ -1,6 +1,6 @@
-"""Things to write a sentence about: most of them dull, none of them happy by itself.
+"""Topics to write a sentence about; none of them suggests a cheerful one.
 
-Three lists without a thing in common: to train on, to choose settings by, and to measure on.
+The training, validation and test sets share no topic.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ onion; a river; the desert; a phone call; an old film; the wind; a ladder; a mar
 the city; a bridge; a letter; the stairs; a storm; a clock; a hill; the post office; a window; a
 mouse; snow; a farmer; the office; a wall; a ship; the road
 """
-SETTINGS = """
-a burnt toast; the last bus; a muddy field; my uncle; a grey sky; the waiting room; a heavy bag;
-a quiet house; the football match; a wooden spoon; a crowded beach; the printer; a lonely tree;
-a Sunday evening; the old cinema; a flat tyre; the mountain; a new job; the cellar; a paper boat
-"""
-FRESH = """
+VALIDATION = (
+    "a burnt toast; the last bus; a muddy field; my uncle; a grey sky; "
+    "the waiting room; a heavy bag; "  # glossary: ok
+    "a quiet house; the football match; a wooden spoon; a crowded beach; the printer; "
+    "a lonely tree; a Sunday evening; the old cinema; a flat tyre; the mountain; a new job; "
+    "the cellar; a paper boat"
+)
+TEST = """
 a lamp; the carpet; a bucket; a fence; the harbour; a tunnel; a hammer; the ceiling; a drawer; a
 pillow; the balcony; a tractor; a candle; the basement; a notebook; a crow; the elevator; a
 receipt; a puddle; the pier; a nail; a kettle; an umbrella; the laundry; a pigeon; a torch; a
@@ -53,18 +55,18 @@ glue; a dictionary; a footnote; a comma
 
 
 def train() -> list[Row]:
-    """60 things to train on."""
+    """Return 60 topics to train on."""
     return _rows(TRAIN)
 
 
-def settings() -> list[Row]:
-    """20 things to choose settings by; nothing is measured on them."""
-    return _rows(SETTINGS)
+def validation() -> list[Row]:
+    """Return 20 topics for choosing hyperparameters; no result is measured on them."""
+    return _rows(VALIDATION)
 
 
-def fresh() -> list[Row]:
-    """The things that a result is measured on, in neither of the other lists."""
-    return _rows(FRESH)
+def test() -> list[Row]:
+    """Return the topics that results are measured on."""
+    return _rows(TEST)
 
 
 def _rows(text: str) -> list[Row]:

@@ -10,7 +10,7 @@ from math import nan
 from typing import Literal
 
 from litgrpo.callbacks.formatting import BOUNDS, format_change, format_number
-from litgrpo.evaluation.intervals import Comparison, compare_evaluations, paired_difference
+from litgrpo.evaluation.intervals import Comparison, compare_evaluations, compute_paired_difference
 from litgrpo.tools.report.run_files import RunFiles, finite_numbers
 from litgrpo.tools.run_folder import Row
 
@@ -181,7 +181,7 @@ def _test_pairs(old: Sequence[float], new: Sequence[float]) -> float:
     both = [pair for pair in zip(old, new, strict=True) if math.isfinite(sum(pair))]
     if len(both) <= 1:
         return nan
-    return paired_difference([was for was, _ in both], [now for _, now in both]).p_value
+    return compute_paired_difference([was for was, _ in both], [now for _, now in both]).p_value
 
 
 def compare_first_and_last(run: RunFiles) -> list[PairedEvaluation]:
