@@ -142,7 +142,7 @@ def play_games(folder: str, game: str, rule: str, seed: int) -> tuple[Result, Re
         {"environment": Reward(weight=1.0)},
         environment=GAMES[game],
         episode=EpisodeSettings(
-            max_turns=TRIES, max_turn_tokens=4, turn_format="inline", workers=0
+            max_turns=TRIES, max_turn_tokens=4, turn_format="inline", num_workers=0
         ),
         objective=replace(PUBLISHED[rule], kl_coef=0.0),
         sampling=Sampling(stop=(".",)),

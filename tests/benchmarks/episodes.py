@@ -30,7 +30,7 @@ class Waiting:
 
 def turn_s(environment: Waiting, workers: int) -> float:
     """Seconds of one turn of all episodes."""
-    pool, found = episode_pool(environment, workers=workers), []
+    pool, found = episode_pool(environment, num_workers=workers), []
     for _ in range(REPETITIONS):
         pool.reset([EpisodeStart({}, n, (0, 0, n, 0)) for n in range(EPISODES)])
         started = time.perf_counter()

@@ -105,7 +105,7 @@ def steps_of_ours(args: argparse.Namespace) -> Measures:
             max_turn_tokens=args.max_new,
             max_observation_tokens=max(8, args.heard),
             turn_format="inline",
-            workers=args.workers,
+            num_workers=args.workers,
         ),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-6, weight_decay=0.0, fused=True),
         max_iterations=args.warmup + args.steps,

@@ -114,7 +114,7 @@ def test_long_texts_are_cut_in_the_middle_wherever_they_are() -> None:
 
 
 def test_both_pools_hear_the_same() -> None:
-    here, workers = InProcessEpisodes(Dice()), EpisodeWorkers(Dice(), workers=2)
+    here, workers = InProcessEpisodes(Dice()), EpisodeWorkers(Dice(), num_workers=2)
     for pool in (here, workers):
         pool.began = pool.reset(starts())  # type: ignore[attr-defined]
         pool.first = answers(pool, dict.fromkeys(range(4), "x"))  # type: ignore[attr-defined]

@@ -109,7 +109,7 @@ def test_a_function_also_one_that_draws_from_the_global_generators(environment, 
 
 @pytest.mark.parametrize("environment", [Counting(), Telling(), Clock()])
 def test_a_class_that_counts_a_module_that_keeps_and_a_clock_are_found(environment) -> None:
-    pool = EpisodeWorkers(environment, workers=1)
+    pool = EpisodeWorkers(environment, num_workers=1)
     found = find_deviations(pool, starts(2), SAID)
     pool.close()
     assert found

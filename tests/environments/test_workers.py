@@ -35,7 +35,7 @@ def pool_of():
 
 @pytest.mark.parametrize("workers", [1, 3, None])
 def test_episodes_of_a_group_begin_alike_and_go_their_own_ways(pool_of, workers) -> None:
-    pool = pool_of(Echo(), workers=workers)
+    pool = pool_of(Echo(), num_workers=workers)
     for _ in range(2):
         assert pool.reset(starts()) == ["seed 0", "seed 0", "seed 1", "seed 1"]
         first = answers(pool, {n: f"turn {n}" for n in range(4)})
@@ -58,7 +58,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_its_episode_and_the_others_are_rebuilt(pool_of, fault, caplog) -> None:
-    pool = pool_of(Echo(), timeout_s=1.0, workers=1)
+    pool = pool_of(Echo(), timeout_s=1.0, num_workers=1)
     pool.reset(starts())
     answers(pool, {n: f"turn {n}" for n in range(4)})
     with caplog.at_level(logging.WARNING):
@@ -74,7 +74,7 @@ def test_a_fault_costs_its_episode_and_the_others_are_rebuilt(pool_of, fault, ca
 
 
 def test_a_reset_that_hangs_or_dies_fails_its_row(pool_of) -> None:
-    pool = pool_of(Echo(), timeout_s=1.0, workers=2)
+    pool = pool_of(Echo(), timeout_s=1.0, num_workers=2)
     rows = [
         EpisodeStart({"bad": bad}, 0, (0, 0, 0, n)) for n, bad in enumerate(("hang", "", "die"))
     ]
@@ -87,7 +87,7 @@ def test_a_reset_that_hangs_or_dies_fails_its_row(pool_of) -> None:
 def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before(
     pool_of, tmp_path
 ) -> None:
-    pool = pool_of(Echo(str(tmp_path)), workers=1)
+    pool = pool_of(Echo(str(tmp_path)), num_workers=1)
     pool.reset(starts(1))
     answers(pool, {0: "a"})
     (heard,) = answers(pool, {0: "die once"}).values()
@@ -105,7 +105,7 @@ def test_where_a_step_hangs_is_shown(pool_of, caplog) -> None:
 
 
 def test_a_step_that_takes_too_long_may_be_answered_by_a_fixed_sentence(pool_of) -> None:
-    pool = pool_of(Echo(), timeout_s=1.0, on_timeout="reply", workers=1)
+    pool = pool_of(Echo(), timeout_s=1.0, on_timeout="reply", num_workers=1)
     pool.reset(starts(2))
     answers(pool, {0: "a", 1: "b"})
     heard = answers(pool, {0: "hang", 1: "c"})
@@ -122,7 +122,7 @@ def test_steps_that_wait_do_so_side_by_side(pool_of, tmp_path) -> None:
 
 
 def test_an_episode_does_not_depend_on_those_beside_it(pool_of) -> None:
-    alone, together = pool_of(Dice(), workers=1), pool_of(Dice(), workers=1)
+    alone, together = pool_of(Dice(), num_workers=1), pool_of(Dice(), num_workers=1)
     (opening,) = alone.reset(starts(1))
     expected = [opening, *(answers(alone, {0: "x"})[0].observation for _ in range(2))]
     got = [together.reset(starts())[0]]
@@ -150,7 +150,7 @@ def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
 
 
 def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -> None:
-    pool = pool_of(Echo(), workers=2)
+    pool = pool_of(Echo(), num_workers=2)
     pool.reset(starts())
     (launcher,) = pool.pool.launchers
     ours = list(pool.pool.workers)
@@ -166,7 +166,7 @@ def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -
 
 
 def test_what_cannot_be_sent_is_refused(pool_of) -> None:
-    with pytest.raises(ValueError, match=r"cannot be sent .*TypeError.*episode.workers: 0"):
+    with pytest.raises(ValueError, match=r"cannot be sent .*TypeError.*episode.num_workers: 0"):
         pool_of(Echo(folder=threading.Lock())).reset(starts())
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_sent_is_refused(pool_of) -> None:
     ("settings", "message"),
     [
         ({"timeout_s": 0}, "episode.timeout_s is 0"),
-        ({"workers": 0}, "episode.workers is 0"),
+        ({"num_workers": 0}, "episode.num_workers is 0"),
         ({"on_timeout": "wait"}, "episode.on_timeout is 'wait'; it must be one of: fail, reply"),
     ],
 )
@@ -184,10 +184,10 @@ def test_impossible_settings_are_refused(settings, message) -> None:
 
 
 def test_no_workers_play_in_this_process_and_keep_no_journal(tmp_path) -> None:
-    assert isinstance(episode_pool(Echo(), workers=0), InProcessEpisodes)
-    assert isinstance(episode_pool(Echo(), workers=2), EpisodeWorkers)
+    assert isinstance(episode_pool(Echo(), num_workers=0), InProcessEpisodes)
+    assert isinstance(episode_pool(Echo(), num_workers=2), EpisodeWorkers)
     with pytest.raises(ValueError, match=r"episode.record_responses needs worker processes"):
-        episode_pool(Echo(), workers=0, response_log=ResponseLog(tmp_path, tmp_path))
+        episode_pool(Echo(), num_workers=0, response_log=ResponseLog(tmp_path, tmp_path))
 
 
 def test_a_worker_killed_from_outside_is_replaced(pool_of) -> None:

@@ -24,7 +24,7 @@ def recipe(bad: str = "nothing", folder: str = "", of: int = 32, **episode: Any)
         "class_path": "tests.faults.tools.Numbers",
         "init_args": {"bad": bad, "folder": folder, "of": of},
     }
-    keys = {"environment": environment, "episode": EPISODE | {"workers": 4} | episode}
+    keys = {"environment": environment, "episode": EPISODE | {"num_workers": 4} | episode}
     keys["rewards"] = {"environment": {"weight": 1.0}}
     return merge_runs(RECIPE, {"model": {"init_args": keys}})
 

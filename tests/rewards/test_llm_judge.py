@@ -82,7 +82,11 @@ def serve(monkeypatch):
 
 
 def judge(server, tmp_path, criteria=None, **settings):
-    settings = {"cache": str(tmp_path / "cache"), "backoff_s": 0.001, "retries": 2} | settings
+    settings = {
+        "cache_dir": str(tmp_path / "cache"),
+        "backoff_s": 0.001,
+        "max_retries": 2,
+    } | settings
     criteria = criteria or {"clear": CRITERIA["clear"]}
     found = LLMJudge(server.address, "m", criteria, api_key_env="JUDGE_KEY", **settings)
     found.load()
@@ -139,7 +143,7 @@ def test_a_slow_server_costs_the_slow_rows_only(serve, tmp_path, caplog):
             never.wait(20)
         return graded(text, times)
 
-    asked = judge(serve(answer), tmp_path, timeout_s=1.0, retries=0)
+    asked = judge(serve(answer), tmp_path, timeout_s=1.0, max_retries=0)
     assert asked(["p"] * 2, ["slow one", "a"]) == [None, 0.8]
     never.set()
     assert asked.counts["failed"] == 1
@@ -164,7 +168,7 @@ def test_one_missing_mark_leaves_the_completion_out(serve, tmp_path):
 
 def test_a_server_that_dies_is_given_up_after_a_few(serve, tmp_path):
     server = serve(graded)
-    asked = judge(server, tmp_path, concurrency=2, retries=1)
+    asked = judge(server, tmp_path, max_concurrent_requests=2, max_retries=1)
     assert asked(["p"], ["a"]) == [0.8]
     server.shutdown()
     server.server_close()
@@ -175,30 +179,30 @@ def test_a_server_that_dies_is_given_up_after_a_few(serve, tmp_path):
 
 def test_the_budget_ends_the_asking_with_a_line_and_survives_a_checkpoint(serve, tmp_path, caplog):
     server = serve(graded)
-    asked = judge(server, tmp_path, max_calls=2, concurrency=1)
+    asked = judge(server, tmp_path, max_requests=2, max_concurrent_requests=1)
     with caplog.at_level(logging.WARNING):
         rewards = asked(["p"] * 4, list("abcd"))
     assert sorted(map(str, rewards)) == ["0.8", "0.8", "None", "None"]
     assert caplog.text.count("is spent") == 1
-    resumed = judge(server, tmp_path, max_calls=2)
+    resumed = judge(server, tmp_path, max_requests=2)
     resumed.load_state_dict(asked.state_dict())
     assert resumed(["p"], ["new"]) == [None]
     assert len(server.asked) == 2
-    by_tokens = judge(server, tmp_path, max_total_tokens=11, concurrency=1)
+    by_tokens = judge(server, tmp_path, max_total_tokens=11, max_concurrent_requests=1)
     assert by_tokens(["p"] * 2, ["e", "f"]).count(None) == 1
 
 
 def test_the_budget_is_shared_by_all_processes(serve, tmp_path):
     server, asked = serve(graded), []
     for rank in range(3):
-        each = judge(server, tmp_path, max_calls=5, concurrency=1, cache=None)
+        each = judge(server, tmp_path, max_requests=5, max_concurrent_requests=1, cache_dir=None)
         each.rank, each.num_processes = rank, 3
         rewards = each(["p"] * 4, ["a", "b", "c", "d"])
         asked.append(4 - rewards.count(None))
         state = each.state_dict()
     assert asked == [2, 2, 1]
     assert len(server.asked) == 5
-    alone = judge(server, tmp_path, max_calls=5)  # one process goes on for three
+    alone = judge(server, tmp_path, max_requests=5)  # one process goes on for three
     alone.load_state_dict(state)
     assert alone.counts["calls"] == 3
 
@@ -230,7 +234,7 @@ def test_rewards_that_nobody_waited_for_are_not_those_of_the_next(serve, tmp_pat
 
 def test_a_server_that_refuses_ends_in_one_line_without_the_key(serve, tmp_path, capfd):
     server = serve(lambda text, times: (401, b"wrong key", {}))
-    scorer = Scorer({"j": Reward(judge(server, tmp_path, concurrency=2))})
+    scorer = Scorer({"j": Reward(judge(server, tmp_path, max_concurrent_requests=2))})
     with pytest.raises(RewardFailure, match="401: wrong key") as caught:
         scorer(["p"] * 4, list("abcd"), {}, 2)
     printed = str(caught.value) + "".join(capfd.readouterr())
@@ -267,13 +271,18 @@ def test_columns_of_the_data_can_be_shown_to_the_judge(serve, tmp_path):
         ({"api_key_env": "UNSET_KEY"}, "UNSET_KEY is not set"),
         ({"template": "{prompt}"}, "must name completion"),
         ({"template": "{completion} {"}, "brace"),
-        ({"concurrency": 0}, "concurrency"),
-        ({"cache": "/proc/none/x"}, "cache"),
+        ({"max_concurrent_requests": 0}, "max_concurrent_requests"),
+        ({"cache_dir": "/proc/none/x"}, "cache_dir"),
         ({"criteria": {}}, "at least one criterion"),
     ],
 )
 def test_wrong_settings_are_refused_in_a_line(settings, message, tmp_path):
-    known = {"base_url": "http://h/v1", "model": "m", "criteria": CRITERIA, "cache": str(tmp_path)}
+    known = {
+        "base_url": "http://h/v1",
+        "model": "m",
+        "criteria": CRITERIA,
+        "cache_dir": str(tmp_path),
+    }
     with pytest.raises(ValueError, match=message) as caught:
         LLMJudge(**known | {"api_key_env": None} | settings).load()
     assert "sk-123" not in str(caught.value)

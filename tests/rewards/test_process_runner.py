@@ -47,7 +47,7 @@ TIMEOUT_S = 2.0
 
 @pytest.fixture
 def runner():
-    runner = ProcessRunner(timeout_s=TIMEOUT_S, workers=2)
+    runner = ProcessRunner(timeout_s=TIMEOUT_S, num_workers=2)
     yield runner
     runner.close()
 
@@ -217,14 +217,14 @@ def test_samples_of_a_pure_function_are_shared_out_and_remembered(runner, tmp_pa
 
 
 def test_the_memory_has_a_limit(tmp_path) -> None:
-    runner = ProcessRunner(workers=1, cache_size=3)
+    runner = ProcessRunner(num_workers=1, cache_size=3)
     score(runner, faulty.pure_counts, columns={"path": [str(tmp_path / "asked")] * 8})
     assert len(runner.cache) == 3
     runner.close()
 
 
 def test_a_slow_sample_is_told_once(runner, caplog) -> None:
-    runner.slow_s = 0.04
+    runner.slow_warning_s = 0.04
     for _ in range(2):
         score(runner, faulty.pure_waits, ["a", "b"])
     assert caplog.text.count("reward 'r' took ") == 1
@@ -232,7 +232,7 @@ def test_a_slow_sample_is_told_once(runner, caplog) -> None:
 
 
 def test_coroutines_run_together(tmp_path, caplog) -> None:
-    runner = ProcessRunner(timeout_s=60.0, workers=1)
+    runner = ProcessRunner(timeout_s=60.0, num_workers=1)
     parts = {n: Reward(faulty.async_meeting, kwargs={"name": n, "of": 3}) for n in "abc"}
     columns = {"path": [str(tmp_path)] * 2}
     table = Scorer(parts, runner=runner)(["p"] * 2, ["a", "b"], columns, 2)
@@ -278,7 +278,7 @@ def test_our_own_functions_run_here_but_not_a_judge_that_they_are_given() -> Non
 
 def test_closing_or_forgetting_a_runner_ends_its_processes() -> None:
     for forget in (False, True):
-        runner = ProcessRunner(workers=2)
+        runner = ProcessRunner(num_workers=2)
         table, scorer = score(runner, faulty.its_process)
         pids = [int(table.total[0, 0]), runner.pool.launchers[0].process.pid]
         assert all(map(alive, pids))
@@ -302,7 +302,7 @@ def test_faults_of_several_functions_at_once_stay_with_their_samples(seed) -> No
     rng = random.Random(seed)
     faults = ["sleeps", "segfaults", "exits_at_once", "raises", "leaves", "floods", "async_crashes"]
     faults += ["catastrophic_regex", "async_blocks", "pure_hangs", "wrong_length_for_the_bad"]
-    runner = ProcessRunner(timeout_s=6.0, workers=3, max_failed_frac=1.0)
+    runner = ProcessRunner(timeout_s=6.0, num_workers=3, max_failed_frac=1.0)
     parts = {name: Reward(vars(faulty)[name]) for name in rng.sample(faults, 3)}
     texts = [rng.choice(["a", "bb", "ccc", "bad"]) for _ in range(16)]
     table = Scorer(parts, runner=runner)(["p"] * 16, texts, {}, 4)
@@ -369,7 +369,7 @@ def test_a_process_with_threads_is_not_forked(tmp_path, monkeypatch, runner) -> 
     assert scorer.failures == {"r": {"TimeoutError": 1}}
 
 
-@pytest.mark.parametrize("settings", [{"workers": 0}, {"cache_size": -1}, {"timeout_s": 0.0}])
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"cache_size": -1}, {"timeout_s": 0.0}])
 def test_impossible_settings_are_refused(settings) -> None:
     with pytest.raises(ValueError, match="reward_runner"):
         ProcessRunner(**settings)
@@ -438,9 +438,9 @@ def test_state_is_what_a_function_may_change() -> None:
     assert state_of(faulty.lengths) == state_of(len) == []
 
 
-def batch(function=len, rows=4, workers=2) -> Batch:
+def batch(function=len, rows=4, num_workers=2) -> Batch:
     call = Call("r", function, {"completions": ["x"] * rows}, {}, rows)
-    return Batch(InProcessRunner(timeout_s=64.0), WorkerPool(workers, HANDLER), {0: call}, {})
+    return Batch(InProcessRunner(timeout_s=64.0), WorkerPool(num_workers, HANDLER), {0: call}, {})
 
 
 def fail(asked, task) -> list[Task]:
@@ -481,7 +481,7 @@ def test_after_a_failure_rows_are_asked_one_by_one_with_equal_shares():
 
 
 def test_the_last_row_gets_no_more_than_all_workers_could_have_spent():
-    asked = batch(rows=1, workers=4)
+    asked = batch(rows=1, num_workers=4)
     (last,) = fail(asked, asked.queue[0])
     assert asked._limit_s(last) == 32.0
 

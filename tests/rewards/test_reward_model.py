@@ -20,37 +20,39 @@ def one_by_one(folder: str, inputs) -> torch.Tensor:
         return torch.cat([model(**row).logits for row in inputs])
 
 
-def texts_as(form: str, tokenizer):
+def texts_as(input_format: str, tokenizer):
     for prompt, text in zip(PROMPTS, TEXTS, strict=True):
-        if form == "chat":
+        if input_format == "chat":
             said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
             yield tokenizer.apply_chat_template(said, return_tensors="pt", return_dict=True)
         else:
-            given = (prompt, text) if form == "pair" else (prompt + text,)
+            given = (prompt, text) if input_format == "pair" else (prompt + text,)
             yield tokenizer(*given, return_tensors="pt")
 
 
 # Only BERT's tokenizer has a format for a pair; it and Gemma 2 always have a padding token.
 CASES = [
-    (architecture, form, pad)
+    (architecture, input_format, pad)
     for architecture in SIZES
-    for form in ("chat", "pair", "text")
+    for input_format in ("chat", "pair", "text")
     for pad in (True, False)
-    if (form != "pair" or architecture == "bert")
+    if (input_format != "pair" or architecture == "bert")
     and (pad or architecture not in ("bert", "gemma2"))
 ]
 
 
-@pytest.mark.parametrize(("architecture", "form", "pad"), CASES)
+@pytest.mark.parametrize(("architecture", "input_format", "pad"), CASES)
 def test_scores_in_batches_are_those_of_plain_transformers_one_by_one(
-    architecture, form, pad, tmp_path
+    architecture, input_format, pad, tmp_path
 ):
     folder = write_classifier(tmp_path, architecture, chat=CHAT, pad=pad)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    expected = one_by_one(folder, texts_as(form, tokenizer))[:, 0]
+    expected = one_by_one(folder, texts_as(input_format, tokenizer))[:, 0]
     assert expected.std() > 0.1  # the texts matter
-    for max_tokens in (1, 200, 100_000):
-        scores = RewardModel(folder, form=form, max_tokens=max_tokens)(PROMPTS, TEXTS)
+    for max_batch_tokens in (1, 200, 100_000):
+        scores = RewardModel(folder, input_format=input_format, max_batch_tokens=max_batch_tokens)(
+            PROMPTS, TEXTS
+        )
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -70,7 +72,7 @@ def test_the_form_follows_from_the_tokenizer(tmp_path):
         name = f"{architecture}{bool(chat)}"
         judge = RewardModel(write_classifier(tmp_path / name, architecture, chat=chat))
         judge.load()
-        forms[name] = judge.input.form
+        forms[name] = judge.input.input_format
     assert forms == {"llamaTrue": "chat", "bertFalse": "pair", "llamaFalse": "text"}
 
 
@@ -157,7 +159,7 @@ def test_an_answer_over_the_limit_is_masked_and_no_other(judge_of_160):
 
 
 def test_masking_instead_of_truncation_is_a_choice(tmp_path):
-    judge = RewardModel(write_classifier(tmp_path), max_length=40, overlong="mask")
+    judge = RewardModel(write_classifier(tmp_path), max_length=40, long_inputs="mask")
     assert judge(PROMPTS, TEXTS).isnan().tolist() == [True, False, False, True]
     assert judge.counts == {"over the limit": 2, "masked": 2}
 
@@ -271,11 +273,11 @@ def test_the_policy_as_its_own_judge_is_refused_with_the_reason(tmp_path):
     ("settings", "message"),
     [
         ({"output": "score"}, "output is 'score'; it must be one of: logit, probability"),
-        ({"form": "jinja"}, "form is 'jinja'"),
-        ({"overlong": "drop"}, "overlong is 'drop'"),
+        ({"input_format": "jinja"}, "input_format is 'jinja'"),
+        ({"long_inputs": "drop"}, "long_inputs is 'drop'"),
         ({"dtype": "fp32"}, "dtype is 'fp32'"),
         ({"max_length": 0}, "max_length is 0; it must be at least 1"),
-        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(settings, message):
@@ -292,5 +294,5 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no tokenizer files"):
         RewardModel(folder).load()
     folder = write_classifier(tmp_path)
-    with pytest.raises(ValueError, match=r"has no chat template; give form: text or pair"):
-        RewardModel(folder, form="chat").load()
+    with pytest.raises(ValueError, match=r"has no chat template; give input_format: text or pair"):
+        RewardModel(folder, input_format="chat").load()

@@ -27,7 +27,7 @@ def judge(prompts, completions, criterion):
 
 
 def test_the_weighted_mean_of_the_marks_by_hand():
-    rubric = Rubric(CRITERIA, judge, highest=10.0)
+    rubric = Rubric(CRITERIA, judge, max_score=10.0)
     # 3/4 for being right and 1/4 for being brief; the empty one is judged by the first alone.
     assert rubric(PROMPTS, TEXTS) == [0.75, 0.25, 0.0, 1.0]
 
@@ -91,8 +91,8 @@ def test_a_judge_that_cannot_work_is_refused_early():
         Rubric({"a": Criterion(weight=0.0)}, judge)
     with pytest.raises(ValueError, match="at least one criterion"):
         Rubric({}, judge)
-    with pytest.raises(ValueError, match="highest is 0"):
-        Rubric(CRITERIA, judge, highest=0)
+    with pytest.raises(ValueError, match="max_score is 0"):
+        Rubric(CRITERIA, judge, max_score=0)
 
     def short(prompts, completions, criterion):
         return [1.0]
@@ -139,10 +139,10 @@ def placed(prompts, completions, criterion):
 def test_what_holds_weights_runs_in_this_process_and_other_judges_do_not():
     parts = {
         "weights": Placed(),
-        "with_weights": Rubric(CRITERIA, Placed(), highest=1e9),
-        "plain": Rubric(CRITERIA, placed, highest=1e9),
+        "with_weights": Rubric(CRITERIA, Placed(), max_score=1e9),
+        "plain": Rubric(CRITERIA, placed, max_score=1e9),
     }
-    runner = ProcessRunner(workers=1)
+    runner = ProcessRunner(num_workers=1)
     rewards = {name: Reward(function) for name, function in parts.items()}
     scorer = Scorer(rewards, runner=runner)
     table = scorer(PROMPTS, TEXTS, {}, group_size=2)
@@ -165,7 +165,7 @@ rewards:
       init_args:
         criteria: {{correct: {{text: the answer is right, weight: 3}}, brief: {{}}}}
         judge: tests.rewards.test_rubric.judge
-        highest: 10
+        max_score: 10
   by_model:
     weight: 0.5
     function:

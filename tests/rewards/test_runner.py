@@ -195,7 +195,7 @@ def test_a_slow_question_is_told_with_its_completion(caplog) -> None:
         time.sleep(0.6 if "bad" in completions else 0)
         return [1.0]
 
-    score(slow, InProcessRunner(slow_s=0.5))
+    score(slow, InProcessRunner(slow_warning_s=0.5))
     assert "s for 1 rows, the first of them 'bad'" in caplog.text
 
 
@@ -289,7 +289,7 @@ def test_what_runs_in_this_process_runs_in_the_callers_thread():
             threads.add(threading.current_thread())
         return [0.0] * len(completions)
 
-    for runner in (InProcessRunner(), ProcessRunner(workers=1)):
+    for runner in (InProcessRunner(), ProcessRunner(num_workers=1)):
         runner.start([call(here)]).wait()
         runner.close()
     assert threads == {threading.main_thread()}
@@ -307,7 +307,7 @@ def test_a_runner_with_started_calls_can_be_copied():
     [
         ({"timeout_s": 0}, "reward_runner.timeout_s is 0; it must be above 0"),
         ({"max_failed_frac": 1.5}, "reward_runner.max_failed_frac is 1.5; it must be at most 1"),
-        ({"slow_s": 0}, "reward_runner.slow_s is 0"),
+        ({"slow_warning_s": 0}, "reward_runner.slow_warning_s is 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message) -> None:

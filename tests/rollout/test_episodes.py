@@ -24,7 +24,7 @@ from tests.training.parts import learner_of, rewards_of, rollouter_of
         ({"turn_format": "xml"}, "episode.turn_format .*template.*inline"),
         ({"on_timeout": "wait"}, "episode.on_timeout .*fail.*reply"),
         ({"timeout_s": 0}, "episode.timeout_s is 0; it must be above 0"),
-        ({"workers": -1}, "episode.workers is -1"),
+        ({"num_workers": -1}, "episode.num_workers is -1"),
     ],
 )
 def test_what_is_not_allowed_is_said(given, said):

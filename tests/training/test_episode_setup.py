@@ -19,7 +19,7 @@ from tests.support.training import loader, module
 from tests.training.parts import rollouter_of
 
 INLINE = EpisodeSettings(
-    turn_format="inline", workers=0, max_turn_tokens=3, close_truncated_turns=True
+    turn_format="inline", num_workers=0, max_turn_tokens=3, close_truncated_turns=True
 )
 OWN = {"environment": Reward()}
 
@@ -78,7 +78,9 @@ def test_environments_run_in_processes_unless_they_are_to_run_here():
     assert isinstance(
         build_episode_pool(module(environment=Once(), episode=INLINE), INLINE), InProcessEpisodes
     )
-    apart = build_episode_pool(module(environment=Once()), EpisodeSettings(timeout_s=3, workers=2))
+    apart = build_episode_pool(
+        module(environment=Once()), EpisodeSettings(timeout_s=3, num_workers=2)
+    )
     assert isinstance(apart, EpisodeWorkers)
     assert (apart.timeout_s, apart.most_workers) == (3, 2)
     apart.close()

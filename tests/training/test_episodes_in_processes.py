@@ -53,7 +53,7 @@ def learn(num_processes, folder):
         environment=Echo((2, 40)),
         episode=EpisodeSettings(
             turn_format="inline",
-            workers=2,
+            num_workers=2,
             max_turns=3,
             max_turn_tokens=4,
             close_truncated_turns=True,

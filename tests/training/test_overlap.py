@@ -22,7 +22,7 @@ KL = Objective(kl_coef=0.1)
 
 @pytest.fixture
 def runner():
-    runner = ProcessRunner(timeout_s=20, workers=2)
+    runner = ProcessRunner(timeout_s=20, num_workers=2)
     yield runner
     runner.close()
 
@@ -133,7 +133,7 @@ def test_a_rollout_that_was_not_waited_for_is_cancelled_by_the_next_or_by_close(
 
 
 def test_time_before_wait_does_not_count_against_the_rows():
-    runner = ProcessRunner(timeout_s=2.0, workers=2)
+    runner = ProcessRunner(timeout_s=2.0, num_workers=2)
     grpo = module(reward=faulty.sleeps, reward_runner=runner)
     rollout = sampled(grpo, prompt_batch("a", "b"))
     rollout.completions[:] = ["a", "bad", "cc", "ddd", "e", "f", "gg", "h"]

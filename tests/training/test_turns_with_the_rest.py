@@ -27,7 +27,7 @@ from tests.support.training import loader, module
 from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 INLINE = EpisodeSettings(
-    turn_format="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
+    turn_format="inline", num_workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
 )
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
 
@@ -127,7 +127,7 @@ def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, e
     tokenizer.eos_token = end
     model = tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     episode = EpisodeSettings(
-        tool_role=role, workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
+        tool_role=role, num_workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
     )
     grpo = module(
         environment=CallsAlways(

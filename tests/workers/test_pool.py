@@ -86,7 +86,7 @@ def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reas
     """Its rows fail with that reason; it never runs here, and the other function works."""
     if "Timeout" in reason:
         monkeypatch.setattr(pool_module, "LOAD_S", 3.0)
-    runner = ProcessRunner(workers=1, max_failed_frac=1.0)
+    runner = ProcessRunner(num_workers=1, max_failed_frac=1.0)
     fatal, fine = (
         Call(name, function, {"completions": ["a", "b"]}, {}, 2)
         for name, function in (("fatal", Fatal(code)), ("fine", faulty.lengths))

@@ -142,7 +142,7 @@ def find_deviations(
     keep them apart.
 
     Args:
-        pool: of one process, such as `EpisodeWorkers(environment, workers=1)`.
+        pool: of one process, such as `EpisodeWorkers(environment, num_workers=1)`.
         starts: the first is compared; the others are played beside it.
         said: the turns of every episode.
 

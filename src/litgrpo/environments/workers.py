@@ -60,22 +60,23 @@ class WorkerSlot:
 def episode_pool(
     environment: Environment,
     *,
-    workers: int | None = None,
+    num_workers: int | None = None,
     timeout_s: float = 10.0,
     on_timeout: OnTimeout = "fail",
     max_observation_chars: int | None = None,
     response_log: ResponseLog | None = None,
 ) -> EpisodePool:
-    """Episodes in worker processes, or with `workers=0` in this one; see `EpisodeWorkers`."""
-    if workers == 0:
+    """Episodes in worker processes, or with `num_workers=0` in this one; see `EpisodeWorkers`."""
+    if num_workers == 0:
         require(
             response_log is None,
-            "episode.record_responses needs worker processes; episode.workers is 0. Leave it out.",
+            "episode.record_responses needs worker processes; episode.num_workers is 0. Leave it"
+            " out.",
         )
         return InProcessEpisodes(environment, max_observation_chars=max_observation_chars)
     return EpisodeWorkers(
         environment,
-        workers=workers,
+        num_workers=num_workers,
         timeout_s=timeout_s,
         on_timeout=on_timeout,
         max_observation_chars=max_observation_chars,
@@ -94,7 +95,7 @@ class EpisodeWorkers(EpisodePool):
         timeout_s: seconds that `reset` or `step` may take, without waiting for a processor.
         on_timeout: what becomes of an episode whose step takes too long: `fail` gives its row up,
             `reply` answers with a fixed sentence, as if the turn had not reached the environment.
-        workers: processes at most; default: one for each episode, at most 64.
+        num_workers: processes at most; default: one for each episode, at most 64.
         max_observation_chars: of a text that is heard; longer ones are cut in the middle.
         max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
         late: what is heard by `on_timeout: reply`.
@@ -108,7 +109,7 @@ class EpisodeWorkers(EpisodePool):
         *,
         timeout_s: float = 10.0,
         on_timeout: OnTimeout = "fail",
-        workers: int | None = None,
+        num_workers: int | None = None,
         max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
         late: str | list[Message] = LATE,
@@ -117,12 +118,12 @@ class EpisodeWorkers(EpisodePool):
     ) -> None:
         above("episode.timeout_s", timeout_s, 0)
         one_of("episode.on_timeout", on_timeout, ("fail", "reply"))
-        at_least("episode.workers", workers, 1)
+        at_least("episode.num_workers", num_workers, 1)
         at_least("episode.max_observation_chars", max_observation_chars, 1)
         self.objects = (environment, max_observation_chars)
         self.timeout_s = timeout_s
         self.reply = StepResult(late) if on_timeout == "reply" else None
-        self.most_workers = workers or MOST_WORKERS
+        self.most_workers = num_workers or MOST_WORKERS
         self.response_log = response_log
         self.failures = FailureCounter(max_failed_frac)
         self.is_guest = pool is not None
@@ -197,7 +198,7 @@ class EpisodeWorkers(EpisodePool):
         return EpisodeWorkers(
             environment,
             timeout_s=self.timeout_s,
-            workers=1,
+            num_workers=1,
             max_observation_chars=most,
             max_failed_frac=1.0,
             pool=self.pool,
@@ -222,7 +223,7 @@ class EpisodeWorkers(EpisodePool):
             raise ValueError(
                 f"the environment cannot be sent to worker processes ({why}). Give it what can be"
                 " pickled, and open files, locks and connections in reset; or set"
-                " episode.workers: 0, which plays in this process, where a hang cannot be ended."
+                " episode.num_workers: 0, which plays in this process, where a hang cannot be ended."
             )
         if not self.processes:
             first = self.pool.launch()

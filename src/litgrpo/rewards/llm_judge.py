@@ -52,7 +52,7 @@ class Rubric(Judge):
     """The weighted mean of a judge's marks for several criteria.
 
     The judge is asked once for each criterion. A mark of None says that a criterion does not apply;
-    the others then share its weight. A mark that is not a number, or outside of 0 to `highest`,
+    the others then share its weight. A mark that is not a number, or outside of 0 to `max_score`,
     masks its completion.
 
     Args:
@@ -60,18 +60,18 @@ class Rubric(Judge):
         judge: `f(prompts, completions, criterion, **columns) -> list[float | None]`: a function, a
             coroutine function (all criteria are then asked together), or an object with such a
             `__call__`. It gets the columns that its signature names.
-        highest: the best mark; the reward is the mean divided by it.
+        max_score: the best mark; the reward is the mean divided by it.
     """
 
     def __init__(
-        self, criteria: Mapping[str, Criterion], judge: Callable[..., Any], highest: float = 1.0
+        self, criteria: Mapping[str, Criterion], judge: Callable[..., Any], max_score: float = 1.0
     ) -> None:
         weights = {name: criterion.weight for name, criterion in criteria.items()}
         require(
             bool(weights) and all(0 < weight < inf for weight in weights.values()),
             f"rubric: needs at least one criterion, each with a weight above 0, got {weights}",
         )
-        require(0 < highest < inf, f"rubric: highest is {highest}; it must be above 0")
+        require(0 < max_score < inf, f"rubric: max_score is {max_score}; it must be above 0")
         parameters = inspect.signature(judge).parameters
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.named = set(parameters)
@@ -82,7 +82,7 @@ class Rubric(Judge):
         )
         self.criteria = dict(criteria)
         self.judge = judge
-        self.highest = highest
+        self.max_score = max_score
 
     @property
     def in_process(self) -> bool:  # type: ignore[override]
@@ -145,9 +145,9 @@ class Rubric(Judge):
         given = [(mark, criterion.weight) for mark, criterion in pairs if mark is not None]
         if not given:
             return None
-        if not all(isfinite(mark) and 0 <= mark <= self.highest for mark, _ in given):
+        if not all(isfinite(mark) and 0 <= mark <= self.max_score for mark, _ in given):
             return nan
-        return sum(m * w for m, w in given) / sum(w for _, w in given) / self.highest
+        return sum(m * w for m, w in given) / sum(w for _, w in given) / self.max_score
 
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ Answer:
 
 Explain your judgement in a sentence or two. Then end with one line, and nothing after it:
 Score: N
-where N is a number from 0 (not at all) to {highest:g} (fully)."""
+where N is a number from 0 (not at all) to {max_score:g} (fully)."""
 # The last line of a reply, such as "Score: 7", "**Score: 7.5**" or "Score: 7/10".
 SCORE = re.compile(r"^\W*score\W*?[:=]\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?\W*$", re.I)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -218,23 +218,23 @@ class LLMJudge(Rubric):
         base_url: up to and with `/v1`, such as `https://api.openai.com/v1`.
         model: its name there.
         criteria: {name: what to look at and how much it counts}.
-        template: what is asked: `{criterion}`, `{prompt}`, `{completion}`, `{highest}` and names
+        template: what is asked: `{criterion}`, `{prompt}`, `{completion}`, `{max_score}` and names
             of columns are put in. The reply's last line must be `Score: N`.
-        highest: the best mark; the reward is the weighted mean divided by it.
+        max_score: the best mark; the reward is the weighted mean divided by it.
         max_tokens: of a reply.
         temperature: of the judge.
         extra_body: further fields of each request, such as `{seed: 0}`.
-        concurrency: requests at the same time.
+        max_concurrent_requests: requests at the same time.
         timeout_s: of one request.
-        retries: after a time-out, a lost connection, or status 429 or 5xx.
+        max_retries: after a time-out, a lost connection, or status 429 or 5xx.
         backoff_s: wait before the first retry, doubled for each further one, up to 60 s, with
             jitter; what the server says in `Retry-After` goes before.
-        max_calls: requests in all that a run may send; the rest abstains. Several processes have
+        max_requests: requests in all that a run may send; the rest abstains. Several processes have
             equal shares.
         max_total_tokens: tokens in all, of questions and replies, likewise; requests on their way
             when it is spent are answered.
-        cache: folder in which replies are kept, by a hash of everything that was asked; null keeps
-            none. It can be shared by runs.
+        cache_dir: folder in which replies are kept, by a hash of everything that was asked; null
+            keeps none. It can be shared by runs.
         api_key_env: environment variable that holds the key; null for a server without keys. The
             key itself is read when it is sent, and is in no file, log or checkpoint.
     """
@@ -252,27 +252,27 @@ class LLMJudge(Rubric):
         criteria: Mapping[str, Criterion],
         *,
         template: str = TEMPLATE,
-        highest: float = 10.0,
+        max_score: float = 10.0,
         max_tokens: int = 512,
         temperature: float = 0.0,
         extra_body: dict[str, Any] | None = None,
-        concurrency: int = 8,
+        max_concurrent_requests: int = 8,
         timeout_s: float = 60.0,
-        retries: int = 4,
+        max_retries: int = 4,
         backoff_s: float = 1.0,
-        max_calls: int | None = None,
+        max_requests: int | None = None,
         max_total_tokens: int | None = None,
-        cache: str | None = "~/.cache/litgrpo/judge",
+        cache_dir: str | None = "~/.cache/litgrpo/judge",
         api_key_env: str | None = "OPENAI_API_KEY",
     ) -> None:
-        super().__init__(criteria, self._marks, highest)
+        super().__init__(criteria, self._marks, max_score)
         _check_address(base_url)
-        self.columns = _fields(template) - {"criterion", "prompt", "completion", "highest"}
+        self.columns = _fields(template) - {"criterion", "prompt", "completion", "max_score"}
         at_least("judge: max_tokens", max_tokens, 1)
-        at_least("judge: concurrency", concurrency, 1)
-        at_least("judge: retries", retries, 0)
+        at_least("judge: max_concurrent_requests", max_concurrent_requests, 1)
+        at_least("judge: max_retries", max_retries, 0)
         at_least("judge: temperature", temperature, 0)
-        at_least("judge: max_calls", max_calls, 0)
+        at_least("judge: max_requests", max_requests, 0)
         at_least("judge: max_total_tokens", max_total_tokens, 0)
         above("judge: timeout_s", timeout_s, 0)
         above("judge: backoff_s", backoff_s, 0)
@@ -284,10 +284,10 @@ class LLMJudge(Rubric):
         self.url = base_url.rstrip("/") + "/chat/completions"
         self.body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self.body |= extra_body or {}
-        self.template, self.concurrency = template, concurrency
-        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
-        self.max_calls, self.max_total_tokens = max_calls, max_total_tokens
-        self.replies = Replies(cache)
+        self.template, self.max_concurrent_requests = template, max_concurrent_requests
+        self.timeout_s, self.max_retries, self.backoff_s = timeout_s, max_retries, backoff_s
+        self.max_requests, self.max_total_tokens = max_requests, max_total_tokens
+        self.replies = Replies(cache_dir)
         self.api_key_env = api_key_env
         self.counts: Counter[str] = Counter()  # since the start of the run
         self.lost_in_a_row = 0
@@ -367,7 +367,7 @@ class LLMJudge(Rubric):
         missing = sorted(self.columns - columns.keys())
         require(not missing, f"judge: the template names {missing}, which are no columns")
         self.lost_in_a_row = 0
-        self.asking = asyncio.Semaphore(self.concurrency)
+        self.asking = asyncio.Semaphore(self.max_concurrent_requests)
         self.pending: dict[str, asyncio.Task[Mark]] = {}
         return super().__call__(prompts, completions, **columns)
 
@@ -391,7 +391,7 @@ class LLMJudge(Rubric):
                     prompt=text_of(prompt),
                     completion=text_of(completion),
                     criterion=criterion,
-                    highest=self.highest,
+                    max_score=self.max_score,
                     **row,
                 )
                 for prompt, completion, row in zip(prompts, completions, used, strict=True)
@@ -427,7 +427,7 @@ class LLMJudge(Rubric):
         """What the server replies, or None after all retries."""
         problem = ""
         try:
-            for attempt in range(self.retries + 1):
+            for attempt in range(self.max_retries + 1):
                 try:
                     return await self._try(client, body)
                 except TryAgain as error:
@@ -435,7 +435,7 @@ class LLMJudge(Rubric):
                     backoff_s = min(LONGEST_WAIT_S, self.backoff_s * 2**attempt)
                     jittered_s = backoff_s * JITTER.uniform(0.5, 1.0)
                     wait_s = jittered_s if error.wait_s is None else error.wait_s
-                await asyncio.sleep(wait_s * (attempt < self.retries))
+                await asyncio.sleep(wait_s * (attempt < self.max_retries))
             self.lost_in_a_row += 1
             raise GaveUp("failed", problem)
         except GaveUp as error:
@@ -451,8 +451,9 @@ class LLMJudge(Rubric):
             Refused: it never worked.
         """
         if self._spent():
-            raise GaveUp("over_budget", "max_calls or max_total_tokens is spent")
-        if self.lost_in_a_row >= self.concurrency:  # no use to wait for each of the others
+            raise GaveUp("over_budget", "max_requests or max_total_tokens is spent")
+        # Waiting for each of the others would be of no use.
+        if self.lost_in_a_row >= self.max_concurrent_requests:
             raise GaveUp("failed", "the server is down")
         self.counts["calls"] += 1
         try:
@@ -491,7 +492,7 @@ class LLMJudge(Rubric):
         return text
 
     def _spent(self) -> bool:
-        limits = {"calls": self.max_calls, "tokens": self.max_total_tokens}
+        limits = {"calls": self.max_requests, "tokens": self.max_total_tokens}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         place = (self.rank, self.num_processes)
         return any(self.counts[name] >= share(limit, *place) for name, limit in given.items())
@@ -500,10 +501,10 @@ class LLMJudge(Rubric):
         """The number of the last line, or None if it holds no score within the scale."""
         last = (reply.strip().splitlines() or [""])[-1]
         found = SCORE.match(last.strip())
-        if found is None or (found[2] is not None and float(found[2]) != self.highest):
+        if found is None or (found[2] is not None and float(found[2]) != self.max_score):
             return None
         mark = float(found[1])
-        return mark if 0 <= mark <= self.highest else None
+        return mark if 0 <= mark <= self.max_score else None
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
@@ -558,7 +559,7 @@ class Replies:
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"judge: cache {str(self.folder)!r}: {error.strerror}") from error
+            raise ValueError(f"judge: cache_dir {str(self.folder)!r}: {error.strerror}") from error
 
     def get(self, key: str) -> str | None:
         """The reply under a key, if there is one."""

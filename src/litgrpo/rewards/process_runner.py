@@ -42,8 +42,8 @@ class ProcessRunner(RewardRunner):
             together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
-        slow_s: the first call of a function that takes longer is warned of.
-        workers: processes that may work at the same time; default: one per core, at most 4.
+        slow_warning_s: the first call of a function that takes longer is warned of.
+        num_workers: processes that may work at the same time; default: one per core, at most 4.
         cache_size: rewards of `pure` functions that are remembered.
     """
 
@@ -51,14 +51,14 @@ class ProcessRunner(RewardRunner):
         self,
         timeout_s: float = 60.0,
         max_failed_frac: float = 0.5,
-        slow_s: float = 1.0,
-        workers: int | None = None,
+        slow_warning_s: float = 1.0,
+        num_workers: int | None = None,
         cache_size: int = 100_000,
     ) -> None:
-        super().__init__(timeout_s, max_failed_frac, slow_s)
-        at_least("reward_runner.workers", workers, 1)
+        super().__init__(timeout_s, max_failed_frac, slow_warning_s)
+        at_least("reward_runner.num_workers", num_workers, 1)
         at_least("reward_runner.cache_size", cache_size, 0)
-        self.pool = WorkerPool(workers or min(MOST_WORKERS, os.cpu_count() or 1), HANDLER)
+        self.pool = WorkerPool(num_workers or min(MOST_WORKERS, os.cpu_count() or 1), HANDLER)
         self.cache: OrderedDict[bytes, float] = OrderedDict()
         self.cache_size = cache_size
 

@@ -26,9 +26,9 @@ from litgrpo.text.answers import text_of
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
-Form = Literal["chat", "pair", "text"]
-FORMS: tuple[Form, ...] = get_args(Form)
-Overlong = Literal["truncate", "mask"]
+InputFormat = Literal["chat", "pair", "text"]
+INPUT_FORMATS: tuple[InputFormat, ...] = get_args(InputFormat)
+LongInputs = Literal["truncate", "mask"]
 Output = Literal["logit", "probability"]
 Encoded = dict[str, list[int]]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -101,13 +101,13 @@ class RewardModel(Judge):
         label: the label whose score is the reward, by name or number; needed if there are several.
         output: the label's `logit`, or its `probability` among the labels (the sigmoid where there
             is one label, or where labels do not exclude each other).
-        form: how prompt and completion are given: in the model's own `chat` format, as a `pair` of
-            texts, or as one `text`. Default: chat where its tokenizer has a chat template, else
+        input_format: `chat` (the model's chat template), `pair` (two texts with a separator), or
+            one `text`. Default: chat where its tokenizer has a chat template, else
             pair where it has a separator token, else text.
         tokenizer: hub id or folder; default: the model's own.
         max_length: tokens of prompt and completion at most; default: the model's own limit.
-        overlong: `truncate` the start of the prompt, or `mask` the completion.
-        max_tokens: padded tokens that go through the model at once, in batches of about equal
+        long_inputs: `truncate` the start of the prompt, or `mask` the completion.
+        max_batch_tokens: padded tokens that go through the model at once, in batches of about equal
             length; only memory and speed depend on it.
         dtype: of the weights and of the arithmetic.
         device: `policy` for where the policy is, or a device by name, such as `cpu` (best where
@@ -122,24 +122,26 @@ class RewardModel(Judge):
         *,
         label: int | str | None = None,
         output: Output = "logit",
-        form: Form | None = None,
+        input_format: InputFormat | None = None,
         tokenizer: str | None = None,
         max_length: int | None = None,
-        overlong: Overlong = "truncate",
-        max_tokens: int = 8192,
+        long_inputs: LongInputs = "truncate",
+        max_batch_tokens: int = 8192,
         dtype: Dtype = "float32",
         device: str = POLICY,
         allow_policy_as_reward: bool = False,
     ) -> None:
         one_of("reward model: output", output, get_args(Output))
-        one_of("reward model: form", form, (None, *FORMS))
-        one_of("reward model: overlong", overlong, get_args(Overlong))
+        one_of("reward model: input_format", input_format, (None, *INPUT_FORMATS))
+        one_of("reward model: long_inputs", long_inputs, get_args(LongInputs))
         one_of("reward model: dtype", dtype, get_args(Dtype))
         at_least("reward model: max_length", max_length, 1)
-        at_least("reward model: max_tokens", max_tokens, 1)
-        self.pretrained, self.label, self.output, self.form = pretrained, label, output, form
+        at_least("reward model: max_batch_tokens", max_batch_tokens, 1)
+        self.pretrained, self.label, self.output = pretrained, label, output
+        self.input_format = input_format
         self.tokenizer_path = tokenizer or pretrained
-        self.max_length, self.overlong, self.max_tokens = max_length, overlong, max_tokens
+        self.max_length, self.long_inputs = max_length, long_inputs
+        self.max_batch_tokens = max_batch_tokens
         self.dtype, self.device = getattr(torch, dtype), device
         self.allow_policy_as_reward = allow_policy_as_reward
         self.model: Any = None
@@ -166,15 +168,15 @@ class RewardModel(Judge):
         tokenizer, model = self._loaded()
         # The richest form that the tokenizer has.
         has = {"chat": tokenizer.chat_template, "pair": tokenizer.sep_token_id, "text": ""}
-        richest = next(form for form in FORMS if has[form] is not None)
-        form = self.form or richest
+        richest = next(name for name in INPUT_FORMATS if has[name] is not None)
+        input_format = self.input_format or richest
         require(
-            form != "chat" or has["chat"] is not None,
+            input_format != "chat" or has["chat"] is not None,
             f"reward model: the tokenizer of {self.tokenizer_path!r} has no chat template; give"
-            " form: text or pair, or a `tokenizer` that has one",
+            " input_format: text or pair, or a `tokenizer` that has one",
         )
         limit = self.max_length or own_limit(model.config, tokenizer)
-        self.input = JudgeInput(tokenizer, form, limit, self.overlong, self.counts)
+        self.input = JudgeInput(tokenizer, input_format, limit, self.long_inputs, self.counts)
         self.column = column_of(self.label, model.config.id2label, self.pretrained)
         self.pad_id = model.config.get_text_config().pad_token_id
         place = (device or "cpu") if self.device == POLICY else self.device
@@ -250,7 +252,7 @@ class RewardModel(Judge):
         scores = torch.full((len(rows),), nan, dtype=self.dtype)
         device = self.model.device
         lengths = [0 if row is None else len(row["input_ids"]) for row in rows]
-        for batch in batches_by_length(lengths, self.max_tokens):
+        for batch in batches_by_length(lengths, self.max_batch_tokens):
             inputs = self._padded([row for n in batch if (row := rows[n]) is not None])
             # A trainer's mixed precision must not lower that of this model.
             with torch.autocast(device.type, enabled=False):
@@ -355,17 +357,17 @@ class JudgeInput:
 
     Args:
         tokenizer: the model's.
-        form: the tokenizer's `chat` format, a `pair` of texts, or one `text`.
+        input_format: the tokenizer's `chat` format, a `pair` of texts, or one `text`.
         max_length: tokens at most.
-        overlong: `truncate` cuts the start of what was asked, system messages excepted; `mask`
+        long_inputs: `truncate` cuts the start of what was asked, system messages excepted; `mask`
             gives up. What was answered is never cut.
         counts: how many were over the limit, and how many of these were masked.
     """
 
     tokenizer: Any
-    form: Form
+    input_format: InputFormat
     max_length: float
-    overlong: Overlong = "truncate"
+    long_inputs: LongInputs = "truncate"
     counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, asked: Messages, answer: str) -> Encoded | None:
@@ -375,7 +377,7 @@ class JudgeInput:
         if not over:
             return encoded
         shorter, excess = asked, 0
-        while over and self.overlong == "truncate":
+        while over and self.long_inputs == "truncate":
             excess += over  # a cut in the middle of a word may leave more tokens than expected
             left = without_start(asked, excess, self.tokenizer)
             if left is None:
@@ -391,20 +393,20 @@ class JudgeInput:
         Raises:
             ValueError: the chat format refuses the messages.
         """
-        if self.form == "chat":
+        if self.input_format == "chat":
             messages = [*asked, {"role": "assistant", "content": answer}]
             try:
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             except jinja2.TemplateError as error:
                 raise ValueError(
-                    f"reward model: its chat template says: {error}; form: text or pair does"
-                    " without it"
+                    f"reward model: the chat template rejected the messages: {error}. Set"
+                    " input_format: text or pair to use the model without it."
                 ) from error
             # A chat format writes its begin token as text.
             encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         else:
             question = "\n".join(message["content"] for message in asked)
-            texts = (question, answer) if self.form == "pair" else (question + answer,)
+            texts = (question, answer) if self.input_format == "pair" else (question + answer,)
             encoded = self.tokenizer(*texts, verbose=False)
         names = ("input_ids", "token_type_ids")
         return {name: list(encoded[name]) for name in names if name in encoded}
@@ -454,20 +456,20 @@ def as_messages(asked: str | Messages) -> Messages:
     return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
 
-def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def batches_by_length(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:
     """Row numbers in batches of about equal length, the longest first; empty rows in none.
 
     Args:
         lengths: tokens of each row.
-        max_tokens: rows times the longest of them at most; a longer row goes alone.
+        max_batch_tokens: rows times the longest of them at most; a longer row goes alone.
 
     Example:
-        >>> list(batches_by_length([2, 9, 3, 0, 2], max_tokens=6))
+        >>> list(batches_by_length([2, 9, 3, 0, 2], max_batch_tokens=6))
         [[1], [2, 0], [4]]
     """
     batch: list[int] = []
     for row in sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+        if batch and (len(batch) + 1) * lengths[batch[0]] > max_batch_tokens:
             yield batch
             batch = []
         batch.append(row)

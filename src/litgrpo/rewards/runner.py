@@ -140,19 +140,19 @@ class RewardRunner(ABC):
             together; where that fails, the other half for the rows one by one.
         max_failed_frac: share of one function's rows in one iteration that may fail; more stops the
             run.
-        slow_s: the first call of a function that takes longer is warned of.
+        slow_warning_s: the first call of a function that takes longer is warned of.
     """
 
     def __init__(
-        self, timeout_s: float = 60.0, max_failed_frac: float = 0.5, slow_s: float = 1.0
+        self, timeout_s: float = 60.0, max_failed_frac: float = 0.5, slow_warning_s: float = 1.0
     ) -> None:
         above("reward_runner.timeout_s", timeout_s, 0)
-        above("reward_runner.slow_s", slow_s, 0)
+        above("reward_runner.slow_warning_s", slow_warning_s, 0)
         at_least("reward_runner.max_failed_frac", max_failed_frac, 0)
         at_most("reward_runner.max_failed_frac", max_failed_frac, 1)
         self.timeout_s = timeout_s
         self.max_failed_frac = max_failed_frac
-        self.slow_s = slow_s
+        self.slow_warning_s = slow_warning_s
         self.failures: dict[str, Counter[str]] = {}
         self.proven: set[str] = set()  # functions that have scored a row
         self.told: set[str] = set()
@@ -196,7 +196,7 @@ class RewardRunner(ABC):
 
     def note_time(self, call: Call, seconds: float, rows: Sequence[int]) -> None:
         """Warn of the first call of a function that took long, for `rows` of its rows."""
-        if seconds > self.slow_s:
+        if seconds > self.slow_warning_s:
             texts = call.rows.get("completions") or [""] * call.num_rows  # not all read them
             self.tell_once(
                 *(call.name, "reward '%s' took %.1f s for %d rows, the first of them %.200r"),

@@ -44,7 +44,7 @@ class EpisodeSettings:
         timeout_s: seconds that an environment may take per turn.
         on_timeout: `fail` leaves the episode out of the loss; `reply` sends the policy a message,
             and the episode continues.
-        workers: processes for environments; 0: the training process, which a slow environment
+        num_workers: processes for environments; 0: the training process, which a slow environment
             blocks. None: one per episode, at most 64.
         max_observation_chars: maximal characters of an observation; longer ones are cut in the
             middle.
@@ -65,7 +65,7 @@ class EpisodeSettings:
     close_truncated_turns: bool = False
     timeout_s: float = 10.0
     on_timeout: OnTimeout = "fail"
-    workers: int | None = None
+    num_workers: int | None = None
     max_observation_chars: int = 20_000
     record_responses: bool = False
 
@@ -74,7 +74,7 @@ class EpisodeSettings:
         for name in ("max_turns", "max_turn_tokens", "max_observation_chars"):
             at_least(f"episode.{name}", vars(self)[name], 1)
         at_least("episode.max_observation_tokens", self.max_observation_tokens, 8)
-        at_least("episode.workers", self.workers, 0)
+        at_least("episode.num_workers", self.num_workers, 0)
         one_of("episode.turn_format", self.turn_format, get_args(TurnFormatName))
         one_of("episode.on_timeout", self.on_timeout, get_args(OnTimeout))
         require(

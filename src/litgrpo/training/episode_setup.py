@@ -116,7 +116,7 @@ def build_episode_pool(module: EpisodeModule, settings: EpisodeSettings) -> Epis
         response_log = ResponseLog(folder / "tool_responses", folder / "checkpoints")
     return episode_pool(
         module.environment,
-        workers=settings.workers,
+        num_workers=settings.num_workers,
         timeout_s=settings.timeout_s,
         on_timeout=settings.on_timeout,
         max_observation_chars=settings.max_observation_chars,

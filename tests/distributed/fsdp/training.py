@@ -82,7 +82,7 @@ def grpo(folder, kind="gemma2", module=GRPO, reward=letters, **settings):
 
 
 INLINE = EpisodeSettings(
-    turn_format="inline", workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
+    turn_format="inline", num_workers=0, max_turns=3, max_turn_tokens=4, close_truncated_turns=True
 )
 VARIANTS = {
     "plain": {"check_invariants": True},

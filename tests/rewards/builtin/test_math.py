@@ -237,7 +237,7 @@ def test_it_works_outside_of_the_main_thread() -> None:
 
 
 def test_it_runs_in_a_worker_where_a_tower_of_powers_costs_only_its_row() -> None:
-    runner = ProcessRunner(timeout_s=30.0, workers=2)
+    runner = ProcessRunner(timeout_s=30.0, num_workers=2)
     scorer = Scorer({"same": Reward(math_verify)}, runner=runner)
     texts = ["<answer>1+x</answer>", r"<answer>9^{9^{9^{9^{9}}}}</answer>"] * 2
     columns = {"answer": ["x+1", r"9^{9^{9^{9^{9}}}}-1"] * 2}

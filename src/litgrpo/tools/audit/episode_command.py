@@ -73,7 +73,7 @@ def audit_environment(
     episode = module.episode
     pool = EpisodeWorkers(
         module.environment,
-        workers=min(WORKERS, episode.workers or WORKERS),
+        num_workers=min(WORKERS, episode.num_workers or WORKERS),
         timeout_s=episode.timeout_s,
         max_observation_chars=episode.max_observation_chars,
         max_failed_frac=1.0,

@@ -127,7 +127,7 @@ def slowest(
         reward_format: as in Scorer.
         columns: what the function may ask for besides, of any problem.
     """
-    runner = ProcessRunner(timeout_s=2 * SLOW_S, max_failed_frac=1.0, workers=1)
+    runner = ProcessRunner(timeout_s=2 * SLOW_S, max_failed_frac=1.0, num_workers=1)
     scorer = Scorer({"part": Reward(part.function, kwargs=part.kwargs)}, reward_format, runner)
     problem = Problem("How much is 40 + 32?", "72", columns or {})
     worst = (0.0, "")
