@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 
 from litgrpo.callbacks import invariant_checks
 from litgrpo.callbacks.invariant_checks import InvariantChecks, first_batch
-from litgrpo.checks.invariants import Finding
+from litgrpo.checks.invariants import CheckResult, Invariant
 from litgrpo.data.modules import PromptData
 from tests.support.training import batches, module, train
 
-FAILS = Finding("6 groups are contiguous", 1.0, 0.0)
-HOLDS = Finding("6 groups are contiguous", 0.0, 0.0)
+FAILS = CheckResult(Invariant.GROUPS, 1.0, 0.0)
+HOLDS = CheckResult(Invariant.GROUPS, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def measured(monkeypatch):
         asked.append(conditions)
         return [HOLDS]
 
-    monkeypatch.setattr(invariant_checks, "measured", measure)
+    monkeypatch.setattr(invariant_checks, "measure_invariants", measure)
     return asked
 
 
 def test_a_failed_check_raises_before_the_first_iteration(monkeypatch):
-    monkeypatch.setattr(invariant_checks, "measured", lambda *_: [FAILS])
+    monkeypatch.setattr(invariant_checks, "measure_invariants", lambda *_: [FAILS])
     grpo = module()
     with pytest.raises(ValueError, match="6 groups are contiguous"):
         train(grpo, batches("a", "b"))

@@ -1,4 +1,4 @@
-"""Each planted bug (turns.md: B3 to B7, B10) is found by the invariant that is about it."""
+"""Each planted bug (B3 to B7, B10) violates the invariant that covers it."""
 
 from dataclasses import replace
 
@@ -7,16 +7,14 @@ import torch
 
 from litgrpo.algorithms.losses import Objective
 from litgrpo.checks import dry_run
-from litgrpo.checks.episode_checks import unrepeated
+from litgrpo.checks.episode_checks import count_unreproducible_responses
 from litgrpo.checks.invariants import (
-    BRIDGE,
-    LEARNED,
-    SEEN,
     Conditions,
+    Invariant,
     bridge_errors,
     episode_errors,
-    measured,
-    refuse,
+    measure_invariants,
+    raise_if_violated,
 )
 from litgrpo.models.reference import FrozenReference
 from litgrpo.rollout.episodes import EpisodeListener
@@ -48,8 +46,8 @@ def findings_of(architecture="llama", sampling=None, objective=OBJECTIVE, **sett
     reference = FrozenReference(tiny_policy(architecture)) if objective.needs_reference else None
     learner = learner_of(policy, objective, sampling=sampling, reference=reference)
     learner = replace(learner, max_completion_length=40, reuse_sampler_logprobs=False)
-    found = measured(rollouter, learner, PROMPTS, Conditions(fresh_reference=True))
-    return {finding.name: finding for finding in found}
+    found = measure_invariants(rollouter, learner, PROMPTS, Conditions(fresh_reference=True))
+    return {finding.invariant: finding for finding in found}
 
 
 @pytest.mark.parametrize(
@@ -63,23 +61,23 @@ def findings_of(architecture="llama", sampling=None, objective=OBJECTIVE, **sett
 def test_everything_holds_with_turns(architecture, settings):
     found = findings_of(architecture, **settings)
     assert all(finding.holds for finding in found.values()), [*map(str, found.values())]
-    assert SEEN in found
+    assert Invariant.REWARD_INPUT in found
     if architecture != "t5":
-        assert found[LEARNED].error < 1e-5
+        assert found[Invariant.EPISODE_GRADIENT].error < 1e-5
 
 
-def test_episodes_that_are_all_the_same_are_learned_as_their_turns():
-    """What is learned from copies cancels; the rounding that is left is no error."""
+def test_identical_episodes_do_not_fail_the_gradient_check():
+    """Gradients of copies cancel; the remaining rounding is not an error."""
     policy = tiny_policy("llama", tie_word_embeddings=False)
     with torch.no_grad():
         policy.bare_model.lm_head.weight.mul_(300)
     learner = replace(learner_of(policy), max_completion_length=11, reuse_sampler_logprobs=False)
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=11)
-    dry = dry_run.DryRun.of(rollouter, learner)
+    dry = dry_run.DryRun.from_run(rollouter, learner)
     rollout = dry.sample(PROMPTS)
     same = rollout.completion_ids.view(3, -1, rollout.completion_ids.shape[1])
     assert (same == same[:, :1]).all()
-    assert episode_errors(dry, rollout)[LEARNED] < 1e-5
+    assert episode_errors(dry, rollout)[Invariant.EPISODE_GRADIENT] < 1e-5
 
 
 @pytest.mark.parametrize("name", ["bnpo", "dapo", "gspo", "gigpo", "gtpo", "rebn"])
@@ -96,19 +94,19 @@ class LosesTheLineBreak(TemplateFormat):
         return rest if turn_has_end else [end, *rest]
 
 
-def test_tokens_between_turns_that_are_not_the_template_s_own_are_found():
+def test_tokens_between_turns_that_differ_from_the_template_are_found():
     right = verify_template(chat_format(QWEN), tools=True)
     wrong = LosesTheLineBreak(right.chat_format, right.verified)
     policy = tiny_policy("llama")
     for turn_format, number in ((right, 0), (wrong, len(PROBES))):
         episodes = replace(episodes_of(Echo()), turn_format=turn_format)
         errors = bridge_errors(rollouter_of(policy, episodes=episodes))
-        assert errors == {BRIDGE: number}
+        assert errors == {Invariant.TURN_FORMAT: number}
     assert bridge_errors(rollouter_of(policy)) == {}
-    assert BRIDGE not in findings_of()  # texts stand as they are
+    assert Invariant.TURN_FORMAT not in findings_of()  # plain text has no template
 
 
-def test_a_run_whose_bridge_is_wrong_is_not_trained():
+def test_a_run_with_a_wrong_turn_format_raises():
     policy = tiny_policy("llama")
     right = verify_template(chat_format(QWEN), tools=True)
     episodes = replace(
@@ -116,22 +114,22 @@ def test_a_run_whose_bridge_is_wrong_is_not_trained():
     )
     rollouter = rollouter_of(policy, episodes=episodes, max_completion_length=40)
     learner = replace(learner_of(policy), max_completion_length=40)
-    found = measured(rollouter, learner, PROMPTS, Conditions())
-    with pytest.raises(ValueError, match=r"9 the turn_format is the template's own.* line break"):
-        refuse(found)
+    found = measure_invariants(rollouter, learner, PROMPTS, Conditions())
+    with pytest.raises(ValueError, match=r"9 the turn_format.* line break"):
+        raise_if_violated(found)
 
 
 def test_the_small_episodes_have_turns_and_hear():
     policy = tiny_policy("llama")
     rollouter = rollouter_of(policy, episodes=episodes_of(Echo()), max_completion_length=40)
-    dry = dry_run.DryRun.of(rollouter, replace(learner_of(policy), max_completion_length=40))
+    dry = dry_run.DryRun.from_run(rollouter, replace(learner_of(policy), max_completion_length=40))
     rollout = dry.sample(PROMPTS)
     assert rollout.turns.max() == 2
     assert (rollout.completion_mask & ~rollout.loss_mask).any()
 
 
-def planted(monkeypatch, change):
-    """What a learner learns from, with a bug in it."""
+def plant(monkeypatch, change):
+    """Plant a bug in the training batches of the learner."""
     right = Learner.build_batch
 
     def wrong(self, rollout, rewards, logprobs):
@@ -140,23 +138,23 @@ def planted(monkeypatch, change):
     monkeypatch.setattr(Learner, "build_batch", wrong)
 
 
-def heard_is_learned(learner, right, rollout, rewards, logprobs):
+def observations_in_the_loss(learner, right, rollout, rewards, logprobs):
     """B3: a loss path forgets the mask."""
     return right(learner, replace(rollout, loss_mask=rollout.completion_mask), rewards, logprobs)
 
 
 def discount_by_all_tokens(learner, right, rollout, rewards, logprobs):
-    """B4: what was heard counts in the discount."""
+    """B4: observations count in the discount."""
     found = right(learner, rollout, rewards, logprobs)
     advantages = learner.objective.token_advantages(rewards, rollout.completion_mask, learner.comm)
     return replace(found, advantages=advantages * rollout.loss_mask)
 
 
-def kl_of_heard_tokens(learner, right, rollout, rewards, logprobs):
-    """B5: what was heard enters the KL term."""
+def kl_of_observations(learner, right, rollout, rewards, logprobs):
+    """B5: observations enter the KL term."""
     found = right(learner, rollout, rewards, logprobs)
-    heard = rollout.completion_mask & ~rollout.loss_mask
-    extra = found.ref_logprobs + 0.5 * heard.float().sum(1, keepdim=True)
+    observed = rollout.completion_mask & ~rollout.loss_mask
+    extra = found.ref_logprobs + 0.5 * observed.float().sum(1, keepdim=True)
     return replace(found, ref_logprobs=extra * rollout.loss_mask)
 
 
@@ -170,22 +168,22 @@ def denominators_of_all_tokens(learner, right, rollout, rewards, logprobs):
 
 
 BUGS = [
-    heard_is_learned,
+    observations_in_the_loss,
     discount_by_all_tokens,
-    kl_of_heard_tokens,
+    kl_of_observations,
     denominators_of_all_tokens,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_an_episode_that_is_not_learned_as_its_turns_is_found(bug, monkeypatch):
-    planted(monkeypatch, bug)
+def test_a_wrong_gradient_of_episodes_is_found(bug, monkeypatch):
+    plant(monkeypatch, bug)
     found = findings_of()
-    assert not found[LEARNED].holds, str(found[LEARNED])
-    assert found[LEARNED].error > 1e-2
+    assert not found[Invariant.EPISODE_GRADIENT].holds, str(found[Invariant.EPISODE_GRADIENT])
+    assert found[Invariant.EPISODE_GRADIENT].error > 1e-2
 
 
-def test_a_reward_that_reads_what_was_heard_is_found(monkeypatch):
+def test_observations_in_reward_inputs_are_found(monkeypatch):
     """B6: texts are decoded from whole rows."""
     right = EpisodeListener.complete_rollout
 
@@ -195,11 +193,11 @@ def test_a_reward_that_reads_what_was_heard_is_found(monkeypatch):
 
     monkeypatch.setattr(EpisodeListener, "complete_rollout", wrong)
     found = findings_of(objective=Objective())
-    assert not found[SEEN].holds
-    assert found[SEEN].error > 0
+    assert not found[Invariant.REWARD_INPUT].holds
+    assert found[Invariant.REWARD_INPUT].error > 0
 
 
-def test_a_turn_that_goes_on_after_its_end_is_found(monkeypatch):
+def test_a_turn_that_continues_after_its_end_is_found(monkeypatch):
     from litgrpo.rollout.engines.local import TurnRows
 
     right = TurnRows.__init__
@@ -210,15 +208,15 @@ def test_a_turn_that_goes_on_after_its_end_is_found(monkeypatch):
 
     monkeypatch.setattr(TurnRows, "__init__", late)
     found = findings_of(objective=Objective())
-    assert not found["5 a completion ends with its end token, once"].holds
+    assert not found[Invariant.END_TOKEN].holds
 
 
 @pytest.mark.parametrize(
     ("environment", "is_function"),
     [(faulty.Dice, True), (faulty.Counting, False), (faulty.Telling, False)],
 )
-def test_an_environment_that_is_no_function_is_found(environment, is_function, caplog) -> None:
+def test_an_environment_with_hidden_state_is_found(environment, is_function, caplog) -> None:
     episodes = episodes_of(environment())
-    assert (unrepeated(episodes, PROMPTS) == 0) is is_function
+    assert (count_unreproducible_responses(episodes, PROMPTS) == 0) is is_function
     assert is_function or "turn 1, played once more" in caplog.text
-    assert unrepeated(None, PROMPTS) == 0
+    assert count_unreproducible_responses(None, PROMPTS) == 0

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from litgrpo.checks.reference_forward import kept, reference_forward
+from litgrpo.checks.reference_forward import kept_mass, reference_forward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
@@ -19,7 +19,7 @@ def test_what_the_filters_keep_of_four_tokens():
         (Sampling(top_k=2, top_p=0.6), 0.5, 0.5),  # 0.5 is 0.625 of the two
         (Sampling(temperature=0), 1.0, 0.5),
     ]:
-        mass, edge = kept(scores, sampling, 0.0)
+        mass, edge = kept_mass(scores, sampling, 0.0)
         torch.testing.assert_close(mass.exp(), torch.tensor([share]))
         torch.testing.assert_close(edge.exp(), torch.tensor([least]))
 
@@ -32,7 +32,7 @@ def test_the_filters_written_down_twice_agree(sampling):
     scores = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     left = ~filtered(scores, sampling).isneginf()
     for slack, within in [(1e-4, torch.le), (-1e-4, torch.ge)]:
-        mass, _ = kept(scores, sampling, slack)
+        mass, _ = kept_mass(scores, sampling, slack)
         expected = scores.masked_fill(~left, -torch.inf).logsumexp(-1)
         assert bool(within(expected, mass + 1e-6 * (1 if slack > 0 else -1)).all())
         torch.testing.assert_close(mass, expected, atol=5e-2, rtol=0)

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from litgrpo.algorithms.losses import Objective
-from litgrpo.checks.invariants import Conditions, Finding, measured
+from litgrpo.checks.invariants import CheckResult, Conditions, Invariant, measure_invariants
 from litgrpo.models.architectures import ARCHITECTURES
 from litgrpo.models.generic import GenericPolicy
 from litgrpo.models.loading import Precision, load_policy, load_reference
@@ -120,15 +120,15 @@ PARTS = ("_config", "encoder", "decoder")  # what settings that are configs end 
 LARGEST = 8e6  # parameters
 TIME_LIMIT = 60  # s of one type
 NAMES = {
-    "1 cached decoding equals the full forward": "1 cache",
-    "2 chunked head equals the dense one": "2 head",
-    "3 the first ratio is 1": "3 ratio",
-    "3 the reference stays where it is": "3 stays",
-    "3 KL to the fresh reference is 0": "3 KL",
-    "4 padding and batch change nothing": "4 padding",
-    "5 a completion ends with its end token, once": "5 ends",
-    "6 groups are contiguous": "6 groups",
-    "7 the gradient does not depend on micro-batches": "7 split",
+    Invariant.DECODING: "1 cache",
+    Invariant.HEAD: "2 head",
+    Invariant.RATIO: "3 ratio",
+    Invariant.FROZEN_REFERENCE: "3 stays",
+    Invariant.INITIAL_KL: "3 KL",
+    Invariant.PADDING: "4 padding",
+    Invariant.END_TOKEN: "5 ends",
+    Invariant.GROUPS: "6 groups",
+    Invariant.SPLIT: "7 split",
 }
 
 
@@ -143,7 +143,7 @@ class Row:
     model_type: str
     verdict: str
     path: str = ""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
 
 
 def small(settings: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -219,15 +219,17 @@ def try_folder(model_type: str, folder: str) -> Row:
         findings = check_and_train(policy, reference)
     except Exception as error:
         return Row(model_type, f"FAILS: {short(error)}", path)
-    wrong = [NAMES[finding.name] for finding in findings if not finding.holds]
+    wrong = [NAMES[finding.invariant] for finding in findings if not finding.holds]
     return Row(model_type, f"FAILS {', '.join(wrong)}" if wrong else "trains", path, findings)
 
 
-def check_and_train(policy: Policy, reference: Any) -> list[Finding]:
+def check_and_train(policy: Policy, reference: Any) -> list[CheckResult]:
     """Check the invariants and train one iteration."""
     learner = learner_of(policy, Objective(kl_coef=0.1), reference=reference)
     batch = prompt_batch("a", "hello there", "what is 3+4?")
-    findings = measured(rollouter_of(policy), learner, batch, Conditions(fresh_reference=True))
+    findings = measure_invariants(
+        rollouter_of(policy), learner, batch, Conditions(fresh_reference=True)
+    )
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     stepper = PlainStepper(torch.optim.AdamW(policy.parameters(), lr=1e-3))
     learner.update(sampled(learner, batch, unequal), stepper)
@@ -258,7 +260,7 @@ def short(error: Exception) -> str:
 
 def cells(row: Row) -> str:
     """The line of a row in the table."""
-    errors = {NAMES[finding.name]: f"{finding.error:.0e}" for finding in row.findings}
+    errors = {NAMES[finding.invariant]: f"{finding.error:.0e}" for finding in row.findings}
     shown = [errors.get(name, "") for name in NAMES.values()]
     return "| " + " | ".join([f"`{row.model_type}`", row.verdict, row.path, *shown]) + " |"
 

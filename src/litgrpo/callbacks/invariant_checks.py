@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from litgrpo.checks.invariants import Conditions, measured, refuse
+from litgrpo.checks.invariants import Conditions, measure_invariants, raise_if_violated
 from litgrpo.distributed.device import backend
 from litgrpo.distributed.fsdp.units import gathered
 from litgrpo.distributed.messages import rank_zero_info
@@ -53,11 +53,11 @@ class InvariantChecks(Callback):
                 return  # training raises its own error
             prompts = prompts.to(module.device)
             with gathered(module), trainer.precision_plugin.train_step_context():
-                findings = measured(module.rollouter, module.learner, prompts, conditions)
+                results = measure_invariants(module.rollouter, module.learner, prompts, conditions)
         rank_zero_info(f"Invariants, checked in {time.perf_counter() - started:.1f} s:")
-        for finding in sorted(findings, key=lambda finding: int(finding.name.split()[0])):
-            rank_zero_info(f"  {finding}")
-        refuse(findings)
+        for result in sorted(results, key=lambda result: result.invariant.number):
+            rank_zero_info(f"  {result}")
+        raise_if_violated(results)
 
 
 def first_batch(trainer: Any) -> Any:

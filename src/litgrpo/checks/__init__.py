@@ -1,1 +1,1 @@
-"""What must be true before training starts."""
+"""Start-up checks of sampling, training and reference."""

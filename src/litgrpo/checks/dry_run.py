@@ -1,4 +1,4 @@
-"""The parts of a run on a few short prompts, without changing any of them."""
+"""A small version of a run for the start-up checks, which leaves the run unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.training.learner import Learner
 from litgrpo.types import PromptBatch, RewardTable, Rollout, TrainingBatch
 
-# A handful of short rows, whatever the size of the run.
+# A few short rows, independent of the size of the run.
 PROMPTS, GROUP, PROMPT_LEN, COMPLETION_LEN = 3, 4, 256, 16
 EXTRA_PADDING = 3
 FULL_TOLERANCE = 1e-4  # of float32 and float64
@@ -29,12 +29,15 @@ FULL_TOLERANCE = 1e-4  # of float32 and float64
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run samples and learns with, in small.
+    """Rollouter and learner of a run, with short completions and small groups.
 
     Args:
-        rollouter: short completions, small groups.
-        learner: of the same policy, which the run's own learner shares weights with.
-        probe: rewards.
+        rollouter: generates short completions in small groups.
+        learner: shares the policy with the learner of the run.
+        probe: reward function that records its inputs.
+
+    Example:
+        `DryRun.from_run(module.rollouter, module.learner).sample(prompts)`
     """
 
     rollouter: Rollouter
@@ -42,67 +45,67 @@ class DryRun:
     probe: RecordingReward
 
     @staticmethod
-    def of(rollouter: Rollouter, learner: Learner) -> DryRun:
-        """The same run in small."""
+    def from_run(rollouter: Rollouter, learner: Learner) -> DryRun:
+        """Make the small version of a run."""
         policy = learner.policy
         sizes: dict[str, Any] = {
             "policy": policy,
             "group_size": min(learner.group_size, GROUP),
             "max_completion_length": min(learner.max_completion_length, COMPLETION_LEN),
         }
-        # Coefficients of a run may follow what it samples; those of a dry run are thrown away.
+        # Adaptive coefficients follow the rollouts: a copy keeps those of the run unchanged.
         learner = replace(learner, coefficients=copy(learner.coefficients), **sizes)
         if rollouter.episodes is not None:
             rollouter = replace(rollouter, episodes=small_episodes(policy))
         return DryRun(replace(rollouter, **sizes), learner, RecordingReward())
 
     def sample(self, prompts: PromptBatch) -> Rollout:
-        """Completions as a first iteration samples them."""
+        """Generate completions as in the first iteration."""
         return self.rollouter.generate(prompts, "train")
 
     def build_batch(self, rollout: Rollout) -> TrainingBatch:
-        """What a first iteration learns from; the rewards differ within every group."""
+        """Build the training batch of a first iteration; rewards differ within every group."""
         rewards = self.rewards(rollout)
         logprobs = self.learner.old_and_reference_logprobs(rollout)
         return self.learner.build_batch(rollout, rewards, logprobs)
 
     def rewards(self, rollout: Rollout) -> RewardTable:
-        """Some that differ within every group."""
+        """Compute rewards that differ within every group."""
         scorer = Scorer({"probe": Reward(self.probe)}, runner=InProcessRunner())
         return scorer.start(rollout).wait()
 
 
 class RecordingReward:
-    """A reward function that remembers what it was asked; its rewards are 0, a half, 1, 0, ..."""
+    """Reward function that records its inputs; its rewards are 0, 0.5, 1, 0, ..."""
 
     def __call__(
         self, prompts: list[str], completions: list[str], **columns: list[Any]
     ) -> list[float]:
         """N rewards."""
-        self.asked = {"prompts": prompts, "completions": completions} | columns
+        self.inputs = {"prompts": prompts, "completions": completions} | columns
         return [row % 3 / 2 for row in range(len(prompts))]
 
-    def misplaced(self, rollout: Rollout, batch: TrainingBatch) -> float:
-        """Number of rows that were rewarded, or will be learned from, as another prompt's."""
+    def count_misplaced(self, rollout: Rollout, batch: TrainingBatch) -> float:
+        """Count rows whose reward or training row belongs to another prompt."""
         own = torch.arange(len(batch)) // rollout.group_size
-        right = batch.prompt_of.cpu() == own
+        correct = batch.prompt_of.cpu() == own
         known = {**rollout.prompts.columns, "prompts": rollout.prompts.prompts}
         for row, prompt in enumerate(own.tolist()):
             expected = {name: values[prompt] for name, values in known.items()}
             expected["completions"] = rollout.completions[row]
-            right[row] &= expected == {name: self.asked[name][row] for name in expected}
-        return float((~right).sum())
+            correct[row] &= expected == {name: self.inputs[name][row] for name in expected}
+        return float((~correct).sum())
 
 
-def few_prompts(prompts: PromptBatch) -> PromptBatch:
-    """The first prompts of a batch, cut to a short length."""
+def select_few_prompts(prompts: PromptBatch) -> PromptBatch:
+    """Select the first prompts of a batch, cut to a short length."""
     batch = prompts.select(range(min(PROMPTS, len(prompts))))
     ids, mask = batch.prompt_ids[:, -PROMPT_LEN:], batch.prompt_mask[:, -PROMPT_LEN:]
     return replace(batch, prompt_ids=ids, prompt_mask=mask)
 
 
-def padded(prompts: PromptBatch) -> PromptBatch:
-    """The same prompts with more padding on the left, which holds a real token's id."""
+def pad_prompts(prompts: PromptBatch) -> PromptBatch:
+    """Add padding on the left that holds a real token id, so that attending to it shows."""
     filler = int(prompts.prompt_ids[0, -1])
     wider = (EXTRA_PADDING, 0)
     mask = nn.functional.pad(prompts.prompt_mask, wider)
@@ -120,18 +123,18 @@ def restore_end_tokens(policy: Policy) -> Iterator[None]:
         policy.eos_ids = eos_ids
 
 
-def some_ends(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
-    """End tokens and two tokens that were sampled, so that completions like these end early."""
+def pick_end_tokens(policy: Policy, rollout: Rollout) -> tuple[int, ...]:
+    """Return the end tokens and two sampled tokens, so that similar completions end early."""
     thirds = (rollout.lengths[0] // 3, rollout.lengths[-1] // 2)
     ids = [int(rollout.completion_ids[row, t]) for row, t in zip((0, -1), thirds, strict=True)]
     return tuple(sorted({*policy.eos_ids, *ids}))
 
 
-def coarsest(learner: Learner) -> torch.dtype:
-    """The number format of a run with the fewest digits, wherever it is used.
+def coarsest_dtype(learner: Learner) -> torch.dtype:
+    """Return the dtype of a run with the largest machine epsilon.
 
     Weights (`precision.dtype`), matrix products (`precision.autocast_dtype`), the trainer's
-    autocast (`trainer.precision`) and the engine (`engine.dtype`) can each have one of their own.
+    autocast (`trainer.precision`) and the engine (`engine.dtype`) can each have another dtype.
     """
     policy = learner.policy
     device = policy.model.device.type
@@ -141,24 +144,25 @@ def coarsest(learner: Learner) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     if not learner.exact_logprobs:
-        dtypes.add(torch.bfloat16)  # the coarsest that engines compute in
+        dtypes.add(torch.bfloat16)  # the lowest precision of engines
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def tolerance(learner: Learner) -> float:
-    """1e-4, or 32 units in the last place of the coarsest arithmetic of the run.
+    """Return the tolerance of log-probabilities (nats) and gradients.
 
-    bfloat16 0.25, float16 and TF32 0.03.
+    1e-4, or 32 units in the last place of the lowest precision of the run: bfloat16 0.25, float16
+    and TF32 0.03.
     """
-    eps = torch.finfo(coarsest(learner)).eps
+    eps = torch.finfo(coarsest_dtype(learner)).eps
     if matmul_precision() != "highest":
         eps = max(eps, torch.finfo(torch.float16).eps)
     return max(FULL_TOLERANCE, 32 * eps)
 
 
 @contextmanager
-def modes_kept(*modules: nn.Module | None) -> Iterator[None]:
-    """Put every part back into train or eval mode."""
+def restore_modes(*modules: nn.Module | None) -> Iterator[None]:
+    """Restore the train or eval mode of every submodule."""
     parts = [part for module in modules if module is not None for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     try:

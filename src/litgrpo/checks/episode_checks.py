@@ -1,7 +1,7 @@
-"""What must be true of episodes besides: they are learned as their turns, and judged by them.
+"""Start-up checks of episodes: gradients of turns, inputs of rewards, reproducible environments.
 
-The episodes are those of a small environment of our own, so that a check costs nothing and neither
-tool nor game is touched.
+Gradients and reward inputs are checked with a small built-in environment, which is fast and calls
+no tool of the run.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ TURN_TOKENS = 4
 
 
 @dataclass
-class Nods:
-    """Says the same after every turn; a turn is worth its length."""
+class ConstantEnvironment:
+    """Environment with a constant observation; the reward of a turn is its length."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Nothing is added to the prompt."""
+        """Add nothing to the prompt."""
         return ""
 
     def step(self, action: str) -> StepResult:
-        """The same answer always."""
+        """Return the constant observation."""
         return StepResult(" ok", reward=float(len(action)))
 
 
 def small_episodes(policy: Policy) -> Episodes:
-    """Episodes of at most three short turns."""
+    """Build episodes of at most three short turns."""
     settings = EpisodeSettings(
         max_turns=3, max_turn_tokens=TURN_TOKENS, turn_format="inline", close_truncated_turns=True
     )
@@ -56,15 +56,17 @@ def small_episodes(policy: Policy) -> Episodes:
     def opener(prompts: PromptBatch, row: int, added: object) -> list[int]:
         return prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist()
 
-    return Episodes(InProcessEpisodes(Nods()), InlineFormat(policy.tokenizer), settings, opener)
+    return Episodes(
+        InProcessEpisodes(ConstantEnvironment()), InlineFormat(policy.tokenizer), settings, opener
+    )
 
 
-def unrepeated(episodes: Episodes | None, prompts: PromptBatch) -> float:
-    """Answers of the run's environment that depend on more than row, seed and what was said.
+def count_unreproducible_responses(episodes: Episodes | None, prompts: PromptBatch) -> float:
+    """Count observations that are not a function of row, seed and actions.
 
     Args:
         episodes: of the run.
-        prompts: a few; the first is played twice, and once beside the others.
+        prompts: a few; the first is run twice alone, and once next to the others.
     """
     pool = episodes and episodes.pool.single_process_pool()
     if not pool:
@@ -83,8 +85,8 @@ def unrepeated(episodes: Episodes | None, prompts: PromptBatch) -> float:
     return float(len(found))
 
 
-def stopped(rollout: Rollout, stops: StopStrings | None) -> Tensor:
-    """[N, C] True for the tokens that complete a stop string within their turn."""
+def mark_stop_strings(rollout: Rollout, stops: StopStrings | None) -> Tensor:
+    """Mark the tokens [N, C] that complete a stop string within their turn."""
     found = torch.zeros_like(rollout.completion_mask)
     assert rollout.turns is not None
     if stops is None:
@@ -97,13 +99,13 @@ def stopped(rollout: Rollout, stops: StopStrings | None) -> Tensor:
     return found
 
 
-def bad_turns(rollout: Rollout, ends: Tensor, limit: int) -> float:
-    """Number of rows with a turn that is not: tokens, then one end token or a limit of them.
+def count_bad_turns(rollout: Rollout, ends: Tensor, limit: int) -> float:
+    """Count rows with a turn that is not: tokens, then one end token or a length limit.
 
     Args:
         rollout: N episodes of a small environment.
         ends: [N, C] True where a turn may end.
-        limit: tokens of a row at most.
+        limit: largest number of tokens of a row.
     """
     turns, mask = rollout.turns, rollout.completion_mask
     assert turns is not None
@@ -113,34 +115,35 @@ def bad_turns(rollout: Rollout, ends: Tensor, limit: int) -> float:
     same = (turns[:, :, None] == turns[:, None]) & (turns >= 0)[:, None]
     full = same.sum(2) == TURN_TOKENS
     at_limit = places == limit - 1
-    spoken_ends = ends & (turns >= 0)
-    right = torch.where(last, spoken_ends | full | at_limit, ~spoken_ends)
-    right &= mask == (places < lengths[:, None])
-    return float((~right.all(1) | (lengths == 0)).sum())
+    generated_ends = ends & (turns >= 0)
+    correct = torch.where(last, generated_ends | full | at_limit, ~generated_ends)
+    correct &= mask == (places < lengths[:, None])
+    return float((~correct.all(1) | (lengths == 0)).sum())
 
 
 def turns_error(
     learner: Learner, rollout: Rollout, rewards: RewardTable, gradient_of: Any
 ) -> float:
-    """Norm of the difference of two gradients over their norm: of episodes, and of their turns.
+    """Compare the gradient of episodes with that of their turns as separate rows.
 
-    What an episode's tokens weigh is what they weigh where the policy's words follow each other and
-    nothing was heard; each turn is then a row of its own after all that came before it.
+    Loss weights and advantages come from rows without observations, in which generated tokens
+    follow each other. Each turn then becomes a row, whose prompt is everything before it.
 
-    Where a policy says the same in every episode of a group, what is learned from them cancels and
-    rounding is left. The norm is therefore that without signs, where it is larger. The mean of a
-    micro-batch is taken over all rows, because turns are more rows than episodes.
+    Returns the norm of the difference over the norm. If all episodes of a group have the same text,
+    their gradients cancel and only rounding remains. The norm is therefore the larger of two, with
+    and without the signs of the advantages. `micro_batch_token_mean` is replaced by a token mean,
+    because there are more turns than episodes.
 
     Args:
         learner: of the run, in small.
         rollout: N episodes.
-        rewards: [B, G] theirs.
-        gradient_of: the gradient of a learner and an batch.
+        rewards: [B, G] of these episodes.
+        gradient_of: function of a learner and a training batch.
     """
-    learner = with_one_mean(learner)
+    learner = with_token_mean(learner)
     known = learner.old_and_reference_logprobs(rollout)
     whole = learner.build_batch(rollout, rewards, known)
-    alone = as_turns(learner, rollout, rewards, known)
+    alone = split_turns(learner, rollout, rewards, known)
     found, expected = gradient_of(learner, whole), gradient_of(learner, alone)
     off = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
     unsigned = gradient_of(learner, replace(alone, advantages=alone.advantages.abs()))
@@ -148,8 +151,8 @@ def turns_error(
     return math.sqrt(off / size) if off else 0.0
 
 
-def with_one_mean(learner: Learner) -> Learner:
-    """The same learner; the mean of each micro-batch is that of all rows, which one of all equals.
+def with_token_mean(learner: Learner) -> Learner:
+    """Return a learner without `micro_batch_token_mean`, whose loss depends on the split.
 
     Args:
         learner: of the run, in small.
@@ -160,42 +163,42 @@ def with_one_mean(learner: Learner) -> Learner:
     return replace(learner, coefficients=FixedCoefficients(objective))
 
 
-def as_turns(
+def split_turns(
     learner: Learner, rollout: Rollout, rewards: RewardTable, known: RolloutLogprobs
 ) -> TrainingBatch:
-    """Every turn as a row of its own, whose prompt is all that was said and heard before it."""
+    """Make every turn a separate row, whose prompt is everything before the turn."""
     assert rollout.turns is not None
-    spoken = rollout.turns >= 0
-    ids, mask = pack_left(rollout.completion_ids, spoken)
+    generated = rollout.turns >= 0
+    ids, mask = pack_left(rollout.completion_ids, generated)
 
-    def packed(values: Tensor | None, fill: float = 0.0) -> Tensor | None:
-        return None if values is None else _packed(values, spoken).masked_fill(~mask, fill)
+    def pack(values: Tensor | None, fill: float = 0.0) -> Tensor | None:
+        return None if values is None else _move_left(values, generated).masked_fill(~mask, fill)
 
     candidates = rollout.candidate_ids
     if candidates is not None:
-        every = [_packed(each, spoken) for each in candidates.unbind(2)]
+        every = [_move_left(each, generated) for each in candidates.unbind(2)]
         candidates = torch.stack(every, 2).masked_fill(~mask[..., None], -1)
     values: dict[str, Any] = {
         "completion_ids": ids,
         "completion_mask": mask,
         "loss_mask": mask,
-        "sampler_logprobs": packed(rollout.sampler_logprobs),
+        "sampler_logprobs": pack(rollout.sampler_logprobs),
         "candidate_ids": candidates,
-        "turns": packed(rollout.turns, -1),
+        "turns": pack(rollout.turns, -1),
     }
     joined = replace(rollout, **values)
-    seen = RolloutLogprobs(packed(known.old), packed(known.ref))
-    return _divided(learner.build_batch(joined, rewards, seen), joined, rollout)
+    seen = RolloutLogprobs(pack(known.old), pack(known.ref))
+    return _one_row_per_turn(learner.build_batch(joined, rewards, seen), joined, rollout)
 
 
-def _packed(values: Tensor, marked: Tensor) -> Tensor:
-    """[N, c] the marked entries of each row, moved to its left."""
+def _move_left(values: Tensor, marked: Tensor) -> Tensor:
+    """Move the marked entries of each row to its left, [N, c]."""
     order = (~marked).long().argsort(dim=1, stable=True)[:, : int(marked.sum(1).max())]
     return values.gather(1, order)
 
 
-def _divided(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -> TrainingBatch:
-    """Rows [M] of one turn each, from rows whose turns follow each other."""
+def _one_row_per_turn(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -> TrainingBatch:
+    """Split rows whose turns follow each other into rows [M] of one turn each."""
     assert joined.turns is not None
     assert rollout.turns is not None
     numbers = joined.turns.amax(1)
@@ -216,7 +219,7 @@ def _divided(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -> Trainin
         order = (~mine).long().argsort(dim=1, stable=True)[:, : int(mine.sum(1).max())]
         return values[rows][torch.arange(len(rows))[:, None], order]
 
-    real = part(torch.ones_like(joined.turns, dtype=torch.bool)) & _packed(mine, mine)
+    real = part(torch.ones_like(joined.turns, dtype=torch.bool)) & _move_left(mine, mine)
     names = ("completion_ids", "sampler_logprobs", "old_logprobs", "ref_logprobs", "candidate_ids")
     values = {name: part(getattr(batch, name)) for name in names}
     values |= {name: part(getattr(batch, name)) * real for name in ("advantages", "loss_weights")}
@@ -225,23 +228,23 @@ def _divided(batch: TrainingBatch, joined: Rollout, rollout: Rollout) -> Trainin
     return replace(batch, prompt_ids=ids, prompt_mask=mask, prompt_of=prompt_of, **values)
 
 
-def overheard(
-    rollout: Rollout, asked: dict[str, Any], policy: Policy, cut: Callable[[str], str]
+def count_rewards_of_other_text(
+    rollout: Rollout, inputs: dict[str, Any], policy: Policy, cut: Callable[[str], str]
 ) -> float:
-    """Number of rows of which a reward read other words than the policy's last turn.
+    """Count rows whose reward function received other text than the last turn of the policy.
 
     Args:
         rollout: N episodes.
-        asked: what a reward function was given.
+        inputs: arguments of a reward function.
         policy: has the tokenizer.
-        cut: a text up to its stop string.
+        cut: cuts a text at its stop string.
     """
     assert rollout.turns is not None
     last = rollout.turns == rollout.turns.amax(1, keepdim=True)
     wrong = 0
     for row, mine in enumerate(last):
         ids = rollout.completion_ids[row][mine & rollout.loss_mask[row]].tolist()
-        said = cut(str(policy.tokenizer.decode(ids, skip_special_tokens=True)))
-        heard = asked["completions"][row] != said or asked["completion_ids"][row] != ids
-        wrong += bool(heard)
+        text = cut(str(policy.tokenizer.decode(ids, skip_special_tokens=True)))
+        differs = inputs["completions"][row] != text or inputs["completion_ids"][row] != ids
+        wrong += bool(differs)
     return float(wrong)

@@ -1,9 +1,9 @@
-"""Statements that must be true before training starts, each with its measured error.
+"""Start-up checks: statements that must be true before training, each with its measured error.
 
-They are asked of the run itself: its policy, engine, sampling, objective and reference, in its
-precision, on the first prompts of its training data. What they compare with is the library's own
-forward pass, one row at a time, without padding and without any code of ours around it.
-Nothing is left behind: no parameter, gradient, random state or position in the data changes.
+They are measured on the run itself: its policy, engine, sampling, objective and reference, in its
+precision, on the first prompts of its training data. The baseline is the forward pass of
+transformers, one row at a time, without padding and without code of litgrpo around it.
+The checks leave no trace: no parameter, gradient, random state or position in the data changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -21,14 +22,20 @@ from litgrpo.checks.dry_run import (
     EXTRA_PADDING,
     FULL_TOLERANCE,
     DryRun,
-    few_prompts,
-    modes_kept,
-    padded,
+    pad_prompts,
+    pick_end_tokens,
     restore_end_tokens,
-    some_ends,
+    restore_modes,
+    select_few_prompts,
     tolerance,
 )
-from litgrpo.checks.episode_checks import bad_turns, overheard, stopped, turns_error, unrepeated
+from litgrpo.checks.episode_checks import (
+    count_bad_turns,
+    count_rewards_of_other_text,
+    count_unreproducible_responses,
+    mark_stop_strings,
+    turns_error,
+)
 from litgrpo.checks.reference_forward import ReferenceForward, reference_forward, row_gaps
 from litgrpo.distributed.collectives import Comm
 from litgrpo.rollout.rollouter import Rollouter
@@ -39,195 +46,253 @@ from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TrainingBatch
 
-ROUNDING = 4  # times its tolerance an error in lower precision may still be rounding
-WATCHED = 2**24  # numbers of a gradient to compare at most; it is held twice
+# In lower precision an error of up to this many tolerances may still be rounding.
+ROUNDING = 4
+# Largest number of gradient entries to compare: two gradients are in memory at once.
+MAX_GRADIENT_NUMBERS = 2**24
 
-LEARNED, SEEN = "8 an episode is learned as its turns", "11 rewards see only what was said"
-BRIDGE = "9 the turn_format is the template's own"
-REPEATED = "10 the environment's answers can be repeated"
 
-# What is true, and what is likely wrong where it is not. In the order in which one failure explains
-# those after it: a wrong head makes decoding differ, too.
-LIKELY = {
-    "5 a completion ends with its end token, once": (
-        "the completion mask leaves the end token out, or goes on after it"
-    ),
-    "2 chunked head equals the dense one": (
-        "the learning step's log-probabilities are not the model's: its soft-cap, logit scale or "
-        "bias is not applied, the temperature is missing, or tokens are shifted by one"
-    ),
-    "1 cached decoding equals the full forward": (
-        "the engine's log-probabilities are not those of what it drew from: its cache or positions "
-        "are off, temperature, top_k, top_p or min_p is ignored, or dropout is on while it samples"
-    ),
-    "6 groups are contiguous": (
-        "completions belong to other prompts than n // group_size says: groups are interleaved"
-    ),
-    "4 padding and batch change nothing": (
+class Invariant(Enum):
+    """Statements that must be true, in the order in which one failure explains later ones.
+
+    A wrong head, for example, makes cached decoding differ as well.
+
+    Attributes:
+        number: position in the log and in docs/design.md.
+        statement: the invariant, in words.
+        likely_cause: the usual mistake if it does not hold.
+        counts: True if the error is a count, which must be 0, instead of a distance.
+
+    Example:
+        >>> str(Invariant.GROUPS)
+        '6 groups are contiguous'
+    """
+
+    END_TOKEN = (
+        5,
+        "a completion ends with its end token, once",
+        "the completion mask leaves the end token out, or continues after it",
+        True,
+    )
+    HEAD = (
+        2,
+        "chunked head equals the dense one",
+        "the learner's log-probabilities are not the model's: its soft-cap, logit scale or bias is "
+        "not applied, the temperature is missing, or tokens are shifted by one",
+    )
+    DECODING = (
+        1,
+        "cached decoding equals the full forward",
+        "the engine's log-probabilities are not those of the distribution that it sampled from: "
+        "its cache or positions are off, temperature, top_k, top_p or min_p is ignored, or dropout "
+        "is on during generation",
+    )
+    GROUPS = (
+        6,
+        "groups are contiguous",
+        "completions belong to other prompts than n // group_size: groups are interleaved",
+        True,
+    )
+    PADDING = (
+        4,
+        "padding and batch change nothing",
         "padding is attended to, or positions count it: attention mask or position ids are "
-        "missing; or rows see another prompt (precision.share_prompts: false reads each by itself)"
-    ),
-    "3 the first ratio is 1": (
-        "the policy that learns is not the one that sampled: dropout is on in the update, or old "
-        "log-probabilities are of other weights, another temperature, other tokens, or not over "
-        "those that top_k, top_p and min_p left"
-    ),
-    "3 the reference stays where it is": (
-        "the reference is not frozen: it shares weights with the policy, or is trained itself"
-    ),
-    "3 KL to the fresh reference is 0": (
-        "the reference has other weights than the start of training"
-    ),
-    "7 the gradient does not depend on micro-batches": (
-        "micro-batches are averaged, a mean of means, or weights are computed inside each of them"
-    ),
-}
-LIKELY |= {
-    LEARNED: (
-        "what was heard is learned from, or counts in lengths, denominators, discounts or the KL "
-        "term: a mask of all tokens stands where `loss_mask` belongs"
-    ),
-    SEEN: (
-        "rewards are given what the environment said as the policy's words: texts are decoded from "
-        "whole rows"
-    ),
-    BRIDGE: (
-        "what stands between two turns has other tokens than the chat template's own rendering of "
-        "the conversation: a line break behind an end token is lost, or history was encoded again"
-    ),
-    REPEATED: (
-        "the environment keeps something outside of an episode (an attribute of its class, a list "
-        "of its module), or reads a clock, a disk or a network; `episode.record_responses: "
-        "true` is for "
-        "tools that do so on purpose"
-    ),
-}
-COUNTED = {
-    "5 a completion ends with its end token, once",
-    "6 groups are contiguous",
-    SEEN,
-    BRIDGE,
-    REPEATED,
-}
+        "missing; or rows see another prompt (precision.share_prompts: false reads rows "
+        "separately)",
+    )
+    RATIO = (
+        3,
+        "the first ratio is 1",
+        "the policy in the update is not the one that generated: dropout is on in the update, or "
+        "old log-probabilities are of other weights, another temperature, other tokens, or another "
+        "candidate set than that of top_k, top_p and min_p",
+    )
+    FROZEN_REFERENCE = (
+        3,
+        "the reference stays where it is",
+        "the reference is not frozen: it shares weights with the policy, or is trained itself",
+    )
+    INITIAL_KL = (
+        3,
+        "KL to the fresh reference is 0",
+        "the reference has other weights than the initial policy",
+    )
+    SPLIT = (
+        7,
+        "the gradient does not depend on micro-batches",
+        "micro-batches are averaged, a mean of means, or loss weights are computed inside each of "
+        "them",
+    )
+    EPISODE_GRADIENT = (
+        8,
+        "an episode has the gradient of its turns",
+        "observations contribute to the loss, or count in lengths, denominators, discounts or the "
+        "KL term: a mask of all tokens is used instead of `loss_mask`",
+    )
+    REWARD_INPUT = (
+        11,
+        "rewards receive only generated text",
+        "reward functions receive observations as if the policy had generated them: texts are "
+        "decoded from whole rows",
+        True,
+    )
+    TURN_FORMAT = (
+        9,
+        "the turn_format is the chat template's",
+        "the tokens between two turns differ from the chat template's rendering of the "
+        "conversation: a line break behind an end token is lost, or history was encoded again",
+        True,
+    )
+    REPRODUCIBLE = (
+        10,
+        "the environment is reproducible",
+        "the environment keeps state outside of an episode (an attribute of its class, a list of "
+        "its module), or reads a clock, a disk or a network; set `episode.record_responses: true` "
+        "for tools that do so on purpose",
+        True,
+    )
+
+    def __init__(
+        self, number: int, statement: str, likely_cause: str, counts: bool = False
+    ) -> None:
+        self.number, self.statement = number, statement
+        self.likely_cause, self.counts = likely_cause, counts
+
+    def __str__(self) -> str:
+        """Number and statement."""
+        return f"{self.number} {self.statement}"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What one check measured.
+class CheckResult:
+    """Measured error of one invariant.
 
     Args:
-        name: a key of `LIKELY`.
+        invariant: the statement that was checked.
         error: largest deviation. Of log-probabilities: nats, mean over the tokens of a row; of
-            gradients: norm of the difference over norm; else the number of wrong rows.
-        tolerance: how large it may be.
+            gradients: norm of the difference over norm; else the number of incorrect rows.
+        tolerance: largest error for which the invariant holds.
+
+    Example:
+        >>> print(CheckResult(Invariant.RATIO, error=2e-6, tolerance=1e-4))
+        holds  3 the first ratio is 1                           error 2.0e-06, tolerance 1.0e-04
     """
 
-    name: str
+    invariant: Invariant
     error: float
     tolerance: float
 
     @property
     def holds(self) -> bool:
-        """Whether the statement is true; NaN is not."""
+        """True if the error is within the tolerance; False for NaN."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
         """One line of the log."""
         verdict = "holds" if self.holds else "FAILS"
-        return f"{verdict}  {self.name:<48} error {self.error:.1e}, tolerance {self.tolerance:.1e}"
+        numbers = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}"
+        return f"{verdict}  {self.invariant!s:<48} {numbers}"
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the checks must know of a run.
+    """Properties of a run that decide which checks apply.
 
     Args:
-        dropout: the update computes with dropout, which sampling does not.
-        fresh_reference: the reference is the start of training, and the run begins there.
+        dropout: the update computes with dropout, generation does not.
+        fresh_reference: the reference is the initial policy, and the run starts from it.
+
+    Example:
+        >>> Conditions(fresh_reference=True)
+        Conditions(dropout=False, fresh_reference=True)
     """
 
     dropout: bool = False
     fresh_reference: bool = False
 
 
-def measured(
+def measure_invariants(
     rollouter: Rollouter, learner: Learner, prompts: PromptBatch, conditions: Conditions
-) -> list[Finding]:
-    """Measure all; the last three where rows are episodes.
+) -> list[CheckResult]:
+    """Measure all invariants; those of episodes only if the run has an environment.
 
     Args:
         rollouter: of the run.
-        learner: of the run; its `comm` makes all processes find the same.
-        prompts: the first of the training data, where rollouts are.
+        learner: of the run; its `comm` makes the results equal on all ranks.
+        prompts: the first of the training data, on the device of rollouts.
         conditions: of the run.
     """
     limit = tolerance(learner)
-    with modes_kept(learner.policy, learner.reference), restore_end_tokens(learner.policy):
-        dry = DryRun.of(rollouter, learner)
-        rollout, errors = sampling_errors(dry, few_prompts(prompts), limit)
+    with restore_modes(learner.policy, learner.reference), restore_end_tokens(learner.policy):
+        dry = DryRun.from_run(rollouter, learner)
+        rollout, errors = sampling_errors(dry, select_few_prompts(prompts), limit)
         errors |= bridge_errors(rollouter)
-        findings = agreed(learner.comm, errors, limit)
-        if not all(finding.holds for finding in findings):
-            return findings  # there is no sound rollout to learn from
+        results = reduce_over_ranks(learner.comm, errors, limit)
+        if not all(result.holds for result in results):
+            return results  # an incorrect rollout would fail all later checks as well
         errors = learning_errors(dry, rollout, conditions)
         if rollouter.episodes is not None:
-            errors[REPEATED] = unrepeated(rollouter.episodes, few_prompts(prompts))
-        learned = agreed(learner.comm, errors, limit)
-    names = {finding.name for finding in learned}
-    return learned + [finding for finding in findings if finding.name not in names]
+            errors[Invariant.REPRODUCIBLE] = count_unreproducible_responses(
+                rollouter.episodes, select_few_prompts(prompts)
+            )
+        learned = reduce_over_ranks(learner.comm, errors, limit)
+    remeasured = {result.invariant for result in learned}
+    return learned + [result for result in results if result.invariant not in remeasured]
 
 
-def refuse(findings: list[Finding]) -> None:
-    """Refuse to train if a statement is not true.
+def raise_if_violated(results: list[CheckResult]) -> None:
+    """Stop the run if an invariant does not hold.
 
     Raises:
-        ValueError: with the failure that explains the others, and what is likely wrong.
+        ValueError: names the failure that explains the others, and its likely cause.
     """
-    failed = [finding for finding in findings if not finding.holds]
+    failed = {result.invariant: result for result in results if not result.holds}
     if failed:
-        worst = min(failed, key=lambda finding: list(LIKELY).index(finding.name))
+        worst = next(failed[invariant] for invariant in Invariant if invariant in failed)
         raise ValueError(
-            f'Not trained: the invariant "{worst.name}" fails with error {worst.error:.2g} '
-            f"(tolerance {worst.tolerance:.1e}); {likely(worst)} (`check_invariants: false` trains "
-            "regardless)."
+            f'Not trained: the invariant "{worst.invariant}" fails with error {worst.error:.2g} '
+            f"(tolerance {worst.tolerance:.1e}); {explain(worst)} (`check_invariants: false` "
+            "trains regardless)."
         )
 
 
-def likely(finding: Finding) -> str:
-    """What may be wrong where a statement is not true.
+def explain(result: CheckResult) -> str:
+    """Return the likely cause of a violated invariant.
 
-    Where the run computes with few digits, the error of a large or deep model may be rounding, and
-    naming a mistake would lead astray.
+    In low precision the error of a large or deep model may be rounding. A cause in the code would
+    then be misleading.
     """
-    if FULL_TOLERANCE < finding.tolerance < finding.error < ROUNDING * finding.tolerance:
+    if FULL_TOLERANCE < result.tolerance < result.error < ROUNDING * result.tolerance:
         return (
-            "that may be rounding, for this run computes with few digits: the same command with "
-            "precision.dtype float32, precision.autocast_dtype null, engine.dtype null and "
-            "trainer.precision 32-true tells rounding from a mistake"
+            "that may be rounding, because this run computes in low precision: run the same "
+            "command with precision.dtype float32, precision.autocast_dtype null, engine.dtype "
+            "null and trainer.precision 32-true to distinguish rounding from a mistake"
         )
-    return f"likely {LIKELY[finding.name]}"
+    return f"likely {result.invariant.likely_cause}"
 
 
-def agreed(comm: Comm, errors: dict[str, float], limit: float) -> list[Finding]:
-    """Findings with the largest errors of all processes, so that all go on or none.
+def reduce_over_ranks(
+    comm: Comm, errors: dict[Invariant, float], limit: float
+) -> list[CheckResult]:
+    """Return results with the largest errors of all ranks, so that all of them stop or none.
 
     Args:
-        comm: of the processes.
-        errors: {name: error}, the same names on every process.
-        limit: tolerance of what is not a count.
+        comm: collectives of the ranks.
+        errors: {invariant: error}, the same invariants on every rank.
+        limit: tolerance of errors that are not counts.
     """
-    mine = torch.tensor(list(errors.values()), dtype=torch.float32)
-    worst = comm.max(mine.nan_to_num(math.inf, posinf=math.inf)).tolist()
+    own = torch.tensor(list(errors.values()), dtype=torch.float32)
+    worst = comm.max(own.nan_to_num(math.inf, posinf=math.inf)).tolist()
     return [
-        Finding(name, error, 0.0 if name in COUNTED else limit)
-        for name, error in zip(errors, worst, strict=True)
+        CheckResult(invariant, error, 0.0 if invariant.counts else limit)
+        for invariant, error in zip(errors, worst, strict=True)
     ]
 
 
 def sampling_errors(
     dry: DryRun, prompts: PromptBatch, limit: float
-) -> tuple[Rollout, dict[str, float]]:
-    """What is wrong with completions and their log-probabilities.
+) -> tuple[Rollout, dict[Invariant, float]]:
+    """Measure errors of completions and their log-probabilities.
 
     Args:
         dry: the run in small.
@@ -235,28 +300,30 @@ def sampling_errors(
         limit: tolerance of log-probabilities.
 
     Returns:
-        A rollout to learn from, with padding on both sides, and {name: error}.
+        A rollout for the checks of the update, padded on both sides, and {invariant: error}.
     """
     policy = dry.learner.policy
-    policy.train()  # as an update leaves it; sampling has to change that
+    policy.train()  # the mode after an update; generation must switch to eval mode
     alone = dry.sample(prompts.select([0]))
     true = true_logprobs(dry, alone, limit)
     errors = {
-        "5 a completion ends with its end token, once": bad_ends(dry, alone),
-        "2 chunked head equals the dense one": learner_error(dry.learner, alone, true),
-        "1 cached decoding equals the full forward": true.sampler_error(alone),
+        Invariant.END_TOKEN: count_bad_ends(dry, alone),
+        Invariant.HEAD: learner_error(dry.learner, alone, true),
+        Invariant.DECODING: true.sampler_error(alone),
     }
-    policy.train().eos_ids = some_ends(policy, alone)
-    rollout = dry.sample(padded(prompts))
+    policy.train().eos_ids = pick_end_tokens(policy, alone)
+    rollout = dry.sample(pad_prompts(prompts))
     true = true_logprobs(dry, rollout, limit)
-    errors["5 a completion ends with its end token, once"] += bad_ends(dry, rollout)
-    errors["6 groups are contiguous"] = mismatched_rows(dry, rollout, true, limit)
-    errors["4 padding and batch change nothing"] = padding_error(dry.learner, rollout, true)
+    errors[Invariant.END_TOKEN] += count_bad_ends(dry, rollout)
+    errors[Invariant.GROUPS] = count_mismatched_rows(dry, rollout, true, limit)
+    errors[Invariant.PADDING] = padding_error(dry.learner, rollout, true)
     return rollout, errors
 
 
-def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> dict[str, float]:
-    """What is wrong with what is learned from a rollout: {name: error}.
+def learning_errors(
+    dry: DryRun, rollout: Rollout, conditions: Conditions
+) -> dict[Invariant, float]:
+    """Measure errors of the update on a rollout, as {invariant: error}.
 
     Args:
         dry: the run in small.
@@ -269,28 +336,30 @@ def learning_errors(dry: DryRun, rollout: Rollout, conditions: Conditions) -> di
     limits = learner.limits
     now = learner.micro_batching.compute_logprobs(batch.tokens, learner.logprobs, limits)
     errors = {
-        "6 groups are contiguous": dry.probe.misplaced(rollout, batch),
-        "3 the first ratio is 1": ratio_error(batch, now),
+        Invariant.GROUPS: dry.probe.count_misplaced(rollout, batch),
+        Invariant.RATIO: ratio_error(batch, now),
     }
     if rollout.turns is not None:
         errors |= episode_errors(dry, rollout)
     if learner.reference is not None:
         errors |= reference_errors(learner, batch, now, conditions)
-    if not isinstance(learner.objective.aggregation, MicroBatchTokenMean):  # defined by the split
-        errors["7 the gradient does not depend on micro-batches"] = split_error(learner, batch)
+    if not isinstance(
+        learner.objective.aggregation, MicroBatchTokenMean
+    ):  # that loss is defined by the split
+        errors[Invariant.SPLIT] = split_error(learner, batch)
     return errors
 
 
-def bridge_errors(rollouter: Rollouter) -> dict[str, float]:
-    """Conversations with other tokens between turns than the chat template's: {name: number}."""
+def bridge_errors(rollouter: Rollouter) -> dict[Invariant, float]:
+    """Count conversations whose tokens between turns differ from the chat template's."""
     turn_format = None if rollouter.episodes is None else rollouter.episodes.turn_format
-    return (
-        {BRIDGE: count_mismatches(turn_format)} if isinstance(turn_format, TemplateFormat) else {}
-    )
+    if not isinstance(turn_format, TemplateFormat):
+        return {}  # plain text between turns has no template to differ from
+    return {Invariant.TURN_FORMAT: count_mismatches(turn_format)}
 
 
-def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:
-    """What is wrong with the learning and judging of episodes: {name: error}."""
+def episode_errors(dry: DryRun, rollout: Rollout) -> dict[Invariant, float]:
+    """Measure errors of the loss and the rewards of episodes, as {invariant: error}."""
     learner, rewards = dry.learner, dry.rewards(rollout)
 
     def gradient_of(learner: Learner, batch: TrainingBatch) -> list[Tensor]:
@@ -300,20 +369,24 @@ def episode_errors(dry: DryRun, rollout: Rollout) -> dict[str, float]:
         stops, include = dry.rollouter.stop_strings, dry.rollouter.sampling
         return text if stops is None else stops.cut(text, include.include_stop_str_in_output)
 
-    errors = {SEEN: overheard(rollout, dry.probe.asked, learner.policy, cut)}
-    # An encoder-decoder reads earlier turns in its decoder: there is no such prompt.
+    errors = {
+        Invariant.REWARD_INPUT: count_rewards_of_other_text(
+            rollout, dry.probe.inputs, learner.policy, cut
+        )
+    }
+    # An encoder-decoder reads earlier turns in its decoder: they cannot be moved to the prompt.
     if not learner.policy.bare_model.config.is_encoder_decoder:
-        errors[LEARNED] = turns_error(learner, rollout, rewards, gradient_of)
+        errors[Invariant.EPISODE_GRADIENT] = turns_error(learner, rollout, rewards, gradient_of)
     return errors
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 def true_logprobs(
     dry: DryRun, rollout: Rollout, limit: float, prompt_of: Tensor | None = None
 ) -> ReferenceForward:
-    """The library's view of a rollout; see `reference_forward`."""
+    """Score a rollout with the model's own forward pass; see `reference_forward`."""
     policy, sampling = dry.learner.policy, dry.rollouter.sampling
     return reference_forward(policy, rollout, sampling, limit, prompt_of)
 
@@ -322,7 +395,7 @@ def true_logprobs(
 def learner_error(
     learner: Learner, rollout: Rollout, true: ReferenceForward, padding: int = 0
 ) -> float:
-    """Distance of the learning step's log-probabilities from the true ones.
+    """Return the distance of the learner's log-probabilities from the true ones.
 
     Args:
         learner: computes them, among all tokens.
@@ -332,24 +405,26 @@ def learner_error(
     """
     tokens = rollout.tokens
     mask = torch.nn.functional.pad(tokens.completion_mask, (0, padding))
-    spoken = torch.nn.functional.pad(rollout.loss_mask, (0, padding))
+    generated = torch.nn.functional.pad(rollout.loss_mask, (0, padding))
     ids = torch.nn.functional.pad(tokens.completion_ids, (0, padding))
     if padding:
         ids = ids.masked_fill(~mask, int(ids[0, 0]))
-    given = {"completion_ids": ids, "completion_mask": mask, "loss_mask": spoken}
+    given = {"completion_ids": ids, "completion_mask": mask, "loss_mask": generated}
     tokens = replace(tokens, candidate_ids=None, **given)
     new = learner.logprobs(tokens).logprobs
     expected = torch.nn.functional.pad(true.logprobs, (0, padding))
-    return float(row_gaps(new - expected, spoken).max())
+    return float(row_gaps(new - expected, generated).max())
 
 
 def padding_error(learner: Learner, rollout: Rollout, true: ReferenceForward) -> float:
-    """What padding and other rows change, in sampling and in learning."""
+    """Return the error that padding and other rows cause, in generation and in the update."""
     return max(true.sampler_error(rollout), learner_error(learner, rollout, true, EXTRA_PADDING))
 
 
-def mismatched_rows(dry: DryRun, rollout: Rollout, true: ReferenceForward, limit: float) -> float:
-    """Number of rows that continue another prompt than their own."""
+def count_mismatched_rows(
+    dry: DryRun, rollout: Rollout, true: ReferenceForward, limit: float
+) -> float:
+    """Count rows that continue another prompt than their own."""
     num_prompts = len(rollout.prompts)
     own = torch.arange(len(rollout.lengths)) // rollout.group_size
     misfits = ~(true.sampler_gaps(rollout) <= limit)
@@ -360,10 +435,10 @@ def mismatched_rows(dry: DryRun, rollout: Rollout, true: ReferenceForward, limit
     return float(found.sum())
 
 
-def bad_ends(dry: DryRun, rollout: Rollout) -> float:
-    """Number of rows whose mask is not: tokens, then one end token or the length limit.
+def count_bad_ends(dry: DryRun, rollout: Rollout) -> float:
+    """Count rows whose mask is not: tokens, then one end token or the length limit.
 
-    A token that completes a stop string is an end token, too.
+    A token that completes a stop string counts as an end token.
     """
     rollouter, stops = dry.rollouter, dry.rollouter.stop_strings
     limit, eos_ids = rollouter.max_completion_length, list(rollouter.policy.eos_ids)
@@ -373,22 +448,24 @@ def bad_ends(dry: DryRun, rollout: Rollout) -> float:
     places = torch.arange(mask.shape[1], device=mask.device)
     ends = mask & torch.isin(rollout.completion_ids, torch.tensor(eos_ids, device=mask.device))
     if rollout.turns is not None:
-        return bad_turns(rollout, ends | stopped(rollout, stops), limit)
+        return count_bad_turns(rollout, ends | mark_stop_strings(rollout, stops), limit)
     if stops is not None:
         first = torch.tensor([stops.length(ids) for ids in rollout.token_lists()])
         ends |= mask & (places == first[:, None].to(mask.device) - 1)
     ends_last = ends == (places == lengths[:, None] - 1)
-    right = torch.where(rollout.truncated[:, None], ~ends & (lengths[:, None] == limit), ends_last)
-    right &= mask == (places < lengths[:, None])
-    return float((~right.all(1) | (lengths == 0)).sum())
+    correct = torch.where(
+        rollout.truncated[:, None], ~ends & (lengths[:, None] == limit), ends_last
+    )
+    correct &= mask == (places < lengths[:, None])
+    return float((~correct.all(1) | (lengths == 0)).sum())
 
 
 def ratio_error(batch: TrainingBatch, now: TokenLogprobs) -> float:
-    """Log-ratio of the first optimizer step: of the learning policy to the one that sampled.
+    """Return the log-ratio of the first optimizer step, which must be 0.
 
     Args:
         batch: N rows.
-        now: the policy's view of them in the mode that it learns in.
+        now: their log-probabilities under the policy, in the mode of the update.
     """
     old = batch.old_logprobs
     old = batch.sampler_logprobs if old is None else old
@@ -397,38 +474,38 @@ def ratio_error(batch: TrainingBatch, now: TokenLogprobs) -> float:
 
 def reference_errors(
     learner: Learner, batch: TrainingBatch, now: TokenLogprobs, conditions: Conditions
-) -> dict[str, float]:
-    """How far the reference is from the start of training, and whether it stays where it is.
+) -> dict[Invariant, float]:
+    """Measure the distance of the reference from the initial policy, and that it stays fixed.
 
     Args:
         learner: with a reference.
         batch: N rows, scored by the reference.
-        now: the policy's view of them.
+        now: their log-probabilities under the policy.
         conditions: of the run.
     """
-    errors = {}
+    errors: dict[Invariant, float] = {}
     before, mask = batch.ref_logprobs, batch.loss_mask
     assert before is not None
     assert learner.reference is not None
-    with moved(learner):
+    with moved_policy(learner):
         after = learner.reference_logprobs(batch.tokens)
     assert after is not None
     movement = float(row_gaps(after - before, mask).max())
     trained = any(p.requires_grad for p in learner.reference.parameters())
-    errors["3 the reference stays where it is"] = math.inf if trained else movement
+    errors[Invariant.FROZEN_REFERENCE] = math.inf if trained else movement
     if conditions.fresh_reference:
         gap = row_gaps(now.logprobs - before, mask).max()
-        errors["3 KL to the fresh reference is 0"] = float(gap)
+        errors[Invariant.INITIAL_KL] = float(gap)
     return errors
 
 
 @contextmanager
-def moved(learner: Learner) -> Iterator[None]:
-    """The policy after a step in its last trained parameter, which is taken back exactly."""
+def moved_policy(learner: Learner) -> Iterator[None]:
+    """Move the last trained parameter of the policy, and restore it exactly."""
     last = [p for p in learner.policy.parameters() if p.requires_grad][-1].data
     before = last.clone()
     last += torch.linspace(-1, 1, last.numel(), dtype=last.dtype, device=last.device).view_as(last)
-    torch.clear_autocast_cache()  # or the parameter in lower precision would stay
+    torch.clear_autocast_cache()  # autocast caches a copy of the parameter in lower precision
     try:
         yield
     finally:
@@ -437,9 +514,10 @@ def moved(learner: Learner) -> Iterator[None]:
 
 
 def split_error(learner: Learner, batch: TrainingBatch) -> float:
-    """Norm of the difference of two gradients over their norm: all rows at once, and one by one.
+    """Compare the gradient of one large micro-batch with that of one row per micro-batch.
 
-    The advantages are positive and unequal: identical completions would otherwise cancel.
+    Returns the norm of the difference over the norm. The advantages are positive and unequal:
+    those of identical completions would otherwise cancel.
     """
     weight = torch.arange(len(batch), device=batch.advantages.device)[:, None] % 3
     batch = replace(batch, advantages=(1 + weight) * batch.loss_mask.float())
@@ -452,14 +530,15 @@ def split_error(learner: Learner, batch: TrainingBatch) -> float:
 
 
 def gradient(learner: Learner, batch: TrainingBatch, limits: BatchLimits) -> list[Tensor]:
-    """The gradient of one optimizer step, smallest parameters first, up to `WATCHED` numbers.
+    """Compute the gradient of one optimizer step without changing `.grad`.
 
-    It goes to no `.grad`, and past the hooks that reduce it over processes.
+    Smallest parameters first, up to `MAX_GRADIENT_NUMBERS`. `torch.autograd.grad` does not call the
+    hooks that reduce gradients over ranks.
     """
     parameters = [p for p in learner.policy.parameters() if p.requires_grad]
     parameters.sort(key=Tensor.numel)
     sizes = torch.tensor([p.numel() for p in parameters]).cumsum(0)
-    parameters = parameters[: max(1, int((sizes <= WATCHED).sum()))]
+    parameters = parameters[: max(1, int((sizes <= MAX_GRADIENT_NUMBERS).sum()))]
     total = [widened(torch.zeros_like(p)) for p in parameters]
     for output, _ in learner.losses(batch, limits):
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)

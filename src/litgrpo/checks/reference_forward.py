@@ -1,4 +1,4 @@
-"""The library's own forward pass over a rollout: what all other log-probabilities must equal."""
+"""Forward pass of transformers over a rollout: the baseline of all other log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from litgrpo.types import Rollout
 
 @dataclass(frozen=True)
 class ReferenceForward:
-    """What the library's own forward pass says of a rollout, row by row and without padding.
+    """Log-probabilities of a rollout from a plain forward pass, row by row and without padding.
 
     Args:
         logprobs: [N, C] log-probability among all tokens, after temperature.
-        least: [N, C] least log-probability that a sampler can have had, given its filters.
-        most: [N, C] the largest; it differs from the least where a token is at a filter's edge.
-        out_of_support: [N, C] how far (nats) a token is below those that may be drawn; 0: not
-            at all.
+        least: [N, C] smallest log-probability that the sampler can have, given its filters.
+        most: [N, C] the largest; it differs from `least` if a token is at the edge of a filter.
+        out_of_support: [N, C] distance (nats) of a token below the candidate set; 0 inside of it.
+
+    Example:
+        One token, sampled without filters, whose candidates are all tokens::
+
+            ReferenceForward(
+                logprobs=tensor([[-0.7]]),
+                least=tensor([[-0.7]]),
+                most=tensor([[-0.7]]),
+                out_of_support=tensor([[0.0]]),
+            )
     """
 
     logprobs: Tensor
@@ -31,11 +40,11 @@ class ReferenceForward:
     out_of_support: Tensor
 
     def sampler_error(self, rollout: Rollout) -> float:
-        """Distance of the sampler's log-probabilities from the possible ones."""
+        """Largest distance of the sampler's log-probabilities from the possible ones."""
         return float(self.sampler_gaps(rollout).max())
 
     def sampler_gaps(self, rollout: Rollout) -> Tensor:
-        """[N] the same for each row."""
+        """[N] distance of each row, mean over its tokens."""
         given = rollout.sampler_logprobs
         off = torch.maximum(self.least - given, given - self.most).clamp(min=0)
         off = off + self.out_of_support
@@ -50,14 +59,14 @@ def reference_forward(
     slack: float,
     prompt_of: Tensor | None = None,
 ) -> ReferenceForward:
-    """Score each completion after its prompt by a forward pass of its own.
+    """Score each completion after its prompt in a separate forward pass.
 
     Args:
-        policy: whose library model is asked.
+        policy: its transformers model computes the logits.
         rollout: N completions.
-        sampling: what they were drawn by.
-        slack: how much a probability may be off at the edge of a filter.
-        prompt_of: [N] the prompts to score them after; not given: n // G.
+        sampling: settings that they were generated with.
+        slack: tolerance of a probability at the edge of a filter.
+        prompt_of: [N] prompt of each completion; None: n // G.
     """
     policy.train(False)
     prompts, rows = rollout.prompts, torch.arange(len(rollout.completion_ids))
@@ -70,22 +79,22 @@ def reference_forward(
         logits = policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), tokens[None])
         scores = (widened(logits[0, :-1]) / sampling.policy_temperature).log_softmax(-1)
         logprobs = scores.gather(-1, tokens[:, None]).squeeze(-1)
-        (wide, edge), (narrow, _) = (kept(scores, sampling, by) for by in (slack, -slack))
+        (wide, edge), (narrow, _) = (kept_mass(scores, sampling, by) for by in (slack, -slack))
         off = (edge - logprobs - slack).clamp(min=0)
         parts[:, row, :length] = torch.stack([logprobs, logprobs - wide, logprobs - narrow, off])
     return ReferenceForward(*parts)
 
 
-def kept(scores: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor, Tensor]:
-    """Which tokens the filters leave, written down a second time and independently.
+def kept_mass(scores: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor, Tensor]:
+    """Apply the sampling filters, in an implementation independent of the sampler.
 
     Args:
         scores: [n, V] log-probabilities.
         sampling: the filters.
-        slack: keep a little more, or less where it is negative.
+        slack: keep a little more, or less if negative.
 
     Returns:
-        [n] log-probability of all tokens that are left, and [n] of the least likely of them.
+        [n] log-probability of the candidate set, and [n] of its least likely token.
     """
     if not (sampling.truncated or sampling.greedy):
         return scores.new_zeros(len(scores)), scores.new_full((len(scores),), -torch.inf)
