@@ -2,8 +2,9 @@ import logging
 
 import pytest
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 
+from litgrpo.data.modules import PromptData
 from litgrpo.models.loading import LoRA
 from litgrpo.training.optim import WarmupLinear
 from litgrpo.training.run_setup import GRPO_RATES, SFT_RATES, resolve_run_length
@@ -108,3 +109,34 @@ def test_an_eps_of_zero_in_float16_is_rejected():
 
     with raises_for("eps", "float16"):
         train(half_precision(1e-8), batches("a", "b"))
+
+
+class SavesAfter(Callback):
+    """Notes the prompts of each iteration, and saves a checkpoint after one of them."""
+
+    def __init__(self, iteration, path):
+        self.iteration, self.path, self.prompts = iteration, path, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.prompts.append(batch.prompts)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if pl_module.iteration == self.iteration:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("epochs", [2, -1], ids=["max_epochs", "default length"])
+def test_counting_the_batches_of_an_epoch_keeps_the_data_position_of_a_resume(epochs, tmp_path):
+    """Without `max_iterations`, the run's length is counted before the data position is loaded."""
+
+    def run(ckpt=None):
+        grpo, saves = module(max_iterations=None), SavesAfter(4, tmp_path / "four.ckpt")
+        data = PromptData(["ab", "cd", "what", "is", "this", "now"], batch_size=2)
+        train(grpo, data, ckpt, max_epochs=epochs, callbacks=[saves])
+        return saves.prompts, grpo
+
+    prompts, whole = run()
+    later_prompts, resumed = run(tmp_path / "four.ckpt")
+    assert later_prompts == prompts[4:]
+    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
