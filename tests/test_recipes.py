@@ -170,7 +170,7 @@ def test_a_run_whose_servers_are_away_ends_in_a_line_and_a_code_of_its_own(
     words += ["--model.engine.init_args.wait_s", "0", "--run_dir", tmp_path / "run"]
     assert program("fit", *words, "--trainer.accelerator", "cpu") == 75
     said = capsys.readouterr().err
-    assert "error: No vLLM server answers: http://127.0.0.1:9 away" in said
+    assert "error: No vLLM server responds: http://127.0.0.1:9 unavailable" in said
     assert "Traceback" not in said
 
 

@@ -27,7 +27,7 @@ RECIPE = [
 SERVER = ["-c", str(CONFIGS / "hardware/server.yaml")]
 NATIVE = [
     "--model.engine.init_args.weight_transfer",
-    "litgrpo.rollout.engines.vllm.NcclTransfer",
+    "litgrpo.rollout.engines.weight_transfer.NcclTransfer",
 ]
 # Fewer rows at once, others queue.
 QUEUE = ["--model.engine", "litgrpo.rollout.engines.local.LocalEngine"]

@@ -69,7 +69,7 @@ def f24(bench: Any) -> dict[str, str]:
         code = run.go()
         watching.join()
     wrong = "" if code == 0 else f"exit code {code}: {run.said[-500:]}"
-    for said in ("is away", "had weights of version default; published again"):
+    for said in ("is unavailable", "had weights of version default; sent again"):
         wrong = wrong or ("" if said in run.said else f"not said: {said}")
     return {"killed": wrong or ", ".join(differences(run, expected))}
 
@@ -80,7 +80,7 @@ def f25(bench: Any) -> dict[str, str]:
     with server(port, "--keeps"):
         run = Run(bench.folder / "F25", recipe(port))
         code = run.go()
-    good = code == 2 and "answers with weights of version default, but 0-" in run.said
+    good = code == 2 and "samples with weights of version default, although" in run.said
     return {"stale": "" if good else f"exit code {code}: {run.said[-500:]}"}
 
 

@@ -8,7 +8,7 @@ from litgrpo.rollout.template_probes import list_probe_roles
 from litgrpo.rollout.turn_format import ChatFormat, TemplateFormat
 
 ASKS = "{% if add_generation_prompt %}"
-# Tools in a system message, results in user messages; thoughts are dropped after a later user message.
+# Tools in a system message, results in user messages; a later user message drops thoughts.
 QWEN = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -60,7 +60,7 @@ MERGES = [("Ċ", "Ċ"), ("t", "h"), ("Ċ", "3"), ("Ċ", "I"), ("1", "7"), ("Ġ",
 
 
 def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of bytes and a few pairs of bytes, also across line breaks, and the special tokens."""
+    """Build a tokenizer of bytes, a few pairs of them (also of line breaks), and special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*SPECIAL, *alphabet, *("".join(pair) for pair in MERGES)]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -88,7 +88,7 @@ def spacing_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 def chat_format(template: str, *ends: str, **settings) -> ChatFormat:
-    """Return the chat format of a template whose turns end with these tokens (default: `<|im_end|>`)."""
+    """Return a template's chat format; `ends` are its end tokens, by default `<|im_end|>`."""
     tokenizer = merging_tokenizer(template)
     end_ids = tokenizer.convert_tokens_to_ids([*(ends or ["<|im_end|>"])])
     chat = settings.pop("chat", Chat())

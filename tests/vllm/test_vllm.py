@@ -13,13 +13,16 @@ from litgrpo.models.loading import load_policy
 from litgrpo.rewards.reward import Reward
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import FolderSender, ServerEngine, ServerFailure
+from litgrpo.rollout.engines.vllm import ServerEngine
+from litgrpo.rollout.engines.vllm_client import ServerFailure
+from litgrpo.rollout.engines.weight_transfer import FolderSender
 from litgrpo.rollout.sampling import Sampling, draw_uniforms
 from litgrpo.rollout.turn_format import InlineFormat
 from litgrpo.training.grpo import GRPO
 from litgrpo.types import PromptBatch
 from tests.support.gloo import run_by
 from tests.support.playing import Echo, episodes_of
+from tests.support.raises import raises_for
 from tests.support.training import loader, train
 from tests.support.turns_support import KEY
 from tests.support.turns_support import assert_same as assert_same_turns
@@ -34,7 +37,7 @@ MODEL = "builtin:tiny-gemma2"
 TEXTS, GROUP, LENGTH = ("12+5=", "3+4=", "What is 7+88?", "6+6="), 8, 40
 
 
-def moved(policy, size=0.003):
+def perturb(policy, size=0.003):
     """Other weights, as training makes them."""
     with torch.no_grad():
         for weight in policy.parameters():
@@ -47,7 +50,7 @@ def folder(tmp_path_factory):
     """A model of the same kind whose weights are not the policy's."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
-    export(moved(load_policy(MODEL), 0.05), path)
+    export(perturb(load_policy(MODEL), 0.05), path)
     return path
 
 
@@ -79,7 +82,7 @@ def digits(prompts, completions):
     return [sum(letter.isdigit() for letter in text) / LENGTH for text in completions]
 
 
-def trained(engine):
+def train_weights(engine):
     """Weights after four iterations; the invariants are measured before the first."""
     sizes = {"group_size": GROUP, "max_completion_length": LENGTH, "max_iterations": 4}
     grpo = GRPO(MODEL, {"digits": Reward(digits)}, engine=engine, **sizes)
@@ -89,8 +92,8 @@ def trained(engine):
 
 
 def test_four_iterations_end_in_the_weights_of_the_local_engine_bit_for_bit(uniforms):
-    found = trained(ServerEngine([uniforms], send_uniforms=True))
-    expected = trained(LocalEngine())
+    found = train_weights(ServerEngine([uniforms], send_uniforms=True))
+    expected = train_weights(LocalEngine())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     start = load_policy(MODEL).state_dict()
     assert not all(torch.equal(found[name], start[name]) for name in expected)
@@ -115,7 +118,7 @@ def test_new_weights_are_followed(uniforms):
     policy, engine = load_policy(MODEL).eval(), ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(policy, 0)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-4
-    moved(policy, 0.02)
+    perturb(policy, 0.02)
     assert gap(policy, engine.generate(requests_for(policy))) > 0.1
     engine.sync_weights(policy, 1)
     found = engine.generate(requests_for(policy))
@@ -133,9 +136,9 @@ class Forgets(FolderSender):
 def test_other_weights_are_refused_by_the_invariants(uniforms, folder):
     engine = ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(load_policy(str(folder)), 0)  # back to those of another model
-    engine.fleet.sender.__class__ = Forgets
+    engine.pool.sender.__class__ = Forgets
     with pytest.raises(ValueError, match="1 cached decoding equals the full forward"):
-        trained(engine)
+        train_weights(engine)
 
 
 def test_a_skipped_publish_is_refused_by_its_version(uniforms):
@@ -143,7 +146,7 @@ def test_a_skipped_publish_is_refused_by_its_version(uniforms):
     mine, other = (ServerEngine([uniforms], send_uniforms=True, retries=n) for n in (0, 1))
     mine.sync_weights(policy, 0)
     other.sync_weights(policy, 0)
-    with pytest.raises(ServerFailure, match=f"weights of version {other.fleet.version}"):
+    with raises_for(other.pool.version, error=ServerFailure):
         mine.generate(requests_for(policy))
 
 
@@ -151,13 +154,13 @@ def test_an_episode_is_that_of_the_local_engine(uniforms):
     policy, engine = load_policy(MODEL).eval(), ServerEngine([uniforms], send_uniforms=True)
     engine.sync_weights(policy, 0)
 
-    def played(engine):
+    def play(engine):
         given = episodes_of(Echo(lengths=(3, 1, 5)), max_turn_tokens=12)
         given.turn_format = InlineFormat(policy.tokenizer)
         return given.play(engine, requests_for(policy), KEY)
 
-    found = played(engine)
-    assert_same_turns(found, played(LocalEngine()))
+    found = play(engine)
+    assert_same_turns(found, play(LocalEngine()))
     assert int(found.turns.max()) > 0
     assert gap(policy, found) < 1e-4
 

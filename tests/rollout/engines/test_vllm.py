@@ -13,22 +13,21 @@ from litgrpo.models.export import export
 from litgrpo.models.loading import LoRA, build_policy, load_policy
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import LocalEngine
-from litgrpo.rollout.engines.vllm import (
-    ColocatedEngine,
-    FolderTransfer,
-    NcclTransfer,
+from litgrpo.rollout.engines.vllm import ColocatedEngine, ServerEngine
+from litgrpo.rollout.engines.vllm_client import (
     Server,
-    ServerEngine,
     ServerFailure,
     ServersUnavailable,
     ServerUnavailable,
 )
+from litgrpo.rollout.engines.weight_transfer import FolderTransfer, NcclTransfer
 from litgrpo.rollout.sampling import Sampling
 from litgrpo.rollout.stop_sequences import StopStrings
 from tests.rollout.engines.two_processes import one_of_two
 from tests.support.engines import GROUP, TEXTS, assert_same, ragged, uniforms_for
 from tests.support.models import byte_tokenizer, prompt_batch, tiny_model, tiny_policy
 from tests.support.playing import Echo
+from tests.support.raises import raises_for
 from tests.support.server import requests_for
 from tests.support.training import loader, module, train
 from tests.support.turns_support import TEXTS as EPISODES
@@ -55,8 +54,8 @@ def server(folder):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("litgrpo.rollout.engines.vllm.PAUSE_S", 0.02)
-    monkeypatch.setattr("litgrpo.rollout.engines.vllm.AWAY_S", 0.2)
+    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.PAUSE_S", 0.02)
+    monkeypatch.setattr("litgrpo.rollout.engines.server_pool.UNAVAILABLE_S", 0.2)
 
 
 def engine_of(*servers, **settings):
@@ -64,14 +63,14 @@ def engine_of(*servers, **settings):
     return ServerEngine([each.url for each in servers], **given)
 
 
-def synced(engine, policy, number=0):
+def sync(engine, policy, number=0):
     engine.sync_weights(policy, number)
     return engine
 
 
 def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
     policy = ragged(tiny_policy("qwen2"))
-    found = synced(engine_of(server), policy).generate(requests_for(policy))
+    found = sync(engine_of(server), policy).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     assert len(set(found.lengths.tolist())) > 1
     assert {len(each["token_ids"]) for each in server.asked} == {len(t) + 1 for t in TEXTS}
@@ -80,7 +79,7 @@ def test_a_server_says_with_our_numbers_what_the_local_engine_says(server):
 def test_two_servers_share_the_prompts_and_say_the_same(server, folder):
     policy = ragged(tiny_policy("qwen2"))
     with StandIn(folder) as other:
-        found = synced(engine_of(server, other), policy).generate(requests_for(policy))
+        found = sync(engine_of(server, other), policy).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     # Rows of one prompt go to one server, where they share its prefix.
     asked = [{len(each["token_ids"]) for each in one.asked} for one in (server, other)]
@@ -93,7 +92,7 @@ def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server
     server.mode = "processed_logprobs"
     engine, asked = engine_of(server, send_uniforms=False), requests_for(policy, Sampling(0.7))
     assert not engine.exact_logprobs
-    one, two = (synced(engine, policy, n).generate(asked) for n in range(2))
+    one, two = (sync(engine, policy, n).generate(asked) for n in range(2))
     assert_same(one, two)
     other = engine.generate(replace(asked, uniforms=asked.uniforms.flip(0)))
     assert other.token_lists() != one.token_lists()
@@ -104,13 +103,13 @@ def test_seeds_repeat_a_rollout_and_its_log_probabilities_are_the_policys(server
 def test_new_weights_are_followed_and_only_the_last_folder_is_left(server, tmp_path):
     policy = ragged(tiny_policy("qwen2"))
     engine = engine_of(server, weight_transfer=FolderTransfer(str(tmp_path / "versions")))
-    synced(engine, policy)
+    sync(engine, policy)
     with torch.no_grad():
         policy.model.lm_head.weight.mul_(1.5)
-    found = synced(engine, policy, 1).generate(requests_for(policy))
+    found = sync(engine, policy, 1).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
     (last,) = (tmp_path / "versions").iterdir()
-    assert last.name == engine.fleet.version == server.version
+    assert last.name == engine.pool.version == server.version
     asides = ("/server_info", "/weight_info", GENERATE)
     order = [path for path in server.seen if path not in asides]
     one = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
@@ -123,14 +122,14 @@ def test_adapters_are_merged_before_they_are_published(server):
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             weight.add_(0.3 * ("lora_B" in name))
-    found = synced(engine_of(server), policy).generate(requests_for(policy))
+    found = sync(engine_of(server), policy).generate(requests_for(policy))
     # Merged weights round differently.
     assert_same(found, LocalEngine().generate(requests_for(policy)), tolerance=1e-4)
 
 
 def test_a_server_that_was_started_anew_gets_the_weights_again_and_is_asked_again(server, folder):
     policy = ragged(tiny_policy("qwen2"))
-    engine = synced(engine_of(server), policy)
+    engine = sync(engine_of(server), policy)
     server.policy, server.version = load_policy(str(folder)).eval(), "default"
     found = engine.generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
@@ -140,42 +139,42 @@ def test_a_server_that_was_started_anew_gets_the_weights_again_and_is_asked_agai
 def test_a_server_that_keeps_its_weights_is_refused_by_their_version(folder):
     policy = tiny_policy("qwen2")
     with StandIn(folder, keeps=True) as server:
-        engine = synced(engine_of(server), policy)
-        with pytest.raises(ServerFailure, match="with weights of version default, but 0-"):
+        engine = sync(engine_of(server), policy)
+        with raises_for("version default", "0-", error=ServerFailure):
             engine.generate(requests_for(policy))
 
 
 def test_what_breaks_off_is_asked_again(server):
     policy = ragged(tiny_policy("qwen2"))
     server.faults = {GENERATE: [500, 503], "/collective_rpc": [503]}
-    found = synced(engine_of(server), policy).generate(requests_for(policy))
+    found = sync(engine_of(server), policy).generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
 
 
-def test_one_of_two_servers_dies_is_named_and_its_rows_go_to_the_other(server, folder, caplog):
+def test_rows_of_an_unavailable_server_go_to_the_other_one(server, folder, caplog):
     policy = ragged(tiny_policy("qwen2"))
     with StandIn(folder) as other:
-        engine = synced(engine_of(server, other), policy)
+        engine = sync(engine_of(server, other), policy)
     found = engine.generate(requests_for(policy))
     assert_same(found, LocalEngine().generate(requests_for(policy)))
-    assert f"vLLM server is away: {other.url}" in caplog.text
-    synced(engine, policy, 1)  # a publish does without it, too
-    assert server.version == engine.fleet.version
+    assert f"vLLM server is unavailable: {other.url}" in caplog.text
+    sync(engine, policy, 1)  # a publish does without it, too
+    assert server.version == engine.pool.version
 
 
 def test_where_no_server_answers_the_run_stops_after_a_while_with_their_addresses(folder):
     policy = tiny_policy("qwen2")
     with StandIn(folder) as server:
-        engine = synced(engine_of(server, wait_s=0.3), policy)
-    for ask in (lambda: engine.generate(requests_for(policy)), lambda: synced(engine, policy, 1)):
+        engine = sync(engine_of(server, wait_s=0.3), policy)
+    for call in (lambda: engine.generate(requests_for(policy)), lambda: sync(engine, policy, 1)):
         with pytest.raises(ServersUnavailable, match=server.url):
-            ask()
+            call()
 
 
 def test_a_server_that_comes_back_is_waited_for(folder):
     policy = ragged(tiny_policy("qwen2"))
     with StandIn(folder) as server:
-        engine = synced(engine_of(server), policy)
+        engine = sync(engine_of(server), policy)
         port = server.server_port
     found = []
     asking = threading.Thread(target=lambda: found.append(engine.generate(requests_for(policy))))
@@ -187,14 +186,14 @@ def test_a_server_that_comes_back_is_waited_for(folder):
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(400, "refuses .status 400.: .*broken"), (404, "VLLM_SERVER_DEV_MODE=1")]
+    ("status", "named"), [(400, "status 400"), (404, "VLLM_SERVER_DEV_MODE=1")]
 )
-def test_a_refusal_is_not_repeated(server, status, said):
+def test_rejected_requests_are_not_repeated(server, status, named):
     policy = tiny_policy("qwen2")
     server.faults = {"/collective_rpc": [status]}
-    with pytest.raises(ServerFailure, match=said):
-        synced(engine_of(server), policy)
-    assert server.seen[-1] == "/resume"  # it goes on for others
+    with raises_for(named, error=ServerFailure):
+        sync(engine_of(server), policy)
+    assert server.seen[-1] == "/resume"  # the server resumes for other clients
 
 
 def cut_short(found):
@@ -204,41 +203,41 @@ def cut_short(found):
 
 
 @pytest.mark.parametrize(
-    ("alter", "said"),
+    ("alter", "named"),
     [
-        (lambda found: found | {"usage": {"prompt_tokens": 99}}, "answers another prompt"),
+        (lambda found: found | {"usage": {"prompt_tokens": 99}}, "another prompt"),
         (cut_short, "--max-model-len"),
     ],
 )
-def test_an_answer_to_something_else_is_refused(server, alter, said):
+def test_responses_that_do_not_match_the_request_are_rejected(server, alter, named):
     policy = tiny_policy("qwen2")
     policy.eos_ids = ()
-    engine = synced(engine_of(server), policy)
+    engine = sync(engine_of(server), policy)
     server.alter = alter
-    with pytest.raises(ServerFailure, match=said):
+    with raises_for(named, error=ServerFailure):
         engine.generate(requests_for(policy))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
-        ({"urls": []}, "urls is empty"),
-        ({"urls": ["localhost:8000"]}, "no address such as"),
-        ({"urls": ["http://8.8.8.8:8000"]}, "a public address"),
-        ({"max_concurrent_requests": 0}, "engine.max_concurrent_requests is 0"),
-        ({"wait_s": -1}, "engine.wait_s is -1"),
+        ({"urls": []}, "model.engine.urls"),
+        ({"urls": ["localhost:8000"]}, "localhost:8000"),
+        ({"urls": ["http://8.8.8.8:8000"]}, "model.engine.allow_public"),
+        ({"max_concurrent_requests": 0}, "engine.max_concurrent_requests"),
+        ({"wait_s": -1}, "engine.wait_s"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_rejected(settings, named):
+    with raises_for(named):
         ServerEngine(**({"urls": ["http://10.0.0.1:8000"]} | settings))
 
 
-def test_a_public_address_needs_its_flag_and_a_name_is_looked_up(monkeypatch):
-    assert ServerEngine(["http://8.8.8.8:8000"], allow_public=True).fleet.servers
+def test_public_addresses_and_names_that_resolve_to_them_need_allow_public(monkeypatch):
+    assert ServerEngine(["http://8.8.8.8:8000"], allow_public=True).pool.servers
     where = [(0, 0, 0, "", ("8.8.4.4", 80))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: where)
-    with pytest.raises(ValueError, match="a public address"):
+    with raises_for("model.engine.allow_public"):
         Server("http://somewhere.example:80").post("/pause")
     monkeypatch.undo()
     with pytest.raises(ServerUnavailable, match="nowhere"):
@@ -246,28 +245,28 @@ def test_a_public_address_needs_its_flag_and_a_name_is_looked_up(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "send_uniforms", "said"),
+    ("sampling", "send_uniforms", "named"),
     [
-        (Sampling(top_k=5), False, "sampling has top_k 5"),
-        (Sampling(temperature=0.7), True, "temperature is 0.7, but"),
+        (Sampling(top_k=5), False, "top_k 5"),
+        (Sampling(temperature=0.7), True, "model.sampling.temperature is 0.7"),
     ],
 )
-def test_sampling_that_a_server_cannot_tell_of_is_refused(server, sampling, send_uniforms, said):
+def test_sampling_that_a_server_cannot_report_is_rejected(server, sampling, send_uniforms, named):
     policy = tiny_policy("qwen2")
-    with pytest.raises(ValueError, match=said):
+    with raises_for(named):
         engine_of(server, send_uniforms=send_uniforms).generate(requests_for(policy, sampling))
 
 
-def test_encoder_decoders_are_refused(server):
-    with pytest.raises(ValueError, match="encoder-decoder"):
+def test_encoder_decoders_are_rejected(server):
+    with raises_for("encoder-decoder"):
         engine_of(server).generate(requests_for(tiny_policy("t5")))
 
 
-def test_stop_strings_end_completions_where_they_do_elsewhere(server):
+def test_stop_strings_end_completions_as_with_the_local_engine(server):
     policy = tiny_policy("qwen2")
     stops = StopStrings(("e", "7"), policy.tokenizer, policy.vocab_size)
     asked = requests_for(policy, stops=stops)
-    engine = synced(engine_of(server), policy)
+    engine = sync(engine_of(server), policy)
     found, expected = (
         stops.cut_tokens(each.generate(asked), policy.pad_id, static_shapes=False)
         for each in (engine, LocalEngine())
@@ -276,10 +275,10 @@ def test_stop_strings_end_completions_where_they_do_elsewhere(server):
     assert server.asked[0]["sampling_params"]["stop"] == ["e", "7"]
 
 
-def test_turns_are_those_of_the_local_engine_and_begin_with_what_was_said(server):
+def test_turns_equal_the_local_engine_and_requests_contain_the_whole_row(server):
     policy = ending(tiny_policy("qwen2"))
     asked = requests_of(policy)
-    found = played(synced(engine_of(server), policy), asked, Echo())
+    found = played(sync(engine_of(server), policy), asked, Echo())
     assert_same_turns(found, played(LocalEngine(), asked, Echo()))
     lengths = {len(each["token_ids"]) for each in server.asked}
     assert len(lengths) > len(EPISODES)
@@ -292,20 +291,20 @@ def test_turns_are_those_of_the_local_engine_and_begin_with_what_was_said(server
     assert any(last[len(row) :] == ids[: len(last) - len(row)] for ids in said)
 
 
-def trained(engine, **settings):
+def train_weights(engine, **settings):
     grpo = module(max_iterations=4, engine=engine, **settings)
     train(grpo, loader(prompt_batch("a", "hello there")))
     return grpo.policy.state_dict()
 
 
 def test_four_iterations_end_in_the_weights_of_the_local_engine(server):
-    found, expected = trained(engine_of(server)), trained(LocalEngine())
+    found, expected = train_weights(engine_of(server)), train_weights(LocalEngine())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    # The invariants are measured on weights that are published, too.
+    # The start-up checks publish weights once more.
     assert server.seen.count("/collective_rpc") == 5
 
 
-def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(server, caplog):
+def test_with_seeds_old_log_probabilities_and_importance_correction_are_automatic(server, caplog):
     server.mode = "processed_logprobs"
     grpo = module(engine=engine_of(server, send_uniforms=False))
     assert grpo.coefficients.objective.importance_correction is not None
@@ -319,20 +318,20 @@ def test_with_seeds_old_log_probabilities_and_the_correction_come_by_themselves(
     ("send_uniforms", "mode", "other"),
     [(False, "raw_logprobs", "processed"), (True, "processed_logprobs", "raw")],
 )
-def test_log_probabilities_of_another_distribution_are_refused(server, send_uniforms, mode, other):
+def test_another_logprobs_mode_is_rejected(server, send_uniforms, mode, other):
     server.mode = mode
-    with pytest.raises(ServerFailure, match=f"--logprobs-mode {mode}: start it with {other}"):
-        synced(engine_of(server, send_uniforms=send_uniforms), tiny_policy("qwen2"))
+    with raises_for(mode, other, error=ServerFailure):
+        sync(engine_of(server, send_uniforms=send_uniforms), tiny_policy("qwen2"))
 
 
-def test_native_weights_need_a_gpu():
+def test_nccl_transfer_needs_a_gpu():
     require(not torch.cuda.is_available(), "this test is of a machine without one")
-    with pytest.raises(ValueError, match="sends by NCCL from a GPU"):
-        _ = ServerEngine(["http://127.0.0.1:1"], NcclTransfer()).fleet
+    with raises_for("model.engine.weight_transfer"):
+        _ = ServerEngine(["http://127.0.0.1:1"], NcclTransfer()).pool
 
 
 @pytest.mark.timeout(900)
-def test_of_two_processes_the_first_publishes_and_each_asks_for_its_own(server, tmp_path):
+def test_rank_0_publishes_and_each_rank_requests_its_own_prompts(server, tmp_path):
     given = (server.url, str(tmp_path / "meet"), str(tmp_path))
     torch.multiprocessing.spawn(one_of_two, given, nprocs=2)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
@@ -346,7 +345,7 @@ def test_of_two_processes_the_first_publishes_and_each_asks_for_its_own(server, 
 
 
 class LLM:
-    """Samples as the server's stand-in does."""
+    """Samples as the stand-in server does."""
 
     def __init__(self, model, **given):
         self.given, self.did = given, []
@@ -395,7 +394,7 @@ def gap(policy, rollout):
     return float(off.detach().abs().masked_fill(~rollout.loss_mask, 0).max())
 
 
-def test_it_samples_with_the_weights_of_the_last_publish_and_sleeps_between(vllm):
+def test_vllm_samples_with_the_last_published_weights_and_sleeps_in_between(vllm):
     policy, engine = ragged(tiny_policy("qwen2")), ColocatedEngine()
     engine.sync_weights(policy, 0)
     assert gap(policy, engine.generate(requests_for(policy))) < 1e-5
@@ -410,7 +409,7 @@ def test_it_samples_with_the_weights_of_the_last_publish_and_sleeps_between(vllm
     assert not engine.exact_logprobs
 
 
-def test_rows_that_have_heard_are_sampled_together(vllm):
+def test_rows_with_an_observation_are_sampled_together(vllm):
     policy, engine = ending(tiny_policy("qwen2")), ColocatedEngine(enable_sleep_mode=False)
     engine.sync_weights(policy, 0)
     asked = requests_of(policy)
@@ -420,22 +419,22 @@ def test_rows_that_have_heard_are_sampled_together(vllm):
     assert engine.llm.did == ["generate"] * (int(found.turns.max()) + 1)
 
 
-def test_without_vllm_the_remedy_is_named(monkeypatch):
+def test_a_missing_vllm_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "")
     policy, engine = tiny_policy("qwen2"), ColocatedEngine()
     engine.sync_weights(policy, 0)
-    with pytest.raises(ValueError, match="ColocatedEngine needs vLLM in this environment"):
+    with raises_for("ColocatedEngine", "pip install vllm"):
         engine.generate(requests_for(policy))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"max_model_len": 0}, "is 0"),
     ],
 )
-def test_colocated_settings_out_of_range_are_rejected(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_colocated_settings_out_of_range_are_rejected(settings, named):
+    with raises_for(named):
         ColocatedEngine(**settings)
