@@ -1,8 +1,6 @@
-"""A causal policy's log-probabilities and gradients against those of a widely used trainer."""
+"""A causal policy has the log-probabilities and gradients of TRL 1.16.0."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,19 +9,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from litgrpo.models.loading import build_policy
 from litgrpo.types import TokenRows
+from tests.oracle import reference
 from tests.support.models import byte_tokenizer
 
-FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
-if not FOLDER.is_dir():
-    pytest.skip(f"the oracle is not here: {FOLDER}", allow_module_level=True)
+CASE = reference.CASES["model"]
+ARRAYS = {
+    name: torch.from_numpy(array)
+    for name, array in reference.ARRAYS.items()
+    if name.startswith(("D/", "in/"))
+}
 
-CASE = json.loads((FOLDER / "oracle.json").read_text())["model"]
-with np.load(FOLDER / "oracle.npz") as file:
-    ARRAYS = {name: torch.from_numpy(file[name]) for name in file if name[:2] in ("D/", "in")}
 
-
-def oracle_model(dtype):
-    """The oracle's two-layer Qwen2, with its weights."""
+def qwen2(dtype):
+    """Return the two-layer Qwen2 whose log-probabilities TRL computed."""
     config = AutoConfig.for_model("qwen2", **CASE["config"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     weights = {name: ARRAYS[f"D/model/{name}"] for name in model.state_dict()}
@@ -39,8 +37,8 @@ def tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_log_probabilities_and_gradients_equal_the_oracle(dtype):
-    policy = build_policy(oracle_model(dtype), byte_tokenizer())
+def test_log_probabilities_and_gradients_equal_those_of_trl(dtype):
+    policy = build_policy(qwen2(dtype), byte_tokenizer())
     new = policy.logprobs(tokens(), temperature=CASE["temperature"])
     np.testing.assert_allclose(new.logprobs.detach(), ARRAYS[CASE["logps"]], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(new.entropy, ARRAYS[CASE["entropies"]], rtol=1e-5, atol=1e-5)
@@ -54,9 +52,9 @@ def test_log_probabilities_and_gradients_equal_the_oracle(dtype):
         assert error < 1e-5, f"{name} differs by {error:.1e}"
 
 
-def test_padding_holds_junk_and_does_not_matter():
+def test_tokens_at_padding_positions_do_not_change_log_probabilities():
     rows = tokens()
-    policy = build_policy(oracle_model(torch.float64), byte_tokenizer())
+    policy = build_policy(qwen2(torch.float64), byte_tokenizer())
     junk = replace(
         rows,
         prompt_ids=torch.where(rows.prompt_mask, rows.prompt_ids, 7),

@@ -1,8 +1,7 @@
-"""Cases of the oracle, computed by our public objects: numpy in, numpy out.
+"""Compute TRL's cases with litgrpo's public objects: numpy in, numpy out.
 
-A case's settings are mapped one to one. Beyond that only its accumulation settings scale the
-result: our weights are made for all rows of an optimizer step at once, the oracle's loss is that of
-one micro-batch.
+Settings are mapped one to one. In addition, the accumulation settings scale the result: litgrpo
+normalizes over all rows of an optimizer step at once, TRL over one micro-batch.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _tensor(arrays: Arrays, name: str) -> Tensor:
 
 
 def _surrogate(case: Case) -> Surrogate:
-    """The surrogate of a case; the oracle's CISPO cap is `epsilon_high`, of which we may warn."""
+    """Surrogate of a case. TRL's CISPO cap is `epsilon_high`; low caps warn in litgrpo."""
     low, high = case["epsilon"], case["epsilon_high"]
     high = low if high is None else high
     k_positive, lam_positive, k_negative, lam_negative = case["vespo"]
@@ -67,7 +66,7 @@ def _surrogate(case: Case) -> Surrogate:
 
 
 def objective(case: Case) -> Objective:
-    """The objective of a loss case."""
+    """Build the objective of a loss case."""
     correction = None
     if case["is_ratio"] is not None:
         level = "token" if case["is_ratio"] == "token" else "sequence"
@@ -87,14 +86,14 @@ def objective(case: Case) -> Objective:
 
 
 def _sampler_logprobs(case: Case, arrays: Arrays, old: Tensor, mask: Tensor) -> Tensor:
-    """Sampler log-probs; where the oracle is handed ready-made ratios, those that give these."""
+    """Sampler log-probs; if TRL received ratios, those that result in these ratios."""
     if case["is_ratio"] is None:
         return _tensor(arrays, "sampling_logps") if case["sampling"] else old
     if case["is_ratio"] == "token":
         log_ratio = _tensor(arrays, "is_ratio_token").log()
         if case["loss_type"] == "vespo":
-            # The oracle's VESPO takes the product of all ratios it is handed, padding included;
-            # ours looks at real tokens only, so they are handed the whole product.
+            # TRL's VESPO multiplies the ratios of all positions, padding included; litgrpo's
+            # multiplies those of real tokens, so these receive the product of the whole row.
             log_ratio = log_ratio.sum(1, keepdim=True)
         else:
             return old - log_ratio
@@ -103,8 +102,8 @@ def _sampler_logprobs(case: Case, arrays: Arrays, old: Tensor, mask: Tensor) -> 
     return old - log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def _accumulated(case: Case, loss_tokens: Tensor) -> tuple[float, float]:
-    """Factors of the weights and of the entropy bonus due to accumulation over micro-batches."""
+def _accumulation_factors(case: Case, loss_tokens: Tensor) -> tuple[float, float]:
+    """Return the factors of the weights and of the entropy bonus due to accumulation."""
     training = case["mode"] == "train"
     per_micro = 1 / case["ga"] if training else 1.0
     if AGGREGATIONS[case["loss_type"]] != "token_mean":
@@ -116,11 +115,11 @@ def _accumulated(case: Case, loss_tokens: Tensor) -> tuple[float, float]:
 
 
 def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
-    """Loss and its gradients with respect to log-probabilities and entropies.
+    """Compute the loss and its gradients with respect to log-probabilities and entropies.
 
     Args:
-        case: one of the oracle's loss cases.
-        arrays: the oracle's arrays, among them those under `in/`.
+        case: one of TRL's loss cases.
+        arrays: all arrays, among them those under `in/`.
 
     Returns:
         The loss, [8, 12] and [8, 12].
@@ -138,7 +137,7 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
     rows, length = mask.shape
     uncut = torch.zeros(rows, dtype=torch.bool)
     weights = chosen.token_weights(mask, uncut, MAX_COMPLETION_LEN, dtype=torch.float64)
-    of_weights, of_bonus = _accumulated(case, mask.sum().clamp(min=1))
+    of_weights, of_bonus = _accumulation_factors(case, mask.sum().clamp(min=1))
     training_batch = TrainingBatch(
         prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
         prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
@@ -163,7 +162,7 @@ def loss(case: Case, arrays: Arrays) -> tuple[float, np.ndarray, np.ndarray]:
 
 
 def advantages(case: Case, arrays: Arrays) -> np.ndarray:
-    """[8] advantages of one of the oracle's advantage cases."""
+    """Compute the [8] advantages of an advantage case."""
     rewards = torch.from_numpy(np.asarray(arrays[case["rewards"]], dtype=np.float64))
     weights = torch.tensor(case["reward_weights"], dtype=torch.float64)
     grouped = rewards.view(-1, case["num_generations"], rewards.shape[1])
@@ -184,7 +183,7 @@ def advantages(case: Case, arrays: Arrays) -> np.ndarray:
 
 
 def importance(case: Case, arrays: Arrays, old: np.ndarray, sampler: np.ndarray) -> np.ndarray:
-    """[8, 12] or [8, 1] sampler/trainer weights of one of the oracle's importance cases."""
+    """Compute the [8, 12] or [8, 1] importance weights of a case."""
     level, mode = case["mode"].split("_")
     low = 0.0 if case["clip_min"] is None else case["clip_min"]
     correction = ImportanceCorrection(level, mode, low, case["clip_max"])

@@ -1,8 +1,8 @@
-"""Which tasks of reasoning-gym execute the answer that they score: tried, task by task.
+"""Find the tasks of reasoning-gym that execute the answer which they score.
 
 `python -m tests.oracle.reasoning_gym` prints the table of `rewards/builtin/reasoning_gym.py`. Each
-task scores answers that would make a folder; what makes it is executed. It runs what it finds: the
-answers do nothing but make that folder.
+task scores answers that are code to create a folder. If the folder exists afterwards, the task has
+executed its answer. The code does nothing else.
 """
 
 import os
@@ -13,19 +13,19 @@ from importlib.metadata import version
 from litgrpo.rewards.builtin.reasoning_gym import EXECUTED
 
 
-def attempts(gold: str | None, code: str) -> list[str]:
-    """Answers that hold code, alone and where a right answer would stand."""
-    return [code, f"{gold}\n{code}", f"[{code}]", f'{{"a": {code}}}', f"{gold} + {code}"]
+def answers_with_code(reference: str | None, code: str) -> list[str]:
+    """Return answers that contain code, alone and in the formats of reference answers."""
+    return [code, f"{reference}\n{code}", f"[{code}]", f'{{"a": {code}}}', f"{reference} + {code}"]
 
 
 def is_executed(task: str, folder: str) -> bool:
-    """Whether a task executes one of the attempts."""
+    """Return True if a task executes one of the answers."""
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset(task, size=1, seed=1)[0]
     score = reasoning_gym.get_score_answer_fn(task)
     marker = os.path.join(folder, task)
-    for text in attempts(entry["answer"], f"__import__('os').mkdir({marker!r})"):
+    for text in answers_with_code(entry["answer"], f"__import__('os').mkdir({marker!r})"):
         signal.alarm(20)
         try:
             score(text, entry)
@@ -38,7 +38,7 @@ def is_executed(task: str, folder: str) -> bool:
 
 
 def main() -> None:
-    """Print the tasks that execute, and what the table has otherwise."""
+    """Print the tasks that execute answers, and how the table differs."""
     from reasoning_gym.factory import DATASETS
 
     with tempfile.TemporaryDirectory() as folder:
@@ -47,8 +47,8 @@ def main() -> None:
         }
     print(f"reasoning-gym {version('reasoning-gym')}: {len(DATASETS)} tasks; executed:")
     print("\n".join(sorted(found)))
-    other = found ^ (set(EXECUTED) - {"composite"})  # which is made of the others
-    print(f"the table has otherwise: {', '.join(sorted(other)) or 'nothing'}")
+    other = found ^ (set(EXECUTED) - {"composite"})  # "composite" consists of the others
+    print(f"in one list but not in the other: {', '.join(sorted(other)) or 'none'}")
 
 
 if __name__ == "__main__":

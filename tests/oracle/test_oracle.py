@@ -1,9 +1,6 @@
-"""Our objectives against the values and gradients of a widely used trainer, at float64."""
+"""Objectives have the values and gradients of TRL 1.16.0, in float64."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +8,7 @@ import torch
 
 from litgrpo.algorithms.losses import CISPO, Objective
 from tests.oracle.adapter import advantages, importance, loss
-
-FOLDER = Path(__file__).parents[3] / "shared" / "oracle"
-if not FOLDER.is_dir():
-    pytest.skip(f"the oracle is not here: {FOLDER}", allow_module_level=True)
-
-CASES = json.loads((FOLDER / "oracle.json").read_text())
-with np.load(FOLDER / "oracle.npz") as file:
-    ARRAYS = dict(file)
+from tests.oracle.reference import ARRAYS, CASES
 
 
 def name_of(case) -> str:
@@ -26,7 +16,7 @@ def name_of(case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES["loss"], ids=name_of)
-def test_loss_and_gradients_equal_the_oracle(case):
+def test_loss_and_gradients_equal_those_of_trl(case):
     value, grad_logprobs, grad_entropies = loss(case, ARRAYS)
 
     np.testing.assert_allclose(value, ARRAYS[case["loss"]], rtol=1e-9, atol=1e-12)
@@ -37,13 +27,13 @@ def test_loss_and_gradients_equal_the_oracle(case):
 
 
 @pytest.mark.parametrize("case", CASES["advantages"], ids=name_of)
-def test_advantages_equal_the_oracle(case):
+def test_advantages_equal_those_of_trl(case):
     np.testing.assert_allclose(
         advantages(case, ARRAYS), ARRAYS[case["advantages"]], rtol=1e-5, atol=1e-5
     )
 
 
-def test_where_we_differ_equal_rewards_give_exact_zeros_and_the_oracle_leaves_noise():
+def test_equal_rewards_give_exactly_zero_advantages_where_trl_leaves_rounding_noise():
     case = CASES["advantages"][0] | {"rewards": "noisy", "reward_weights": [1.0]}
     noisy = np.float32(0.1) * np.ones((8, 1), np.float32)
     noisy[::2] = np.nextafter(np.float32(0.1), np.float32(1.0))
@@ -52,7 +42,7 @@ def test_where_we_differ_equal_rewards_give_exact_zeros_and_the_oracle_leaves_no
     assert (advantages(case, {"noisy": noisy}) == 0).all()
 
 
-def test_where_we_differ_the_cispo_cap_bounds_the_ratio_and_is_5_by_default():
+def test_the_default_cispo_cap_is_5_and_lower_caps_of_trl_warn():
     capped = [case for case in CASES["loss"] if case["loss_type"] == "cispo"]
 
     assert {case["epsilon_high"] for case in capped} >= {5.0, 0.28}
@@ -62,7 +52,7 @@ def test_where_we_differ_the_cispo_cap_bounds_the_ratio_and_is_5_by_default():
 
 
 @pytest.mark.parametrize("number", range(len(CASES["importance"]["cases"])))
-def test_sampler_weights_equal_the_oracle(number):
+def test_importance_weights_equal_those_of_trl(number):
     case = CASES["importance"]["cases"][number]
     sampler = ARRAYS["in/sampling_logps"].copy()
     sampler[0, 3] = np.nan
@@ -73,10 +63,10 @@ def test_sampler_weights_equal_the_oracle(number):
 
 
 @pytest.mark.parametrize("number", range(len(CASES["truncation"]["cases"])))
-def test_masked_truncated_completions_equal_the_oracle(number):
-    case, oracle = CASES["truncation"]["cases"][number], CASES["truncation"]
-    ends = (oracle["eos_token_id"], oracle["pad_token_id"])
-    truncated = torch.tensor([ids[-1] not in ends for ids in oracle["completion_ids"]])
+def test_masks_of_truncated_completions_equal_those_of_trl(number):
+    case, cases = CASES["truncation"]["cases"][number], CASES["truncation"]
+    ends = (cases["eos_token_id"], cases["pad_token_id"])
+    truncated = torch.tensor([ids[-1] not in ends for ids in cases["completion_ids"]])
     mask = torch.from_numpy(ARRAYS["in/completion_mask"]).bool()
     expected = torch.from_numpy(ARRAYS[case["completion_mask"]]).bool()
     objective = Objective(mask_truncated_completions=case["mask_truncated_completions"])

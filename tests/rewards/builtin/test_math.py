@@ -1,10 +1,8 @@
 """Correct answers get 1, whatever their formatting; nothing else does."""
 
-import json
 import threading
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,8 @@ from litgrpo.rewards.builtin.math import (
 )
 from litgrpo.rewards.calls import Call
 from litgrpo.rewards.process_runner import is_trusted
+from tests.oracle.reference import GSM8K
 from tests.support.raises import raises_for
-
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
 def judge(completion: str, gold: object = "72", **kwargs: object) -> float | None:
@@ -183,9 +180,7 @@ RENDERINGS: dict[str, Callable[[str], str]] = {
 
 
 def test_no_gold_answer_of_gsm8k_fails_in_any_rendering() -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"GSM8K is not at {GSM8K}")
-    worked = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+    worked = [row["answer"] for row in GSM8K]
     golds = [answer.split("#### ")[1].replace(",", "") for answer in worked]
     off_by_one = [tagged(str(int(gold) + 1)) for gold in golds]
     assert set(correctness(golds, [tagged(gold) for gold in golds], answer=worked)) == {1.0}

@@ -14,11 +14,11 @@ from litgrpo.rewards.builtin.length import length
 from litgrpo.rewards.builtin.math import correctness
 from litgrpo.tools.audit.cases import AnswerFormat, Problem
 from litgrpo.tools.audit.run import audit_rewards
+from tests.oracle.reference import GSM8K
 from tests.rewards import faulty_rules
 from tests.support.cases import PROBLEMS
 
 ROOT = Path(__file__).parents[3]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 SOUND = {
     "correct": Reward(correctness, weight=0.8),
     "format": Reward(reasoning_answer, weight=0.2),
@@ -174,19 +174,13 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_the_rewards_of_the_gsm8k_recipe_pass() -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"GSM8K is not at {GSM8K}")
     recipe = yaml.safe_load((ROOT / "configs" / "gsm8k_small.yaml").read_text())
     given = recipe["model"]["init_args"]["rewards"]
-    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[::15]]
-    problems = [Problem(row["question"], row["answer"]) for row in rows]
+    problems = [Problem(row["question"], row["answer"]) for row in GSM8K]
     found = report({name: Reward(**part) for name, part in given.items()}, problems)
     assert found.passed, found.faults
 
 
 def test_gsm8k_has_no_false_negative_and_no_hack_that_pays() -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"GSM8K is not at {GSM8K}")
-    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
-    found = report(problems=[Problem(row["question"], row["answer"]) for row in rows[::10]])
+    found = report(problems=[Problem(row["question"], row["answer"]) for row in GSM8K])
     assert found.passed, found.faults
