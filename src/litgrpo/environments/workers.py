@@ -223,7 +223,8 @@ class EpisodeWorkers(EpisodePool):
             raise ValueError(
                 f"the environment cannot be sent to worker processes ({why}). Give it what can be"
                 " pickled, and open files, locks and connections in reset; or set"
-                " episode.num_workers: 0, which plays in this process, where a hang cannot be ended."
+                " episode.num_workers: 0, which plays in this process, where a hang cannot be"
+                " ended."
             )
         if not self.processes:
             first = self.pool.launch()
