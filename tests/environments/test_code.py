@@ -9,7 +9,9 @@ from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox import bubblewrap
 
 PATH = "litgrpo.environments.code.run_python"
-in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
+in_sandbox = pytest.mark.skipif(
+    not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
+)
 
 
 @in_sandbox
@@ -35,9 +37,9 @@ def test_its_signature_and_docstring_are_a_tools_and_it_can_be_sent_to_a_worker(
 
 def test_without_a_sandbox_the_tool_is_rejected_at_construction(monkeypatch):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
-    bubblewrap.why_not.cache_clear()
+    bubblewrap.unavailable_reason.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"run_python .*apt install"):
             Tools(functions=[PATH])
     finally:
-        bubblewrap.why_not.cache_clear()
+        bubblewrap.unavailable_reason.cache_clear()

@@ -10,7 +10,7 @@ from litgrpo.rewards import ProcessRunner
 from litgrpo.rewards.calls import Call, Message, Question
 from litgrpo.rewards.process_runner import HANDLER
 from litgrpo.workers import pool as pool_module
-from litgrpo.workers.pool import MAX_PICKLED, WorkerPool, packed
+from litgrpo.workers.pool import MAX_PICKLED, WorkerPool, pickle_objects
 from tests.rewards import faulty
 
 PART = {"r": (faulty.lengths, {})}
@@ -29,11 +29,11 @@ def test_no_more_workers_are_given_than_may_run(pool):
     workers = []
     for _ in range(2):
         workers.append(pool.take())
-        pool.ask(workers[-1], ONE_ROW, 60.0)
+        pool.send(workers[-1], ONE_ROW, 60.0)
     assert pool.take() is None
     heard = []
     while len(heard) < 2:
-        heard += pool.answers(wait=True)
+        heard += pool.receive(wait=True)
     assert {worker for worker, _, _ in heard} == set(workers)
     assert [scores.values for _, (_, scores, _), _ in heard] == [[1.0], [1.0]]
     assert pool.take() in workers
@@ -102,8 +102,8 @@ def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reas
 def test_ending_the_busy_leaves_those_that_wait(pool):
     pool.register(PART)
     busy, waiting = pool.launch(), pool.launch()
-    pool.ask(busy, ONE_ROW, 60.0)
-    pool.end_busy()
+    pool.send(busy, ONE_ROW, 60.0)
+    pool.kill_busy()
     assert pool.workers == [waiting]
     assert busy.connection.closed
 
@@ -113,7 +113,7 @@ def test_a_worker_that_died_while_it_waited_is_forgotten(pool):
     worker = pool.take()
     os.kill(worker.pid, signal.SIGKILL)
     while pool.workers:
-        assert pool.answers(wait=False) == []
+        assert pool.receive(wait=False) == []
     assert pool.take() is not worker
 
 
@@ -124,7 +124,7 @@ def test_what_a_worker_waited_for_a_processor_is_not_its_time(pool, tmp_path):
     schedule.write_text("5 1000000000 7\n")
     worker.schedule = os.open(schedule, os.O_RDONLY)
     worker.begin(0.0)
-    now = worker.until + 1.0
+    now = worker.deadline + 1.0
     assert worker.is_late(now)
     schedule.write_text("5 3000000000 7\n")
     assert not worker.is_late(now)  # two seconds more
@@ -133,7 +133,7 @@ def test_what_a_worker_waited_for_a_processor_is_not_its_time(pool, tmp_path):
 
 
 def test_what_must_hold_a_model_is_not_sent():
-    with pytest.raises(ValueError, match="it holds 64 MB"):
-        packed((bytes(MAX_PICKLED + 1), {}))
-    function, settings = pickle.loads(packed((faulty.lengths, {"a": 1})))
+    with pytest.raises(ValueError, match="64 MB"):
+        pickle_objects((bytes(MAX_PICKLED + 1), {}))
+    function, settings = pickle.loads(pickle_objects((faulty.lengths, {"a": 1})))
     assert (function, settings) == (faulty.lengths, {"a": 1})

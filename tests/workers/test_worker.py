@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from litgrpo.workers.failures import MAX_CAUSE, WorkerError, cause_of, portable
+from litgrpo.workers.failures import MAX_CAUSE, WorkerError, cause_of, to_picklable
 from litgrpo.workers.worker import load
 
 
@@ -34,7 +34,7 @@ def test_a_cause_is_one_line_with_the_place_in_the_foreign_file():
         raise ValueError("a\nb" + "x" * 1000)
     except ValueError as error:
         cause = cause_of(error)
-        far = portable(error)
+        far = to_picklable(error)
     assert cause.startswith("ValueError: a bxx")
     assert "(test_worker.py, line" in cause
     assert len(cause) < MAX_CAUSE + 40
@@ -42,4 +42,4 @@ def test_a_cause_is_one_line_with_the_place_in_the_foreign_file():
     assert isinstance(again, WorkerError)
     assert again.cause == cause == cause_of(again)
     assert "Traceback" in str(again)
-    assert portable(again) is again
+    assert to_picklable(again) is again

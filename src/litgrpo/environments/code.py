@@ -19,7 +19,7 @@ def run_python(code: str) -> str:
     Returns:
         What it printed.
     """
-    limits = sandbox.Limits(TIMEOUT_S, MEMORY_MIB, output_chars=MAX_CHARS)
+    limits = sandbox.SandboxLimits(TIMEOUT_S, MEMORY_MIB, output_chars=MAX_CHARS)
     ran = sandbox.run(code, limits)
     if ran.ended:
         return f"{ran.output}\n[ended: more than the limit of {ran.ended}]".strip()
@@ -36,5 +36,5 @@ def require_sandbox() -> None:
     Raises:
         ValueError: there is no sandbox, with the reason and how to install one.
     """
-    reason = sandbox.why_not()
+    reason = sandbox.unavailable_reason()
     require(not reason, f"the tool run_python runs code in a sandbox only, and {reason}")

@@ -108,8 +108,8 @@ class EpisodePlayer:
     def _end(self, episode: int) -> None:
         """Close an episode, if there is one and its environment can be closed."""
         played = self.copies.pop(episode, None)
-        if "close" in dir(played):
-            played.close()  # type: ignore[union-attr]
+        if hasattr(played, "close"):
+            played.close()
 
     def close(self) -> None:
         """End all episodes."""

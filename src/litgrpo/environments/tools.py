@@ -174,7 +174,7 @@ class Tools:
         """End the episode."""
         instance = self._instance
         self._forget()
-        if "close" in dir(instance):
+        if hasattr(instance, "close"):
             resolve(instance.close())
 
     def __getstate__(self) -> dict[str, Any]:

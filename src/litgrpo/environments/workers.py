@@ -143,7 +143,7 @@ class EpisodeWorkers(EpisodePool):
             ValueError: the environment cannot be sent to a process, or loaded there.
             EnvironmentFailure: too many episodes failed.
         """
-        self.pool.end_busy()
+        self.pool.kill_busy()
         self.batch, self.ready = self.batch + 1, {}
         self.failures.reset(starts)
         self._register()
@@ -177,7 +177,7 @@ class EpisodeWorkers(EpisodePool):
         """
         while True:
             patient = wait and not self.ready
-            for worker, answer, _ in self.pool.answers(wait=patient):
+            for worker, answer, _ in self.pool.receive(wait=patient):
                 self._received(worker, answer)
             if self.ready or not patient or not any(each.playing for each in self.processes):
                 break
@@ -209,7 +209,7 @@ class EpisodeWorkers(EpisodePool):
         if self.is_guest:
             mine = [each.worker for each in self.processes if each.worker in self.pool.workers]
             for worker in filter(None, mine):
-                self.pool.end(worker)
+                self.pool.kill(worker)
         else:
             self.pool.close()
         self.processes, self.playing, self.ready = [], [], {}
@@ -219,20 +219,20 @@ class EpisodeWorkers(EpisodePool):
     def _register(self) -> None:
         """Have the environment loaded, and find out how many workers there may be."""
         troubles = self.pool.register({"environment": self.objects})
-        for why in troubles.values():
+        if troubles:
             raise ValueError(
-                f"the environment cannot be sent to worker processes ({why}). Give it what can be"
-                " pickled, and open files, locks and connections in reset; or set"
-                " episode.num_workers: 0, which plays in this process, where a hang cannot be"
-                " ended."
+                f"the environment cannot be sent to worker processes ({troubles['environment']})."
+                " Give it only what can be pickled, and open files, locks and connections in reset;"
+                " or set episode.num_workers: 0, which plays episodes in this process, where a hang"
+                " cannot be stopped."
             )
         if not self.processes:
             first = self.pool.launch()
             self.processes = [WorkerSlot(first)]
             if first is not None and first.launcher.used_up:
                 self.most_workers = min(self.most_workers, MOST_STARTED_ANEW)
-        for error in self.pool.failed.values():
-            raise ValueError(f"the environment's module {error}")
+        if self.pool.failed:
+            raise ValueError(f"the environment's module {self.pool.failed['environment']}")
 
     def _answer_or_ask(self, episode: RunningEpisode) -> None:
         """Answer from the response_log, or let the episode wait for its process."""
@@ -262,7 +262,7 @@ class EpisodeWorkers(EpisodePool):
         turns = tuple(episode.stepped if again else episode.stepped[-1:])
         limit_s = self.timeout_s * (again + len(turns))
         episode.held_by = worker
-        self.pool.ask(worker, PlayRequest(self.batch, episode.number, start, turns), limit_s)
+        self.pool.send(worker, PlayRequest(self.batch, episode.number, start, turns), limit_s)
 
     def _received(self, worker: Worker, answer: Any) -> None:
         """Enter an answer, or ask again where the worker was lost."""

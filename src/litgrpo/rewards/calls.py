@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from litgrpo.arguments import require
-from litgrpo.workers.failures import WorkerError, cause_of, portable
+from litgrpo.workers.failures import WorkerError, cause_of, to_picklable
 from litgrpo.workers.worker import Send
 
 MARKS = ("whole_batch", "pure", "isolated", "in_process")
@@ -406,5 +406,5 @@ def _asked(loaded: dict[str, Any], question: Question) -> tuple[Function, dict[s
 
 def _packed(number: int, scores: Scores, started: float) -> Answer:
     if scores.error is not None and not isinstance(scores.error, MalformedResult):
-        scores.error = portable(scores.error)
+        scores.error = to_picklable(scores.error)
     return number, scores, time.perf_counter() - started

@@ -64,7 +64,7 @@ class ProcessRunner(RewardRunner):
 
     def dispatch(self, calls: Sequence[Call]) -> StartedCalls:
         """Give the calls to workers; functions that stay in this process run in `wait`."""
-        self.pool.end_busy()
+        self.pool.kill_busy()
         foreign = {n: call for n, call in enumerate(calls) if not is_trusted(call)}
         parts = {call.name: (call.function, call.settings) for call in foreign.values()}
         troubles = self.pool.register(parts)
@@ -151,7 +151,7 @@ class CallsInWorkers(StartedCalls):
             scores = run_here(self.runner, [self.calls[n] for n in here])
             results = dict(zip(here, scores, strict=True)) | self.batch.finish()
         finally:
-            self.process_runner.pool.end_busy()  # none, unless something was raised above
+            self.process_runner.pool.kill_busy()  # none, unless something was raised above
         for n, row_keys in self.keys.items():
             self.process_runner.remember(row_keys, results[n])
         return [results[n] for n in range(len(self.calls))]
@@ -296,13 +296,13 @@ class Batch:
             task.limit_s, task.began = self._limit_s(task), time.monotonic()
             questions = [self._question(n, rows) for n, rows in task.unanswered.values()]
             message = Message(questions, task.together, task.limit_s)
-            self.pool.ask(worker, message, task.limit_s + GRACE_S * task.together)
+            self.pool.send(worker, message, task.limit_s + GRACE_S * task.together)
 
     def finish(self) -> dict[int, Scores]:
         """Wait until every row has a score or its time is over."""
         while self.queue or self.running:
             self.dispatch()
-            for worker, answer, last in self.pool.answers(wait=True):
+            for worker, answer, last in self.pool.receive(wait=True):
                 task = self.running.pop(worker) if last else self.running[worker]
                 if isinstance(answer, WorkerError):
                     seconds = min(time.monotonic() - task.began, task.limit_s)

@@ -1,4 +1,4 @@
-"""How a failure of foreign code is named; also used inside worker processes."""
+"""One-line causes of failures in user code; also used inside worker processes."""
 
 from __future__ import annotations
 
@@ -7,41 +7,49 @@ from pathlib import Path
 
 MAX_CAUSE = 300  # characters of an exception's own text in a one-line message
 MAX_TRACEBACK = 20_000  # characters
-MAX_PRINTED = 5_000_000  # characters that may be printed while one message is answered
-MAX_SHOWN = 20_000  # of which so many are shown
+MAX_PRINTED = 5_000_000  # characters that a worker may print while it answers one message
+MAX_SHOWN = 20_000  # characters of them that are kept for error messages
 TIMEOUT, FLOOD = "TimeoutError", f"printed more than {MAX_PRINTED // 1_000_000} MB"
-# Files whose stack frames are not the user's.
-OURS = tuple(
+# Stack frames of these files are skipped: a cause names the line of the user's code.
+INTERNAL = tuple(
     str(Path(__file__).parents[1] / path)
     for path in ("workers", "rewards/calls", "rewards/runner", "environments/episode")
 )
 
 
 class WorkerError(Exception):
-    """What happened to foreign code: the cause in a line, and the whole story."""
+    """Failure of user code: the cause in one line, and the traceback or output.
+
+    Example:
+        >>> str(WorkerError("exited with 3", "last words"))
+        'exited with 3. last words'
+    """
 
     def __init__(self, cause: str, story: str = "") -> None:
         super().__init__(cause, story)
         self.cause = cause
 
     def __str__(self) -> str:
-        """Both."""
+        """Return the cause and the details."""
         return ". ".join(filter(None, self.args))
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong in one line, and where in the foreign file."""
+    """Return the error in one line, with the file and line of the user's code."""
     if isinstance(error, WorkerError):
         return error.cause
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith(OURS)]
+    foreign = [frame for frame in frames if not frame.filename.startswith(INTERNAL)]
     place = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in foreign[-1:]]
     return "".join([text[:MAX_CAUSE], *place])
 
 
-def portable(error: BaseException) -> WorkerError:
-    """An exception for the journey to another process: only its text is sure to survive that."""
+def to_picklable(error: BaseException) -> WorkerError:
+    """Return an error that can be sent to another process.
+
+    The exception itself may not be picklable, or its class not importable there; its text is.
+    """
     if isinstance(error, WorkerError):
         return error
     story = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

@@ -1,4 +1,4 @@
-"""Worker processes from the side of the run: started, asked, listened to, ended."""
+"""Parent side of the worker pool: start workers, send messages, receive replies, kill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -33,27 +33,27 @@ START = (
     "import json, sys; path, *words = json.loads(sys.argv[1]); sys.path[:] = path;"
     " from litgrpo.workers.worker import main; main(*words)"
 )
-# One thread each: several workers run side by side, and a process without threads can be forked.
-# Sets of texts have the same order in every run.
+# One thread each: several workers run in parallel, and only a process without other threads can be
+# forked safely. A fixed hash seed gives sets of strings the same order in every run.
 SETTINGS = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     **{"VECLIB_MAXIMUM_THREADS": "1", "PYTHONHASHSEED": "0"},
 }
-LOAD_S = 120.0  # for the imports of an object's module
-STACK_S = 2.0  # for a worker that takes too long to show where it is
-CLOSE_S = 5.0  # for a launcher to end all that its workers started
+LOAD_S = 120.0  # time limit for importing an object's module
+STACK_S = 2.0  # time limit for a late worker to print its stack
+CLOSE_S = 5.0  # time limit for a launcher to kill its workers and their descendants
 READ_BYTES = 1 << 16
-MAX_PICKLED = 64_000_000  # bytes; what holds more is a model
-GONE = (OSError, EOFError)  # what using the connection to a process that has ended raises
+MAX_PICKLED = 64_000_000  # bytes; anything larger holds a model by mistake
+GONE = (OSError, EOFError)  # raised by a connection whose other process has exited
 
 
 class LoadingFailed(WorkerError):
-    """A process hung, died or flooded its output while it loaded an object.
+    """Process hung, died or flooded its output while loading an object.
 
     Args:
-        name: of the object.
-        reason: what happened.
-        printed: what the process printed.
+        name: name of the object.
+        reason: cause in one line.
+        printed: output of the process.
     """
 
     def __init__(self, name: str, reason: str, printed: str) -> None:
@@ -61,11 +61,11 @@ class LoadingFailed(WorkerError):
         self.name = name
 
 
-class Output:
-    """The beginning of what a process prints, and how much it was.
+class WorkerOutput:
+    """Start of a process's output, and the number of bytes printed.
 
     Args:
-        fd: the reading end of its pipe.
+        fd: read end of the process's pipe.
     """
 
     def __init__(self, fd: int) -> None:
@@ -75,18 +75,19 @@ class Output:
         self.close = weakref.finalize(self, self.file.close)
 
     def fileno(self) -> int:
-        """To be waited for."""
+        """Return the descriptor, so that selectors can wait for output."""
         return self.file.fileno()
 
     def drain(self) -> bool:
-        """Read what was printed so far; says whether it is too much."""
+        """Read the pipe; return True if the process printed too much."""
+        # A full pipe would block the worker's print, so it is emptied beyond MAX_SHOWN, too.
         while self.printed <= MAX_PRINTED and (text := self.file.read(READ_BYTES)):
             self.printed += len(text)
             self.shown += text[: MAX_SHOWN - len(self.shown)]
         return self.printed > MAX_PRINTED
 
     def take(self) -> str:
-        """What was printed since the last time, shortened."""
+        """Return the output since the last call, truncated."""
         text, more = self.shown.decode(errors="replace"), self.printed - len(self.shown)
         self.printed, self.shown = 0, bytearray()
         return text + (f"\n... and {more} more bytes\n" if more > 0 else "")
@@ -94,122 +95,146 @@ class Output:
 
 @dataclass(eq=False)
 class Worker:
-    """A process that answers one message after the other.
+    """Process that answers one message at a time.
 
     Args:
-        pid: its process.
-        connection: carries messages.
-        output: what it prints.
-        launcher: the process that forked it, or itself.
-        until: when it is ended, while it is busy.
+        pid: process id.
+        connection: carries messages and replies.
+        output: its stdout and stderr.
+        launcher: process that forked it, or that became this worker.
+        deadline: `time.monotonic` at which it is killed while busy.
+        waited_s: CPU waiting time when the deadline was last set.
     """
 
     pid: int
     connection: Connection
-    output: Output
+    output: WorkerOutput
     launcher: Launcher
-    until: float = inf
+    deadline: float = inf
     busy: bool = False
     waited_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Open the kernel's count of how long it waited for a processor, where there is one."""
+        """Open the kernel's record of the time the process waited for a CPU, on Linux."""
         path = f"/proc/{self.pid}/schedstat"
         self.schedule = os.open(path if os.path.exists(path) else os.devnull, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, self.schedule)
 
     def begin(self, limit_s: float) -> None:
-        """Its time begins."""
-        self.busy, self.waited_s = True, self._waited_s()
-        self.until = time.monotonic() + limit_s
+        """Mark the worker busy and start its time limit."""
+        self.busy, self.waited_s = True, self._cpu_wait_s()
+        self.deadline = time.monotonic() + limit_s
 
     def is_late(self, now: float) -> bool:
-        """Whether its time is over; what it waited for a processor is not its fault."""
-        if now >= self.until:
-            waited_s = self._waited_s()
-            self.until += waited_s - self.waited_s
+        """Return True if the time limit has passed, not counting time spent waiting for a CPU."""
+        # On an oversubscribed machine a correct step can wait longer than it computes. The deadline
+        # moves by the waiting time, so that load from elsewhere does not fail an episode.
+        if now >= self.deadline:
+            waited_s = self._cpu_wait_s()
+            self.deadline += waited_s - self.waited_s
             self.waited_s = waited_s
-        return now >= self.until
+        return now >= self.deadline
 
-    def _waited_s(self) -> float:
-        """Seconds since its start in which it could have run, and others did."""
+    def _cpu_wait_s(self) -> float:
+        """Return the seconds since its start in which it was runnable but had no CPU."""
         try:
-            return int(os.pread(self.schedule, 100, 0).split()[1]) / 1e9
-        except (ProcessLookupError, IndexError):  # it is gone, or the kernel does not count
+            return int(os.pread(self.schedule, 100, 0).split()[1]) / 1e9  # field 2 of schedstat, ns
+        except (ProcessLookupError, IndexError):  # it has exited, or no schedstat here
             return self.waited_s
 
     def show_stack(self) -> None:
-        """Let it print where it is; it ends with that."""
+        """Make the worker print its stack, which also ends it."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, SHOW_STACK)
         wait_for([self.connection], STACK_S)
 
-    def end(self) -> str:
-        """Kill it and all that it started; says what it died of."""
-        for kill in (os.killpg, os.kill):  # one that was just forked has no group of its own yet
-            with suppress(ProcessLookupError):  # it is gone already
+    def kill(self) -> str:
+        """Kill the worker and its process group; return the cause of its death."""
+        for kill in (os.killpg, os.kill):  # a worker just forked is not yet a group leader
+            with suppress(ProcessLookupError):  # already dead
                 kill(self.pid, signal.SIGKILL)
         code = self.launcher.exit_code(self.pid)
         self.output.drain()
         self.connection.close()
         self.output.close()
-        return died_of(code)
+        return describe_exit(code)
 
 
-StepResult = tuple[Worker, Any, bool]
+class WorkerReply(NamedTuple):
+    """Reply of a worker.
+
+    Args:
+        worker: sender.
+        answer: value, or `WorkerError` if the worker was lost.
+        is_last: the worker has finished the message and is idle.
+
+    Example::
+
+        for worker, answer, is_last in pool.receive(wait=True):
+            ...
+    """
+
+    worker: Worker
+    answer: Any
+    is_last: bool
 
 
 class Launcher:
-    """The process that loaded the objects and forks workers.
+    """Process that has loaded the objects and forks workers.
 
     Args:
-        pickled: {name: the pickled object}.
-        handler: `module:function`, how workers answer (`worker.Handler`).
+        pickled: {name: pickled object}.
+        handler: `module:function` that answers messages in workers (`worker.Handler`).
 
     Raises:
-        LoadingFailed: it hung, died or printed too much while it loaded one.
+        LoadingFailed: the process hung, died or printed too much while loading an object.
     """
 
     def __init__(self, pickled: Mapping[str, bytes], handler: str) -> None:
-        ours, theirs = socket.socketpair()
-        self.control = Connection(ours.detach())
+        parent_end, child_end = socket.socketpair()
+        self.control = Connection(parent_end.detach())
         read, write = os.pipe()
-        self.output = Output(read)
+        self.output = WorkerOutput(read)
         path = [os.path.abspath(entry) for entry in sys.path]
-        words = json.dumps([path, theirs.fileno(), os.getpid(), handler])
+        words = json.dumps([path, child_end.fileno(), os.getpid(), handler])
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", START, words],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(child_end.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=write,
             env=os.environ | SETTINGS,
-            start_new_session=True,  # Ctrl-C is for us; we end the workers
+            start_new_session=True,  # Ctrl-C reaches the parent only, which kills the workers
         )
-        theirs.close()
+        child_end.close()
         os.close(write)
-        self.close = weakref.finalize(self, _shut, os.getpid(), self.process, self.control)
-        self.used_up = False  # it has become a worker
+        self.close = weakref.finalize(self, _shut_down, os.getpid(), self.process, self.control)
+        self.used_up = False  # True once it has become a worker itself
         self.troubles = self._load(dict(pickled))
 
     def _load(self, pickled: dict[str, bytes]) -> dict[str, str]:
-        """Send the objects, wait until they are loaded; {name: why it cannot be}."""
-        heard: Any = "launcher"
+        """Send the objects, wait until they are loaded, return {name: loading error}."""
+        # The launcher sends the name of each object before loading it, then the dict of errors.
+        message: Any = "launcher"
         try:
             self.control.send(pickled)
-            while isinstance(heard, str):  # the object that is being loaded
-                self._wait(heard)
-                heard = self.control.recv()
+            while isinstance(message, str):
+                self._wait(message)
+                message = self.control.recv()
         except GONE:
-            reason = died_of(self.process.wait())
+            reason = describe_exit(self.process.wait())
             self.output.drain()
-            raise LoadingFailed(heard, reason, self.output.take()) from None
+            raise LoadingFailed(message, reason, self.output.take()) from None
         self.output.drain()
         sys.stdout.write(self.output.take())
-        return dict(heard)
+        return dict(message)
 
     def _wait(self, name: str) -> None:
-        """Until there is a message, or loading has failed."""
+        """Wait for a message.
+
+        Raises:
+            LoadingFailed: the time limit passed, or the process printed too much.
+        """
         until = time.monotonic() + LOAD_S
         sources: list[Any] = [self.control, self.output]
         while not self.control.poll():
@@ -221,69 +246,86 @@ class Launcher:
                 raise LoadingFailed(name, reason, self.output.take())
 
     def _loading(self, name: str) -> str:
-        """The object that is being loaded, if it was `name` when we last heard of it.
+        """Return the object that is being loaded, `name` if no later message arrived.
 
-        What it prints may arrive before the message that its turn has come.
+        The output of an object can arrive before the message that names it.
         """
         while self.control.poll():
-            heard = self.control.recv()
-            name = heard if isinstance(heard, str) else name
+            message = self.control.recv()
+            name = message if isinstance(message, str) else name
         return name
 
     def launch(self) -> Worker:
-        """A new worker."""
-        ours, theirs = socket.socketpair()
+        """Fork a worker."""
+        parent_end, child_end = socket.socketpair()
         output_read, output_write = os.pipe()
         self.control.send(FORK)
-        for fd in (theirs.detach(), output_write):
+        for fd in (child_end.detach(), output_write):
             send_handle(self.control, fd, self.process.pid)
             os.close(fd)
         pid = self.control.recv()
         self.used_up = pid == self.process.pid
-        return Worker(pid, Connection(ours.detach()), Output(output_read), self)
+        return Worker(pid, Connection(parent_end.detach()), WorkerOutput(output_read), self)
 
     def exit_code(self, pid: int) -> int:
-        """The exit code of a worker that has ended, or minus its signal."""
+        """Return the exit code of a killed or exited worker, or minus its signal."""
         try:
+            # A forked worker is the launcher's child, and only a parent can read an exit code.
             if pid != self.process.pid:
                 self.control.send(pid)
                 return int(self.control.recv())
             return self.process.wait()
-        except GONE:  # the launcher is gone, and its workers with it
+        except GONE:  # the launcher died, which kills its workers
             return -signal.SIGKILL
         finally:
             if self.process.poll() is not None:
                 self.close()
 
 
-def died_of(code: int) -> str:
-    """What ended a process, from its exit code or minus its signal."""
+def describe_exit(code: int) -> str:
+    """Describe an exit code, or minus a signal.
+
+    Example:
+        >>> describe_exit(-9), describe_exit(3)
+        ('died of SIGKILL', 'exited with 3')
+    """
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-def _shut(owner: int, process: subprocess.Popen[bytes], control: Connection) -> None:
-    """End the launcher; it ends its workers, and all that they started."""
-    if os.getpid() != owner:  # a fork of ours; the launcher belongs to the parent
+def _shut_down(owner: int, process: subprocess.Popen[bytes], control: Connection) -> None:
+    """Terminate the launcher, which kills its workers and their descendants."""
+    if os.getpid() != owner:  # a forked copy: the launcher belongs to the original process
         return
     control.close()
     process.terminate()
     try:
         process.wait(CLOSE_S)
-    except subprocess.TimeoutExpired:  # foreign code that holds the interpreter
+    except subprocess.TimeoutExpired:  # C code holds the interpreter, so SIGTERM is not handled
         process.kill()
         process.wait()
 
 
 class WorkerPool:
-    """Workers, and the launchers that they come from.
+    """Worker processes that run user code, which may hang, crash or flood its output.
 
     Args:
-        size: number of workers that `take` gives.
-        handler: `module:function`, how workers answer (`worker.Handler`).
+        size: maximal number of workers that `take` returns.
+        handler: `module:function` that answers messages in workers (`worker.Handler`).
+
+    Example::
+
+        pool = WorkerPool(2, "litgrpo.environments.episode:handle_request")
+        pool.register({"environment": (my_environment, None)})
+        pool.send(pool.take(), request, limit_s=10.0)
+        replies = pool.receive(wait=True)
     """
 
     def __init__(self, size: int, handler: str) -> None:
         self.size, self.handler = size, handler
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set the state of a pool without processes."""
         self.owner = os.getpid()
         self.registered: dict[str, tuple[Any, ...]] = {}
         self.pickled: dict[str, bytes] = {}
@@ -294,39 +336,40 @@ class WorkerPool:
         self.selector = selectors.DefaultSelector()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or the same in another process, starts workers of its own."""
+        """Return the settings only: a copy starts its own workers."""
         return {"size": self.size, "handler": self.handler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As new."""
-        self.__init__(**state)  # type: ignore[misc]
+        """Restore the settings, without processes."""
+        self.size, self.handler = state["size"], state["handler"]
+        self._reset()
 
     def register(self, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-        """Make sure that workers know these objects; `failed` has those that broke a process.
+        """Load objects into workers; objects that broke a process are in `failed` afterwards.
 
         Args:
-            wanted: {name: objects}; nothing is started anew where they are the same objects.
+            wanted: {name: objects}; running workers are kept if the objects are identical.
 
         Returns:
-            {name: why it cannot be sent to a worker}.
+            {name: reason} of objects that cannot be sent to a worker.
         """
         known = self.registered
         if all(name in known and _same(known[name], wanted[name]) for name in wanted):
             return {name: self.troubles[name] for name in wanted if name in self.troubles}
-        if sys.platform == "win32":  # cannot hand file descriptors to other processes
+        if sys.platform == "win32":  # send_handle cannot pass file descriptors there
             return dict.fromkeys(wanted, "Windows has no workers")
         self.close()
         self.registered, self.pickled, self.troubles, self.failed = dict(wanted), {}, {}, {}
         for name, part in wanted.items():
             try:
-                self.pickled[name] = packed(part)
-            except Exception as error:  # whatever a foreign object raises when it is pickled
+                self.pickled[name] = pickle_objects(part)
+            except Exception as error:  # pickling runs the object's own code
                 self.troubles[name] = f"{type(error).__name__}: {error}"
         self._start()
         return self.troubles
 
     def _start(self) -> None:
-        """Start a launcher, without the objects that break it."""
+        """Start a launcher; retry without objects that break it."""
         self.launchers = [one for one in self.launchers if one.close.alive]
         while self.pickled:
             try:
@@ -340,14 +383,14 @@ class WorkerPool:
             return
 
     def take(self) -> Worker | None:
-        """A worker that waits, or a new one, or None if all are at work or nothing can be run."""
-        waiting = [worker for worker in self.workers if not worker.busy]
-        if waiting or len(self.workers) >= self.size:
-            return waiting[-1] if waiting else None
-        return self.launch()
+        """Return an idle or new worker; None if all are busy or no object could be loaded."""
+        idle = [worker for worker in self.workers if not worker.busy]
+        if idle:
+            return idle[-1]
+        return self.launch() if len(self.workers) < self.size else None
 
     def launch(self) -> Worker | None:
-        """A new worker, or None if nothing can be run."""
+        """Start a worker; None if no object could be loaded."""
         while self.pickled:
             ready = [one for one in self.launchers if one.close.alive and not one.used_up]
             if not ready:
@@ -355,7 +398,7 @@ class WorkerPool:
                 continue
             try:
                 worker = ready[0].launch()
-            except GONE:  # somebody ended it
+            except GONE:  # it was killed from outside, for instance by the OOM killer
                 ready[0].close()
                 continue
             self.workers.append(worker)
@@ -364,100 +407,104 @@ class WorkerPool:
             return worker
         return None
 
-    def ask(self, worker: Worker, message: Any, limit_s: float) -> None:
-        """Send a message to a worker that waits; its answers come by `answers`.
+    def send(self, worker: Worker, message: Any, limit_s: float) -> None:
+        """Send a message to an idle worker; `receive` returns the replies.
 
         Args:
-            worker: of this pool.
-            message: for the handler.
-            limit_s: seconds until it is ended.
+            worker: idle worker of this pool.
+            message: argument of the handler.
+            limit_s: seconds after which the worker is killed.
         """
         worker.begin(limit_s)
         try:
             worker.connection.send(message)
-        except OSError as error:  # it died while it waited: its answer will be its end
+        except OSError as error:  # it died while idle; `receive` reports that
             log.debug("worker %d: %s", worker.pid, error)
 
-    def answers(self, *, wait: bool) -> list[StepResult]:
-        """What workers answered since the last call.
+    def receive(self, *, wait: bool) -> list[WorkerReply]:
+        """Return the replies since the last call.
 
         Args:
-            wait: until a worker answers, prints, or is overdue.
+            wait: block until a worker replies, prints, or exceeds its time limit.
 
         Returns:
-            (worker, answer, whether it waits again) of each. The answer of a worker that was lost
-            is a `WorkerError`.
+            Replies in order; a `WorkerError` for each worker that was lost.
         """
-        until = min((worker.until for worker in self.workers if worker.busy), default=0.0)
+        until = min((worker.deadline for worker in self.workers if worker.busy), default=0.0)
         ready = self.selector.select(max(0.0, until - time.monotonic()) if wait else 0)
-        heard: list[StepResult] = []
+        replies: list[WorkerReply] = []
         for worker in dict.fromkeys(key.data for key, _ in ready):
             flood = worker.output.drain()
-            # All answers that came before what was printed: else a flood is blamed on them.
+            # Read finished replies first; else a flood of the next message fails an earlier one.
             while worker in self.workers and worker.connection.poll():
-                heard += self._read(worker)
+                replies += self._read(worker)
             if worker.busy and (flood or worker.output.drain()):
-                heard.append((worker, self._lost(worker, FLOOD), True))
+                replies.append(WorkerReply(worker, self._lose(worker, FLOOD), True))
         now = time.monotonic()
         late = [worker for worker in self.workers if worker.busy and worker.is_late(now)]
+        # A reply that arrived in the meantime counts, even if it is late.
         overdue = [worker for worker in late if not worker.connection.poll()]
-        return heard + [(worker, self._lost(worker, TIMEOUT), True) for worker in overdue]
+        lost = [WorkerReply(worker, self._lose(worker, TIMEOUT), True) for worker in overdue]
+        return replies + lost
 
-    def _read(self, worker: Worker) -> list[StepResult]:
-        """One message; none where it died while it waited."""
+    def _read(self, worker: Worker) -> list[WorkerReply]:
+        """Read one reply; none from a worker that died while idle."""
         try:
-            answer, last = worker.connection.recv()
+            answer, is_last = worker.connection.recv()
         except GONE:
             was_busy = worker.busy
-            lost = self._lost(worker, None)
-            return [(worker, lost, True)] if was_busy else []
-        if last:
-            worker.busy, worker.until = False, inf
+            error = self._lose(worker, None)
+            return [WorkerReply(worker, error, True)] if was_busy else []
+        if is_last:
+            worker.busy, worker.deadline = False, inf
             sys.stdout.write(worker.output.take())
-        return [(worker, answer, last)]
+        return [WorkerReply(worker, answer, is_last)]
 
-    def _lost(self, worker: Worker, reason: str | None) -> WorkerError:
-        """A worker is gone (no reason), or must go."""
+    def _lose(self, worker: Worker, reason: str | None) -> WorkerError:
+        """Remove a worker that died (no reason given) or must be killed; return the error."""
         if reason == TIMEOUT:
             worker.show_stack()
-        died = self.end(worker)
-        told = f"the worker was ended: {reason}" if reason else f"the worker {died}"
-        return WorkerError(reason or died, f"{told}. {worker.output.take()}".strip())
+        death = self.kill(worker)
+        event = f"the worker was killed: {reason}" if reason else f"the worker {death}"
+        return WorkerError(reason or death, f"{event}. {worker.output.take()}".strip())
 
-    def end(self, worker: Worker) -> str:
-        """End a worker; says what it died of."""
+    def kill(self, worker: Worker) -> str:
+        """Kill a worker; return the cause of its death."""
         self.workers.remove(worker)
         self.selector.unregister(worker.connection)
         self.selector.unregister(worker.output)
         worker.busy = False
-        return worker.end()
+        return worker.kill()
 
-    def end_busy(self) -> None:
-        """End workers whose answers nobody will read."""
-        if self.owner != os.getpid():  # a fork of ours; the workers belong to the parent
-            self.__init__(self.size, self.handler)  # type: ignore[misc]
+    def kill_busy(self) -> None:
+        """Kill busy workers, whose replies are no longer needed."""
+        if self.owner != os.getpid():  # a forked copy: the workers belong to the original process
+            self._reset()
         for worker in [worker for worker in self.workers if worker.busy]:
-            self.end(worker)
-        self.answers(wait=False)  # forgets those that died while they waited
+            self.kill(worker)
+        self.receive(wait=False)  # removes workers that died while idle
 
     def close(self) -> None:
-        """End everything."""
-        self.end_busy()
+        """Kill all workers and launchers."""
+        self.kill_busy()
         for worker in list(self.workers):
-            self.end(worker)
+            self.kill(worker)
         for launcher in self.launchers:
             launcher.close()
         self.launchers, self.registered = [], {}
 
 
-def packed(part: tuple[Any, ...]) -> bytes:
-    """Objects as bytes; those of a script or notebook travel whole.
+def pickle_objects(part: tuple[Any, ...]) -> bytes:
+    """Pickle objects; code of a script or notebook is pickled by value.
 
     Raises:
-        ValueError: they are so large that they must hold a model.
+        ValueError: the pickle is too large; it must hold a model.
     """
     text: bytes = cloudpickle.dumps(part)
-    require(len(text) <= MAX_PICKLED, f"it holds {len(text) // 1_000_000} MB")
+    require(
+        len(text) <= MAX_PICKLED,
+        f"pickle has {len(text) // 1_000_000} MB, limit is {MAX_PICKLED // 1_000_000} MB",
+    )
     return text
 
 

@@ -8,7 +8,9 @@ from litgrpo.rewards.builtin.code import extract_code, read_tests, unit_tests
 from litgrpo.workers import sandbox
 from tests.support.raises import raises_for
 
-in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
+in_sandbox = pytest.mark.skipif(
+    not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
+)
 SQUARES = ["assert f(2) == 4", "assert f(-3) == 9"]
 
 

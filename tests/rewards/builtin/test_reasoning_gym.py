@@ -13,7 +13,9 @@ from tests.support.raises import raises_for
 # The package leaves files of its own open.
 pytestmark = pytest.mark.filterwarnings("ignore")
 NO_PACKAGE = "reasoning-gym is not installed"
-in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
+in_sandbox = pytest.mark.skipif(
+    not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
+)
 
 
 def test_it_runs_in_a_worker_and_not_in_the_training_process():
@@ -130,7 +132,7 @@ def test_what_an_executed_answer_does_stays_in_the_sandbox(tmp_path, monkeypatch
 
 def test_always_refuses_to_go_without_a_sandbox(monkeypatch):
     monkeypatch.setattr(sandbox, "available", lambda: False)
-    monkeypatch.setattr(sandbox, "why_not", lambda: "there is no bubblewrap")
+    monkeypatch.setattr(sandbox, "unavailable_reason", lambda: "there is no bubblewrap")
     monkeypatch.setattr(reward, "installed_version", lambda: reward.TESTED_VERSION)
     monkeypatch.setattr(reward, "_scorers", {})
     row = row_of_entry("countdown", {"question": "", "answer": "1"})

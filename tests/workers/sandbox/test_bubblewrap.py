@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from litgrpo.workers import sandbox
-from litgrpo.workers.sandbox import Limits, bubblewrap, system_calls
+from litgrpo.workers.sandbox import SandboxLimits, bubblewrap, system_calls
 
-in_sandbox = pytest.mark.skipif(not sandbox.available(), reason=f"sandbox: {sandbox.why_not()}")
+in_sandbox = pytest.mark.skipif(
+    not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
+)
 
 
 def printed(code, **settings):
-    ran = sandbox.run(code, Limits(**{"seconds": 10.0} | settings))
+    ran = sandbox.run(code, SandboxLimits(**{"seconds": 10.0} | settings))
     return ran.output.strip()
 
 
@@ -97,7 +99,7 @@ print(len([name for name in os.listdir('/proc') if name.isdigit()]))
     ],
 )
 def test_what_goes_beyond_a_limit_is_ended_and_the_limit_named(code, ended):
-    ran = sandbox.run(code, Limits(seconds=1.0, memory_mib=128, output_chars=50_000))
+    ran = sandbox.run(code, SandboxLimits(seconds=1.0, memory_mib=128, output_chars=50_000))
     assert ran.ended == ended
     assert len(ran.output) <= 50_000
 
@@ -165,7 +167,7 @@ except OSError:
 @in_sandbox
 def test_a_process_in_the_background_ends_with_the_code(tmp_path):
     code = "import os, time\nif os.fork() == 0:\n os.setsid(); os.close(1); os.close(2)\n"
-    ran = sandbox.start(code + " time.sleep(99)\nprint('x')", Limits(seconds=10.0))
+    ran = sandbox.start(code + " time.sleep(99)\nprint('x')", SandboxLimits(seconds=10.0))
     assert ran.wait().output == "x\n"
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert "--clearenv" not in listed.stdout
@@ -180,7 +182,7 @@ def test_stdin_is_empty_and_sandboxes_share_nothing():
 
 @in_sandbox
 def test_a_killed_sandbox_is_gone_at_once():
-    running = sandbox.start("import time; time.sleep(99)", Limits(seconds=60.0))
+    running = sandbox.start("import time; time.sleep(99)", SandboxLimits(seconds=60.0))
     time.sleep(0.1)
     running.kill()
     running.kill()  # again: nothing happens
@@ -189,12 +191,12 @@ def test_a_killed_sandbox_is_gone_at_once():
 
 def test_without_bubblewrap_code_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
-    bubblewrap.why_not.cache_clear()
+    bubblewrap.unavailable_reason.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"sandbox only, and there is no bubblewrap: .*apt"):
             sandbox.run("print(1)")
     finally:
-        bubblewrap.why_not.cache_clear()
+        bubblewrap.unavailable_reason.cache_clear()
 
 
 def test_where_namespaces_are_not_allowed_the_reason_is_told(monkeypatch):
@@ -206,27 +208,27 @@ def test_where_namespaces_are_not_allowed_the_reason_is_told(monkeypatch):
         return failing([sys.executable, "-c", said], **settings)
 
     monkeypatch.setattr(bubblewrap.subprocess, "Popen", popen)
-    bubblewrap.why_not.cache_clear()
+    bubblewrap.unavailable_reason.cache_clear()
     try:
-        assert "No permissions to create new namespace" in bubblewrap.why_not()
-        assert "user namespaces" in bubblewrap.why_not()
+        assert "No permissions to create new namespace" in bubblewrap.unavailable_reason()
+        assert "user namespaces" in bubblewrap.unavailable_reason()
     finally:
-        bubblewrap.why_not.cache_clear()
+        bubblewrap.unavailable_reason.cache_clear()
 
 
 def test_a_machine_whose_calls_are_not_known_is_refused(monkeypatch):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: "/usr/bin/bwrap")
     monkeypatch.setattr(bubblewrap.platform, "machine", lambda: "riscv64")
-    bubblewrap.why_not.cache_clear()
+    bubblewrap.unavailable_reason.cache_clear()
     try:
-        assert "riscv64" in bubblewrap.why_not()
+        assert "riscv64" in bubblewrap.unavailable_reason()
     finally:
-        bubblewrap.why_not.cache_clear()
+        bubblewrap.unavailable_reason.cache_clear()
 
 
 def test_limits_under_which_nothing_runs_are_refused():
     with pytest.raises(ValueError, match="memory_mib"):
-        Limits(memory_mib=1)
+        SandboxLimits(memory_mib=1)
 
 
 def test_the_filter_has_a_line_for_each_refused_call():

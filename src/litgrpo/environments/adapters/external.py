@@ -29,7 +29,7 @@ class ExternalEnvironment(ABC):
     def close(self) -> None:
         """End the game, if one is played."""
         game, self._game = self._game, None
-        if "close" in dir(game):
+        if hasattr(game, "close"):
             game.close()
 
     def __getstate__(self) -> dict[str, Any]:

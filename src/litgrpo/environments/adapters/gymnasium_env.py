@@ -206,12 +206,12 @@ class TextEnv(ExternalEnvironment):
 
 def _bare(game: Any) -> Any:
     """A game without the wrappers of gymnasium, where it has some."""
-    return game.unwrapped if "unwrapped" in dir(game) else game
+    return getattr(game, "unwrapped", game)
 
 
 def _space(game: Any, name: str) -> Any:
     """A space of a game; None where it has none."""
-    return getattr(game, name) if name in dir(game) else None
+    return getattr(game, name, None)
 
 
 def _check_pattern(pattern: str) -> None:

@@ -124,6 +124,6 @@ class OpenEnv(ExternalEnvironment):
 
 def _fields(answer: Any) -> dict[str, Any]:
     """The fields of an observation, or of a server's answer, with `reward` and `done`."""
-    if "model_dump" in dir(answer):
+    if hasattr(answer, "model_dump"):
         return dict(answer.model_dump())
     return {**answer.observation, "reward": answer.reward, "done": answer.done}

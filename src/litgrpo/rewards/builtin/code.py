@@ -73,7 +73,7 @@ def unit_tests(
         [0.5]
     """
     above("timeout_s", timeout_s, 0)
-    limits = sandbox.Limits(seconds=timeout_s, memory_mib=memory_mib)
+    limits = sandbox.SandboxLimits(seconds=timeout_s, memory_mib=memory_mib)
     names = entry_point or [None] * len(completions)
     codes = [
         extract_code(text_of(each), require_code_block=require_code_block) for each in completions
@@ -148,7 +148,7 @@ def _parse(text: str) -> ast.Module:
 
 
 def _pass_share(
-    code: str | None, tests: Sequence[Mapping[str, Any]], limits: sandbox.Limits
+    code: str | None, tests: Sequence[Mapping[str, Any]], limits: sandbox.SandboxLimits
 ) -> float | None:
     """Return the fraction of tests that code passes; None without tests."""
     if not tests:
@@ -172,8 +172,8 @@ def _pass_share(
 
 
 def _start(
-    part: str, limits: sandbox.Limits, names: dict[str, Any], end: socket.socket
-) -> sandbox.Running:
+    part: str, limits: sandbox.SandboxLimits, names: dict[str, Any], end: socket.socket
+) -> sandbox.RunningSandbox:
     text = "".join((_FOLDER / f"{name}.py").read_text("utf-8") for name in ("wire", part))
     text = text.replace("from __future__ import annotations\n", "")
     return sandbox.start(text, limits, names=names, descriptors=[end.fileno()])

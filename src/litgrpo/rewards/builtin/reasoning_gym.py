@@ -191,10 +191,13 @@ class SandboxedScorer:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        limits = sandbox.Limits(seconds=1e6, memory_mib=1024)
+        limits = sandbox.SandboxLimits(seconds=1e6, memory_mib=1024)
         text = "".join((_FOLDER / f"{name}.py").read_text("utf-8") for name in ("wire", "scorer"))
         text = text.replace("from __future__ import annotations\n", "")
-        require(sandbox.available(), f"reasoning_gym: isolation is always, but {sandbox.why_not()}")
+        require(
+            sandbox.available(),
+            f"reasoning_gym: isolation is always, but {sandbox.unavailable_reason()}",
+        )
         self.end, theirs = socket.socketpair()
         with theirs:
             names = {"channel": theirs.fileno(), "seconds": timeout_s}

@@ -28,7 +28,7 @@ from litgrpo.tools.audit.open_text import OpenReport, audit_open_text
 from litgrpo.tools.audit.report import Line, Report
 from litgrpo.tools.audit.run import audit_rewards
 from litgrpo.training.episode_setup import check_own_reward
-from litgrpo.workers.sandbox import available, why_not
+from litgrpo.workers.sandbox import available, unavailable_reason
 
 FAILED = 1  # exit code
 SHOWN = 44  # characters of an example
@@ -100,7 +100,7 @@ def executed_lines(scorer: Scorer, problems: Sequence[Problem]) -> list[str]:
         return []
     tasks = sorted({str(problem.columns.get("task")) for problem in problems})
     executed = [task for task in tasks if is_executed(task)]
-    where = "bubblewrap" if available() else f"worker processes alone ({why_not()})"
+    where = "bubblewrap" if available() else f"worker processes alone ({unavailable_reason()})"
     told = (
         f"executed as Python by the scorers of: {', '.join(executed)}; screened, and run in {where}"
     )

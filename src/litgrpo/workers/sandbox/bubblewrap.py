@@ -38,7 +38,7 @@ _numbers = count(os.getpid() * 101)
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What code in a sandbox may use.
 
     Args:
@@ -78,7 +78,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ran:
+class SandboxResult:
     """How code in a sandbox ended.
 
     Args:
@@ -93,7 +93,7 @@ class Ran:
 
 
 @dataclass
-class Running:
+class RunningSandbox:
     """Code that runs; `wait` for it or `kill` it.
 
     Args:
@@ -103,10 +103,10 @@ class Running:
     """
 
     process: subprocess.Popen[bytes]
-    limits: Limits
+    limits: SandboxLimits
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self) -> Ran:
+    def wait(self) -> SandboxResult:
         """Until it ends, or a limit ends it; no process of it is left then."""
         printed, ended = bytearray(), ""
         pipe = self.process.stdout
@@ -125,7 +125,7 @@ class Running:
         finally:
             self.kill()
         text = printed[: self.limits.output_chars].decode("utf-8", "replace")
-        return Ran(self.process.returncode, text, ended)
+        return SandboxResult(self.process.returncode, text, ended)
 
     def _exceeded(self, printed: int) -> str:
         """The name of a limit that is exceeded; "" for none."""
@@ -175,18 +175,18 @@ def memory_of(pid: int) -> int:
 
 def available() -> bool:
     """Whether code can be run in a sandbox here."""
-    return why_not() == ""
+    return unavailable_reason() == ""
 
 
 @cache
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why there is no sandbox here, and what to do, in one sentence; "" where there is one."""
     if shutil.which("bwrap") is None:
         return f"there is no bubblewrap: {INSTALL}"
     if platform.machine() not in MACHINES:
         known = ", ".join(MACHINES)
         return f"system calls of {platform.machine()} cannot be filtered, only those of {known}"
-    tried = _started("print(6 * 7)", Limits(seconds=20.0)).wait()
+    tried = _started("print(6 * 7)", SandboxLimits(seconds=20.0)).wait()
     if tried.output == "42\n" and tried.code == 0:
         return ""
     last = (tried.output.strip().splitlines() or [f"exit code {tried.code}"])[-1]
@@ -197,13 +197,13 @@ def why_not() -> str:
 
 def start(
     code: str,
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     *,
     names: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
     packages: Sequence[str] = (),
     descriptors: Sequence[int] = (),
-) -> Running:
+) -> RunningSandbox:
     """Start Python code in a sandbox of its own.
 
     Args:
@@ -217,14 +217,16 @@ def start(
     Raises:
         ValueError: there is no sandbox here; says what to do.
     """
-    reason = why_not()
+    reason = unavailable_reason()
     if reason:
         raise ValueError(f"code runs in a sandbox only, and {reason}")
     given = {"names": dict(names or {}), "files": dict(files or {})}
-    return _started(code, limits or Limits(), **given, packages=packages, descriptors=descriptors)
+    return _started(
+        code, limits or SandboxLimits(), **given, packages=packages, descriptors=descriptors
+    )
 
 
-def run(code: str, limits: Limits | None = None, **given: Any) -> Ran:
+def run(code: str, limits: SandboxLimits | None = None, **given: Any) -> SandboxResult:
     r"""Run Python code in a sandbox of its own and wait for it; arguments as of `start`.
 
     Example:
@@ -236,12 +238,12 @@ def run(code: str, limits: Limits | None = None, **given: Any) -> Ran:
 
 def _started(
     code: str,
-    limits: Limits,
+    limits: SandboxLimits,
     names: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
     packages: Sequence[str] = (),
     descriptors: Sequence[int] = (),
-) -> Running:
+) -> RunningSandbox:
     is_root = os.geteuid() == 0
     user = FIRST_USER + next(_numbers) % USERS if is_root else 0
     payload = {
@@ -270,7 +272,7 @@ def _started(
             pass_fds=(calls.fileno(), *descriptors),
             env={"PATH": os.environ.get("PATH", os.defpath)},
         )
-    running = Running(process, limits)
+    running = RunningSandbox(process, limits)
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(payload).encode())
@@ -292,7 +294,7 @@ def _rights(is_root: bool) -> list[str]:
     return [*apart, "--unshare-cgroup-try", *user, "--die-with-parent", "--new-session"]
 
 
-def _folders(limits: Limits, packages: Sequence[str]) -> list[str]:
+def _folders(limits: SandboxLimits, packages: Sequence[str]) -> list[str]:
     """Python and the system's libraries to read, a small /tmp to write, nothing else."""
     size = str(limits.disk_mib * MIB)
     libraries = os.path.join(sys.base_prefix, "lib")

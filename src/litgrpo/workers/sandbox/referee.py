@@ -21,7 +21,7 @@ class Gone(Exception):
     """The code did not answer, or not in the way that was agreed."""
 
 
-class Channel:
+class CodeChannel:
     """Asks the code."""
 
     def __init__(self, descriptor, seconds):
@@ -159,7 +159,7 @@ def main(descriptor, tests, seconds):
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
-    line = Channel(descriptor, seconds)
+    line = CodeChannel(descriptor, seconds)
     for one in tests:
         # Written one by one: when the time is over, those before count.
         os.write(verdict, b"+" if passes(line, one) else b"-")
