@@ -23,7 +23,7 @@ from tests.benchmarks.wordproblems import add_demonstration
 from tests.support.recipes import CONFIGS, read, samples_of, small
 
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-OVERLAYS = sorted(path.name for path in CONFIGS.glob("hardware/*.yaml"))
+HARDWARE = sorted(path.name for path in CONFIGS.glob("hardware/*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +57,24 @@ def problems(tmp_path_factory) -> dict[str, str]:
     return files
 
 
-# Their rows come from a package that is not required; tests/data/test_reasoning_gym.py reads them.
-WITH_OUR_ROWS = [name for name in RECIPES if not name.startswith("reasoning_gym")]
+# reasoning-gym is an optional package; tests/data/test_reasoning_gym.py tests its rows.
+WITH_BUILTIN_ROWS = [name for name in RECIPES if not name.startswith("reasoning_gym")]
 
 
-# A model that was trained with a tool need not be told of it.
+# A model that was fine-tuned with a tool does not need the tool in its prompt.
 @pytest.mark.filterwarnings("ignore:.*does not list the tools")
-@pytest.mark.parametrize("name", WITH_OUR_ROWS)
+@pytest.mark.parametrize("name", WITH_BUILTIN_ROWS)
 def test_a_recipe_runs_an_iteration(
     name, tmp_path, program, gsm8k, questions, dialogues, problems, models
 ):
-    recipe, overlay, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
+    recipe, override, folder = read(name), tmp_path / "small.yaml", tmp_path / "run"
     if "litgrpo.rewards.cheerful" in (CONFIGS / name).read_text():
         pytest.importorskip("vaderSentiment", reason="not installed; .ci/real runs it")
     rows = gsm8k if "columns" in recipe["data"]["init_args"] else questions
     rows = dialogues if name.startswith("convai2") else rows
     rows = problems if name.startswith("smollm2_wordproblems") else rows
-    overlay.write_text(yaml.safe_dump(small(recipe, models, rows)))
-    words = ["-c", CONFIGS / name, "-c", overlay, "--trainer.accelerator", "cpu"]
+    override.write_text(yaml.safe_dump(small(recipe, models, rows)))
+    words = ["-c", CONFIGS / name, "-c", override, "--trainer.accelerator", "cpu"]
 
     assert program("fit", *words, "--run_dir", folder) == 0
 
@@ -95,49 +95,49 @@ def test_a_recipe_runs_an_iteration(
         assert tested - {"checkpoint", "iteration"} == summary["after"].keys()
 
 
-def test_retrieved_stories_stand_behind_the_question():
+def test_retrieved_stories_follow_the_question():
     template = read("convai2_flan_t5_small.yaml")["data"]["init_args"]["template"]
     row = {"prompt": "persona: i swim. context:  Q: hi ?"}
     stories = [{"title": "Ben", "text": "Ben was one."}, {"title": "Sea", "text": "It is blue."}]
-    told = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
-    for passages, behind in (({}, ""), ({"passages": stories}, told)):
+    stories_text = " story title: Ben story: Ben was one. story title: Sea story: It is blue."
+    for passages, behind in (({}, ""), ({"passages": stories}, stories_text)):
         text = TextTemplate("prompt", template).render(SourceRow(row | passages, "here", 0))
         assert text == row["prompt"] + behind
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_a_hardware_overlay_changes_what_it_says_and_nothing_else(name, program, capsys):
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_hardware_config_changes_only_the_keys_that_it_sets(name, program, capsys):
     shown = []
-    for overlays in ([], ["-c", CONFIGS / "hardware" / name]):
+    for overrides in ([], ["-c", CONFIGS / "hardware" / name]):
         with pytest.raises(SystemExit) as stop:
-            program("fit", "-c", CONFIGS / "quickstart.yaml", *overlays, "--print_config")
+            program("fit", "-c", CONFIGS / "quickstart.yaml", *overrides, "--print_config")
         assert stop.value.code == 0
         shown.append(dict(leaves(yaml.safe_load(capsys.readouterr().out))))
-    without, with_overlay = shown
-    said = dict(leaves(read(f"hardware/{name}")))
+    without, with_override = shown
+    changes = dict(leaves(read(f"hardware/{name}")))
     # A class that it names brings its own arguments, at their defaults.
-    named = tuple(key.removesuffix("class_path") for key in said if key.endswith(".class_path"))
-    assert said.items() <= with_overlay.items()
-    changed = {key for key, _ in with_overlay.items() ^ without.items()}
-    assert {key for key in changed if not f"{key}.".startswith(named or "nothing")} <= said.keys()
+    named = tuple(key.removesuffix("class_path") for key in changes if key.endswith(".class_path"))
+    assert changes.items() <= with_override.items()
+    changed = {key for key, _ in with_override.items() ^ without.items()}
+    assert {
+        key for key in changed if not f"{key}.".startswith(named or "nothing")
+    } <= changes.keys()
 
 
 @pytest.mark.parametrize("name", ["xla_cpu.yaml", "tpu.yaml"])
-def test_the_overlays_of_static_shapes_refuse_episodes_in_one_sentence(
-    name, program, capsys, tmp_path
-):
+def test_configs_with_static_shapes_reject_episodes(name, program, capsys, tmp_path):
     words = ["-c", CONFIGS / "quickstart.yaml", "-c", CONFIGS / "hardware" / name]
     words += ["--trainer.accelerator", "cpu"]
     words += ["--model.environment", "litgrpo.environments.examples.NumberGame"]
     words += ["--run_dir", tmp_path / "run"]
     assert program("fit", *words, "--model.episode.turn_format", "inline") == 2
-    said = capsys.readouterr().err
-    assert said.count("StaticEngine does not support episodes") == 1
-    assert "engine: {class_path: LocalEngine}" in said
+    error = capsys.readouterr().err
+    assert error.count("StaticEngine does not support episodes") == 1
+    assert "engine: {class_path: LocalEngine}" in error
 
 
 def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested dicts under its dotted name."""
+    """Yield every value of nested dicts with its dotted name."""
     if not isinstance(node, dict):
         yield place, tuple(node) if isinstance(node, list) else node
         return
@@ -145,33 +145,31 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{place}.{name}")
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_a_hardware_overlay_runs_where_there_is_such_hardware(name, tmp_path, program, gsm8k):
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_hardware_config_runs_if_the_hardware_is_available(name, tmp_path, program, gsm8k):
     accelerator = read(f"hardware/{name}").get("trainer", {}).get("accelerator")
     if accelerator is None:
         pytest.skip("tests/vllm and tests/rollout/engines train with what samples elsewhere")
     if accelerator == "auto":
-        pytest.skip("tests/parallel trains with it, in processes of their own")
+        pytest.skip("tests/parallel trains with it, in separate processes")
     if isinstance(accelerator, dict):
-        pytest.skip("tests/xla trains with it, in processes of their own")
+        pytest.skip("tests/xla trains with it, in separate processes")
     if not AcceleratorRegistry[accelerator]["accelerator"].is_available():
         pytest.skip(f"no {accelerator} here")
-    recipe, overlay = "quickstart.yaml", tmp_path / "small.yaml"
-    overlay.write_text(yaml.safe_dump(small(read(recipe), {"judge": ""}, gsm8k)))
-    words = ["-c", CONFIGS / recipe, "-c", CONFIGS / "hardware" / name, "-c", overlay]
+    recipe, override = "quickstart.yaml", tmp_path / "small.yaml"
+    override.write_text(yaml.safe_dump(small(read(recipe), {"judge": ""}, gsm8k)))
+    words = ["-c", CONFIGS / recipe, "-c", CONFIGS / "hardware" / name, "-c", override]
     assert program("fit", *words, "--run_dir", tmp_path / "run") == 0
 
 
-def test_a_run_whose_servers_are_away_ends_in_a_line_and_a_code_of_its_own(
-    program, tmp_path, capsys
-):
+def test_an_unreachable_server_ends_the_run_with_exit_code_75(program, tmp_path, capsys):
     words = ["-c", CONFIGS / "quickstart.yaml", "-c", CONFIGS / "hardware" / "server.yaml"]
     words += ["--model.engine.init_args.urls", '["http://127.0.0.1:9"]']
     words += ["--model.engine.init_args.wait_s", "0", "--run_dir", tmp_path / "run"]
     assert program("fit", *words, "--trainer.accelerator", "cpu") == 75
-    said = capsys.readouterr().err
-    assert "error: No vLLM server responds: http://127.0.0.1:9 unavailable" in said
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert "error: No vLLM server responds: http://127.0.0.1:9 unavailable" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("corrections/*.yaml")), ids=lambda p: p.stem)
@@ -181,8 +179,8 @@ def test_a_correction_states_every_field(path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_a_recipe_asks_of_evaluations_goes_together(name):
-    # The small runs above lay other numbers of samples over it.
+def test_the_evaluation_settings_of_a_recipe_are_valid(name):
+    # The small runs above override the number of samples.
     Evaluation(**read(name)["model"]["init_args"].get("evaluation", {}))
 
 
@@ -197,7 +195,7 @@ def test_a_recipe_states_only_what_differs_from_the_defaults(name):
 
 
 def repeats(given: dict, target: Callable, ours: dict | None = None) -> Iterator[str]:
-    """Names of the given values that are the default of a class's argument, and their fields."""
+    """Yield the names of given values that equal the default of a class's argument."""
     parameters = inspect.signature(target).parameters
     for name, value in given.items():
         default = (ours or {}).get(name, parameters[name].default)

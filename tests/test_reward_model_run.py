@@ -1,4 +1,4 @@
-"""Policy, reference and reward model together, by the recipe: train, log, stop, go on, use."""
+"""Policy, reference and reward model together, by the recipe: train, log, stop, resume, use."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 @pytest.fixture
 def words(models, questions, tmp_path) -> list:
-    """The recipe, small, for three iterations with a folder each; the schedule is short, too."""
+    """The recipe, small, for three iterations with a folder each; with a shorter schedule."""
     recipe, overlay = read(NAME), tmp_path / "small.yaml"
     settings = small(recipe, models, questions)
     schedule = dict(recipe["model"]["init_args"]["lr_scheduler"])
@@ -53,7 +53,7 @@ def test_every_folder_is_a_model_for_transformers_and_a_place_to_go_on_from(
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        asked = [{"role": "user", "content": "Tell me."}]
+        asked = [{"role": "user", "content": "Hello."}]
         ids = tokenizer.apply_chat_template(
             asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )

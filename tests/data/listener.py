@@ -36,7 +36,7 @@ class Listener(LightningModule):
 
 
 class SaveAt(Callback):
-    """Saves a checkpoint in the given hook, once so many batches were trained on, and stops."""
+    """Saves a checkpoint in the given hook, after a number of training batches, and stops."""
 
     def __init__(self, path, batch, hook="on_train_batch_end"):
         self.path, self.batch, self.hook, self.saved = path, batch, hook, False
@@ -73,8 +73,8 @@ def quiet_trainer(tmp_path, epochs=1, **settings):
     )
 
 
-def trained_rows(tmp_path, data, note, epochs=1, ckpt_path=None, save=None, **settings):
-    """What the model was given in a fit."""
+def train_and_record(tmp_path, data, note, epochs=1, ckpt_path=None, save=None, **settings):
+    """Return the notes on all batches that a fit trained on."""
     module = Listener(note)
     trainer = quiet_trainer(tmp_path, epochs, callbacks=[save] if save else [], **settings)
     trainer.fit(module, data, ckpt_path=ckpt_path)

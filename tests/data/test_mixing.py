@@ -25,7 +25,7 @@ def test_in_order_each_source_goes_on_and_is_spread_evenly():
 def test_each_row_of_a_source_comes_once_before_any_comes_again(shuffle):
     epochs = [mix_sources(SOURCES, [1, 2], 3, epoch, shuffle) for epoch in range(8)]
     for epoch in epochs:
-        assert len(set(epoch)) == 9  # a row that comes again has a number of its own
+        assert len(set(epoch)) == 9  # a repeated row has another number
     seen = Counter(row % 9 for epoch in epochs for row in epoch)
     assert {seen[row] for row in range(6)} == {4}
     assert {seen[row] for row in range(6, 9)} == {16}

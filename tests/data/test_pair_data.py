@@ -8,7 +8,7 @@ from lightning import LightningDataModule
 
 from litgrpo.data import Source
 from litgrpo.data.modules import PairData, PromptData
-from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
+from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
 from tests.support.models import byte_tokenizer
 
 SUMS = [{"prompt": f"{a}+{b}?", "completion": f"{a + b}"} for a in range(4, 8) for b in range(4, 8)]
@@ -121,22 +121,24 @@ def test_batches_keep_to_rows_and_tokens(tmp_path):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_order_is_one_of_its_own_per_epoch_and_seed(tmp_path, num_workers):
     data = PairData(SUMS, batch_size=4, num_workers=num_workers)
-    rows = trained_rows(tmp_path, data, texts_of, epochs=2)
+    rows = train_and_record(tmp_path, data, texts_of, epochs=2)
     first, second = list(chain(*rows[:4])), list(chain(*rows[4:]))
     assert sorted(first) == sorted(second)
     assert first != second
-    assert rows == trained_rows(tmp_path, PairData(SUMS, batch_size=4), texts_of, epochs=2)
-    assert rows != trained_rows(tmp_path, PairData(SUMS, batch_size=4, seed=1), texts_of, epochs=2)
+    assert rows == train_and_record(tmp_path, PairData(SUMS, batch_size=4), texts_of, epochs=2)
+    assert rows != train_and_record(
+        tmp_path, PairData(SUMS, batch_size=4, seed=1), texts_of, epochs=2
+    )
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_fit_that_is_resumed_skips_and_repeats_no_pair(tmp_path, cut):
-    whole = trained_rows(tmp_path, PairData(SUMS, batch_size=4), texts_of, epochs=2)
+    whole = train_and_record(tmp_path, PairData(SUMS, batch_size=4), texts_of, epochs=2)
     save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
     data = PairData(SUMS, batch_size=4)
-    before = trained_rows(tmp_path, data, texts_of, epochs=2, save=save)[:cut]
+    before = train_and_record(tmp_path, data, texts_of, epochs=2, save=save)[:cut]
     data = PairData(SUMS, batch_size=4)
-    after = trained_rows(tmp_path, data, texts_of, epochs=2, ckpt_path=save.path)
+    after = train_and_record(tmp_path, data, texts_of, epochs=2, ckpt_path=save.path)
     assert before + after == whole
 
 
@@ -208,12 +210,12 @@ def test_a_mixture_of_pairs_is_resumed_where_it_stopped(tmp_path, cut):
         parts = [Source(f"{tmp_path}/{name}.csv", weight=1) for name in "ab"]
         return PairData(parts, batch_size=4, **settings)
 
-    whole = trained_rows(tmp_path, data(), texts_of, epochs=2)
+    whole = train_and_record(tmp_path, data(), texts_of, epochs=2)
     assert [len(batch) for batch in whole] == [4] * 6
     assert sum(text.startswith("<bos>a") for batch in whole[:3] for text in batch) == 6
     save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
-    before = trained_rows(tmp_path, data(), texts_of, epochs=2, save=save)
-    after = trained_rows(tmp_path, data(), texts_of, epochs=2, ckpt_path=save.path)
+    before = train_and_record(tmp_path, data(), texts_of, epochs=2, save=save)
+    after = train_and_record(tmp_path, data(), texts_of, epochs=2, ckpt_path=save.path)
     assert before[:cut] + after == whole
     with pytest.raises(ValueError, match="leave max_tokens_per_batch out"):
-        trained_rows(tmp_path, data(max_tokens_per_batch=9), texts_of)
+        train_and_record(tmp_path, data(max_tokens_per_batch=9), texts_of)

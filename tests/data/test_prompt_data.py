@@ -11,7 +11,7 @@ from lightning import LightningDataModule
 from litgrpo.data import Chat, Source
 from litgrpo.data.modules import PromptData
 from litgrpo.data.sources import parse_named_sets
-from tests.data.listener import Listener, SaveAt, quiet_trainer, trained_rows
+from tests.data.listener import Listener, SaveAt, quiet_trainer, train_and_record
 from tests.support.models import byte_tokenizer
 
 SUMS = [{"prompt": f"{a}+{b}?", "answer": a + b} for a in range(3) for b in range(4)]
@@ -102,13 +102,13 @@ def test_the_model_gives_the_tokenizer_and_every_stage_runs(tmp_path):
 
 
 def test_a_fit_without_validation_data_runs(tmp_path):
-    assert len(trained_rows(tmp_path, PromptData(SUMS, batch_size=4), rows_of)) == 3
+    assert len(train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of)) == 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path, num_workers):
     data = PromptData(SUMS, batch_size=4, num_workers=num_workers)
-    rows = trained_rows(tmp_path, data, rows_of, epochs=2)
+    rows = train_and_record(tmp_path, data, rows_of, epochs=2)
     first, second = list(chain(*rows[:3])), list(chain(*rows[3:]))
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
@@ -117,7 +117,7 @@ def test_a_fit_goes_through_the_data_in_an_order_of_its_own_per_epoch(tmp_path, 
 
 def test_unshuffled_training_data_keep_their_order(tmp_path):
     data = PromptData(SUMS, batch_size=5, shuffle=False)
-    assert trained_rows(tmp_path, data, rows_of) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert train_and_record(tmp_path, data, rows_of) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,23 @@ def test_a_fit_that_is_resumed_skips_and_repeats_no_prompt(tmp_path, hook, cut):
     def data(num_workers=0):
         return PromptData(SUMS, val=["v"], batch_size=4, num_workers=num_workers)
 
-    whole = trained_rows(tmp_path, data(), rows_of, **settings)
+    whole = train_and_record(tmp_path, data(), rows_of, **settings)
     save = SaveAt(str(tmp_path / "cut.ckpt"), cut, hook)
-    before = trained_rows(tmp_path, data(2 if cut == 4 else 0), rows_of, save=save, **settings)
+    before = train_and_record(tmp_path, data(2 if cut == 4 else 0), rows_of, save=save, **settings)
     resumed = data(2 if cut == 5 else 0)
-    after = trained_rows(tmp_path, resumed, rows_of, ckpt_path=save.path, **settings)
+    after = train_and_record(tmp_path, resumed, rows_of, ckpt_path=save.path, **settings)
     assert before[:cut] + after == whole
 
 
 def test_a_fit_can_be_resumed_twice_in_one_epoch(tmp_path):
-    whole = trained_rows(tmp_path, PromptData(SUMS, batch_size=2), rows_of, epochs=2)
+    whole = train_and_record(tmp_path, PromptData(SUMS, batch_size=2), rows_of, epochs=2)
     rows, path = [], None
     for part, cut in enumerate((2, 3, 3)):
         save = SaveAt(str(tmp_path / f"{part}.ckpt"), cut)
         data = PromptData(SUMS, batch_size=2)
-        rows += trained_rows(tmp_path, data, rows_of, 2, ckpt_path=path, save=save)[:cut]
+        rows += train_and_record(tmp_path, data, rows_of, 2, ckpt_path=path, save=save)[:cut]
         path = save.path
-    rows += trained_rows(tmp_path, PromptData(SUMS, batch_size=2), rows_of, 2, ckpt_path=path)
+    rows += train_and_record(tmp_path, PromptData(SUMS, batch_size=2), rows_of, 2, ckpt_path=path)
     assert rows == whole
 
 
@@ -162,9 +162,9 @@ def test_a_fit_can_be_resumed_twice_in_one_epoch(tmp_path):
 )
 def test_a_fit_with_other_data_or_another_order_is_not_resumed(tmp_path, now, said):
     save = SaveAt(str(tmp_path / "cut.ckpt"), 1)
-    trained_rows(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
+    train_and_record(tmp_path, PromptData(SUMS, batch_size=4), rows_of, save=save)
     with pytest.raises(ValueError, match=said):
-        trained_rows(tmp_path, now, rows_of, ckpt_path=save.path)
+        train_and_record(tmp_path, now, rows_of, ckpt_path=save.path)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +240,10 @@ def test_weights_are_shares_of_the_training_prompts(tmp_path):
         path.write_text(json.dumps([r if isinstance(r, dict) else {"prompt": r} for r in rows]))
         paths.append(Source(str(path), weight=1))
     data = PromptData(paths, batch_size=7)
-    first, second = trained_rows(tmp_path, data, lambda batch: batch.prompts), None
+    first, second = train_and_record(tmp_path, data, lambda batch: batch.prompts), None
     assert sum(len(set(text) & set("xy")) for batch in first for text in batch) == 7
-    # A row that comes again in the same epoch has random numbers of its own.
-    second = trained_rows(tmp_path, PromptData(paths, batch_size=7), rows_of)
+    # A row that is repeated within an epoch has other random numbers.
+    second = train_and_record(tmp_path, PromptData(paths, batch_size=7), rows_of)
     assert len(set(chain(*second))) == 14
 
 
@@ -256,13 +256,13 @@ def test_a_mixture_is_resumed_where_it_stopped_and_other_weights_are_refused(tmp
         parts = [Source(f"{tmp_path}/a.txt", weight=weight), Source(f"{tmp_path}/b.txt", weight=1)]
         return PromptData(parts, batch_size=4)
 
-    whole = trained_rows(tmp_path, data(), rows_of, epochs=2)
+    whole = train_and_record(tmp_path, data(), rows_of, epochs=2)
     save = SaveAt(str(tmp_path / "cut.ckpt"), cut)
-    before = trained_rows(tmp_path, data(), rows_of, epochs=2, save=save)
-    after = trained_rows(tmp_path, data(), rows_of, epochs=2, ckpt_path=save.path)
+    before = train_and_record(tmp_path, data(), rows_of, epochs=2, save=save)
+    after = train_and_record(tmp_path, data(), rows_of, epochs=2, ckpt_path=save.path)
     assert before[:cut] + after == whole
     with pytest.raises(ValueError, match="mixture="):
-        trained_rows(tmp_path, data(2), rows_of, ckpt_path=save.path)
+        train_and_record(tmp_path, data(2), rows_of, ckpt_path=save.path)
 
 
 def test_sets_with_names_come_in_batches_of_their_own(tmp_path):

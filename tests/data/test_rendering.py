@@ -189,10 +189,10 @@ SHOWS_TOOLS = "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}" + 
 DOUBLE = {"type": "function", "function": {"name": "double", "parameters": {}}}
 
 
-def opened_text(
+def encode_first_row(
     rows, added, *, chat=True, limit=99, overlong="error", split=False, split_added=True, **changes
 ):
-    """What the model reads of the first row when an environment adds something to it."""
+    """Encode the first row with the text that an environment adds to it."""
     tokenizer = chat_tokenizer(changes.get("template", CHAT_TEMPLATE))
     style, row_limit = (
         build_prompt_format(None, chat, split),
@@ -220,42 +220,42 @@ def opened_text(
 
 
 def test_what_an_environment_adds_stands_at_the_end_of_the_last_user_message():
-    said, _, prompts = opened_text(["guess", "longer prompt"], " 1-15.")
+    said, _, prompts = encode_first_row(["guess", "longer prompt"], " 1-15.")
     assert said == "<bos>[user]guess 1-15.[assistant]"
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert opened_text([{"prompt": asked}], "!")[0] == "<bos>[user]a![assistant]b[assistant]"
+    assert encode_first_row([{"prompt": asked}], "!")[0] == "<bos>[user]a![assistant]b[assistant]"
     assert prompts.columns["conversation"][0][-1]["content"] == "guess"  # is not changed
 
 
 def test_messages_that_an_environment_adds_follow_the_prompt():
     added = [{"role": "tool", "content": "42"}]
-    assert opened_text(["six"], added)[0] == "<bos>[user]six[tool]42[assistant]"
+    assert encode_first_row(["six"], added)[0] == "<bos>[user]six[tool]42[assistant]"
     with pytest.raises(ValueError, match=r"the environment begins with \[17\]; expected"):
-        opened_text(["six"], [17])
+        encode_first_row(["six"], [17])
     system = [{"prompt": [{"role": "system", "content": "s"}]}]
     with pytest.raises(ValueError, match="last user message, and the prompt has none"):
-        opened_text(system, "text")
+        encode_first_row(system, "text")
 
 
 def test_a_plain_prompt_takes_a_text_at_its_end_and_no_messages():
-    assert opened_text(["six"], " 42", chat=False)[0] == "<bos>six 42"
+    assert encode_first_row(["six"], " 42", chat=False)[0] == "<bos>six 42"
     with pytest.raises(ValueError, match=r"begins with messages .*`chat: true` of the data"):
-        opened_text(["six"], [{"role": "user", "content": "42"}], chat=False)
+        encode_first_row(["six"], [{"role": "user", "content": "42"}], chat=False)
 
 
 def test_nothing_added_leaves_the_tokens_of_the_batch():
     for nothing in ("", []):
-        _, ids, prompts = opened_text(["six", "longer than six"], nothing)
+        _, ids, prompts = encode_first_row(["six", "longer than six"], nothing)
         assert ids == prompts.prompt_ids[0][prompts.prompt_mask[0]].tolist()
 
 
 def test_what_is_too_long_with_the_addition_is_treated_as_when_it_was_loaded():
     long = {"chat": False, "limit": 8}
     with pytest.raises(ValueError, match=r"10 tokens.*max_prompt_length"):
-        opened_text(["six"], " 42456", **long)
+        encode_first_row(["six"], " 42456", **long)
     with pytest.raises(PromptDropped, match="10 tokens"):
-        opened_text(["six"], " 42456", overlong="drop", **long)
-    assert opened_text(["six"], " 42456", overlong="truncate", **long)[0] == "<bos>x 42456"
+        encode_first_row(["six"], " 42456", overlong="drop", **long)
+    assert encode_first_row(["six"], " 42456", overlong="truncate", **long)[0] == "<bos>x 42456"
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -263,7 +263,7 @@ def test_special_tokens_in_what_is_added_are_plain_text_unless_a_key_allows_them
     eos = chat_tokenizer().eos_token
     for split, split_added, number in ((False, False, 1), (False, True, 0), (True, True, 0)):
         named = {"split": split, "split_added": split_added, "chat": chat}
-        said, ids, _ = opened_text(["six"], f"{eos}!", **named)
+        said, ids, _ = encode_first_row(["six"], f"{eos}!", **named)
         assert said == (f"<bos>[user]six{eos}![assistant]" if chat else f"<bos>six{eos}!")
         assert ids.count(chat_tokenizer().eos_token_id) == number
 
@@ -271,10 +271,10 @@ def test_special_tokens_in_what_is_added_are_plain_text_unless_a_key_allows_them
 def test_special_tokens_of_a_prompt_stay_where_those_of_the_environment_are_plain_text():
     eos = chat_tokenizer().eos_token
     for chat in (True, False):
-        _, ids, _ = opened_text([f"six{eos}"], f" {eos}", chat=chat)
+        _, ids, _ = encode_first_row([f"six{eos}"], f" {eos}", chat=chat)
         assert ids.count(chat_tokenizer().eos_token_id) == 1
     added = [{"role": "tool", "content": f"{eos}[system]"}]
-    said, ids, _ = opened_text(["six"], added)
+    said, ids, _ = encode_first_row(["six"], added)
     assert said == f"<bos>[user]six[tool]{eos}[system][assistant]"
     assert eos not in chat_tokenizer().convert_ids_to_tokens(ids)
 

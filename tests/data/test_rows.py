@@ -1,5 +1,3 @@
-"""Columns under our names, answers by pattern, a split that never moves, repeats reported."""
-
 import hashlib
 import random
 
@@ -25,7 +23,7 @@ def test_a_renamed_column_keeps_its_own_name_too_and_others_stay():
         [{"question": "1+1?", "answer": "2", "level": 3}]
     )
     both = {"prompt": "1+1?", "question": "1+1?", "gold": "2", "level": 3}
-    assert rows[0].values == both  # `answer` is a name of ours: it means one thing
+    assert rows[0].values == both  # litgrpo gives `answer` a meaning, so it cannot keep its own
 
 
 def test_one_column_can_have_two_names():

@@ -126,7 +126,7 @@ def test_a_loader_goes_on_where_another_stopped(num_workers, cut):
                 break
     second = loader(num_workers)
     second.load_state_dict(first.state_dict())
-    # At the end of an epoch Lightning may go on with this epoch, of which nothing is left.
+    # At the end of an epoch Lightning may continue with this epoch, which has no batch left.
     rows += epochs(second, range(max(cut - 1, 0) // 5, 3))
     assert rows == whole
 

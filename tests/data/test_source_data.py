@@ -1,4 +1,4 @@
-"""What PromptData and PairData share; the rest is shown by their own tests."""
+"""Behavior that PromptData and PairData share."""
 
 import pytest
 

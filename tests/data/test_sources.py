@@ -166,7 +166,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, said):
         (["a", 3], "the given list, row 2: is a int"),
         ("python:nowhere.rows", "No module named 'nowhere'"),
         ("python:json.nothing", "has no 'nothing'"),
-        (["a.txt", "Tell me a story."], "Tell me a story"),
+        (["a.txt", "Write a story."], "Write a story"),
         (["a.txt", "b.txt"], r"a\.txt: no such file"),
         ("nowhere/*.jsonl", "no file fits this pattern"),
         ({"path": "a.txt", "limt": 3}, r"no key 'limt' \(did you mean 'limit'\?\)"),

@@ -54,7 +54,7 @@ def test_split_special_tokens_reads_them_as_text(caplog):
     with caplog.at_level("INFO"):
         assert prompts_of(["a<eos>b"], split=True).ids == [[1, *plain("a<eos>b")]]
     assert "read as plain text (split_special_tokens)" in caplog.text
-    # The marks of the chat format stay special tokens; a prompt without any is read as ever.
+    # The chat format's special tokens stay special; a prompt that writes none is unchanged.
     chat = prompts_of(["a<eos>b", "c"], chat=True, split=True).ids
     assert chat == [[1, *plain("a<eos>b"), 2], [1, *plain("c"), 2]]
 

@@ -30,7 +30,7 @@ def file(tmp_path):
     return path
 
 
-def streamed(path, **settings):
+def stream_data(path, **settings):
     given = {"batch_size": 4, "max_prompt_length": 16} | settings
     limit = given.pop("limit", None)
     return PromptData(Source(str(path), limit=limit, streaming=True), **given)
@@ -42,7 +42,7 @@ def seen(data):
 
 @pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"seed": 5}, {"limit": 11}])
 def test_batches_are_those_of_the_same_rows_in_memory(file, settings):
-    lazy = set_up(streamed(file, **settings))
+    lazy = set_up(stream_data(file, **settings))
     limit = settings.pop("limit", None)
     held = Source(str(file), limit=limit)
     eager = set_up(PromptData(held, batch_size=4, max_prompt_length=16, **settings))
@@ -61,7 +61,7 @@ def test_files_that_can_be_read_by_row_give_the_same_batches(kind, tmp_path, mon
     }
     write[kind]()
     eager = set_up(PromptData(str(path), batch_size=4, max_prompt_length=16))
-    assert seen(set_up(streamed(path))) == seen(eager)
+    assert seen(set_up(stream_data(path))) == seen(eager)
 
 
 def test_only_the_rows_of_a_batch_are_read(file, monkeypatch):
@@ -71,30 +71,30 @@ def test_only_the_rows_of_a_batch_are_read(file, monkeypatch):
         LineFile, "__getitem__", lambda self, n: (read_by.append(n), get(self, n))[1]
     )
     monkeypatch.setattr(prompts, "NUM_PREVIEWED", 3)
-    loader = set_up(streamed(file)).train_dataloader()
+    loader = set_up(stream_data(file)).train_dataloader()
     assert len(read_by) == 3
     next(iter(loader))
     assert len(read_by) == 3 + 4
 
 
 def test_a_resumed_run_goes_on_with_the_next_batch_and_changed_data_are_refused(file):
-    loader = set_up(streamed(file)).train_dataloader()
+    loader = set_up(stream_data(file)).train_dataloader()
     all_of_them = [batch.prompts for batch in loader]
     going = iter(loader)
     for _ in range(3):
         next(going)
     state = loader.state_dict()
-    resumed = set_up(streamed(file)).train_dataloader()
+    resumed = set_up(stream_data(file)).train_dataloader()
     resumed.load_state_dict(state)
     assert [batch.prompts for batch in resumed] == all_of_them[3:]
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[::-1]))
     with pytest.raises(ValueError, match="the checkpoint was made with data prompts="):
-        set_up(streamed(file)).train_dataloader().load_state_dict(state)
+        set_up(stream_data(file)).train_dataloader().load_state_dict(state)
 
 
 def test_processes_share_each_batch(file):
     def of(rank, processes):
-        data = streamed(file)
+        data = stream_data(file)
         kind = type(data)
         data.__class__ = type("Apart", (kind,), {"process": (rank, processes)})
         return [prompt for batch in batches_of(set_up(data)) for prompt in batch.prompts]
@@ -109,7 +109,7 @@ def test_a_row_that_is_left_out_gives_its_place_to_the_next(file, monkeypatch):
     long = {"prompt": "x" * 50, "answer": "0"}
     file.write_text("".join(json.dumps(row) + "\n" for row in [ROWS[0], long, *ROWS[1:]]))
     held = [ROWS[4]]
-    data = set_up(streamed(file, val=held, shuffle=False))
+    data = set_up(stream_data(file, val=held, shuffle=False))
     batches = batches_of(data)
     assert all(len(batch.prompts) == 4 for batch in batches)
     asked = [prompt for batch in batches for prompt in batch.prompts]
@@ -118,10 +118,10 @@ def test_a_row_that_is_left_out_gives_its_place_to_the_next(file, monkeypatch):
     assert "4+1=" not in asked
     assert [batch.prompts for batch in data.val_dataloader()] == [["4+1="]]
     with pytest.raises(ValueError, match=r"line 2: has 5\d tokens, more than max_prompt_length=16"):
-        set_up(streamed(file, long_prompts="error", shuffle=False)).sets["train"][[1]]
-    kept = set_up(streamed(file, train_val_overlap="keep", val=held))
+        set_up(stream_data(file, long_prompts="error", shuffle=False)).sets["train"][[1]]
+    kept = set_up(stream_data(file, train_val_overlap="keep", val=held))
     assert "4+1=" in kept.sets["train"][[5]].prompts
-    refused = set_up(streamed(file, train_val_overlap="error", val=held))
+    refused = set_up(stream_data(file, train_val_overlap="error", val=held))
     with pytest.raises(ValueError, match="line 6: this training prompt is in the validation set"):
         refused.sets["train"][[5]]
 
@@ -134,7 +134,7 @@ def test_a_bad_row_is_named_when_it_is_read(file):
         with pytest.raises(ValueError, match=said):
             rows[number]
     with pytest.raises(ValueError, match="line 3: not JSON"):
-        set_up(streamed(file))
+        set_up(stream_data(file))
 
 
 @pytest.mark.parametrize(

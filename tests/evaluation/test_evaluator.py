@@ -17,13 +17,13 @@ from tests.training.parts import letters, rollouter_of
 BATCH = prompt_batch("a", "hello there", "xyz")
 
 
-def graded(prompts, completions, **_):
+def grade(prompts, completions, **_):
     """0, 1, 2, 3 and again from 0."""
     return [float(row % 4) for row in range(len(completions))]
 
 
 def evaluator(*, function=letters, **settings):
-    parts = {"first": Reward(function), "second": Reward(graded, weight=0.5)}
+    parts = {"first": Reward(function), "second": Reward(grade, weight=0.5)}
     return Evaluator(Evaluation(**settings), Scorer(parts, runner=InProcessRunner()))
 
 
@@ -136,11 +136,11 @@ def test_answers_are_drawn_from_the_filtered_distribution():
     policy, drawn = rollouter(), []
     generate = policy.generate
 
-    def remembered(*args, sampling, **kwargs):
+    def record_sampling(*args, sampling, **kwargs):
         drawn.append(sampling)
         return generate(*args, sampling=sampling, **kwargs)
 
-    policy.generate = remembered
+    policy.generate = record_sampling
     likely = {"predict_temperature": 1.0, "predict_top_p": 1e-6}  # the most likely token alone
     one = evaluator(**likely).predict(policy, BATCH)
     greedy = evaluator(predict_temperature=0.0).predict(policy, BATCH)

@@ -149,7 +149,7 @@ def run_rank(rank: int, folder: Path) -> None:
     if rank == 0:
         metric.update(INDEX, CORRECT[:, 1])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics tells the idle process that it has no data
+        warnings.simplefilter("ignore")  # torchmetrics warns that the idle process has no data
         torch.save(metric.compute(), folder / f"idle{rank}.pt")
     dist.destroy_process_group()
 
@@ -170,8 +170,8 @@ def test_two_processes_report_what_one_does(tmp_path: Path) -> None:
 SAID = {"role": "assistant", "content": "a"}
 
 
-def played(*turns):
-    """Two prompts with two episodes each, of so many turns; all but the last call a tool."""
+def make_rollout(*turns):
+    """Return two prompts with two episodes each; all turns but the last call a tool."""
     rollout = rollout_of(prompts("A", "B"))
     episodes = [Episode([SAID] * n, calls={"f": (n - 1, 0)} if n > 1 else {}) for n in turns]
     rewards = torch.zeros(4, max(turns), dtype=torch.float64)
@@ -182,8 +182,8 @@ def played(*turns):
 
 def test_turns_and_calls_are_averaged_over_prompts():
     metric = EpisodeMeans("greedy_")
-    metric.update(torch.tensor([0, 1]), played(1, 3, 2, 2))
-    metric.update(torch.tensor([1, 2]), played(4, 4, 1, 1))  # prompt 1 comes again
+    metric.update(torch.tensor([0, 1]), make_rollout(1, 3, 2, 2))
+    metric.update(torch.tensor([1, 2]), make_rollout(4, 4, 1, 1))  # prompt 1 comes again
     found = {name: float(value) for name, value in metric.compute().items()}
     assert found == {
         "greedy_turns": pytest.approx((2 + 2 + 1) / 3),

@@ -86,9 +86,9 @@ def questions(tmp_path_factory) -> dict[str, str]:
     """Open questions as JSONL files, each a list of messages, as data sets for chat have them."""
     folder, files = tmp_path_factory.mktemp("questions"), {}
     for name in ("train", "val"):
-        asked = [[{"role": "user", "content": f"Tell me of {name} {n}."}] for n in range(8)]
+        questions = [[{"role": "user", "content": f"Describe {name} {n}."}] for n in range(8)]
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in asked))
+        path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in questions))
         files[name] = str(path)
     return files
 
@@ -107,7 +107,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 def small_model(pretrained: str, models: dict[str, str]) -> str:
-    """A small model of the same architecture; for a model of our own making the embedded one."""
+    """A small model of the same architecture; the built-in one for a model made by litgrpo."""
     family = next((name for name in FAMILIES if pretrained.startswith(name)), None)
     return TINY if family is None else models[FAMILIES[family]]
 
@@ -122,7 +122,7 @@ def small_judges(rewards: dict, judge: str) -> dict:
 
 
 def small(recipe: dict, models: dict[str, str], rows: dict[str, str]) -> dict:
-    """What to lay over a recipe, so that an iteration of it takes a moment."""
+    """Build a config override that makes an iteration of a recipe fast."""
     model, data = (dict(recipe[key]["init_args"]) for key in ("model", "data"))
     over = {"max_iterations": 1}
     if "scratch" in model:
@@ -152,8 +152,8 @@ def small(recipe: dict, models: dict[str, str], rows: dict[str, str]) -> dict:
 
 
 def few(source: str) -> str:
-    """The same generated problems, fewer; lists that are given are as long as they are."""
-    is_list = source.endswith("held_out") or ".topics." in source or ".records." in source
+    """Limit a source of generated problems; fixed lists have no size."""
+    is_list = source.endswith(".held_out") or ".topics." in source or ".records." in source
     return source if is_list else f"{source}?size=50"
 
 

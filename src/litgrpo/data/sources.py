@@ -1,4 +1,4 @@
-"""Where rows come from: files, the Hub, Python functions, lists, generators, or several of them."""
+"""Sources of rows: files, the Hub, Python functions, lists, generators, or several of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from litgrpo.workers.sandbox.wire import dumps
 
 PYTHON = "python:"
 GIVEN = "the given list"
-EPISODE_NUMBER = "episode_number"  # column that tells rows with the same prompt apart
+EPISODE_NUMBER = "episode_number"  # column that distinguishes rows with the same prompt
 STREAMABLE = (
     f"{', '.join(LINE_PARSERS)}, .parquet, a folder of save_to_disk or a data set of the Hub"
 )
@@ -44,7 +44,7 @@ INSTALL = "needs `pip install reasoning-gym` (or `pip install litgrpo[reasoning_
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from. A plain string in YAML is the `path` of one.
+    """A source of rows. A plain string in YAML is its `path`.
 
     Args:
         path: a file ending in .jsonl, .json, .csv, .parquet or .txt (one prompt per line), or a
@@ -150,6 +150,10 @@ class ReasoningGym(GeneratedSource):
         seed: random seed of the problems. In nearly all tasks problem n is generated from
             `seed + n`: for other problems use a seed further away than `size`.
         configs: {name: {setting: value}} of the tasks, such as `{countdown: {max_numbers: 4}}`.
+
+    Example:
+        >>> ReasoningGym({"countdown": 2, "leg_counting": 1}, size=300, seed=7).name
+        'ReasoningGym(seed 7)'
     """
 
     tasks: dict[str, float]

@@ -94,7 +94,7 @@ class SetMetrics:
     """Metrics of one set of held-out prompts.
 
     Args:
-        settings: of the evaluation.
+        settings: evaluation settings.
         reward_names: names of the reward components.
         device: device of the metrics.
     """
@@ -132,7 +132,7 @@ class SetMetrics:
     def report(
         self, *, with_initial_distance: bool
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """{name: number}, and {name: one number per prompt} with `index`, over all processes.
+        """Return {name: number}, and {name: one number per prompt} with `index`, over all ranks.
 
         Args:
             with_initial_distance: also report the distance from the initial policy.
@@ -149,7 +149,7 @@ class SetMetrics:
 
 
 def compute_and_reset(metric: Metric) -> dict[str, float]:
-    """{name: number} of a metric, which is empty afterwards."""
+    """Return {name: number} of a metric, and reset it."""
     values = {name: float(value) for name, value in metric.compute().items()}
     metric.reset()
     return values
@@ -166,7 +166,7 @@ class Evaluated:
         greedy: greedy completion of each prompt; None without `Evaluation.greedy`.
         greedy_rewards: [B, 1] their rewards.
         greedy_correct: [B, 1] True for greedy completions that succeeded.
-        name: of the set of prompts, "" if there is only one.
+        name: name of the set of prompts, "" if there is only one.
 
     Example:
         Two prompts with two samples each, without greedy completions::
@@ -191,7 +191,7 @@ class Evaluator:
     """Evaluates a policy on prompts with rewards.
 
     Args:
-        settings: of the evaluation.
+        settings: evaluation settings.
         scorer: computes rewards.
 
     Raises:
@@ -226,7 +226,7 @@ class Evaluator:
         self.metrics: dict[str, SetMetrics] = {}  # of each set of prompts, "" if only one
         # Of the last report: {set: {name: one number per prompt}}.
         self.per_prompt: dict[str, dict[str, list[float]]] = {}
-        # Whether the last report lacks the distance from the initial policy, and its samples.
+        # True if the last report lacks the distance from the initial policy.
         self.is_incomplete, self.stage = False, "val"
         self.without_initial: dict[str, list[Rollout]] = {}
         self.start(torch.device("cpu"))
@@ -236,8 +236,8 @@ class Evaluator:
 
         Args:
             device: device of prompts and rewards.
-            names: of the sets of prompts. Every process has the metrics of all sets, including
-                those of which it has no prompt.
+            names: names of the sets of prompts. Every rank has the metrics of all sets, including
+                sets of which it has no prompt.
         """
         self.device, self.metrics = device, {}
         settings = self.settings
@@ -248,7 +248,7 @@ class Evaluator:
 
     @property
     def sampling(self) -> Sampling:
-        """How completions of held-out prompts are sampled."""
+        """Sampling settings for completions of held-out prompts."""
         return Sampling(temperature=self.settings.temperature)
 
     def evaluate(
@@ -267,7 +267,7 @@ class Evaluator:
             prompts: B prompts.
             purpose: `val` or `test`; each has its own random numbers, the same every time.
             iteration: number of finished iterations.
-            name: of the set of prompts, if there are several.
+            name: name of the set of prompts, if there are several.
         """
         settings, metrics = self.settings, self.metrics[name]
         rollout = rollouter.generate(
@@ -307,20 +307,20 @@ class Evaluator:
         return evaluated
 
     def _is_correct(self, rewards: RewardTable) -> Tensor:
-        """[B, G] True if the success reward reaches its threshold."""
+        """Return [B, G] True if the success reward reaches its threshold."""
         component = rewards.components[self.success_reward]
         correct = (component >= self.settings.success_threshold) & rewards.valid
         return correct.to(self.device)
 
     def report(self, stage: str, comm: Comm = SingleProcess()) -> dict[str, float]:  # noqa: B008
-        """{`stage`/name: number} of everything since the last report.
+        """Return {`stage`/name: number} of everything since the last report.
 
         With several sets of prompts {`stage`/set/name: number}. `per_prompt` then holds {set:
         {name: one number per prompt}}.
 
         Args:
             stage: `val` or `test`.
-            comm: of the processes that evaluate.
+            comm: communication between the ranks.
         """
         has_distance = self.settings.text_quality and self.initial_logprobs is not None
         self.stage, self.is_incomplete = stage, self.settings.text_quality and not has_distance
@@ -344,7 +344,10 @@ class Evaluator:
         self.without_initial = {}
 
     def complete(self) -> dict[str, float]:
-        """{`stage`/name: number} missing in the last report, after `measure_initial_distance`."""
+        """Return the {`stage`/name: number} that the last report lacks.
+
+        Call `measure_initial_distance` first.
+        """
         report: dict[str, float] = {}
         for name in self.per_prompt:
             distance = compute_and_reset(self.metrics[name].initial_distance)
@@ -381,7 +384,7 @@ class Evaluator:
 
 
 def _describe_episode(rollout: Rollout, row: int) -> dict[str, Any]:
-    """Fields of a prediction that only an episode has."""
+    """Return the fields of a prediction that only an episode has."""
     if not rollout.episodes:
         return {}
     assert rollout.turn_rewards is not None

@@ -24,7 +24,7 @@ PromptValues = Mapping[str, Sequence[float]]  # {name: one number per prompt}, w
 
 
 def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
-    """Wilson score interval of a proportion; at 0 and 1 it is one-sided instead of empty.
+    """Compute the Wilson score interval of a proportion; at 0 and 1 it is one-sided.
 
     Args:
         successes: number of successes; need not be whole (an effective sample size seldom is).
@@ -55,7 +55,7 @@ def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -
 def proportion_interval(
     successes: Sequence[int], num_samples: int, confidence: float = 0.95
 ) -> Interval:
-    """Interval of a success rate if every prompt was sampled several times.
+    """Compute the interval of a success rate if every prompt was sampled several times.
 
     Wilson's interval with the effective sample size, variance of one sample over variance of the
     mean across prompts. It stays inside [0, 1] and does not collapse at 0 and 1 as mean +- standard
@@ -86,7 +86,7 @@ def proportion_interval(
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Student's t interval of a mean over prompts, with one value for each prompt.
+    """Compute the Student's t interval of a mean over prompts, with one value for each prompt.
 
     Args:
         values: [B] one value per prompt, such as a mean over samples; fewer than two give an
@@ -155,7 +155,7 @@ def compute_paired_difference(
 
 
 def mean_and_standard_error(values: Sequence[float]) -> Interval:
-    """Mean and its standard error (n - 1; 0 for a single value, NaN for none)."""
+    """Compute the mean and its standard error (n - 1; 0 for a single value, NaN for none)."""
     count = len(values)
     if not count:
         return nan, nan
@@ -166,7 +166,7 @@ def mean_and_standard_error(values: Sequence[float]) -> Interval:
 
 
 def student_t_central_probability(t: float, df: int) -> float:
-    """Probability that a t variable of `df` degrees of freedom lies in [-t, t].
+    """Compute the probability that a t variable of `df` degrees of freedom lies in [-t, t].
 
     Example:
         >>> student_t_central_probability(1.0, 1)
@@ -188,7 +188,7 @@ def student_t_central_probability(t: float, df: int) -> float:
 
 
 def student_t_quantile(probability: float, df: int) -> float:
-    """Quantile of the t distribution with `df` degrees of freedom, for a probability above 1/2.
+    """Compute a quantile of the t distribution with `df` degrees of freedom, above the median.
 
     Example:
         >>> round(student_t_quantile(0.975, 10), 4)
@@ -211,7 +211,7 @@ def student_t_quantile(probability: float, df: int) -> float:
 def bootstrap_ratio(
     sums: Sequence[float], counts: Sequence[float], confidence: float = 0.95
 ) -> Interval:
-    """Percentile bootstrap interval of sum(sums) / sum(counts), with prompts resampled.
+    """Compute the percentile bootstrap interval of sum(sums) / sum(counts), with prompts resampled.
 
     The draws are seeded: the same numbers give the same interval.
 
@@ -310,7 +310,7 @@ def compare_evaluations(before: PromptValues, after: PromptValues) -> Comparison
     A prompt is solved if its greedy completion is correct, or without one, if at least half of its
     samples are.
 
-    Means have bootstrap intervals, because a graded reward has no variance of its own to count on;
+    Means have bootstrap intervals, because no distribution can be assumed for a graded reward;
     binary outcomes have an exact test.
 
     Args:

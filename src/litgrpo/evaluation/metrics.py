@@ -27,7 +27,7 @@ from litgrpo.text.overlap import bleu, bleu_counts, rouge_f, token_f1, without_a
 from litgrpo.types import RewardTable, Rollout
 
 # States are float32 and flat, the shape and type that a process without prompts contributes; above
-# this number float32 does not tell two indices apart.
+# this number float32 cannot represent every integer, so two indices would become equal.
 MAX_INDEX = 2**24
 
 
@@ -81,7 +81,7 @@ class PromptMetric(Metric):
         self.values.append(values.float().flatten())
 
     def rows(self, num_values: int) -> list[list[float]]:
-        """[B, K] numbers of every prompt, each prompt once, in the order of the data set."""
+        """Return [B, K] numbers of every prompt, each prompt once, in the order of the data set."""
         self.indices = []
         if not len(self.index):
             return []
@@ -129,7 +129,7 @@ class SampledAccuracy(PromptMetric):
         self.collect(index, correct.sum(1, keepdim=True))
 
     def compute(self) -> dict[str, Tensor]:
-        """{avg@k, avg@k_low, avg@k_high, pass@j for every j}."""
+        """Return {avg@k, avg@k_low, avg@k_high, pass@j for every j}."""
         counts = [int(row[0]) for row in self.rows(1)]
         name, samples = f"avg@{self.num_samples}", self.num_samples
         low, high = proportion_interval(counts, samples, self.confidence)
@@ -164,7 +164,7 @@ class GreedyAccuracy(PromptMetric):
         self.collect(index, correct[:, None])
 
     def compute(self) -> dict[str, Tensor]:
-        """{greedy, greedy_low, greedy_high}."""
+        """Return {greedy, greedy_low, greedy_high}."""
         correct = [row[0] for row in self.rows(1)]
         self.per_prompt = {"greedy": correct}
         low, high = wilson_interval(sum(correct), len(correct), self.confidence)
@@ -198,7 +198,7 @@ class RewardMeans(PromptMetric):
         self.collect(index, torch.stack([*sums, *counts], dim=1).to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """{reward, reward_low, reward_high, and one entry per component}; NaN if none was scored.
+        """Return {reward, reward_low, reward_high, one entry per component}; NaN if unscored.
 
         The interval is a bootstrap over prompts and is omitted for fewer than two of them.
         """
@@ -232,7 +232,7 @@ class EpisodeMeans(PromptMetric):
     """Turns of an episode, and fraction of episodes with a tool call.
 
     Args:
-        prefix: of the metrics' names.
+        prefix: prefix of the metrics' names.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -256,7 +256,7 @@ class EpisodeMeans(PromptMetric):
         self.collect(index, means.T.contiguous().to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """{turns, tool_call_frac}, means over prompts; {} without episodes."""
+        """Return {turns, tool_call_frac}, means over prompts; {} without episodes."""
         rows = torch.tensor(self.rows(len(EPISODE_NAMES)), dtype=torch.float64)
         means = rows.view(-1, len(EPISODE_NAMES)).mean(0).float().to(self.device)
         names = [f"{self.prefix}{name}" for name in EPISODE_NAMES]
@@ -302,7 +302,7 @@ class TextQuality(PromptMetric):
         self.collect(index, both.to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """{terminated_frac, len_mean, distinct_1, distinct_2}, means over prompts."""
+        """Return {terminated_frac, len_mean, distinct_1, distinct_2}, means over prompts."""
         names = ("terminated_frac", "len_mean", *(f"distinct_{n}" for n in NGRAM_SIZES))
         rows = torch.tensor(self.rows(len(names)), dtype=torch.float64)
         means = rows.view(-1, len(names)).mean(0).float().to(self.device)
@@ -335,7 +335,7 @@ class InitialPolicyDistance(PromptMetric):
         self.collect(index, per_prompt.to(index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """{initial_perplexity, initial_kl}."""
+        """Return {initial_perplexity, initial_kl}."""
         surprise, distance, tokens = (math.fsum(c) for c in zip(*self.rows(3), strict=True))
         numbers = {
             "initial_perplexity": math.exp(min(surprise / tokens, 700.0)),
@@ -345,7 +345,7 @@ class InitialPolicyDistance(PromptMetric):
 
 
 def distinct_ngrams(texts: Sequence[Sequence[int]]) -> list[float]:
-    """Different n-grams over all n-grams, for n = 1 and 2; 1 if there are none.
+    """Return different n-grams / all n-grams, for n = 1 and 2; 1 if there are none.
 
     Args:
         texts: token ids of each text; n-grams do not cross from one to the next.
@@ -383,7 +383,7 @@ class CorpusMetrics(PromptMetric):
 
     @abstractmethod
     def compute(self) -> dict[str, Tensor]:
-        """{name: number}; `_low` and `_high` are the ends of its interval."""
+        """Return {name: number}; `_low` and `_high` are the ends of its interval."""
 
 
 class DialogueScores(CorpusMetrics):
@@ -419,7 +419,10 @@ class DialogueScores(CorpusMetrics):
         self.collect(index, torch.tensor(counts, device=index.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """{corpus_bleu, and with intervals corpus_f1, corpus_rouge1, _rouge2, _rougeL}; or NaN."""
+        """Return {corpus_bleu, corpus_f1, corpus_rouge1, _rouge2, _rougeL}; NaN without prompts.
+
+        All but BLEU have intervals, `_low` and `_high`.
+        """
         names = ("f1", *ROUGES)
         rows = self.rows(BLEU_COUNTS + len(names))
         if not rows:
@@ -436,7 +439,7 @@ class DialogueScores(CorpusMetrics):
 
 
 def reply_counts(reply: str, answer: str | Sequence[str], strip: str = "R:") -> list[float]:
-    """Counts that one reply adds to the metrics of a corpus.
+    """Compute the counts that one reply adds to the metrics of a corpus.
 
     Args:
         reply: the text.
