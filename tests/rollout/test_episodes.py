@@ -12,6 +12,7 @@ from litgrpo.rollout.episodes import EpisodeRecord, EpisodeSettings, RolloutKey,
 from litgrpo.rollout.sampling import Purpose
 from tests.support.models import prompt_batch, tiny_policy
 from tests.support.playing import Echo, episodes_of
+from tests.support.raises import raises_for
 from tests.training.parts import learner_of, rewards_of, rollouter_of
 
 
@@ -111,7 +112,7 @@ def test_what_reset_adds_is_read_with_the_prompt():
     assert plain.prompts is PROMPTS
 
 
-def test_an_environment_that_begins_differently_in_a_group_is_refused():
+def test_an_environment_that_begins_differently_in_a_group_is_rejected():
     class Random(Echo):
         count = [0]  # noqa: RUF012
 
@@ -119,7 +120,7 @@ def test_an_environment_that_begins_differently_in_a_group_is_refused():
             self.count[0] += 1
             return str(self.count[0])
 
-    with pytest.raises(ValueError, match="two episodes of one row and seed in different ways"):
+    with raises_for("one row and seed", "reset"):
         played(Random())
 
 

@@ -71,15 +71,16 @@ class EpisodeSettings:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("max_turns", "max_turn_tokens", "max_observation_chars"):
-            at_least(f"episode.{name}", vars(self)[name], 1)
-        at_least("episode.max_observation_tokens", self.max_observation_tokens, 8)
-        at_least("episode.num_workers", self.num_workers, 0)
-        one_of("episode.turn_format", self.turn_format, get_args(TurnFormatName))
-        one_of("episode.on_timeout", self.on_timeout, get_args(OnTimeout))
+        at_least("model.episode.max_turns", self.max_turns, 1)
+        at_least("model.episode.max_turn_tokens", self.max_turn_tokens, 1)
+        at_least("model.episode.max_observation_chars", self.max_observation_chars, 1)
+        at_least("model.episode.max_observation_tokens", self.max_observation_tokens, 8)
+        at_least("model.episode.num_workers", self.num_workers, 0)
+        one_of("model.episode.turn_format", self.turn_format, get_args(TurnFormatName))
+        one_of("model.episode.on_timeout", self.on_timeout, get_args(OnTimeout))
         require(
             self.timeout_s > 0,
-            f"episode.timeout_s is {self.timeout_s}; it must be above 0.",
+            f"model.episode.timeout_s is {self.timeout_s}; it must be above 0.",
         )
 
 
@@ -131,17 +132,17 @@ class Episode:
 
 @dataclass
 class EpisodeRecord:
-    """What has happened in a row so far.
+    """State of the episode in a row while it is played.
 
     Args:
-        failed: why its environment could not begin; "": it could.
+        failed: reason of an environment failure; "": none.
         messages, spans, calls, log, observation_tokens_cut, turn_calls: as of `Episode`.
-        rewards: of each turn, NaN where it abstained.
-        states: after each turn.
+        rewards: of each turn; NaN if the environment abstained.
+        states: environment state after each turn.
         used: tokens in the row.
-        cut: its last turn was ended by a limit of tokens.
+        cut: a token limit ended its last turn.
         closed: its last token is an end token of the policy.
-        full: there was no room for what it would have heard.
+        full: its next observation did not fit into the row.
     """
 
     failed: str = ""
@@ -163,26 +164,26 @@ class EpisodeRecord:
     seconds: float = 0.0
 
     def add(self, messages: list[Message], length: int) -> None:
-        """Messages that take the next columns."""
+        """Append messages that occupy the next columns."""
         self.messages += messages
         self.spans += [(self.used, self.used + length)] * len(messages)
         self.used += length
 
-    def add_result(self, heard: StepResult) -> None:
-        """Count a turn."""
-        self.rewards.append(math.nan if heard.reward is None else float(heard.reward))
-        self.states.append(heard.state)
-        self.turn_calls.append(sum(calls for calls, _ in heard.calls.values()))
-        for name, (calls, failed) in heard.calls.items():
+    def add_result(self, result: StepResult) -> None:
+        """Add rewards, states, calls and logs of a turn."""
+        self.rewards.append(math.nan if result.reward is None else float(result.reward))
+        self.states.append(result.state)
+        self.turn_calls.append(sum(calls for calls, _ in result.calls.values()))
+        for name, (calls, failed) in result.calls.items():
             before = self.calls.get(name, (0, 0))
             self.calls[name] = before[0] + calls, before[1] + failed
-        for name, value in heard.log.items():
+        for name, value in result.log.items():
             total, turns = self.log.get(name, (0.0, 0))
             self.log[name] = total + float(value), turns + 1
 
     @property
     def episode(self) -> Episode:
-        """What the rollout carries of it."""
+        """Record for the rollout."""
         return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
 
 
@@ -206,11 +207,11 @@ class RolloutKey(NamedTuple):
     attempt: int
 
 
-CUT = " ... "  # where tokens that a row would have heard were left out
+CUT = " ... "  # replaces the removed middle of a long observation
 
 
 def episode_seed(named: RolloutKey, prompt: int) -> int:
-    """The seed of a prompt's episodes: a number below 2**31 from a counter-based stream (Philox).
+    """Return the seed of a prompt's episodes, below 2**31, from a counter-based stream (Philox).
 
     Args:
         named: the rollout.
@@ -218,7 +219,7 @@ def episode_seed(named: RolloutKey, prompt: int) -> int:
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
     """
-    # No stream of completions has such a key.
+    # `draw_uniforms` uses keys below len(PURPOSES), so the two never share a stream.
     key = np.array([named.seed, len(PURPOSES) + PURPOSES.index(named.purpose)], dtype=np.uint64)
     number = named.iteration if named.purpose == "train" else 0  # as in `draw_uniforms`
     counter = np.array([0, prompt, number, named.attempt], dtype=np.uint64)
@@ -231,7 +232,7 @@ class Episodes:
 
     Args:
         pool: plays the environments.
-        turn_format: what stands between two turns.
+        turn_format: encodes observations.
         settings: limits.
         opener: renders a prompt with what an environment adds to it.
         tools: names of the tools that the policy has, for statistics.
@@ -253,7 +254,7 @@ class Episodes:
             named: what it is for, which seeds the environments.
 
         Returns:
-            The rollout with what was said in its turns, and their rewards and states.
+            The rollout with its episodes, and the rewards and states of their turns.
 
         Raises:
             ValueError: the environment begins episodes of one row and seed in different ways, or
@@ -267,7 +268,7 @@ class Episodes:
             (n, each) for n, each in enumerate(opened) if isinstance(each, FailedEpisode)
         ]:
             failures[row] = failed.reason
-        prompts = self._opened(requests, opened, failures)
+        prompts = self._extend_prompts(requests, opened, failures)
         listener = EpisodeListener(
             self, requests, [EpisodeRecord(failed=each) for each in failures]
         )
@@ -275,7 +276,7 @@ class Episodes:
         return listener.complete_rollout(replace(rollout, prompts=prompts))
 
     def _starts(self, requests: RolloutRequest, named: RolloutKey) -> list[EpisodeStart]:
-        """How each of the N episodes begins: in the same way in a group."""
+        """Return the start of each of the N episodes, equal within a group."""
         prompts, starts = requests.prompts, []
         for number, index in enumerate(prompts.index.tolist()):
             row = {name: values[number] for name, values in prompts.columns.items()}
@@ -285,16 +286,19 @@ class Episodes:
             starts += [EpisodeStart(*begins, key) for key in keys]
         return starts
 
-    def _opened(
+    def _extend_prompts(
         self,
         requests: RolloutRequest,
         opened: Sequence[str | list[Message] | FailedEpisode],
         failures: list[str],
     ) -> PromptBatch:
-        """The prompts with what the environment adds; notes in `failures` which are too long."""
+        """Append the environment's openings to the prompts.
+
+        Prompts that become too long are recorded in `failures`.
+        """
         prompts, size = requests.prompts, requests.group_size
         groups = [slice(first, first + size) for first in range(0, len(opened), size)]
-        added = [_agreed(opened[group]) for group in groups]
+        added = [_common_opening(opened[group]) for group in groups]
         if not any(added):
             return prompts
         pairs = zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
@@ -313,30 +317,30 @@ class Episodes:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Count the seconds within."""
+        """Add the time within to the time spent waiting for environments."""
         started = time.perf_counter()
         yield
         self.waited += time.perf_counter() - started
 
     def stats(self, rollout: Rollout) -> Stats:
-        """Scalars under `env/` and `tools/`, share of heard tokens, seconds since the last call.
+        """Return metrics of episodes, and the seconds in environments since the last call.
 
-        One of two numbers is a sum and the count to divide it by.
+        A metric of two numbers is a sum and the count to divide it by.
         """
         episodes, rewards = rollout.episodes, rollout.turn_rewards
         assert rollout.turns is not None
         assert rewards is not None
         failed = torch.tensor([bool(each.failed) for each in episodes])
         late = torch.tensor([each.failed.startswith("timed out") for each in episodes])
-        total, right = rewards.nansum(1).cpu(), ~failed
-        heard = rollout.completion_mask & ~rollout.loss_mask
+        total, valid = rewards.nansum(1).cpu(), ~failed
+        observed = rollout.completion_mask & ~rollout.loss_mask
         stats = {
             "env/turns": (rollout.turns.amax(1) + 1).float().mean(),
-            "env/reward": torch.stack([total[right].sum(), right.sum()]),
+            "env/reward": torch.stack([total[valid].sum(), valid.sum()]),
             "env/failed_frac": failed.float().mean(),
             "env/timeout_frac": late.float().mean(),
             "completion/observation_frac": torch.stack(
-                [heard.sum(), rollout.completion_mask.sum()]
+                [observed.sum(), rollout.completion_mask.sum()]
             ),
             "time/env_s": torch.tensor(self.waited),
         }
@@ -347,24 +351,24 @@ class Episodes:
         return {name: value.float() for name, value in stats.items()}
 
 
-def _whole(text: str, include: bool) -> str:
-    """A text, where no stop string ends one."""
+def _keep_text(text: str, include: bool) -> str:
+    """Return a text unchanged, for runs without stop strings."""
     return text
 
 
-def _agreed(opened: Sequence[str | list[Message] | FailedEpisode]) -> str | list[Message]:
-    """What the environment adds to the prompt of a group."""
+def _common_opening(opened: Sequence[str | list[Message] | FailedEpisode]) -> str | list[Message]:
+    """Return what the environment adds to the prompt of a group."""
     said = [each for each in opened if not isinstance(each, FailedEpisode)] or [""]
     require(
         all(each == said[0] for each in said),
-        "the environment begins two episodes of one row and seed in different ways: "
+        "The environment begins two episodes of one row and seed differently: "
         f"{said[0]!r:.80} and others. `reset` must be a function of row and seed.",
     )
     return said[0]
 
 
 class EpisodeListener:
-    """Hands turns to a pool of episodes, and turns its answers into tokens.
+    """Passes turns to the environments, and encodes their observations.
 
     Args:
         episodes: pool, turn_format and limits.
@@ -377,7 +381,7 @@ class EpisodeListener:
     ) -> None:
         self.episodes, self.rows = episodes, rows
         self.tokenizer, stops = requests.policy.tokenizer, requests.stops
-        self.cut = _whole if stops is None else stops.cut
+        self.cut = _keep_text if stops is None else stops.cut
         self.include_stop = requests.sampling.include_stop_str_in_output
         self.end_ids, self.eos_ids = requests.end_ids, requests.policy.eos_ids
         self.length = requests.uniforms.shape[1]
@@ -406,10 +410,10 @@ class EpisodeListener:
         with self.episodes._waiting():
             answers = self.episodes.pool.receive(wait=wait and not found and bool(self.asked))
         self.asked -= answers.keys()
-        return found | {row: self._ids(row, answer) for row, answer in answers.items()}
+        return found | {row: self._encode_answer(row, answer) for row, answer in answers.items()}
 
-    def _ids(self, row: int, answer: StepResult | FailedEpisode) -> list[int] | None:
-        """What a row hears; None: it is over."""
+    def _encode_answer(self, row: int, answer: StepResult | FailedEpisode) -> list[int] | None:
+        """Return the tokens of a row's observation; None: the episode is over."""
         record, settings = self.rows[row], self.episodes.settings
         record.seconds += time.perf_counter() - record.asked
         if isinstance(answer, FailedEpisode):
@@ -420,10 +424,11 @@ class EpisodeListener:
         cut = record.cut and not settings.close_truncated_turns
         if answer.done or cut or len(record.rewards) == settings.max_turns:
             return None
-        # A chat template writes the end of a turn that was cut itself.
-        closing = [self.eos_ids[0]] * (record.cut and settings.turn_format == "inline")
+        # The chat template itself adds the missing end token of a truncated turn.
+        add_end = record.cut and settings.turn_format == "inline"
+        closing = [self.eos_ids[0]] if add_end else []
         said = self.episodes.turn_format.encode(answer.observation, record.closed)
-        ids = closing + self._shortened(record, said)
+        ids = closing + self._shorten(record, said)
         record.full = record.used + len(ids) >= self.length
         if record.full:
             return None
@@ -434,8 +439,8 @@ class EpisodeListener:
         record.add(messages, len(ids))  # type: ignore[arg-type]
         return ids
 
-    def _shortened(self, record: EpisodeRecord, ids: list[int]) -> list[int]:
-        """At most as many tokens as are heard between two turns, cut in the middle."""
+    def _shorten(self, record: EpisodeRecord, ids: list[int]) -> list[int]:
+        """Cut the middle of an observation that exceeds the token limit."""
         most = self.episodes.settings.max_observation_tokens
         if len(ids) <= most:
             return ids
@@ -446,7 +451,7 @@ class EpisodeListener:
         return ids[:first] + mark + ids[len(ids) - last :]
 
     def complete_rollout(self, rollout: Rollout) -> Rollout:
-        """A rollout with everything that was heard in it."""
+        """Add episodes, rewards, states and texts to a rollout."""
         turns = max(len(record.assistant_texts) for record in (each.episode for each in self.rows))
         rewards = torch.full((len(self.rows), max(1, turns)), torch.nan, dtype=torch.float64)
         for row, record in enumerate(self.rows):

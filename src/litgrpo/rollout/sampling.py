@@ -16,14 +16,14 @@ from litgrpo.tensors import widened
 def filter_candidates(
     scores: Tensor, top_k: int, top_p: float, min_p: float, static_shapes: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The tokens that filters leave.
+    """Return the candidate tokens that pass the filters.
 
     Without top_k the most likely 64 tokens are looked at, and more only if they are not enough:
     sorting a whole vocabulary costs more than the model.
 
     Args:
         scores: [n, V] float32 logits after temperature.
-        top_k: keep so many; 0 keeps all.
+        top_k: number of most likely tokens to keep; 0 keeps all.
         top_p: keep the most likely up to this cumulative probability.
         min_p: keep those at least this fraction as likely as the most likely one.
         static_shapes: S is top_k, or V without it: then the whole vocabulary is sorted.
@@ -59,7 +59,7 @@ BELOW_1 = 1 - 2.0**-50  # short of 1 by more than float64 rounds: some entry alw
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, and where completions end. Filters apply in the order of arguments.
+    """Temperature, filters and stop conditions. Filters apply in the order of the arguments.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
@@ -70,7 +70,7 @@ class Sampling:
         max_candidates: largest set of tokens that is remembered of a token drawn through filters;
             training keeps no more than these, so that its ratios are taken over the same set.
         stop: a completion ends with the token that completes one of these texts. That token is part
-            of the completion and learned like an end token. Also in validation and predict.
+            of the completion and trained on like an end token. Also in validation and predict.
         stop_token_ids: a completion ends with one of these tokens, as with the end token.
         include_stop_str_in_output: whether the text that rewards and files get ends with the text
             of `stop`, or before it. What follows it in the same token is never in the text.
@@ -100,15 +100,17 @@ class Sampling:
         }
         for name, (good, rule) in allowed.items():
             if not good:
-                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be {rule}.")
+                raise ValueError(
+                    f"model.sampling.{name} is {getattr(self, name)}; it must be {rule}."
+                )
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, also where there is one."""
+        """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def ending_as(self, other: Sampling) -> Sampling:
-        """The same, with completions that end where those of another sampling do."""
+        """Return a copy with the stop conditions of another sampling."""
         return replace(
             self,
             stop=other.stop,
@@ -118,12 +120,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the uniforms are ignored."""
+        """True if the most likely token is taken and the uniforms are ignored."""
         return self.temperature == 0
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens can never be drawn, so that sampler and policy differ."""
+        """True if filters exclude tokens, so that sampler and policy distributions differ."""
         return self.filters != (0, 1, 0)
 
     @property
@@ -133,7 +135,7 @@ class Sampling:
 
     @property
     def policy_temperature(self) -> float:
-        """What the learning step divides logits by: greedy completions are scored at 1."""
+        """Temperature of the policy's log-probabilities; 1 for greedy completions."""
         return 1.0 if self.greedy else self.temperature
 
 
@@ -144,7 +146,7 @@ class Drawn(NamedTuple):
         tokens: [n] token ids.
         logprobs: [n] float32 log-probabilities under the filtered distribution.
         candidate_ids: [n, S] int32 ids of the tokens that could be drawn, filled up with -1; None
-            where that is every token.
+            if every token could.
     """
 
     tokens: Tensor
@@ -211,7 +213,7 @@ def _first_beyond(probs: Tensor, uniforms: Tensor, static_shapes: bool) -> Tenso
     cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _beyond(cumulative, uniforms, static_shapes)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # Where u is within its block, as a share of it; below 1, whatever the sums' rounding.
+    # Position of u within its block as a fraction, kept below 1 despite rounding of the sums.
     within = (uniforms * cumulative[:, -1:] - before) / (cumulative.gather(1, block) - before)
     entries = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
     entry = _beyond(
@@ -230,7 +232,7 @@ def _beyond(cumulative: Tensor, share: Tensor, count: bool) -> Tensor:
         found = (cumulative <= limit).sum(-1, keepdim=True)
     else:
         found = torch.searchsorted(cumulative, limit, right=True)
-    # Sums that are no numbers have no answer; the log-probability of any token, NaN, tells of it.
+    # With NaN sums any entry may be returned: the NaN log-probability reports the problem.
     return found.clamp(max=cumulative.shape[1] - 1)
 
 
@@ -244,10 +246,10 @@ def draw_uniforms(
     *,
     attempt: int = 0,
 ) -> Tensor:
-    """The random numbers of a rollout, one per token that it may sample.
+    """Draw the random numbers of a rollout, one per token that it may sample.
 
-    A counter-based stream (Philox) for each completion, keyed by what it is for, so that no
-    completion depends on batch size, order, number of processes, or on what was drawn before.
+    Each completion has its own counter-based stream (Philox), keyed by purpose, iteration and
+    prompt. No completion depends on batch size, order, number of ranks, or earlier draws.
 
     Args:
         seed: of the run.
@@ -255,8 +257,8 @@ def draw_uniforms(
         iteration: number of finished iterations; all but training draw the same in each.
         index: [B] position of each prompt in its data set.
         group_size: G completions of each prompt.
-        length: most tokens of a completion, C.
-        attempt: counts redraws of the same iteration.
+        length: maximal tokens of a completion, C.
+        attempt: number of the attempt of dynamic sampling.
 
     Returns:
         [N, C] float64 in [0, 1), on the CPU.

@@ -1,4 +1,4 @@
-"""Where completions end besides the end token: at stop strings."""
+"""Stop strings and stop tokens, which end completions like the end token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # slow to import; only named here
 
 
 def check_stop_tokens(ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse to wait for tokens that the model cannot sample.
+    """Raise for stop tokens that the model cannot sample.
 
     Raises:
         ValueError: an id is V or more.
@@ -26,7 +26,7 @@ def check_stop_tokens(ids: Sequence[int], vocab_size: int) -> None:
     highest = max(ids, default=0)
     require(
         highest < vocab_size,
-        f"sampling.stop_token_ids has {highest}, but the model has {vocab_size} tokens.",
+        f"model.sampling.stop_token_ids has {highest}, but the model has {vocab_size} tokens.",
     )
 
 
@@ -65,29 +65,29 @@ class StopStrings:
         return torch.tensor(found + [False] * (self.vocab_size - known))
 
     def found(self, ids: list[int]) -> bool:
-        """Whether these tokens hold a stop string."""
+        """Return True if these tokens contain a stop string."""
         return self.length(ids) <= len(ids)
 
-    def completed(self, ids: list[int]) -> bool:
-        """Whether the last of these tokens, or one shortly before it, completes a stop string."""
+    def completes(self, ids: list[int]) -> bool:
+        """Return True if one of the last few tokens completes a stop string."""
         text = self.tokenizer.decode(ids[-self.window :])
         return any(stop in text for stop in self.stops)
 
     def length(self, ids: list[int]) -> int:
-        """Tokens up to the one that completes a stop string; without one, one more than all."""
+        """Count tokens up to the one that completes a stop string; len(ids) + 1 if none does."""
         whole = self.tokenizer.decode(ids)
         if not any(stop in whole for stop in self.stops):
             return len(ids) + 1
         suspects = self.may_complete[torch.tensor(ids, dtype=torch.long)].nonzero().flatten()
         ends = (place + 1 for place in suspects.tolist())
-        return next((end for end in ends if self.completed(ids[:end])), len(ids) + 1)
+        return next((end for end in ends if self.completes(ids[:end])), len(ids) + 1)
 
     def watch(self, uniforms: Tensor) -> Watch:
-        """What looks for them in a rollout with the random numbers [N, C]."""
+        """Return a watch for a rollout with the random numbers [N, C]."""
         return Watch(self, uniforms.shape, uniforms.device)
 
     def cut(self, text: str, include: bool) -> str:
-        """The text up to its first stop string; with `include` up to the end of that."""
+        """Cut a text at its first stop string, or behind it with `include`."""
         found = [(text.find(stop), stop) for stop in self.stops if stop in text]
         place, stop = min(found, default=(len(text), ""))
         return text[: place + len(stop) * include]
@@ -123,7 +123,7 @@ class StopStrings:
         )
 
     def cut_all(self, texts: list[str], rollout: Rollout, include: bool) -> list[str]:
-        """The N texts of a rollout, cut; those in which an environment spoke stay whole."""
+        """Cut the N texts of a rollout at stop strings, except those with observations."""
         alone = (rollout.loss_mask == rollout.completion_mask).all(1).tolist()
         pairs = zip(texts, alone, strict=True)
         return [self.cut(text, include) if is_alone else text for text, is_alone in pairs]
@@ -131,7 +131,7 @@ class StopStrings:
 
 @dataclass
 class Watch:
-    """Looks for stop strings while rows decode, so that these rows need not go on.
+    """Looks for stop strings during decoding, so that rows which contain one leave the batch.
 
     Args:
         stops: what to look for.
@@ -147,7 +147,7 @@ class Watch:
     may_complete: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Room for the tokens."""
+        """Allocate the buffers."""
         rows, columns = self.shape
         self.ids = torch.zeros(rows * columns, dtype=torch.long, device=self.device)
         self.suspects = torch.zeros(rows, dtype=torch.bool, device=self.device)
@@ -160,7 +160,7 @@ class Watch:
         self.suspects[places // self.shape[1]] |= self.may_complete[seen]
 
     def still_active(self, cursor: Tensor, active: Tensor) -> Tensor:
-        """[n] the active rows that hold no stop string; `cursor` [n] is where their next goes."""
+        """Return [n] active rows without a stop string; `cursor` [n] is their next position."""
         length = self.shape[1]
         rows = (cursor - 1) // length
         asked = (active & self.suspects[rows]).nonzero().flatten().tolist()

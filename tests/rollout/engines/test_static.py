@@ -166,12 +166,12 @@ def test_prompts_are_padded_to_the_smallest_bucket():
     prompts = prompt_batch("a", "four", "sixteen")  # 2, 5 and 8 tokens
     for buckets, width in ((8, 8), (6, 12), (64, 64), ((32, 10), 10), ((8, 16), 8)):
         engine = StaticEngine(prompt_buckets=buckets)
-        padded = engine.padded(prompts)
+        padded = engine.pad_prompts(prompts)
         assert padded.prompt_ids.shape == (3, width)
         assert torch.equal(padded.prompt_mask.sum(1), prompts.prompt_mask.sum(1))
         assert torch.equal(padded.prompt_ids[:, -8:], prompts.prompt_ids)
         assert padded.prompts is prompts.prompts
-        assert torch.equal(engine.padded(padded).prompt_ids, padded.prompt_ids)
+        assert torch.equal(engine.pad_prompts(padded).prompt_ids, padded.prompt_ids)
 
 
 def test_what_cannot_be_decoded_in_static_shapes_is_refused():

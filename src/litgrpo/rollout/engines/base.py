@@ -38,8 +38,8 @@ class TurnListener(Protocol):
             wait: if a row is waiting for its observation, block until one arrives.
 
         Returns:
-            {row: tokens of the observation, at least one; None: the episode is over}. After the
-            tokens the row has room for at least one more token.
+            {row: tokens of the observation, at least one; None: the episode is over}. At
+            least one column of the row is free after these tokens.
         """
 
 

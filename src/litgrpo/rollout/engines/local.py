@@ -60,8 +60,8 @@ class LocalEngine(RolloutEngine):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        at_least("engine.max_rows", self.max_rows, 1)
-        at_least("engine.sync_every_tokens", self.sync_every_tokens, 1)
+        at_least("model.engine.max_rows", self.max_rows, 1)
+        at_least("model.engine.sync_every_tokens", self.sync_every_tokens, 1)
 
     @property
     def exact_logprobs(self) -> bool:
@@ -272,7 +272,7 @@ class TurnRows:
             ids = self.ids.view(-1)[int(self.turn_start[row]) : end].tolist()
             ends = bool(self.is_end[tokens[index]])
             if self.stops is not None:
-                ends = ends or self.stops.completed(ids)
+                ends = ends or self.stops.completes(ids)
             if ends or bool(full[index]):
                 self.truncated[row] = not ends
                 self.listener.on_turn_end(row, ids, truncated=not ends)
@@ -355,7 +355,7 @@ class TurnDecoder:
             batch = self._start_groups(batch)
 
     def _start_groups(self, batch: DecodingBatch | None) -> DecodingBatch | None:
-        """Start waiting groups if there is room.
+        """Start waiting groups if slots are free.
 
         Returns:
             The batch; None if no row is left.

@@ -235,7 +235,7 @@ class ServedRows:
         here.add(ids, result.logprobs[: len(ids)], here.turn)
         has_end = ids[-1] in self.request.end_ids
         if stops is not None:
-            has_end = has_end or stops.completed(ids)
+            has_end = has_end or stops.completes(ids)
         here.truncated = not has_end
         if self.request.listener is not None:
             self.request.listener.on_turn_end(row, ids, truncated=here.truncated)

@@ -1,4 +1,4 @@
-"""Decoding in tensors whose shapes never change, for devices that compile a program for each."""
+"""Decode in tensors of fixed shapes, for devices that compile a program for each shape."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ class StaticEngine(RolloutEngine):
 
     Args:
         prompt_buckets: widths that prompts are padded to. One number: its multiples; several:
-            these, and longer prompts are refused. Each width costs a compilation.
-        sync_every_tokens: tokens between looks whether every row has ended; each look waits for the
-            device.
+            these, and longer prompts are rejected. Each width costs a compilation.
+        sync_every_tokens: tokens between checks for finished rollouts; each check synchronizes with
+            the device.
         cuda_graphs: on CUDA, record the step that feeds a token and replay it: one launch instead
-            of
-            hundreds. A model that looks at values on the way cannot be recorded.
+            of hundreds. A model that reads tensor values on the host cannot be recorded.
     """
 
     prompt_buckets: int | tuple[int, ...] = 64
@@ -44,10 +43,10 @@ class StaticEngine(RolloutEngine):
         """Check the ranges."""
         require(
             min(self._widths, default=0) >= 1,
-            f"engine.prompt_buckets is {self.prompt_buckets}; it must be a number of tokens, or "
-            "several, each at least 1.",
+            f"model.engine.prompt_buckets is {self.prompt_buckets}; it must be one number "
+            "of tokens or several, each at least 1.",
         )
-        at_least("engine.sync_every_tokens", self.sync_every_tokens, 1)
+        at_least("model.engine.sync_every_tokens", self.sync_every_tokens, 1)
 
     @property
     def static_shapes(self) -> bool:
@@ -59,8 +58,8 @@ class StaticEngine(RolloutEngine):
         several = self.prompt_buckets
         return (several,) if isinstance(several, int) else several
 
-    def padded(self, prompts: PromptBatch) -> PromptBatch:
-        """The prompts [B, bucket], padded further on the left to the smallest bucket."""
+    def pad_prompts(self, prompts: PromptBatch) -> PromptBatch:
+        """Pad prompts on the left to the smallest bucket that fits, [B, bucket]."""
         missing = self.bucket(prompts.prompt_ids.shape[1]) - prompts.prompt_ids.shape[1]
         return replace(
             prompts,
@@ -69,18 +68,18 @@ class StaticEngine(RolloutEngine):
         )
 
     def bucket(self, length: int) -> int:
-        """The smallest bucket for prompts of this length.
+        """Return the smallest bucket for prompts of this length.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no bucket is large enough.
         """
         if isinstance(self.prompt_buckets, int):
             return -(-length // self.prompt_buckets) * self.prompt_buckets
         fitting = [width for width in self.prompt_buckets if width >= length]
         require(
             bool(fitting),
-            f"A prompt has {length} tokens, but the largest of engine.prompt_buckets is "
-            f"{max(self._widths)}. Give a larger one, or a lower data.max_prompt_length.",
+            f"A prompt has {length} tokens, but the largest of model.engine.prompt_buckets is "
+            f"{max(self._widths)}. Add a larger one, or lower data.max_prompt_length.",
         )
         return min(fitting)
 
@@ -88,19 +87,19 @@ class StaticEngine(RolloutEngine):
         """Sample completions; see `RolloutEngine.generate`.
 
         On devices with static shapes the rollout is on the host, unused columns and padded prompts
-        included; prompts may be on the host, too, so that they need not be fetched from the device.
-        Elsewhere it is where the prompts are, without unused columns. Where memory was short, some
-        groups decode after the others, in shapes of their own.
+        included; the prompts may also be on the host. On other devices it is on the device of the
+        prompts, without unused columns. After an out-of-memory error groups decode in several
+        parts, each with separate shapes.
         """
-        parts = _parts(requests)
+        parts = _split(requests)
         if len(parts) > 1:
-            return _joined([self.generate(part) for part in parts], requests)
+            return _concatenate([self.generate(part) for part in parts], requests)
         policy, prompts, uniforms = requests.policy, requests.prompts, requests.uniforms
         group_size, sampling = requests.group_size, requests.sampling
         device = backend(policy.model.device)
         prefill = device.compile(_prefill)
         step = device.compile(_decode_step, replay=self.cuda_graphs)
-        padded = self.padded(prompts)
+        padded = self.pad_prompts(prompts)
         # Graphs are traced for plain tensors; validation runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), policy.static_decoder.attention():
             ids, mask = _plain(padded.prompt_ids, device), _plain(padded.prompt_mask, device)
@@ -112,7 +111,7 @@ class StaticEngine(RolloutEngine):
                     break
                 output, state = step(policy, output, state, sampler)
             if device.static_shapes:
-                # Shapes of the learning step follow from the rollout's, so these are kept, too.
+                # Shapes of the learning step follow from the rollout's, so unused columns are kept.
                 output, prompts = DecodeBuffer(*device.to_host(list(output))), padded.to("cpu")
                 return output.rollout(prompts, group_size, columns=uniforms.shape[1])
             used = max(1, int(output.lengths.max()))
@@ -120,7 +119,7 @@ class StaticEngine(RolloutEngine):
 
 
 class TokenSampler(NamedTuple):
-    """What tokens are drawn with.
+    """Random numbers and settings for drawing tokens.
 
     Args:
         uniforms: [N, C] float64.
@@ -133,12 +132,12 @@ class TokenSampler(NamedTuple):
     sampling: Sampling
 
     def draw(self, logits: Tensor, column: Tensor) -> Drawn:
-        """The tokens of a column [1] from their logits [N, V]."""
+        """Draw the tokens of a column [1] from their logits [N, V]."""
         uniforms = self.uniforms.index_select(1, column).squeeze(1)
         return sample(logits, uniforms, self.sampling, static_shapes=True)
 
     def num_candidates(self, vocab_size: int) -> int:
-        """S, how many tokens could be drawn in each place; 0 where that is every token."""
+        """Return S, the size of the candidate set; 0 if every token is a candidate."""
         most = min(self.sampling.top_k or vocab_size, vocab_size)
         return most if self.sampling.truncated else 0
 
@@ -152,9 +151,9 @@ class DecodeBuffer(NamedTuple):
         ids: [N, C] token ids, padded.
         logprobs: [N, C] float32 log-probabilities at sampling; 0 on padding.
         candidate_ids: [N, C, S] int32 tokens that could be sampled, filled up with -1; S is 0
-            where that is every token.
+            if every token is.
         lengths: [N] number of real tokens.
-        ended: [N] True where the end token was sampled.
+        ended: [N] True if the end token was sampled.
     """
 
     tokens: Tensor
@@ -167,7 +166,7 @@ class DecodeBuffer(NamedTuple):
 
     @staticmethod
     def empty(uniforms: Tensor, pad_id: int, num_candidates: int) -> DecodeBuffer:
-        """No tokens yet of rows and columns as the uniforms have: [N, C]."""
+        """Allocate a buffer without tokens, with the shape [N, C] of the uniforms."""
         rows, device = uniforms.shape[0], uniforms.device
         candidate_ids = (*uniforms.shape, num_candidates)
         return DecodeBuffer(
@@ -181,7 +180,7 @@ class DecodeBuffer(NamedTuple):
         )
 
     def append(self, drawn: Drawn, pad_id: int, is_end: Tensor) -> DecodeBuffer:
-        """With one more token of each row; rows that have ended get padding."""
+        """Return the buffer with one more token per row; rows that have ended get padding."""
         live, candidate_ids = ~self.ended, self.candidate_ids
         tokens = torch.where(live, drawn.tokens, pad_id)
         logprobs = torch.where(live, drawn.logprobs, 0.0)
@@ -199,7 +198,7 @@ class DecodeBuffer(NamedTuple):
         )
 
     def rollout(self, prompts: PromptBatch, group_size: int, columns: int) -> Rollout:
-        """The first columns as a rollout, where the prompts are.
+        """Return the first columns as a rollout, on the device of the prompts.
 
         Copied, because the next rollout may write into the same memory.
         """
@@ -221,18 +220,18 @@ class DecodeBuffer(NamedTuple):
 
 
 def _plain(tensor: Tensor, device: Backend) -> Tensor:
-    """A tensor of rows on the device, not made in inference mode."""
+    """Move a tensor of rows to the device; clone it if it was created in inference mode."""
     there = device.rows_to(tensor)
     return there.clone() if there.is_inference() else there
 
 
 def _is_end(requests: RolloutRequest) -> Tensor:
-    """[V] True for tokens that end a completion; on the host."""
+    """Return [V] True for tokens that end a completion, on the host."""
     return torch.isin(torch.arange(requests.policy.vocab_size), torch.tensor(requests.end_ids))
 
 
 def _all_ended(output: DecodeBuffer, stops: StopStrings | None) -> bool:
-    """Whether every row has sampled an end token, or a stop string if there are any."""
+    """Return True if every row has an end token, or a stop string if the request has some."""
     if stops is None:
         return bool(output.ended.all())
     waiting, ids = output.ended.logical_not().tolist(), output.ids.tolist()
@@ -263,8 +262,8 @@ def _decode_step(
     return output.append(drawn, policy.pad_id, sampler.is_end), state
 
 
-def _parts(requests: RolloutRequest) -> list[RolloutRequest]:
-    """Whole groups that decode together, as many as `max_rows` allows; prompts stay as wide."""
+def _split(requests: RolloutRequest) -> list[RolloutRequest]:
+    """Split a request into parts of whole groups, with at most `max_rows` rows each."""
     prompts, group_size = requests.prompts, requests.group_size
     groups = max(1, (requests.max_rows or requests.num_rows) // group_size)
 
@@ -282,8 +281,8 @@ def _parts(requests: RolloutRequest) -> list[RolloutRequest]:
     return [part(slice(start, start + groups)) for start in range(0, len(prompts), groups)]
 
 
-def _joined(parts: list[Rollout], requests: RolloutRequest) -> Rollout:
-    """One rollout of all groups, as wide as the widest part."""
+def _concatenate(parts: list[Rollout], requests: RolloutRequest) -> Rollout:
+    """Return one rollout of all groups, padded to the widest part."""
     widest = max(part.completion_ids.shape[1] for part in parts)
 
     def cat(name: str, fill: int = 0) -> Tensor:
