@@ -1,4 +1,4 @@
-"""The page docs/first_task.md, replayed: its files, and its commands with fewer iterations."""
+"""Run the files and commands of docs/first_task.md, with fewer iterations."""
 
 import doctest
 import json
@@ -15,7 +15,7 @@ TEXT = (Path(__file__).parents[1] / "docs" / "first_task.md").read_text(encoding
 FILES = re.findall(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)```", TEXT, flags=re.DOTALL)
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
-# {recipe: what makes it quick}
+# {recipe: options that shorten its training}
 QUICK = {
     "sft.yaml": "--model.max_iterations 2",
     "grpo.yaml": "--model.max_iterations 2 --model.evaluation.greedy false --model.group_size 2",
@@ -25,36 +25,37 @@ QUICK |= {"grpo.yaml --ckpt_path last": QUICK["grpo.yaml"].replace(" 2 ", " 3 ",
 
 @pytest.fixture
 def folder(cli, monkeypatch):
-    """An empty one, which is the working folder, with the files of the page."""
+    """Return an empty working folder with the files of the page."""
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.delitem(sys.modules, "sorting", raising=False)
     for name, content in FILES:
         Path(name).write_text(content)
     runpy.run_path("make_data.py")
-    for name, kept in (("held_out", 8), ("train", 40), ("demonstrations", 40)):
+    for name, num_rows in (("held_out", 8), ("train", 40), ("demonstrations", 40)):
         lines = Path(f"{name}.jsonl").read_text().splitlines(keepends=True)
-        Path(f"{name}.jsonl").write_text("".join(lines[:kept]))
+        Path(f"{name}.jsonl").write_text("".join(lines[:num_rows]))
     return Path.cwd()
 
 
-def quickly(line: str) -> list[str]:
-    """The words of a command, with few iterations where it trains."""
-    _, verb, *rest = shlex.split(line)
-    known = [recipe for recipe in QUICK if verb == "fit" and recipe in line]
-    return [verb, *rest, *(QUICK[known[-1]].split() if known else [])]
+def shorten(line: str) -> list[str]:
+    """Return the arguments of a command; a training gets few iterations."""
+    _, command, *rest = shlex.split(line)
+    recipes = [recipe for recipe in QUICK if command == "fit" and recipe in line]
+    # The last match is the most specific one: "grpo.yaml --ckpt_path last" contains "grpo.yaml".
+    return [command, *rest, *(QUICK[recipes[-1]].split() if recipes else [])]
 
 
-def test_the_page_has_four_files_and_every_verb_that_a_task_needs():
+def test_the_page_has_four_files_and_the_commands_of_a_task_in_order():
     assert [name for name, _ in FILES] == ["make_data.py", "sft.yaml", "sorting.py", "grpo.yaml"]
-    verbs = [line.split()[1] for line in COMMANDS if line.startswith("litgrpo")]
-    assert verbs == ["fit", "audit", "fit", "validate", "predict", "export", "fit", "fit", "fit"]
+    commands = [line.split()[1] for line in COMMANDS if line.startswith("litgrpo")]
+    assert commands == ["fit", "audit", "fit", "validate", "predict", "export", "fit", "fit", "fit"]
 
 
-def test_its_commands_run_in_its_folder_in_the_order_of_the_page(cli, folder):
+def test_commands_of_the_page_succeed_in_order(cli, folder):
     for line in COMMANDS:
         if not line.startswith("litgrpo"):
             continue
-        code, out, err = cli(*quickly(line))
+        code, out, err = cli(*shorten(line))
         assert code == 0, f"{line}\n{out}\n{err}"
         if " audit " in line:
             assert out.rstrip().endswith("PASS")
@@ -67,7 +68,7 @@ def test_its_commands_run_in_its_folder_in_the_order_of_the_page(cli, folder):
     assert last == {"sft": two, "grpo": three, "second": two, "kl": two}
 
 
-def test_a_reward_that_only_compares_digits_has_the_faults_that_the_page_counts(cli, folder):
+def test_audit_finds_the_stated_number_of_faults_in_a_reward_that_compares_digits(cli, folder):
     (worse,) = re.findall(r"```python\n(def same_digits.*?)```", TEXT, flags=re.DOTALL)
     (number,) = re.findall(r"it ends with (\d+) faults", TEXT)
     (option,) = re.findall(r"`(--model.rewards.right.function [\w.]+)`", TEXT)
@@ -79,7 +80,7 @@ def test_a_reward_that_only_compares_digits_has_the_faults_that_the_page_counts(
     assert "<answer>not " in out
 
 
-def test_its_example_of_the_reward_gives_what_it_says(folder):
+def test_the_reward_example_of_the_page_is_correct(folder):
     (shown,) = re.findall(r"```python\n(>>> .*?)```", TEXT, flags=re.DOTALL)
     example = doctest.DocTestParser().get_doctest(shown, {}, "first_task.md", None, 0)
     assert len(example.examples) == 2
