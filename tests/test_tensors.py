@@ -7,29 +7,29 @@ import pytest
 import torch
 
 from litgrpo.tensors import (
-    bounded_exp,
+    apply_softcap,
     head_chunk,
     length_buckets,
     positions,
     predicting,
     query_scale,
     row_mean,
-    softcapped,
+    safe_exp,
     token_logprobs,
-    widened,
+    widen,
 )
 from tests.oracle.reference import ARRAYS, CASES
 
 
 def test_narrow_floats_are_widened_and_wide_ones_stay():
     for narrow in (torch.float16, torch.bfloat16, torch.float32):
-        assert widened(torch.ones(1, dtype=narrow)).dtype == torch.float32
-    assert widened(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+        assert widen(torch.ones(1, dtype=narrow)).dtype == torch.float32
+    assert widen(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_the_exponential_is_itself_up_to_the_limit_and_its_tangent_beyond():
     x = torch.tensor([-1.0, 0.0, 2.0, 3.0, 4.5], dtype=torch.float64, requires_grad=True)
-    values = bounded_exp(x, limit=3.0)
+    values = safe_exp(x, limit=3.0)
     values.sum().backward()
     e = math.e
     assert values.tolist() == pytest.approx([1 / e, 1, e**2, e**3, 2.5 * e**3])
@@ -38,7 +38,7 @@ def test_the_exponential_is_itself_up_to_the_limit_and_its_tangent_beyond():
 
 def test_the_exponential_of_anything_is_finite_and_so_is_its_gradient():
     x = torch.tensor([-1e30, 1e3, 1e20], requires_grad=True)
-    values = bounded_exp(x)
+    values = safe_exp(x)
     values.sum().backward()
     assert values.isfinite().all()
     assert x.grad.isfinite().all()
@@ -256,7 +256,7 @@ def test_logprobs_over_a_support_are_those_of_the_renormalized_distribution():
 def test_a_soft_cap_bounds_scores_and_none_leaves_them_alone():
     query, keys = torch.tensor([[3.0, -40.0]]), torch.tensor([[2.0, 1.0], [1.0, 0.0]])
     for cap in (None, 5.0):
-        scores = softcapped((query * query_scale(0.5, cap)) @ keys.T, cap)
+        scores = apply_softcap((query * query_scale(0.5, cap)) @ keys.T, cap)
         plain = query @ keys.T * 0.5
         expected = plain if cap is None else cap * torch.tanh(plain / cap)
         torch.testing.assert_close(scores, expected)

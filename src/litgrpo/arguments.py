@@ -1,4 +1,4 @@
-"""Checks of settings: one sentence with what was given and what is allowed."""
+"""Checks of settings, whose errors name the value, the allowed range and the setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse what a user gave.
+    """Check a user's setting.
 
     Raises:
         ValueError: with this message, if the condition does not hold.
@@ -22,22 +22,22 @@ def require(condition: bool, message: str) -> None:
 
 
 def at_least(name: str, value: float | None, least: float) -> None:
-    """Refuse a number below `least`; None passes, as a setting that is not given."""
+    """Reject a number below `least`; None passes, as a setting that is not given."""
     require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")
 
 
 def at_most(name: str, value: float | None, most: float) -> None:
-    """Refuse a number above `most`; None passes."""
+    """Reject a number above `most`; None passes."""
     require(value is None or value <= most, f"{name} is {value}; it must be at most {most}.")
 
 
 def above(name: str, value: float | None, bound: float) -> None:
-    """Refuse a number that is not above `bound`; None passes, NaN does not."""
+    """Reject a number that is not above `bound`; None passes, NaN does not."""
     require(value is None or value > bound, f"{name} is {value}; it must be above {bound}.")
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Refuse a value that is not among the allowed ones."""
+    """Reject a value that is not among the allowed ones."""
     known = list(allowed)
     listed = ", ".join(map(str, known))
     require(value in known, f"{name} is {value!r}; it must be one of: {listed}.")
@@ -50,10 +50,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def import_by_path(path: str) -> Any:
-    """What an import path such as `package.module.name` names.
+    """Import the object of a path such as `package.module.name`.
 
     Raises:
-        ValueError: it is no such path, its module cannot be imported, or has no such name.
+        ValueError: the path is malformed, its module cannot be imported, or has no such name.
     """
     module_path, _, name = path.rpartition(".")
     words = path.split(".")
@@ -73,28 +73,28 @@ def import_by_path(path: str) -> Any:
 
 
 def _why_not_imported(module_path: str, error: BaseException) -> str:
-    """What was searched for a module that is nowhere; else what its own code raised, and where."""
+    """Explain a failed import: the folders searched, or the error of the module's code."""
     missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     if missing and f"{module_path}.".startswith(f"{missing}."):
         folders = ", ".join(own_folders()) or "no folder of yours"
         return f"{error}; looked in {folders} and among installed packages; PYTHONPATH adds folders"
     what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "<" not in frame[0]]
-    ours = [frame for frame in frames if not frame.filename.startswith(sys.base_prefix)]
-    own_code = [frame for frame in ours if frame.filename != __file__]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(sys.base_prefix)]
+    own_code = [frame for frame in user_frames if frame.filename != __file__]
     place = [f", {frame.filename} line {frame.lineno}" for frame in own_code[-1:]]
     return "".join([" ".join(what.split()), *place])
 
 
 def own_folders() -> list[str]:
-    """The folders of the module path that are no installation, without repetition."""
+    """Folders of `sys.path` that are not part of an installation, without duplicates."""
     found = [os.path.abspath(entry) for entry in sys.path]
     installed = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)))
     return [each for each in dict.fromkeys(found) if not each.startswith(installed)]
 
 
 def add_folders(folders: Iterable[str]) -> None:
-    """Let modules in these folders be imported; what is installed goes before them."""
+    """Append folders to `sys.path`; installed packages take precedence."""
     known = {os.path.abspath(entry) for entry in sys.path}
     new = [os.path.abspath(folder) for folder in folders]
     sys.path += [each for each in dict.fromkeys(new) if each not in known]

@@ -18,31 +18,31 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 FEW_LOGITS = 2**26
 
 
-def widened(values: Tensor) -> Tensor:
-    """The same values in float32, or in float64 if they are."""
+def widen(values: Tensor) -> Tensor:
+    """Convert to float32; float64 stays float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def bounded_exp(x: Tensor, limit: float = 20.0) -> Tensor:
+def safe_exp(x: Tensor, limit: float = 20.0) -> Tensor:
     """e^x, continued past `limit` by its tangent: value and gradient stay finite."""
     return torch.where(x <= limit, x, limit).exp() * (1 + (x - limit).relu())
 
 
 def query_scale(scaling: float, softcap: float | None) -> float:
-    """What to multiply queries by, so that their products with keys are ready for `softcapped`."""
+    """Scale of the queries, which includes the division by the soft-cap for `apply_softcap`."""
     return scaling if softcap is None else scaling / softcap
 
 
-def softcapped(scores: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores that have been divided by the soft-cap already -> softcap * tanh(scores)."""
     return scores if softcap is None else scores.tanh() * softcap
 
 
 def within(back: Tensor, window: int | None) -> Tensor:
-    """Whether a token attends to another that is `back` positions before it: not to later ones.
+    """Return True where a token may attend to another one `back` positions before it.
 
     Args:
-        back: [...] position of the one less that of the other.
+        back: [...] position of the query less that of the key; negative: the key is later.
         window: positions that a token attends to, itself included; None: all.
     """
     return back >= 0 if window is None else (back >= 0) & (back < window)
@@ -54,7 +54,7 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def padding_mask(mask: Tensor) -> Tensor | None:
-    """The mask as the library takes it; None where nothing is padded: attention is faster then."""
+    """Mask in the form of transformers; None without padding, which makes attention faster."""
     return None if bool(mask.all()) else mask.long()
 
 
@@ -113,7 +113,7 @@ def token_logprobs(
     def chunk_logprobs(
         hidden: Tensor, targets: Tensor, candidate_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits = widened(head(hidden))
+        logits = widen(head(hidden))
         logits = logits if temperature == 1 else logits / temperature
         return _of_logits(logits, targets, candidate_ids, entropy_grad)
 
@@ -192,8 +192,8 @@ def length_buckets(
 
     Args:
         lengths: [M] tokens of each row.
-        max_rows: rows of a bucket at most; None sets no limit.
-        max_tokens: padded tokens of a bucket at most; a longer single row gets one of its own.
+        max_rows: largest number of rows of a bucket; None sets no limit.
+        max_tokens: largest number of padded tokens of a bucket; a longer row gets a separate one.
 
     Returns:
         Lists of row numbers; together every row once.
@@ -217,17 +217,17 @@ def length_buckets(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each process may hold a shard, put together; every process must take part.
+    """Gather a tensor from its shards; every rank must take part.
 
-    Norms of sharded gradients come as shards, too.
+    Norms of sharded gradients are sharded as well.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compacted(active: Tensor, number: int) -> Tensor:
-    """[number] the active rows; the last of them fill the places of those that ended.
+def compact_rows(active: Tensor, number: int) -> Tensor:
+    """Return [number] active rows; the last ones fill the places of rows that ended.
 
-    So few rows of the caches move.
+    Moving only these rows keeps copies of the key-value cache small.
     """
     kept = torch.arange(number, device=active.device)
     kept[~active[:number]] = active[number:].nonzero().squeeze(1) + number
@@ -235,5 +235,5 @@ def compacted(active: Tensor, number: int) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that may be divided among processes."""
+    """Return the shard of this rank, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

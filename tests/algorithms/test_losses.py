@@ -29,7 +29,7 @@ from litgrpo.algorithms.losses import (
     k2,
     k3,
 )
-from litgrpo.tensors import bounded_exp, row_mean
+from litgrpo.tensors import row_mean, safe_exp
 from litgrpo.types import RewardTable, TokenLogprobs, TrainingBatch
 from tests.support.algorithms import CLIP_HIGHER, PUBLISHED
 from tests.support.comms import Twins
@@ -564,7 +564,7 @@ def evaluate(surrogate, ratios, advantages, *, sequence=False, correction=1.0):
     tokens = SurrogateInputs(
         logprobs,
         log_ratio,
-        bounded_exp(row_mean(log_ratio, mask) if sequence else log_ratio),
+        safe_exp(row_mean(log_ratio, mask) if sequence else log_ratio),
         torch.tensor([advantages], dtype=torch.float64),
         mask,
         torch.full_like(logprobs, correction),
@@ -737,7 +737,7 @@ def test_the_bound_of_k3_still_pulls_towards_the_reference():
 
 def test_bounded_exp_is_exp_below_its_limit_and_a_tangent_above():
     x = torch.tensor([-3.0, 0.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
-    y = bounded_exp(x, limit=2.0)
+    y = safe_exp(x, limit=2.0)
     y.sum().backward()
 
     tangent = math.exp(2.0)
@@ -746,7 +746,7 @@ def test_bounded_exp_is_exp_below_its_limit_and_a_tangent_above():
     torch.testing.assert_close(
         x.grad, torch.tensor([math.exp(-3.0), 1.0, tangent, tangent]).double()
     )
-    assert bounded_exp(torch.tensor(-math.inf)).item() == 0
+    assert safe_exp(torch.tensor(-math.inf)).item() == 0
 
 
 # --- importance correction ---

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.tensors import widened
+from litgrpo.tensors import widen
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -17,7 +17,7 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     Returns:
         [n, V] float32.
     """
-    logits = widened(logits) / sampling.policy_temperature
+    logits = widen(logits) / sampling.policy_temperature
     if sampling.top_k:
         kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -5,13 +5,13 @@ import pytest
 
 from litgrpo.text.answers import (
     answer_claims,
-    boxed,
     extract_answer,
     extract_reasoning,
+    find_boxed,
+    find_tagged,
     parse_number,
     reasonings,
     same_text,
-    tagged,
     text_of,
 )
 
@@ -38,8 +38,8 @@ def test_the_last_marked_answer_is_found(text: str, answer: str | None) -> None:
 
 def test_every_claim_is_listed() -> None:
     assert answer_claims("<answer>1</answer><answer>2</answer>") == ["1", "2"]
-    assert tagged("<a>1</a><a>2<a>3</a>", "a") == ["1", "3"]
-    assert boxed(r"\boxed{1} \boxed{{2}} } \boxed{3") == ["1", "{2}"]
+    assert find_tagged("<a>1</a><a>2<a>3</a>", "a") == ["1", "3"]
+    assert find_boxed(r"\boxed{1} \boxed{{2}} } \boxed{3") == ["1", "{2}"]
 
 
 def test_reasoning_is_what_the_tag_holds_or_what_precedes_the_answer() -> None:

@@ -69,16 +69,18 @@ def kept_of_token(model) -> float:
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
 def test_a_small_model_takes_more_tokens_at_once_within_the_same_memory(architecture):
     policy = tiny_policy(architecture)
-    learning = UpdateConfig().fitted(linears.count_linear_outputs(policy.model))
+    learning = UpdateConfig().resolve_auto(linears.count_linear_outputs(policy.model))
     assert learning.max_tokens > 50_000
     # The most for GPT-2, whose activation function is made of many operations.
     assert 0.7 < learning.max_tokens * kept_of_token(policy.model) / KEPT_BYTES < 1.6
 
 
 def test_a_large_model_takes_the_least_and_a_given_number_stays():
-    assert UpdateConfig().fitted(10**6).micro_batch_tokens == UpdateConfig().max_tokens == 2048
-    assert UpdateConfig(micro_batch_tokens=40).fitted(1).max_tokens == 40
-    assert UpdateConfig(micro_batch_tokens=None).fitted(1).max_tokens is None
+    assert (
+        UpdateConfig().resolve_auto(10**6).micro_batch_tokens == UpdateConfig().max_tokens == 2048
+    )
+    assert UpdateConfig(micro_batch_tokens=40).resolve_auto(1).max_tokens == 40
+    assert UpdateConfig(micro_batch_tokens=None).resolve_auto(1).max_tokens is None
     with pytest.raises(ValueError, match=r"update.micro_batch_tokens is 0; it must be at least"):
         UpdateConfig(micro_batch_tokens=0)
 

@@ -32,7 +32,7 @@ INLINE = EpisodeSettings(
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
 
 
-def fitted(grpo, *data, **settings):
+def resolve_auto(grpo, *data, **settings):
     """Two iterations, after all invariants were measured."""
     trainer = Trainer(
         accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False,
@@ -78,7 +78,7 @@ def test_a_fit_with_turns_holds_its_invariants_and_learns(kind, tmp_path):
     )
     grpo.policy = POLICIES[kind](tmp_path)
     assert isinstance(grpo.policy, GenericPolicy) == (kind == "library")
-    assert any(fitted(grpo, *data))
+    assert any(resolve_auto(grpo, *data))
     if kind == "lora":
         assert all(p.requires_grad == ("lora" in n) for n, p in grpo.policy.named_parameters())
 
@@ -141,6 +141,6 @@ def test_a_fit_through_a_chat_template_hears_tools_between_its_turns(template, e
     data = PromptData([{"prompt": "3 times 4"}], chat=True, batch_size=1)
     rollouts = []
     grpo.on_train_batch_end = lambda outputs, *_: rollouts.append(outputs["rollout"])
-    assert any(fitted(grpo, None, None, data))
+    assert any(resolve_auto(grpo, None, None, data))
     text = tokenizer.decode(rollouts[0].completion_ids[0][rollouts[0].completion_mask[0]])
     assert heard in text

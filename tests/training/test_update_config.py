@@ -18,14 +18,14 @@ def test_an_iteration_has_a_step_for_each_mini_batch_of_each_epoch():
 
 
 def test_auto_is_what_fits_a_small_model_and_never_less_than_its_least():
-    fitted = UpdateConfig().fitted(linear_outputs=1000)
+    fitted = UpdateConfig().resolve_auto(linear_outputs=1000)
     assert fitted.max_tokens == int(KEPT_BYTES / (BYTES_PER_OUTPUT * 1000)) > LEAST_TOKENS
-    assert UpdateConfig().fitted(linear_outputs=10**9).max_tokens == LEAST_TOKENS
+    assert UpdateConfig().resolve_auto(linear_outputs=10**9).max_tokens == LEAST_TOKENS
     assert UpdateConfig().max_tokens == LEAST_TOKENS
 
 
 def test_what_the_user_gave_stays_and_so_does_the_least_where_shapes_are_static():
     given = UpdateConfig(micro_batch_tokens=77)
-    assert given.fitted(linear_outputs=1) is given
-    assert UpdateConfig(micro_batch_tokens=None).fitted(1).max_tokens is None
-    assert UpdateConfig().fitted(1000, static_shapes=True).max_tokens == LEAST_TOKENS
+    assert given.resolve_auto(linear_outputs=1) is given
+    assert UpdateConfig(micro_batch_tokens=None).resolve_auto(1).max_tokens is None
+    assert UpdateConfig().resolve_auto(1000, static_shapes=True).max_tokens == LEAST_TOKENS

@@ -90,7 +90,7 @@ class Advantages(ABC):
 
     @property
     def needs_group(self) -> bool:
-        """Whether a prompt needs at least two completions."""
+        """True if a prompt needs at least two completions."""
         return True
 
     def __call__(self, table: RewardTable, lengths: Tensor, comm: Comm) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from litgrpo.algorithms.advantages import Advantages, Normalized
 from litgrpo.algorithms.turn_credit import TurnAdvantages, Turns
 from litgrpo.distributed.collectives import Comm, SingleProcess
-from litgrpo.tensors import bounded_exp, row_mean
+from litgrpo.tensors import row_mean, safe_exp
 from litgrpo.types import LossOutput, RewardTable, TokenLogprobs, TrainingBatch
 
 ALONE = SingleProcess()
@@ -115,6 +115,10 @@ class Clipped(Surrogate):
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] clipped loss."""
+        # DeepSeekMath, eq. 3: the gain is min(w A, clip(w, 1 - eps, 1 + eps) A). The minimum is
+        # pessimistic: it removes the gradient only if the ratio has already moved in the direction
+        # of the advantage. For A < 0 and w > 1 + eps the gain w A is unbounded below; `max_ratio`
+        # bounds it.
         unclipped = inputs.ratio
         if self.max_ratio is not None:
             unclipped = unclipped.clamp(max=self.max_ratio)
@@ -146,6 +150,8 @@ class CISPO(Surrogate):
 
     def __call__(self, inputs: SurrogateInputs) -> Tensor:
         """[M, C] loss."""
+        # REINFORCE with a truncated importance weight: the clip changes the weight of a token but
+        # never removes its gradient, because the ratio is detached.
         weight = inputs.ratio.detach().clamp(max=self.max_ratio) * inputs.correction
         return -weight * inputs.advantages * inputs.logprobs
 
@@ -225,7 +231,7 @@ class GMPO(Surrogate):
         s = inputs.log_ratio
         up, down = s.clamp(max=self.clip_high), s.clamp(min=-self.clip_low)
         mean = row_mean(torch.where(inputs.advantages > 0, up, down), inputs.mask)
-        return -bounded_exp(mean) * inputs.advantages * inputs.correction
+        return -safe_exp(mean) * inputs.advantages * inputs.correction
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -256,8 +262,8 @@ class LossAggregation(ABC):
 
         Args:
             mask: [N, C] 1 marks a token that contributes to the loss; of the weights' dtype.
-            num_completions: [] of the optimizer step, over all processes.
-            num_tokens: [] that contribute, over all processes.
+            num_completions: [] of the optimizer step, over all ranks.
+            num_tokens: [] that contribute, over all ranks.
             max_completion_length: in tokens.
         """
 
@@ -382,7 +388,7 @@ def k3(d: Tensor) -> Tensor:
 
     Source: GRPO, arXiv:2402.03300, equation 4.
     """
-    return bounded_exp(d) - d - 1
+    return safe_exp(d) - d - 1
 
 
 def absolute(d: Tensor) -> Tensor:
@@ -437,17 +443,20 @@ class ImportanceCorrection:
 
         An unknown (NaN) sampler log-probability gets the weight 1.
         """
+        # u = p_old / p_sampler corrects for tokens sampled from another distribution:
+        # E_sampler[u f] = E_old[f]. Truncation trades a little bias for bounded variance.
         gap = (old_logprobs - sampler_logprobs).masked_fill(~mask, 0.0).nan_to_num(0.0)
-        impossible = bounded_exp(gap.amin(1, keepdim=True)) < self.token_min
+        impossible = safe_exp(gap.amin(1, keepdim=True)) < self.token_min
         if self.level != "token":
             num_tokens = mask.sum(1, keepdim=True).clamp(min=1)
             gap, mask = gap.sum(1, keepdim=True), mask.any(1, keepdim=True)
             if self.level == "geometric_mean":
                 gap = gap / num_tokens
-        weight = bounded_exp(gap)
+        weight = safe_exp(gap)
         bounded = weight.clamp(self.min, self.max)
         if self.mode == "mask":
             bounded = torch.where(weight == bounded, weight, 0.0)
+        # The last fill is for padding, which has a weight of 1 and no loss.
         return bounded.masked_fill(impossible, 0.0).masked_fill(~mask, 1.0)
 
 
@@ -456,7 +465,7 @@ class ImportanceCorrection:
 
 @dataclass(frozen=True)
 class EntropyTotals:
-    """Numbers of one optimizer step for the entropy bonus and `top_entropy_quantile`.
+    """Totals of one optimizer step for the entropy bonus and `top_entropy_quantile`.
 
     All micro-batches and ranks of the step share them. The denominators of the loss are in the loss
     weights of the tokens.
@@ -556,17 +565,17 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `loss` needs reference log-probabilities."""
+        """True if `loss` needs reference log-probabilities."""
         return self.kl_coef > 0
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether a row of zero advantages can still have a gradient."""
+        """True if a row with zero advantages can still have a gradient, from KL or entropy."""
         return self.kl_coef > 0 or self.entropy_coef != 0
 
     @property
     def needs_entropy(self) -> bool:
-        """Return True if `entropy_totals` needs every token's entropy before the update."""
+        """True if `entropy_totals` needs every token's entropy before the update."""
         return self.top_entropy_quantile < 1
 
     def token_advantages(
@@ -577,7 +586,7 @@ class Objective:
         Args:
             rewards: of N = B * G completions.
             mask: [N, C] True marks a generated token.
-            comm: of the processes that share the batch.
+            comm: of the ranks that share the batch.
             turns: of the episodes; None: every completion is one turn.
         """
         device, mask = mask.device, mask.to(rewards.total.device)
@@ -605,7 +614,7 @@ class Objective:
             loss_mask: [N, C] True marks a generated token.
             truncated: [N] True if the length limit stopped the completion.
             max_completion_length: that limit, in tokens.
-            comm: of the processes that share the step.
+            comm: of the ranks that share the step.
             dtype: of the weights.
         """
         if self.mask_truncated_completions:
@@ -619,22 +628,22 @@ class Objective:
     def entropy_totals(
         self, weights: Tensor, entropy: Tensor | None = None, comm: Comm = ALONE
     ) -> EntropyTotals:
-        """Numbers that the micro-batches of one optimizer step must agree on.
+        """Compute the totals that all micro-batches of an optimizer step share.
 
         Args:
-            weights: [N, C] of all rows of the step on this process.
+            weights: [N, C] of all rows of the step on this rank.
             entropy: [N, C] before the update; needed only if `needs_entropy`.
-            comm: of the processes that share the step.
+            comm: of the ranks that share the step.
         """
-        active, threshold = weights != 0, None
+        in_loss, threshold = weights != 0, None
         if self.needs_entropy:
             assert entropy is not None, "top_entropy_quantile < 1 needs entropies"
             # float32: a quantile that falls on a token must not miss it by rounding in 1 - share.
             counted = entropy.detach().float()
-            flat = counted.masked_fill(~active, torch.nan).flatten()
+            flat = counted.masked_fill(~in_loss, torch.nan).flatten()
             threshold = comm.gather(flat).nanquantile(1 - self.top_entropy_quantile)
-            active = active & (counted >= threshold)
-        return EntropyTotals(comm.sum(active.sum()).clamp(min=1), threshold)
+            in_loss = in_loss & (counted >= threshold)
+        return EntropyTotals(comm.sum(in_loss.sum()).clamp(min=1), threshold)
 
     def loss(
         self, new: TokenLogprobs, batch: TrainingBatch, totals: EntropyTotals | None = None
@@ -649,32 +658,38 @@ class Objective:
         """
         if totals is None:
             totals = self.entropy_totals(batch.loss_weights, new.entropy)
-        inputs, active = self._surrogate_inputs(new, batch), batch.loss_weights != 0
-        entropy, kept = torch.where(active, new.entropy, 0.0), active
+        inputs = self._surrogate_inputs(new, batch)
+        in_loss = batch.loss_weights != 0
+        entropy = torch.where(in_loss, new.entropy, 0.0)
+        # `kept` selects tokens of the policy-gradient term. The KL term holds for all tokens.
+        kept = in_loss
         if totals.entropy_threshold is not None:
             kept = kept & (entropy.detach().float() >= totals.entropy_threshold)
         bonus = torch.where(kept, entropy, 0.0).sum()
         if self.off_policy_mask_threshold is not None:
-            drift = torch.where(active, batch.sampler_logprobs - inputs.logprobs.detach(), 0.0)
-            drift = row_mean(drift.nan_to_num(0.0), active)
+            # Mean of log p_sampler - log p over a completion. A completion of negative advantage
+            # that became much less likely has been pushed far enough: its tokens are left out.
+            drift = torch.where(in_loss, batch.sampler_logprobs - inputs.logprobs.detach(), 0.0)
+            drift = row_mean(drift.nan_to_num(0.0), in_loss)
             kept = kept & ((inputs.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
         token_loss = torch.where(kept, self.surrogate(inputs), 0.0)
         stats = {"policy/entropy_trained": entropy, "policy/log_ratio": inputs.log_ratio}
         low, high = self.surrogate.clip_range
         stats["policy/clip_low_frac"] = (inputs.ratio < low) & (inputs.advantages < 0)
         stats["policy/clip_high_frac"] = (inputs.ratio > high) & (inputs.advantages > 0)
-        if kept is not active:
+        if kept is not in_loss:
             stats["policy/kept_frac"] = kept
         if self.importance_correction is not None:
             stats["policy/sampler_weight"] = inputs.correction
         if self.needs_reference:
-            # The masks above and the correction leave the KL term alone: it holds for all tokens.
             penalty = self._kl_penalty(inputs, batch)
             token_loss, stats["policy/kl"] = token_loss + self.kl_coef * penalty, penalty
-        weights = self.aggregation.rescale_micro_batch(batch.loss_weights, active)
+        # loss = sum_t u_t (token loss_t + kl_coef KL_t) - entropy_coef * mean entropy. The loss
+        # weights u contain the denominators of the whole optimizer step, so micro-batches add up.
+        weights = self.aggregation.rescale_micro_batch(batch.loss_weights, in_loss)
         loss = (weights * token_loss).sum() - self.entropy_coef * bonus / totals.num_tokens
-        sums = {name: (value.detach() * active).sum() for name, value in stats.items()}
-        pairs = {name: torch.stack([x, active.sum()]) for name, x in sums.items()}
+        sums = {name: (value.detach() * in_loss).sum() for name, value in stats.items()}
+        pairs = {name: torch.stack([x, in_loss.sum()]) for name, x in sums.items()}
         largest = inputs.ratio.detach().max()
         pairs[RATIO_MAX] = torch.stack([largest, torch.ones_like(largest)])
         return LossOutput(loss, pairs)
@@ -682,28 +697,32 @@ class Objective:
     def _kl_penalty(self, inputs: SurrogateInputs, batch: TrainingBatch) -> Tensor:
         """[M, C] KL estimate of each token, with gradient."""
         assert batch.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
+        # d = l_ref - l; k3 = e^d - d - 1 >= 0 (DeepSeekMath, eq. 4). Its gradient on-policy is
+        # that of KL(reference || policy); times the ratio w, of KL(policy || reference).
         d = torch.where(inputs.mask, batch.ref_logprobs, 0.0) - inputs.logprobs
         estimator = self.kl_estimator
         penalty = KL_ESTIMATORS[estimator](d) if isinstance(estimator, str) else estimator(d)
         return penalty * inputs.ratio if self.kl_bias_correction else penalty
 
     def _surrogate_inputs(self, new: TokenLogprobs, batch: TrainingBatch) -> SurrogateInputs:
-        """Inputs of the surrogate, without padding.
+        """Prepare the inputs of the surrogate, with zeros on padding.
 
         `torch.where` comes before any arithmetic: the gradient of 0 * NaN would be NaN.
         """
-        active = batch.loss_weights != 0
-        logprobs = torch.where(active, new.logprobs, 0.0)
+        in_loss = batch.loss_weights != 0
+        logprobs = torch.where(in_loss, new.logprobs, 0.0)
         if batch.old_logprobs is None:
             old = logprobs.detach()  # the ratio is 1, its gradient that of the log-probability
         else:
-            old = torch.where(active, batch.old_logprobs, 0.0)
+            old = torch.where(in_loss, batch.old_logprobs, 0.0)
+        # s = l - l_old, w = e^s. On-policy w is 1, and its gradient is that of l.
         log_ratio, correction = logprobs - old, torch.ones_like(logprobs)
         if self.importance_correction is not None:
-            correction = self.importance_correction(old, batch.sampler_logprobs, active)
+            correction = self.importance_correction(old, batch.sampler_logprobs, in_loss)
         if self.importance_sampling_level == "token":
-            ratio = bounded_exp(log_ratio)
+            ratio = safe_exp(log_ratio)
         else:
-            ratio = bounded_exp(row_mean(log_ratio, active))
-        advantages = torch.where(active, batch.advantages, 0.0)
-        return SurrogateInputs(logprobs, log_ratio, ratio, advantages, active, correction)
+            # GSPO: one ratio per completion, the geometric mean of its token ratios.
+            ratio = safe_exp(row_mean(log_ratio, in_loss))
+        advantages = torch.where(in_loss, batch.advantages, 0.0)
+        return SurrogateInputs(logprobs, log_ratio, ratio, advantages, in_loss, correction)

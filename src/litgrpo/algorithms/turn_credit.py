@@ -146,13 +146,13 @@ def _number_states(rollout: Rollout, exist: Tensor) -> Tensor:
 
 
 def _tool_calls(episode: Any, num_turns: int) -> list[bool]:
-    """Whether each turn called a tool; False for a turn that a limit cut off."""
+    """Return True for each turn that called a tool; False if a limit cut it off."""
     called = [calls > 0 for calls in episode.turn_calls[:num_turns]]
     return called + [False] * (num_turns - len(called))
 
 
 def _is_void(episode: Any, num_turns: int) -> bool:
-    """Whether a turn neither called a tool nor ended the episode."""
+    """Return True if a turn neither called a tool nor ended the episode."""
     called = _tool_calls(episode, num_turns)
     if not called:
         return False

@@ -41,7 +41,7 @@ from litgrpo.distributed.collectives import Comm
 from litgrpo.rollout.rollouter import Rollouter
 from litgrpo.rollout.template_probes import count_mismatches
 from litgrpo.rollout.turn_format import TemplateFormat
-from litgrpo.tensors import widened
+from litgrpo.tensors import widen
 from litgrpo.training.learner import Learner
 from litgrpo.training.micro_batches import BatchLimits
 from litgrpo.types import PromptBatch, Rollout, TokenLogprobs, TrainingBatch
@@ -539,7 +539,7 @@ def gradient(learner: Learner, batch: TrainingBatch, limits: BatchLimits) -> lis
     parameters.sort(key=Tensor.numel)
     sizes = torch.tensor([p.numel() for p in parameters]).cumsum(0)
     parameters = parameters[: max(1, int((sizes <= MAX_GRADIENT_NUMBERS).sum()))]
-    total = [widened(torch.zeros_like(p)) for p in parameters]
+    total = [widen(torch.zeros_like(p)) for p in parameters]
     for output, _ in learner.losses(batch, limits):
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
         for part, gained in zip(total, found, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from litgrpo.models.policy import Policy
 from litgrpo.rollout.sampling import Sampling
-from litgrpo.tensors import row_mean, widened
+from litgrpo.tensors import row_mean, widen
 from litgrpo.types import Rollout
 
 
@@ -77,7 +77,7 @@ def reference_forward(
         ids = prompts.prompt_ids[prompt][prompts.prompt_mask[prompt]][None]
         tokens = rollout.completion_ids[row, :length]
         logits = policy.dense_logits(ids, torch.ones_like(ids, dtype=torch.bool), tokens[None])
-        scores = (widened(logits[0, :-1]) / sampling.policy_temperature).log_softmax(-1)
+        scores = (widen(logits[0, :-1]) / sampling.policy_temperature).log_softmax(-1)
         logprobs = scores.gather(-1, tokens[:, None]).squeeze(-1)
         (wide, edge), (narrow, _) = (kept_mass(scores, sampling, by) for by in (slack, -slack))
         off = (edge - logprobs - slack).clamp(min=0)

@@ -35,7 +35,7 @@ from litgrpo.models.shared_prefix import (
 )
 from litgrpo.models.static import STATIC, CausalStaticDecoder, attend_static
 from litgrpo.models.transformers_compat import no_mask, use_attention
-from litgrpo.tensors import padding_mask, positions, predicting, softcapped, widened
+from litgrpo.tensors import apply_softcap, padding_mask, positions, predicting, widen
 from litgrpo.types import TokenRows
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class CausalPolicy(Policy):
                 self._decoder = None
             expected = self.dense_logits(ids[:, :3], mask[:, :3], ids[:, 3:])[:, 1:]
         computed = torch.stack(logits, 1).log_softmax(-1)
-        error = (computed - widened(expected).log_softmax(-1)).abs().max()
+        error = (computed - widen(expected).log_softmax(-1)).abs().max()
         tolerance = max(1e-3, 32 * torch.finfo(self.model.dtype).eps)
         if not bool(error <= tolerance):  # also if it is NaN
             log.warning(
@@ -147,7 +147,7 @@ class CausalPolicy(Policy):
             logits = logits * multiplier
         if divisor is not None:
             logits = logits / divisor
-        return logits if cap is None else softcapped(logits / cap, cap)
+        return logits if cap is None else apply_softcap(logits / cap, cap)
 
     def hidden(self, rows: TokenRows) -> Tensor:
         """Compute each prompt once if that saves tokens, else padded rows; see `Policy.hidden`."""

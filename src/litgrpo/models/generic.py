@@ -23,7 +23,7 @@ from litgrpo.models.causal import CausalPolicy
 from litgrpo.models.packing import pack_left
 from litgrpo.models.policy import DecodeState, Policy
 from litgrpo.models.transformers_compat import prepare_generation, update_generation_inputs
-from litgrpo.tensors import predicting, widened
+from litgrpo.tensors import predicting, widen
 from litgrpo.types import TokenRows
 
 # Lengths of the prompts and completions of the probe; each prompt has two completions.
@@ -316,9 +316,9 @@ def _largest_error(policy: Policy) -> float:
         completion = rows.completion_ids[row][rows.completion_mask[row]]
         ids = torch.cat([prompt, completion])[None]
         truth.append(policy.bare_model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
-    expected = widened(nn.utils.rnn.pad_sequence(truth, batch_first=True)).log_softmax(-1)
+    expected = widen(nn.utils.rnn.pad_sequence(truth, batch_first=True)).log_softmax(-1)
     mask = rows.completion_mask
-    scored = widened(policy.head(policy.hidden(rows))).log_softmax(-1)
+    scored = widen(policy.head(policy.hidden(rows))).log_softmax(-1)
     errors = [(scored - expected[mask]).abs().max()]
     with policy.decoding(len(mask), fused=False):
         group_size = len(mask) // len(rows.prompt_ids)
@@ -326,7 +326,7 @@ def _largest_error(policy: Policy) -> float:
         logits, state = policy.prefill(rows.prompt_ids, rows.prompt_mask, group_size, capacity)
         logits, live = logits.repeat_interleave(group_size, 0), torch.arange(len(mask)).to(device)
         for column in range(capacity):
-            decoded = widened(logits).log_softmax(-1)
+            decoded = widen(logits).log_softmax(-1)
             errors.append((decoded - expected[live, column]).abs().max())
             if column + 1 == capacity:
                 break

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from litgrpo.tensors import positions, query_scale, softcapped, widened
+from litgrpo.tensors import apply_softcap, positions, query_scale, widen
 
 SHARED_PREFIX = "litgrpo_shared_prefix"
 
@@ -265,11 +265,11 @@ class SharedPrefixCache(Cache, DecodeState):
         if slots:
             on_prompt = self._to_cells(query).bmm(prompt_keys.narrow(2, reach.slot, slots))
             scores = torch.cat([self._to_rows(on_prompt, query.shape), scores], -1)  # [nH, r, S]
-        scores = softcapped(scores, softcap)
+        scores = apply_softcap(scores, softcap)
         if reach.masked is not None:
             each_row = scores.view(len(self.prompt_of), -1, scores.shape[2])
             each_row[..., : reach.masked.shape[2]].masked_fill_(reach.masked, -torch.inf)
-        weights = widened(scores).softmax(-1).to(values.dtype)
+        weights = widen(scores).softmax(-1).to(values.dtype)
         values = values.narrow(1, reach.column, columns)
         if not slots:
             return weights.bmm(values)

@@ -33,11 +33,11 @@ from litgrpo.models.architectures import (
 from litgrpo.models.transformers_compat import use_attention
 from litgrpo.tensors import (
     Head,
+    apply_softcap,
     positions,
     query_scale,
-    softcapped,
     token_logprobs,
-    widened,
+    widen,
     within,
 )
 from litgrpo.types import TokenLogprobs, TokenRows
@@ -121,8 +121,8 @@ class StaticPrompts:
             )
         scale = query_scale(scaling, softcap)
         query = query.reshape(batch, groups, -1, size) * scale  # [B, H, r * P, D]
-        scores = softcapped((query @ keys.mT).view(batch, groups, -1, length, length), softcap)
-        weights = widened(scores).masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+        scores = apply_softcap((query @ keys.mT).view(batch, groups, -1, length, length), softcap)
+        weights = widen(scores).masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
         output = weights.to(values.dtype).view(batch, groups, -1, length) @ values
         return output.view(batch, heads, length, -1)
 
@@ -200,9 +200,9 @@ class StaticRows:
         on_prompt = self._to_cells(query, groups) @ prompt_keys.mT
         own = query @ keys.flatten(0, 1).mT
         scores = torch.cat([self._to_rows(on_prompt, groups), own], -1)
-        scores = softcapped(scores, softcap)
+        scores = apply_softcap(scores, softcap)
         scores = scores.view(rows, -1, scores.shape[-1])  # [N, heads, P + C]
-        scores = widened(scores).masked_fill(self._hidden(sliding_window, columns), -torch.inf)
+        scores = widen(scores).masked_fill(self._hidden(sliding_window, columns), -torch.inf)
         weights = scores.softmax(-1).to(values.dtype).view(rows * groups, -1, scores.shape[-1])
         of_prompt, of_own = weights.split((weights.shape[-1] - columns, columns), -1)
         from_prompt = self._to_cells(of_prompt, groups) @ prompt_values
@@ -287,7 +287,7 @@ class StaticSeq2SeqRows(EncoderDecoderCache):
             rows = query.unflatten(0, (-1, self.rows.group_size)).squeeze(3)  # [B, G, H, D]
             query, hidden = rows.transpose(1, 2), ~state.prompt_mask[:, None, None]
             scores = query @ keys.mT  # [B, H, G, P]
-        weights = widened(scores).masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = widen(scores).masked_fill(hidden, -torch.inf).softmax(-1)
         output = weights.to(values.dtype) @ values
         return output if module.is_causal else output.transpose(1, 2).flatten(0, 1)[:, :, None]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from litgrpo.tensors import widened
+from litgrpo.tensors import widen
 
 
 def filter_candidates(
@@ -177,7 +177,7 @@ def sample(
         >>> sample(probs.log(), torch.tensor([0.6], dtype=torch.float64), Sampling()).tokens
         tensor([1])
     """
-    scores = widened(logits)
+    scores = widen(logits)
     if sampling.policy_temperature != 1:
         scores = scores / sampling.policy_temperature
     uniforms = uniforms.clamp(max=BELOW_1)[:, None]

@@ -70,27 +70,27 @@ def text_of(message: str | Sequence[Message]) -> str:
     return message if isinstance(message, str) else str(message[-1]["content"])
 
 
-def tagged(text: str, tag: str) -> list[str]:
-    """What stands between each `<tag>` and the next `</tag>`; a tag that is not closed is left out.
+def find_tagged(text: str, tag: str) -> list[str]:
+    """Return the text between each `<tag>` and the next `</tag>`; skip unclosed tags.
 
     Example:
-        >>> tagged("<answer>7</answer> or <answer>8</answer> or <answer>9", "answer")
+        >>> find_tagged("<answer>7</answer> or <answer>8</answer> or <answer>9", "answer")
         ['7', '8']
     """
     parts = (part.partition(f"</{tag}>") for part in text.split(f"<{tag}>")[1:])
     return [inside for inside, close, _ in parts if close]
 
 
-def hashed(text: str) -> list[str]:
-    """What follows each `####` on its line, the way GSM8K marks answers."""
+def find_hashed(text: str) -> list[str]:
+    """Return the text after each `####` on its line, as in GSM8K answers."""
     return [part.partition("\n")[0].strip() for part in text.split("####")[1:]]
 
 
-def boxed(text: str) -> list[str]:
-    r"""The arguments of every `\boxed{...}`, with balanced braces; an unclosed box is left out.
+def find_boxed(text: str) -> list[str]:
+    r"""Return the argument of every `\boxed{...}`, with balanced braces; skip an unclosed box.
 
     Example:
-        >>> boxed(r"so \boxed{\frac{3}{4}}")
+        >>> find_boxed(r"so \boxed{\frac{3}{4}}")
         ['\\frac{3}{4}']
     """
     found, start, depth = [], 0, 0
@@ -111,20 +111,20 @@ def answer_claims(text: str, *, tag: str = "answer") -> list[str]:
     A mark inside a tag (`<answer>so \boxed{7}</answer>`) narrows the claim.
 
     Args:
-        text: a completion, or a worked gold answer.
+        text: a completion, or a worked reference answer.
         tag: name of the answer tag.
 
     Returns:
         The claims in order of appearance, stripped; empty if nothing is marked.
     """
-    claims = tagged(text, tag)
+    claims = find_tagged(text, tag)
     if claims:
         return [
             inner.strip()
             for claim in claims
-            for inner in (hashed(claim) or boxed(claim) or [claim])
+            for inner in (find_hashed(claim) or find_boxed(claim) or [claim])
         ]
-    return [claim.strip() for claim in hashed(text) or boxed(text)]
+    return [claim.strip() for claim in find_hashed(text) or find_boxed(text)]
 
 
 def extract_answer(text: str, *, tag: str = "answer") -> str | None:
@@ -139,13 +139,13 @@ def extract_answer(text: str, *, tag: str = "answer") -> str | None:
 
 
 def extract_reasoning(text: str, *, tag: str = "reasoning", answer_tag: str = "answer") -> str:
-    """The last tagged reasoning, else whatever comes before the answer tag; stripped.
+    """The last tagged reasoning, else the text before the answer tag; stripped.
 
     Example:
         >>> extract_reasoning("<reasoning>40 + 32</reasoning><answer>72</answer>")
         '40 + 32'
     """
-    found = tagged(text, tag)
+    found = find_tagged(text, tag)
     return (found[-1] if found else text.partition(f"<{answer_tag}>")[0]).strip()
 
 
@@ -231,7 +231,7 @@ def _sign(before: str) -> int | None:
 
 
 def same_text(left: str, right: str) -> bool:
-    """Whether two answers agree but for case, spaces, surrounding markup and a final full stop.
+    """Compare two answers, ignoring case, spaces, surrounding markup and a final full stop.
 
     Example:
         >>> same_text("**Yes.**", "yes")

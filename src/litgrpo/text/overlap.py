@@ -1,4 +1,4 @@
-"""How alike two texts are, and how varied one is: F1, ROUGE, BLEU, n-grams.
+"""Similarity of two texts and diversity of one: F1, ROUGE, BLEU, n-grams.
 
 ROUGE and BLEU come from the packages rouge-score and sacrebleu, which are imported on first use.
 """
@@ -54,9 +54,9 @@ def token_f1(prediction: str, reference: str) -> float:
 
     Source: SQuAD, arXiv:1606.05250, section 6.1, without its normalization.
     """
-    said, wanted = prediction.split(), reference.split()
-    shared = (Counter(said) & Counter(wanted)).total()
-    return 2 * shared / (len(said) + len(wanted)) if shared else 0.0
+    predicted, expected = prediction.split(), reference.split()
+    shared = (Counter(predicted) & Counter(expected)).total()
+    return 2 * shared / (len(predicted) + len(expected)) if shared else 0.0
 
 
 def without_articles(text: str) -> str:
@@ -92,7 +92,7 @@ def _rouge(kind: str) -> Any:
 
 
 def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
-    """What the BLEU of one text, or summed over texts that of a corpus, is computed from.
+    """Counts from which BLEU is computed; sums over texts give the BLEU of a corpus.
 
     Args:
         prediction: a text.

@@ -320,7 +320,7 @@ class GRPO(LightningModule):
         return Learner(
             policy,
             self.coefficients,
-            self.update.fitted(linear_outputs, static_shapes=static_shapes),
+            self.update.resolve_auto(linear_outputs, static_shapes=static_shapes),
             self.sampling,
             self.group_size,
             self.max_completion_length,

@@ -40,8 +40,8 @@ class NotTrusted(ValueError):
 def describe_arguments(local: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the arguments of a constructor as plain values.
 
-    Arguments without a description (a lambda, a model in memory) are left out: whoever loads the
-    checkpoint passes them again.
+    Arguments without a description (a lambda, a model in memory) are left out; pass them to
+    `load_from_checkpoint`.
 
     Args:
         local: `locals()` at the beginning of the constructor.

@@ -105,7 +105,7 @@ def average_over_ranks(
         totals.add(report.sums)
         totals.add_value("optim/lr", torch.tensor(report.lr))
     averaged = totals.averages(comm, device)
-    extremes = _negated_minima_and_maxima(seen, reports, device)
+    extremes = _collect_extremes(seen, reports, device)
     if extremes:
         largest = comm.max(torch.stack(list(extremes.values())))
         for name, value in zip(extremes, largest, strict=True):
@@ -114,9 +114,7 @@ def average_over_ranks(
     return averaged
 
 
-def _negated_minima_and_maxima(
-    seen: Stats, reports: list[StepReport], device: torch.device
-) -> Stats:
+def _collect_extremes(seen: Stats, reports: list[StepReport], device: torch.device) -> Stats:
     """Return {name: [] maximum, or negated minimum}, so that one maximum over ranks serves both."""
     found = {
         name: [-value if name.endswith(SMALLEST) else value]

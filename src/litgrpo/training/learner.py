@@ -71,9 +71,10 @@ class Learner:
         group_size: completions per prompt, G.
         max_completion_length: limit on the tokens of a completion.
         reference: for the KL term; None without one.
-        exact_logprobs: True if the engine's log-probabilities are the policy's, up to rounding.
+        exact_logprobs: True if the engine's log-probabilities are the policy's, up to rounding;
+            decides the tolerance of start-up checks.
         reuse_sampler_logprobs: use the sampler's log-probabilities as those before the update,
-            which is correct only if both were computed in the same full precision.
+            which is correct only if the engine is exact and computes in the same full precision.
         comm: collectives of the ranks.
         micro_batching: ragged micro-batches, or static ones for XLA devices.
         clock: measures the phases.
@@ -129,7 +130,7 @@ class Learner:
         if self.config.num_steps == 1:
             return None
         # Greedy decoding has log-probabilities at temperature 1, not the policy's.
-        if self.reuse_sampler_logprobs and self.exact_logprobs and not self.sampling.greedy:
+        if self.reuse_sampler_logprobs and not self.sampling.greedy:
             return rollout.sampler_logprobs
         limits = self._limits(max_rows, self.policy.shares_prompts)
         return self.micro_batching.compute_logprobs(rollout.tokens, self.logprobs, limits).logprobs
@@ -170,13 +171,16 @@ class Learner:
         """
         self.coefficients.update_entropy_coef(rollout, self.comm)
         mask = rollout.loss_mask
-        # Weights are those of an optimizer step: a token's share in its loss, before the step is
-        # split into micro-batches.
+        # u[n, t]: weight of a token in the loss of its optimizer step, for example 1 / tokens of
+        # the step (token_mean). It is computed before the step is split, so the gradient does not
+        # depend on micro-batches.
         loss_weights = torch.zeros_like(rollout.sampler_logprobs)
         for rows in mini_batches(len(mask), self.group_size, self.config.num_mini_batches):
             loss_weights[rows] = self.objective.token_weights(
                 mask[rows], rollout.truncated[rows], self.max_completion_length, self.comm
             )
+        # A[n, t] = (R_n - mean of the group) / (std of the group + eps) for every generated token
+        # of completion n (DeepSeekMath, section 4.1.2), or per turn with a TurnAdvantages.
         turns = None if rollout.turns is None else Turns.from_rollout(rollout, rewards)
         advantages = self.objective.token_advantages(rewards, mask, self.comm, turns)
         check_centered(completion_advantages(advantages).view_as(rewards.total), self.objective)
@@ -299,6 +303,7 @@ class Learner:
 
     def entropy_totals(self, batch: TrainingBatch) -> EntropyTotals:
         """Compute the numbers that all micro-batches of an optimizer step share."""
+        # A quantile of all tokens of the step needs their entropies before the first backward pass.
         entropy = None
         if self.objective.needs_entropy:
             limits = self.limits

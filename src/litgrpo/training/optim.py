@@ -1,4 +1,4 @@
-"""The optimizer of a recipe that names none, and schedules with a warm-up."""
+"""The default optimizer, and learning-rate schedules with a warm-up."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from litgrpo.arguments import above, at_least, at_most, require
 
 
 class DefaultAdamW(AdamW):
-    """AdamW at the learning rate that is usual for what is trained; a fit says which.
+    """AdamW whose default learning rate depends on what is trained; logged at start-up.
 
-    GRPO: 1e-6 for all weights of a model, 1e-5 for adapters. SFT: 2e-5 and 2e-4. Models that were
-    trained from nothing: 3e-4 for the embedded model, 1e-3 for `scratch`.
+    GRPO: 1e-6 for all weights, 1e-5 for adapters. SFT: 2e-5 and 2e-4. Models trained from
+    scratch: 3e-4 for the embedded model, 1e-3 for `scratch`.
 
     Args:
-        params: what is trained.
-        lr: learning rate; None takes the usual one.
+        params: trained parameters.
+        lr: learning rate; None: the default above.
         betas: decay of the running means of gradient and squared gradient.
         eps: added to the denominator.
-        weight_decay: share of each weight, times lr, that a step takes away.
+        weight_decay: fraction of each weight, times lr, that a step subtracts.
 
     Source: defaults and table of learning rates of TRL (GRPOConfig, SFTConfig, PEFT integration).
     """
@@ -42,23 +42,23 @@ class DefaultAdamW(AdamW):
         self.needs_lr = lr is None
 
     def set_default_lr(self, lr: float) -> None:
-        """Take this learning rate where none was given."""
+        """Set the learning rate, unless the user gave one."""
         for group in self.param_groups:
             group["lr"] = lr if self.needs_lr else group["lr"]
         self.needs_lr = False
 
 
 class Warmup(LRScheduler, ABC):
-    """A linear rise to the learning rate, then a decay to a share of it, over the whole run.
+    """Linear warm-up to the learning rate, then a decay to a fraction of it.
 
-    What a checkpoint holds is the position alone: a run that is resumed with another length,
-    warm-up or learning rate follows the new curve from there.
+    A checkpoint only holds the position: a run resumed with another length, warm-up or learning
+    rate follows the new curve from there.
 
     Args:
         optimizer: whose learning rates are the peaks.
-        warmup: share of all optimizer steps in which the learning rate rises, or their number
-            where it is 1 or more.
-        min_lr_ratio: where the decay ends, as a share of the peak.
+        warmup: fraction of all optimizer steps in which the learning rate rises, or their number
+            if it is 1 or more.
+        min_lr_ratio: final learning rate, as a fraction of the peak.
         total_steps: optimizer steps of the run; None takes them from `max_iterations`.
     """
 
@@ -82,25 +82,25 @@ class Warmup(LRScheduler, ABC):
         return self.warmup if self.warmup >= 1 else self.warmup * (self.total_steps or 0)
 
     def set_total_steps(self, total_steps: int | None) -> None:
-        """Take this length where none was given.
+        """Set the length of the schedule, unless the user gave one.
 
         Args:
-            total_steps: optimizer steps of the run, or None where nobody knows them.
+            total_steps: optimizer steps of the run, or None if unknown.
 
         Raises:
-            ValueError: nobody knows them, or the warm-up is longer.
+            ValueError: the length is unknown, or the warm-up is longer.
         """
         self.total_steps = self.total_steps or total_steps
         name = type(self).__name__
         require(
             self.total_steps is not None,
-            f"lr_scheduler {name} decays to the end of the run, which is not known here: set "
+            f"lr_scheduler {name} decays to the end of the run, which is unknown: set "
             "model.max_iterations, or lr_scheduler.total_steps in optimizer steps.",
         )
         require(
             self.warmup_steps < (self.total_steps or 0),
             f"lr_scheduler {name} warms up for {self.warmup:g} optimizer steps, but the run has "
-            f"{self.total_steps}: lower lr_scheduler.warmup (below 1 it is a share).",
+            f"{self.total_steps}: lower lr_scheduler.warmup (values below 1 are fractions).",
         )
         self._apply()
 
@@ -109,9 +109,9 @@ class Warmup(LRScheduler, ABC):
         return [peak * self.factor(self.last_epoch) for peak in self.base_lrs]
 
     def factor(self, step: int) -> float:
-        """Share of the peak at an optimizer step, counted from 0.
+        """Fraction of the peak at an optimizer step, counted from 0.
 
-        The first step already learns: step n of a warm-up of w steps has (n + 1) / w.
+        Step n of a warm-up of w steps has (n + 1) / w, so the first step is not wasted at 0.
         """
         if self.total_steps is None or step + 1 < self.warmup_steps:
             return (step + 1) / max(1.0, self.warmup_steps)
@@ -120,14 +120,14 @@ class Warmup(LRScheduler, ABC):
 
     @abstractmethod
     def decay(self, done: float) -> float:
-        """What is left of the peak, between 1 and 0, after this share of the decay."""
+        """Fraction of the peak, from 1 to 0, after this fraction of the decay."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; the curve is the recipe's."""
+        """The position; the curve comes from the config."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a position."""
+        """Resume at a position."""
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = self.last_epoch + 1
         self._apply()
@@ -139,7 +139,15 @@ class Warmup(LRScheduler, ABC):
 
 
 class WarmupCosine(Warmup):
-    """A linear warm-up, then half a cosine down to `min_lr_ratio`. See `Warmup`."""
+    """Linear warm-up, then half a cosine down to `min_lr_ratio`. See `Warmup`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> schedule = WarmupCosine(optimizer, warmup=2, total_steps=10)
+        >>> [schedule.factor(step) for step in (0, 1, 6)]
+        [0.5, 1.0, 0.5]
+    """
 
     def decay(self, done: float) -> float:
         """(1 + cos(pi done)) / 2."""
@@ -147,7 +155,14 @@ class WarmupCosine(Warmup):
 
 
 class WarmupLinear(Warmup):
-    """A linear warm-up, then a straight line down to `min_lr_ratio`. See `Warmup`."""
+    """Linear warm-up, then a straight line down to `min_lr_ratio`. See `Warmup`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> WarmupLinear(optimizer, warmup=2, total_steps=10).factor(4)
+        0.75
+    """
 
     def decay(self, done: float) -> float:
         """1 - done."""

@@ -35,21 +35,22 @@ if TYPE_CHECKING:
 
 
 class SFT(LightningModule):
-    """Supervised fine-tuning on pairs of prompt and completion; only completions are learned.
+    """Supervised fine-tuning on pairs of prompt and completion, with the loss on completions.
 
     Args:
         pretrained: hub id, folder, GGUF file, `builtin:<name>`; or give `scratch`. In Python also
             a `PreTrainedModel`, or `(model, tokenizer)`, of which a copy is trained.
         scratch: a new model and tokenizer instead of `pretrained`.
-        optimizer: as in torch, without parameters; default: AdamW at a rate that the start names.
-        lr_scheduler: as in torch, without optimizer, or `WarmupCosine`, `WarmupLinear`; it is
+        optimizer: callable that takes the parameters; default: AdamW, with a learning rate that is
+            logged at start-up.
+        lr_scheduler: callable that takes the optimizer, or `WarmupCosine`, `WarmupLinear`; it is
             stepped once per iteration, so give its length in iterations.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
         precision: dtype, gradient checkpointing and dropout.
         lora: train adapters instead of the weights.
-        max_iterations: stop after so many optimizer steps; None: after three passes over the data,
-            unless the trainer sets a limit.
-        seed: of the initial weights of `scratch`.
+        max_iterations: stop after this many optimizer steps; None: after three passes over the
+            data, unless the trainer sets a limit.
+        seed: random seed of the initial weights of `scratch`.
     """
 
     max_generated_tokens: int | None = None  # `length_of` asks; nothing is generated here
@@ -98,10 +99,10 @@ class SFT(LightningModule):
     load_from_checkpoint: Any = classmethod(hyper_parameters.load_from_checkpoint)
 
     def setup(self, stage: str) -> None:
-        """Refuse a device that would compile a program for every batch.
+        """Check the device.
 
         Raises:
-            ValueError: it would; GRPO alone learns in fixed shapes.
+            ValueError: the device compiles a program for every shape of a batch.
         """
         check_trainer(self)
         device = self.trainer.strategy.root_device
@@ -112,7 +113,7 @@ class SFT(LightningModule):
         require(
             not backend(device).static_shapes,
             f"Supervised training does not run on {device.type!r} devices, which compile a "
-            "program for each shape of a batch. Train on a CPU or a GPU (the overlays in "
+            "program for each shape of a batch. Train on a CPU or a GPU (the config overrides in "
             "configs/hardware); GRPO from the export runs on either.",
         )
 
@@ -139,7 +140,7 @@ class SFT(LightningModule):
         """With `scratch`, read with the tokenizer of a checkpoint instead of fitting one.
 
         Args:
-            checkpoint: of such a training; older ones hold no tokenizer.
+            checkpoint: of a run with `scratch`.
         """
         if self.scratch is not None and "tokenizer" in checkpoint:
             self.tokenizer = deserialize_tokenizer(checkpoint["tokenizer"])
@@ -151,7 +152,7 @@ class SFT(LightningModule):
             ValueError: a new model has no tokenizer yet.
         """
         if self.policy is None:
-            self.policy = made_policy(self)
+            self.policy = build_initial_policy(self)
         sharding = make_sharding(self)
         if sharding is not None:
             sharding.shard(self.policy)
@@ -164,11 +165,11 @@ class SFT(LightningModule):
         return replace_stock_bar(self)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over what is trained, and its schedule in iterations."""
+        """Build the optimizer over the trained parameters, and its schedule in iterations."""
         return build_optimizer(self, SFT_RATES)
 
     def score(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """How well the policy predicts the K target tokens of a batch.
+        """Compute log-probabilities of the K target tokens of a batch.
 
         Args:
             batch: M pairs of length T.
@@ -203,7 +204,7 @@ class SFT(LightningModule):
         num_targets = self._log_batch(batch, logprobs.detach(), correct)
         # Lightning steps after this method; the hook below adds the report to this list.
         self.reports = []
-        # Gradients are averaged over processes, so this makes their mean the mean over all tokens.
+        # Gradients are averaged over ranks: times world_size, the mean is one over all tokens.
         loss = -logprobs.sum() * self.trainer.world_size / num_targets
         return {"loss": loss, "reports": self.reports}
 
@@ -236,24 +237,24 @@ class SFT(LightningModule):
         # All processes see the same gradient, so they skip the same steps.
         skipped = None if bool(grad_norm.isfinite()) else dict[int, str]()
         if skipped is not None:
-            # Optimizers pass over a parameter without a gradient: no moment, no decay.
+            # Optimizers skip parameters without a gradient: no optimizer state, no weight decay.
             for parameter in trained:
                 parameter.grad = None
         self.reports.append(StepReport(lr=optimizer.param_groups[0]["lr"], skipped=skipped))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note what decides how results are rounded, and the tokenizer if it was fitted."""
+        """Save the linear kernels, and the tokenizer if it was fitted."""
         assert self.policy is not None
         checkpoint[kernel_choice.KEY] = kernel_choice.save_kernels(self.policy)
         if self.scratch is not None and self.tokenizer is not None:
             checkpoint["tokenizer"] = serialize_tokenizer(self.tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Round as before."""
+        """Restore the linear kernels, which decide rounding."""
         kernel_choice.restore(self, checkpoint)
 
     def on_train_start(self) -> None:
-        """A resumed run may be done already."""
+        """Stop a resumed run that is already complete."""
         self.stop_when_done()
 
     def on_train_batch_end(self, outputs: Any, batch: PairBatch, batch_idx: int) -> None:
@@ -296,8 +297,8 @@ class SFT(LightningModule):
         self.on_validation_epoch_end("test")
 
 
-def made_policy(module: SFT) -> Policy:
-    """The policy that a supervised training starts from: loaded, or new."""
+def build_initial_policy(module: SFT) -> Policy:
+    """Load the initial policy, or build a new one from `scratch`."""
     from litgrpo.models.loading import build_policy, load_policy
 
     if module.scratch is None:

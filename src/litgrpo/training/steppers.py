@@ -86,7 +86,7 @@ class PlainStepper:
 
     def step(self, clip_gradients: ClipGradients) -> Stats | None:
         """Clip the gradients and take an optimizer step."""
-        stats = clip_gradients(trained_parameters(self.optimizer))
+        stats = clip_gradients(list_parameters(self.optimizer))
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.lr_scheduler is not None:
@@ -144,10 +144,10 @@ class TrainerStepper:
     def clip_before_step(self) -> None:
         """Clip the gradients, which are complete now."""
         assert self.clip_gradients is not None
-        self.stats = self.clip_gradients(trained_parameters(self.optimizer))
+        self.stats = self.clip_gradients(list_parameters(self.optimizer))
 
 
-def trained_parameters(optimizer: Any) -> list[Parameter]:
+def list_parameters(optimizer: Any) -> list[Parameter]:
     """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -17,21 +17,24 @@ LEAST_TOKENS, KEPT_BYTES, BYTES_PER_OUTPUT = 2048, 512 * 2**20, 8.5
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """How the optimizer uses one rollout.
+    """Options of the update: epochs, mini-batches, micro-batches, gradient clipping, staleness.
 
     Args:
         epochs_per_rollout: passes over the rollout.
-        num_mini_batches: optimizer steps of each pass; the prompts are dealt out evenly, whole
-            groups to one step.
+        num_mini_batches: optimizer steps of each pass; whole groups are distributed evenly over
+            the steps.
         micro_batch_size: completions that go through the model at once; only memory and speed
             depend on it, the gradient does not. None sets no limit.
-        micro_batch_tokens: tokens that go through the model at once, likewise; a prompt that its
-            completions share counts once, otherwise padding counts too. "auto": 2,048, or with
-            a small model as many as keep at most 512 MiB. None sets no limit.
+        micro_batch_tokens: tokens that go through the model at once; a prompt that its completions
+            share counts once, otherwise padding counts as well. "auto": 2,048, or with
+            a small model as many as need at most 512 MiB of activations. None sets no limit.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
-        staleness: 1 samples the next rollout while this one is learned from, with the weights
-            before: an engine that samples elsewhere, such as a server, then costs no time of its
-            own. 0 waits for each rollout.
+        staleness: 0: on-policy; 1: generate the next rollout during the update (one-step
+            off-policy), which hides the time of engines on other devices.
+
+    Example:
+        >>> UpdateConfig(epochs_per_rollout=2, num_mini_batches=4).num_steps
+        8
     """
 
     epochs_per_rollout: int = 1
@@ -51,16 +54,16 @@ class UpdateConfig:
 
     @cached_property
     def max_tokens(self) -> int | None:
-        """`micro_batch_tokens` as a number; "auto" is the least that it stands for."""
+        """`micro_batch_tokens` as a number; "auto" is its smallest value."""
         return LEAST_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
-    def fitted(self, linear_outputs: int, *, static_shapes: bool = False) -> UpdateConfig:
-        """These settings with the number that "auto" stands for with a model.
+    def resolve_auto(self, linear_outputs: int, *, static_shapes: bool = False) -> UpdateConfig:
+        """Return these options with "auto" replaced by a number that fits the model.
 
         Args:
             linear_outputs: numbers that the model's linear layers compute for each token.
-            static_shapes: whether the device compiles micro-batches of one shape, which are padded:
-                then it is the least.
+            static_shapes: True if the device compiles micro-batches of one shape, which are
+                padded: "auto" is then its smallest value.
         """
         if self.micro_batch_tokens != "auto" or static_shapes:
             return self

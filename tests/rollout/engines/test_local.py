@@ -6,7 +6,7 @@ import torch
 from litgrpo.rollout.engines.base import RolloutRequest
 from litgrpo.rollout.engines.local import CompletionBuffer, LocalEngine
 from litgrpo.rollout.sampling import Drawn, Sampling
-from litgrpo.tensors import compacted
+from litgrpo.tensors import compact_rows
 from tests.support.engines import (
     GROUP,
     LENGTH,
@@ -54,8 +54,8 @@ def test_no_gradient_is_kept():
 
 def test_rows_that_ended_are_replaced_by_the_last_ones():
     active = torch.tensor([True, False, True, False, True, True])
-    assert compacted(active, 4).tolist() == [0, 4, 2, 5]
-    assert compacted(torch.ones(3, dtype=torch.bool), 3).tolist() == [0, 1, 2]
+    assert compact_rows(active, 4).tolist() == [0, 4, 2, 5]
+    assert compact_rows(torch.ones(3, dtype=torch.bool), 3).tolist() == [0, 1, 2]
 
 
 END, PAD = 2, 0

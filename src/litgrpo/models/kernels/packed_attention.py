@@ -30,7 +30,7 @@ from litgrpo.models.kernels.torch_compat import (
     flash_attention_backward,
 )
 from litgrpo.models.packing import Packing
-from litgrpo.tensors import softcapped, widened, within
+from litgrpo.tensors import apply_softcap, widen, within
 
 PACKED = "litgrpo_packed_shared_prefix"
 
@@ -139,7 +139,7 @@ def _attend_masked(
         )
     # Query heads that share a key head become rows of one product (grouped-query attention).
     stacked = query.reshape(n, groups, -1, size) * scaling
-    scores = softcapped(stacked @ keys.transpose(2, 3) / softcap, softcap)
+    scores = apply_softcap(stacked @ keys.transpose(2, 3) / softcap, softcap)
     scores = scores.unflatten(2, (heads // groups, length))
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -182,7 +182,7 @@ class _PackedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, keys: Tensor, values: Tensor, packing: Packing, scaling: float
     ) -> Tensor:
         # The kernel's backward pass is several times slower in bfloat16.
-        q, k, v = (widened(x) for x in (query, keys, values))
+        q, k, v = (widen(x) for x in (query, keys, values))
         output, log_sum = q.new_empty(q.shape), q.new_empty(q.shape[:2])
         output[packing.num_tokens :] = 0
         for start, middle, end in packing.groups:
@@ -219,7 +219,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, output, log_sum = ctx.saved_tensors
         packing, scaling = ctx.packing, ctx.scaling
-        g, q, k, v, out = (widened(x) for x in (grad, query, keys, values, output))
+        g, q, k, v, out = (widen(x) for x in (grad, query, keys, values, output))
         grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
         for each in (grad_q, grad_k, grad_v):
             each[packing.num_tokens :] = 0

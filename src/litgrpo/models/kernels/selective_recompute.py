@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from litgrpo.models.architectures import MLP, find_fused_layout, modeling_module_name
-from litgrpo.tensors import widened
+from litgrpo.tensors import widen
 
 # {activation class: gradient of its input, from the output's gradient and the input}
 ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
@@ -201,8 +201,8 @@ def _apply_scale(
     x: Tensor, weight: Tensor, scale: Tensor, gemma: bool, dtype: torch.dtype | None
 ) -> Tensor:
     """Multiply by scale and weight, rounded as in transformers, then to `dtype` if given."""
-    y = widened(x) * scale
-    y = (y * (1 + widened(weight))).to(x.dtype) if gemma else weight * y.to(x.dtype)
+    y = widen(x) * scale
+    y = (y * (1 + widen(weight))).to(x.dtype) if gemma else weight * y.to(x.dtype)
     return y if dtype is None else y.to(dtype)
 
 
@@ -213,7 +213,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, gemma: bool, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        scale = widened(x).pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        scale = widen(x).pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         ctx.gemma = gemma
         ctx.mark_non_differentiable(scale)
@@ -223,8 +223,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        factor = widened(weight) + 1 if ctx.gemma else widened(weight)
-        rows, grads = widened(x), widened(grad)
+        factor = widen(weight) + 1 if ctx.gemma else widen(weight)
+        rows, grads = widen(x), widen(grad)
         # With s = 1 / sqrt(mean(x^2) + eps):   y = w s x
         #     dw = sum over rows of s x dy
         #     dx = s w dy - s^3 x mean(w x dy)

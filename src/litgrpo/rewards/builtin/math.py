@@ -17,9 +17,9 @@ from litgrpo.text.answers import (
     Completions,
     answer_claims,
     extract_answer,
+    find_tagged,
     parse_number,
     same_text,
-    tagged,
     text_of,
 )
 
@@ -161,7 +161,7 @@ def exact(
     """
 
     def score(text: str, reference: Reference) -> float:
-        found = [text] if answer_tag is None else tagged(text, answer_tag)
+        found = [text] if answer_tag is None else find_tagged(text, answer_tag)
         return float(len(found) == 1 and found[0].strip() == str(reference).strip() != "")
 
     return score_rows(completions, answer, score)
@@ -322,7 +322,7 @@ def parse_reference(reference: Reference) -> Fraction | str:
 def committed_claims(completion: str, *, require_tags: bool, tag: str) -> set[str]:
     """Return every answer that the completion commits to; none if its tags are malformed."""
     opened, closed = completion.count(f"<{tag}>"), completion.count(f"</{tag}>")
-    whole = opened == closed == len(tagged(completion, tag))
+    whole = opened == closed == len(find_tagged(completion, tag))
     if not whole or (require_tags and not opened):
         return set()
     return set(answer_claims(completion, tag=tag) or completion.strip().splitlines()[-1:])

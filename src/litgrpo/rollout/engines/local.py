@@ -21,7 +21,7 @@ from litgrpo.models.policy import DecodeState
 from litgrpo.models.shared_prefix import RowOffloader
 from litgrpo.rollout.engines.base import RolloutEngine, RolloutRequest, TurnListener
 from litgrpo.rollout.sampling import Drawn, sample
-from litgrpo.tensors import compacted
+from litgrpo.tensors import compact_rows
 from litgrpo.types import PromptBatch, Rollout
 
 # Observations of more tokens are read in one pass instead of token by token.
@@ -123,7 +123,7 @@ class LocalEngine(RolloutEngine):
                     batch = None
                     continue
                 if ended >= self.compaction_frac * len(tokens) or (waiting and ended >= group_size):
-                    kept = compacted(batch.active, active)
+                    kept = compact_rows(batch.active, active)
                     batch, tokens = batch.select(kept), tokens[kept]
             batch = replace(batch, logits=request.policy.step(tokens, batch.state))
 
@@ -430,7 +430,7 @@ class TurnDecoder:
         """Remove rows from the batch; the prompts' cache stays while offloaded rows need it."""
         active = torch.ones_like(batch.active)
         active[gone] = False
-        kept = compacted(active, len(active) - len(gone))
+        kept = compact_rows(active, len(active) - len(gone))
         if not len(kept) and not self.offloaded:  # everything is over
             batch = replace(batch, cursor=batch.cursor[:0])
         elif gone:

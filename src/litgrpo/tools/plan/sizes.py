@@ -340,7 +340,7 @@ def grpo_sizes(model: Namespace, data: Namespace, ragged: Any = None) -> Iterati
     if ragged is not None:
         if ragged.model_type in ARCHITECTURES and model.precision.share_prompts:
             sharing = model.group_size
-        update = update.fitted(linear_outputs(MetaModel(ragged)))
+        update = update.resolve_auto(linear_outputs(MetaModel(ragged)))
     engine = model.engine.get("init_args", Namespace())
     prompt_len = pad_length(data.pad_to_multiple_of, data.max_prompt_length)
     prompt_len = pad_length(engine.get("prompt_buckets") or 1, prompt_len)
