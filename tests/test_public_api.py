@@ -1,13 +1,17 @@
 """The public API is a short list of documented names, and every one of them exists."""
 
+import ast
 import inspect
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import litgrpo
+from tests.house.source import files_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 # Adding or removing a name is a decision: change this list and docs/api.md with it.
@@ -50,6 +54,14 @@ NAMES = [
 ]
 
 
+# Exceptions that are to be removed: no entry may be added.
+WITHOUT_EXAMPLE = {
+    *("Clipped", "Criterion", "LLMJudge", "Reward", "RewardModel", "Rubric"),
+    *("UpdateConfig", "WarmupCosine", "WarmupLinear"),
+}
+DEFINED_TWICE = {"Line", "Policy"}
+
+
 def test_the_public_names_are_these():
     assert sorted(litgrpo.__all__) == sorted(NAMES)
     assert set(litgrpo.PUBLIC) == set(NAMES)
@@ -73,3 +85,19 @@ def test_importing_the_package_does_not_import_torch():
 
 def test_type_checkers_read_its_annotations():
     assert (Path(litgrpo.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - WITHOUT_EXAMPLE))
+def test_a_public_name_has_an_example(name):
+    documented = inspect.getdoc(getattr(litgrpo, name))
+    assert re.search(r"^Examples?:$", documented, re.MULTILINE)
+
+
+def test_no_class_name_is_defined_twice():
+    places = defaultdict(list)
+    for file in files_of(Path(litgrpo.__file__).parent):
+        for node in file.nodes:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(file.name)
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {name: files for name, files in twice.items() if name not in DEFINED_TWICE}

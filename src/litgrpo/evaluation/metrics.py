@@ -397,6 +397,10 @@ class DialogueScores(CorpusMetrics):
         answers: column of the reference replies, texts or lists of texts; the nearest counts.
         strip: prefix to remove from a reply.
         confidence: coverage of the intervals.
+
+    Example:
+        >>> DialogueScores(answers="replies", confidence=0.9).answers
+        'replies'
     """
 
     def __init__(

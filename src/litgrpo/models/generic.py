@@ -231,7 +231,7 @@ CANDIDATES = (
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class ModelProbeResult:
     """Outcome of a probe.
 
     Args:
@@ -240,8 +240,8 @@ class ProbeResult:
         reason: why it failed.
 
     Example:
-        `ProbeResult(error=2.4e-07)`, or
-        `ProbeResult(torch.inf, "RwkvModel.forward() got an unexpected keyword argument")`.
+        `ModelProbeResult(error=2.4e-07)`, or
+        `ModelProbeResult(torch.inf, "RwkvModel.forward() got an unexpected keyword argument")`.
     """
 
     error: float
@@ -290,17 +290,19 @@ def build_causal_policy(*arguments: Any) -> Policy:
 
 
 @torch.no_grad()
-def probe(policy: Policy) -> ProbeResult:
+def probe(policy: Policy) -> ModelProbeResult:
     """Decode and score a few tokens and compare with a plain forward pass of each row."""
     training = {module: module.training for module in policy.modules()}
     policy.eval()
     try:
         with torch.autocast(policy.model.device.type, enabled=False):
-            return ProbeResult(_largest_error(policy))
+            return ModelProbeResult(_largest_error(policy))
     except Exception as error:
         # Model code of any type runs here with arguments that it may not support, so any exception
         # is a result of the probe: it is reported if no candidate works.
-        return ProbeResult(torch.inf, " ".join(str(error).split())[:200] or type(error).__name__)
+        return ModelProbeResult(
+            torch.inf, " ".join(str(error).split())[:200] or type(error).__name__
+        )
     finally:
         for module, mode in training.items():
             module.training = mode

@@ -75,6 +75,10 @@ class Sampling:
         include_stop_str_in_output: whether the text that rewards and files get ends with the text
             of `stop`, or before it. What follows it in the same token is never in the text.
 
+    Example:
+        >>> Sampling(temperature=0.8, top_p=0.95).top_p
+        0.95
+
     Source: top-p, arXiv:1904.09751; min-p, arXiv:2407.01082.
     """
 

@@ -51,6 +51,9 @@ class SFT(LightningModule):
         max_iterations: stop after this many optimizer steps; None: after three passes over the
             data, unless the trainer sets a limit.
         seed: random seed of the initial weights of `scratch`.
+
+    Example:
+        >>> module = SFT("Qwen/Qwen2.5-0.5B", max_iterations=200)  # doctest: +SKIP
     """
 
     max_generated_tokens: int | None = None  # `length_of` asks; nothing is generated here

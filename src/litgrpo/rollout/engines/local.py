@@ -47,9 +47,9 @@ class LocalEngine(RolloutEngine):
             from the policy's, and the learner corrects for that. None: the policy's precision.
         fused_decode: use the policy's fused decoding step if there is one for the model.
 
-    Example::
-
-        engine = LocalEngine(max_rows=64)  # 8 groups of 8 at a time
+    Example:
+        >>> LocalEngine(max_rows=64).max_rows  # 8 groups of 8 at a time
+        64
     """
 
     max_rows: int | None = None

@@ -33,6 +33,10 @@ class StaticEngine(RolloutEngine):
             the device.
         cuda_graphs: on CUDA, record the step that feeds a token and replay it: one launch instead
             of hundreds. A model that reads tensor values on the host cannot be recorded.
+
+    Example:
+        >>> StaticEngine(prompt_buckets=(128, 512)).sync_every_tokens
+        16
     """
 
     prompt_buckets: int | tuple[int, ...] = 64
