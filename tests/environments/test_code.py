@@ -21,7 +21,7 @@ def test_a_tool_runs_code_and_says_what_it_printed_or_why_it_ended():
     assert tool("1 / 0") == "ZeroDivisionError: division by zero"
     assert tool("raise SystemExit(3)") == "[exit code 3]"
     assert tool("while True: print('x' * 99)").endswith(
-        "[ended: more than the limit of output_chars]"
+        "[killed: exceeded the limit of output_chars]"
     )
     assert "No such file" in tool("open('/etc/passwd')")
 

@@ -92,6 +92,11 @@ CLEAN: list[str] = [
     "tests/tools/report",
     "tests/training/test_lightning_compat.py",
     "tests/training/test_lightning_options.py",
+    "src/litgrpo/models",
+    "src/litgrpo/xla",
+    "src/litgrpo/workers",
+    "tests/workers",
+    "tests/models",
     "tests/xla",
 ]
 # A line that must use such a word for another reason ends with this.

@@ -1,4 +1,4 @@
-"""Processes that are started, taken, released and ended."""
+"""Worker pool: starting, sending, receiving, losing and killing workers."""
 
 import os
 import pickle
@@ -24,29 +24,29 @@ def pool():
     pool.close()
 
 
-def test_no_more_workers_are_given_than_may_run(pool):
+def test_take_returns_at_most_size_workers(pool):
     assert pool.register(PART) == {}
     workers = []
     for _ in range(2):
         workers.append(pool.take())
         pool.send(workers[-1], ONE_ROW, 60.0)
     assert pool.take() is None
-    heard = []
-    while len(heard) < 2:
-        heard += pool.receive(wait=True)
-    assert {worker for worker, _, _ in heard} == set(workers)
-    assert [scores.values for _, (_, scores, _), _ in heard] == [[1.0], [1.0]]
+    replies = []
+    while len(replies) < 2:
+        replies += pool.receive(wait=True)
+    assert {worker for worker, _, _ in replies} == set(workers)
+    assert [scores.values for _, (_, scores, _), _ in replies] == [[1.0], [1.0]]
     assert pool.take() in workers
 
 
-def test_functions_that_are_registered_already_start_nothing(pool):
+def test_registering_the_same_objects_keeps_the_launcher(pool):
     pool.register(PART)
     (launcher,) = pool.launchers
     pool.register(PART)
     assert pool.launchers == [launcher]
 
 
-def test_a_function_that_cannot_be_loaded_is_named_with_the_reason(pool):
+def test_register_returns_the_loading_error(pool):
     class Unloadable:
         def __reduce__(self):
             return (exec, ("raise OSError('no licence')",))
@@ -57,7 +57,7 @@ def test_a_function_that_cannot_be_loaded_is_named_with_the_reason(pool):
 
 
 class Fatal:
-    """A function whose loading ends, blocks or floods the process that loads it."""
+    """Function that kills, blocks or floods the process that unpickles it."""
 
     def __init__(self, code):
         self.code = code
@@ -83,7 +83,7 @@ class Fatal:
     ],
 )
 def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reason, monkeypatch):
-    """Its rows fail with that reason; it never runs here, and the other function works."""
+    """Its rows fail with the reason; it never runs in this process, and other functions work."""
     if "Timeout" in reason:
         monkeypatch.setattr(pool_module, "LOAD_S", 3.0)
     runner = ProcessRunner(num_workers=1, max_failed_frac=1.0)
@@ -99,7 +99,7 @@ def test_a_function_that_breaks_its_process_while_loading_fails_alone(code, reas
     runner.close()
 
 
-def test_ending_the_busy_leaves_those_that_wait(pool):
+def test_kill_busy_keeps_idle_workers(pool):
     pool.register(PART)
     busy, waiting = pool.launch(), pool.launch()
     pool.send(busy, ONE_ROW, 60.0)
@@ -108,7 +108,7 @@ def test_ending_the_busy_leaves_those_that_wait(pool):
     assert busy.connection.closed
 
 
-def test_a_worker_that_died_while_it_waited_is_forgotten(pool):
+def test_a_worker_that_died_while_idle_is_removed(pool):
     pool.register(PART)
     worker = pool.take()
     os.kill(worker.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_a_worker_that_died_while_it_waited_is_forgotten(pool):
     assert pool.take() is not worker
 
 
-def test_what_a_worker_waited_for_a_processor_is_not_its_time(pool, tmp_path):
+def test_waiting_for_a_cpu_extends_the_deadline(pool, tmp_path):
     pool.register(PART)
     worker = pool.take()
     schedule = tmp_path / "schedstat"
@@ -132,7 +132,7 @@ def test_what_a_worker_waited_for_a_processor_is_not_its_time(pool, tmp_path):
     os.close(worker.schedule)
 
 
-def test_what_must_hold_a_model_is_not_sent():
+def test_objects_as_large_as_a_model_are_rejected():
     with pytest.raises(ValueError, match="64 MB"):
         pickle_objects((bytes(MAX_PICKLED + 1), {}))
     function, settings = pickle.loads(pickle_objects((faulty.lengths, {"a": 1})))

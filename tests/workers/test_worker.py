@@ -1,4 +1,4 @@
-"""Loading objects in a launcher, and naming what fails there."""
+"""Loading objects in a launcher, and one-line causes of failures."""
 
 import pickle
 
@@ -22,14 +22,14 @@ class Control:
 
 
 @pytest.mark.parametrize("text", [b"no pickle", pickle.dumps(len)[:-3]])
-def test_a_function_that_cannot_be_loaded_is_named(text):
+def test_loading_continues_after_an_object_that_fails(text):
     control = Control({"r": text, "fine": pickle.dumps((len, {}))})
     assert list(load(control)) == ["fine"]
-    assert control.sent[:2] == ["r", "fine"]  # each before it is loaded
+    assert control.sent[:2] == ["r", "fine"]  # each name is sent before its object is loaded
     assert list(control.sent[2]) == ["r"]
 
 
-def test_a_cause_is_one_line_with_the_place_in_the_foreign_file():
+def test_a_cause_is_one_line_with_file_and_line_of_the_user_code():
     try:
         raise ValueError("a\nb" + "x" * 1000)
     except ValueError as error:

@@ -20,21 +20,21 @@ def run_python(code: str) -> str:
         What it printed.
     """
     limits = sandbox.SandboxLimits(TIMEOUT_S, MEMORY_MIB, output_chars=MAX_CHARS)
-    ran = sandbox.run(code, limits)
-    if ran.ended:
-        return f"{ran.output}\n[ended: more than the limit of {ran.ended}]".strip()
-    if ran.code == 0:
-        return ran.output.strip()
+    result = sandbox.run(code, limits)
+    if result.exceeded:
+        return f"{result.output}\n[killed: exceeded the limit of {result.exceeded}]".strip()
+    if result.code == 0:
+        return result.output.strip()
     # The last line names the error; the lines before it differ between machines.
-    lines = ran.output.strip().splitlines()
-    return lines[-1] if lines else f"[exit code {ran.code}]"
+    lines = result.output.strip().splitlines()
+    return lines[-1] if lines else f"[exit code {result.code}]"
 
 
 def require_sandbox() -> None:
     """Check that programs can be sandboxed on this machine.
 
     Raises:
-        ValueError: there is no sandbox, with the reason and how to install one.
+        ValueError: no sandbox is available, with the reason and the fix.
     """
     reason = sandbox.unavailable_reason()
-    require(not reason, f"the tool run_python runs code in a sandbox only, and {reason}")
+    require(not reason, f"The tool run_python needs a sandbox: {reason}")

@@ -1,10 +1,10 @@
-"""The process that loads foreign code, and those that it forks to run it.
+"""Child side of the worker pool: a launcher that loads user code and forks workers to run it.
 
 The run starts a launcher (`pool.py`) and sends it objects. Once they are loaded, the launcher forks
-a worker for each request, which takes milliseconds however long the imports took. A process that
-has threads (a GPU library, for instance) cannot be forked safely and becomes the worker itself.
-Nothing but the loading runs foreign code before the fork. Nothing here imports torch or numpy, so
-that a launcher starts in a tenth of a second.
+a worker for each request in milliseconds, even if the imports took long. A process with threads
+(from a GPU library, for instance) cannot be forked safely and becomes the worker itself. Before the
+fork, only loading runs user code. Nothing here imports torch or numpy, so that a launcher starts in
+a tenth of a second.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-FORK = 0  # asks the launcher for a worker; any other number is a worker that has ended
-SHOW_STACK = signal.SIGUSR1  # a worker that gets it shows where it is, and ends
+FORK = 0  # requests a new worker; any other number is the pid of a worker to reap
+SHOW_STACK = signal.SIGUSR1  # makes a worker print its stack and exit
 PARENT_DIED, ADOPT_ORPHANS = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 
 Send = Callable[[Any], None]
-# Answers a message with the objects that were loaded: what it returns is the last answer, and what
-# it sends are those before.
+# Answers a message, given the loaded objects. It may send partial replies; its return value is the
+# last reply.
 Handler = Callable[[dict[str, Any], Any, Send], Any]
 
 
 def main(control_fd: int, parent: int, handler: str) -> None:
-    """Load objects, then fork or become workers until the run is gone.
+    """Load objects, then fork workers, or become one, until the run exits.
 
     Args:
-        control_fd: of the connection to the run.
-        parent: process of the run.
-        handler: `module:function`, a `Handler`.
+        control_fd: descriptor of the connection to the run.
+        parent: process id of the run.
+        handler: `module:function` of a `Handler`.
     """
     _die_with(parent)
-    _be_first_to_go()
+    _prefer_for_oom_killer()
     control = Connection(control_fd)
     try:
         handle: Handler = resolve_name(handler)
@@ -53,14 +53,14 @@ def main(control_fd: int, parent: int, handler: str) -> None:
         control.close()
         _serve(Connection(connection_fd), output_fd, handle, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # nobody is there to be answered
+        os._exit(0)  # the run has exited
 
 
 def load(control: Connection) -> dict[str, Any]:
-    """The objects.
+    """Receive and unpickle the objects.
 
-    Sends the name of each before it is loaded, so that the one that hangs is known, and at the end
-    {name: why it could not be loaded}.
+    Sends each name before loading its object, so that the parent knows which one hangs, and
+    {name: error} at the end.
     """
     loaded: dict[str, Any] = {}
     troubles: dict[str, str] = {}
@@ -76,21 +76,21 @@ def load(control: Connection) -> dict[str, Any]:
 
 
 def _launch(control: Connection, parent: int) -> tuple[int, int]:
-    """Fork workers; returns in each of them, with the files for its messages and its output."""
+    """Fork workers; return in each of them its descriptors for messages and output."""
     launcher, workers, own = os.getpid(), set[int](), _children()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1)  # what a worker started can be found and ended
-        signal.signal(signal.SIGTERM, lambda *_: _end_all(workers))
+        ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1)  # adopt orphans of workers, so they can be killed
+        signal.signal(signal.SIGTERM, lambda *_: _kill_all(workers))
         _die_with(parent, signal.SIGTERM)
     while True:
         try:
             pid = control.recv()
         except (EOFError, OSError):
-            _end_all(workers)
+            _kill_all(workers)
         if pid != FORK:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             workers.discard(pid)
-            _end_strays(own | workers)
+            _kill_strays(own | workers)
             control.send(code)
             continue
         files = recv_handle(control), recv_handle(control)
@@ -106,16 +106,16 @@ def _launch(control: Connection, parent: int) -> tuple[int, int]:
 
 
 def _become_worker(control: Connection, launcher: int, parent: int, forked: int) -> None:
-    if forked:  # not forked: the launcher is the worker
+    if forked:  # could not fork: the launcher becomes the worker
         _die_with(parent)
         control.send(launcher)
     else:
-        os.setpgid(0, 0)  # so that it can be ended with all that it starts
+        os.setpgid(0, 0)  # own process group, so that killpg reaches its children
         _die_with(launcher)
 
 
 def _serve(connection: Connection, output_fd: int, handle: Handler, loaded: dict[str, Any]) -> None:
-    """Answer messages until there is nobody to answer."""
+    """Answer messages until the connection closes."""
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
     os.close(output_fd)
@@ -131,40 +131,46 @@ def _serve(connection: Connection, output_fd: int, handle: Handler, loaded: dict
 
 
 def _children() -> set[int]:
-    """Processes that this one started, or that became orphans under it."""
+    """Return the children of this process, including adopted orphans."""
     file = Path(f"/proc/self/task/{os.getpid()}/children")
     return set(map(int, file.read_text().split())) if file.exists() else set()
 
 
-def _end_strays(kept: Iterable[int]) -> None:
-    """End what workers that are gone had started, also what these had started, and so on."""
-    while strays := _children() - set(kept):
+def _kill_strays(expected: Iterable[int]) -> None:
+    """Kill processes that dead workers left behind.
+
+    Killing one makes its children orphans, which this process adopts: repeat until none is left.
+    """
+    while strays := _children() - set(expected):
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
-def _end_all(workers: Iterable[int]) -> None:
-    """The run is over: end the workers, all that they started, and this process."""
+def _kill_all(workers: Iterable[int]) -> None:
+    """Kill the workers and their descendants, then exit."""
     for pid in workers:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    _end_strays(())
+    _kill_strays(())
     os._exit(0)
 
 
 def _can_fork() -> bool:
-    """A fork copies one thread only, with whatever locks the others hold."""
+    """Return True if this process has one thread.
+
+    A fork copies one thread only. A lock that another thread holds would never be released.
+    """
     return sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
 
 
 def _die_with(parent: int, signum: int = signal.SIGKILL) -> None:
-    """End when the parent is gone; on Linux also in the middle of C code."""
+    """Exit when the parent dies; on Linux even inside C code."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DIED, signum)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died before the lines above
+    if os.getppid() != parent:  # it died before the request to the kernel
         os._exit(0)
 
 
@@ -174,8 +180,8 @@ def _watch(parent: int) -> None:
     os._exit(0)
 
 
-def _be_first_to_go() -> None:
-    """Where memory runs out, the system should end this process, not the training."""
+def _prefer_for_oom_killer() -> None:
+    """Let the OOM killer choose this process before the training process."""
     if sys.platform == "linux":
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")

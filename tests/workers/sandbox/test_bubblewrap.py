@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, really run; without bubblewrap they skip by name."""
+"""Real attacks on the sandbox; skipped if bubblewrap is not available."""
 
 import os
 import subprocess
@@ -10,13 +10,14 @@ import pytest
 
 from litgrpo.workers import sandbox
 from litgrpo.workers.sandbox import SandboxLimits, bubblewrap, system_calls
+from tests.support.raises import raises_for
 
 in_sandbox = pytest.mark.skipif(
     not sandbox.available(), reason=f"sandbox: {sandbox.unavailable_reason()}"
 )
 
 
-def printed(code, **settings):
+def run_and_read(code, **settings):
     ran = sandbox.run(code, SandboxLimits(**{"seconds": 10.0} | settings))
     return ran.output.strip()
 
@@ -25,7 +26,7 @@ def printed(code, **settings):
 def test_code_runs_with_the_standard_library_files_and_names():
     code = "import json, math\nprint(json.dumps([math.gcd(12, 18), n, open('a/b.txt').read()]))"
     ran = sandbox.run(code, names={"n": 7}, files={"a/b.txt": "hello"})
-    assert (ran.code, ran.output, ran.ended) == (0, '[6, 7, "hello"]\n', "")
+    assert (ran.code, ran.output, ran.exceeded) == (0, '[6, 7, "hello"]\n', "")
 
 
 @in_sandbox
@@ -61,11 +62,11 @@ for address in (('127.0.0.1', {server.getsockname()[1]}), ('1.1.1.1', 53)):
     except OSError:
         print('none')
 """
-        assert printed(code) == "none\nnone"
+        assert run_and_read(code) == "none\nnone"
 
 
 @in_sandbox
-def test_a_fork_bomb_gets_no_further_than_the_limit():
+def test_a_fork_bomb_stops_at_the_process_limit():
     code = """
 import os, time
 def bomb():
@@ -80,12 +81,12 @@ if os.fork() == 0:
 time.sleep(0.3)
 print(len([name for name in os.listdir('/proc') if name.isdigit()]))
 """
-    assert int(printed(code, processes=12)) <= 13  # and bubblewrap's own
+    assert int(run_and_read(code, processes=12)) <= 13  # and bubblewrap's own
 
 
 @in_sandbox
 @pytest.mark.parametrize(
-    ("code", "ended"),
+    ("code", "exceeded"),
     [
         ("while True: pass", "seconds"),
         ("import time; time.sleep(99)", "seconds"),
@@ -98,19 +99,19 @@ print(len([name for name in os.listdir('/proc') if name.isdigit()]))
         ),
     ],
 )
-def test_what_goes_beyond_a_limit_is_ended_and_the_limit_named(code, ended):
+def test_code_that_exceeds_a_limit_is_killed_and_the_limit_is_named(code, exceeded):
     ran = sandbox.run(code, SandboxLimits(seconds=1.0, memory_mib=128, output_chars=50_000))
-    assert ran.ended == ended
+    assert ran.exceeded == exceeded
     assert len(ran.output) <= 50_000
 
 
 @in_sandbox
-def test_a_gigabyte_is_refused_at_once():
-    assert printed("x = bytearray(1 << 30)").endswith("MemoryError")
+def test_an_allocation_of_a_gigabyte_raises_memory_error():
+    assert run_and_read("x = bytearray(1 << 30)").endswith("MemoryError")
 
 
 @in_sandbox
-def test_only_tmp_can_be_written_and_not_much():
+def test_only_tmp_is_writable_up_to_its_size():
     code = """
 import os
 places = ('/', '/dev', '/usr/lib', '/proc', '/etc', os.path.dirname(os.__file__))
@@ -126,11 +127,11 @@ try:
 except OSError:
     print('full at', n)
 """
-    assert printed(code, disk_mib=4) == "full at 4"
+    assert run_and_read(code, disk_mib=4) == "full at 4"
 
 
 @in_sandbox
-def test_no_other_process_can_be_seen_traced_or_ended():
+def test_other_processes_cannot_be_traced_or_killed():
     code = f"""
 import ctypes, os, signal
 library = ctypes.CDLL(None, use_errno=True)
@@ -142,16 +143,16 @@ for pid in ({os.getpid()}, {os.getppid()}):
     except OSError:
         print('not there')
 try:
-    os.kill(1, signal.SIGKILL)  # the first process of the sandbox: ends nobody else
+    os.kill(1, signal.SIGKILL)  # the first process of the sandbox, so that nothing outside dies
 except OSError:
     pass
 print('done')
 """
-    assert printed(code) == "[-1, -1, -1]\nnot there\nnot there\ndone"
+    assert run_and_read(code) == "[-1, -1, -1]\nnot there\nnot there\ndone"
 
 
 @in_sandbox
-def test_memory_that_no_limit_counts_and_namespaces_are_refused():
+def test_uncounted_memory_and_new_namespaces_are_denied():
     code = """
 import ctypes, os
 library = ctypes.CDLL(None, use_errno=True)
@@ -161,11 +162,11 @@ try:
 except OSError:
     print('no memory file')
 """
-    assert printed(code) == "-1 -1\nno memory file"
+    assert run_and_read(code) == "-1 -1\nno memory file"
 
 
 @in_sandbox
-def test_a_process_in_the_background_ends_with_the_code(tmp_path):
+def test_background_processes_are_killed_when_the_code_exits(tmp_path):
     code = "import os, time\nif os.fork() == 0:\n os.setsid(); os.close(1); os.close(2)\n"
     ran = sandbox.start(code + " time.sleep(99)\nprint('x')", SandboxLimits(seconds=10.0))
     assert ran.wait().output == "x\n"
@@ -175,13 +176,16 @@ def test_a_process_in_the_background_ends_with_the_code(tmp_path):
 
 @in_sandbox
 def test_stdin_is_empty_and_sandboxes_share_nothing():
-    assert printed("import sys; print(repr(sys.stdin.read()))") == "''"
-    assert printed("open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')") == ""
-    assert printed("import os; print(os.listdir('/tmp'), os.listdir('/dev/shm'))") == "[] []"
+    assert run_and_read("import sys; print(repr(sys.stdin.read()))") == "''"
+    assert (
+        run_and_read("open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')")
+        == ""
+    )
+    assert run_and_read("import os; print(os.listdir('/tmp'), os.listdir('/dev/shm'))") == "[] []"
 
 
 @in_sandbox
-def test_a_killed_sandbox_is_gone_at_once():
+def test_kill_stops_a_sandbox_and_can_be_repeated():
     running = sandbox.start("import time; time.sleep(99)", SandboxLimits(seconds=60.0))
     time.sleep(0.1)
     running.kill()
@@ -189,23 +193,23 @@ def test_a_killed_sandbox_is_gone_at_once():
     assert running.process.returncode == -9
 
 
-def test_without_bubblewrap_code_is_refused_with_the_remedy(monkeypatch):
+def test_without_bubblewrap_start_raises_with_the_fix(monkeypatch):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     bubblewrap.unavailable_reason.cache_clear()
     try:
-        with pytest.raises(ValueError, match=r"sandbox only, and there is no bubblewrap: .*apt"):
+        with pytest.raises(ValueError, match=r"bubblewrap.*apt install"):
             sandbox.run("print(1)")
     finally:
         bubblewrap.unavailable_reason.cache_clear()
 
 
-def test_where_namespaces_are_not_allowed_the_reason_is_told(monkeypatch):
-    said = 'print("bwrap: No permissions to create new namespace"); raise SystemExit(1)'
+def test_the_reason_names_namespaces_that_the_kernel_does_not_allow(monkeypatch):
+    script = 'print("bwrap: No permissions to create new namespace"); raise SystemExit(1)'
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: "/usr/bin/bwrap")
     failing = subprocess.Popen
 
     def popen(command, **settings):
-        return failing([sys.executable, "-c", said], **settings)
+        return failing([sys.executable, "-c", script], **settings)
 
     monkeypatch.setattr(bubblewrap.subprocess, "Popen", popen)
     bubblewrap.unavailable_reason.cache_clear()
@@ -216,7 +220,7 @@ def test_where_namespaces_are_not_allowed_the_reason_is_told(monkeypatch):
         bubblewrap.unavailable_reason.cache_clear()
 
 
-def test_a_machine_whose_calls_are_not_known_is_refused(monkeypatch):
+def test_a_machine_without_a_system_call_filter_has_no_sandbox(monkeypatch):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: "/usr/bin/bwrap")
     monkeypatch.setattr(bubblewrap.platform, "machine", lambda: "riscv64")
     bubblewrap.unavailable_reason.cache_clear()
@@ -226,11 +230,11 @@ def test_a_machine_whose_calls_are_not_known_is_refused(monkeypatch):
         bubblewrap.unavailable_reason.cache_clear()
 
 
-def test_limits_under_which_nothing_runs_are_refused():
-    with pytest.raises(ValueError, match="memory_mib"):
+def test_limits_too_small_for_python_are_rejected():
+    with raises_for("memory_mib"):
         SandboxLimits(memory_mib=1)
 
 
-def test_the_filter_has_a_line_for_each_refused_call():
+def test_the_filter_has_an_instruction_for_each_denied_call():
     _, calls = system_calls.MACHINES["x86_64"]
     assert len(system_calls.program("x86_64")) == 8 * (len(calls) + 7)

@@ -1,4 +1,4 @@
-"""Python code of others, run where it has neither network nor files; or refused."""
+"""Run untrusted Python code without network or files, or raise if no sandbox is available."""
 
 from litgrpo.workers.sandbox.bubblewrap import (
     RunningSandbox,

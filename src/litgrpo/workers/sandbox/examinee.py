@@ -1,8 +1,8 @@
-"""Serves the functions of judged code to a referee in another sandbox.
+"""Serve the functions of the tested code to a referee in another sandbox.
 
-Runs behind `wire.py` in a sandbox of its own, which knows neither the tests nor what they expect:
-it is told which function to call, with which plain data, and answers with plain data. The code may
-do here whatever it likes; all that it can do to its marks is to return something else.
+Appended to `wire.py` and run in a separate sandbox that has neither the tests nor the expected
+values. It receives function names with plain arguments, and replies with plain data. The code can
+take over this process, but it can only change its score by returning other values.
 """
 # mypy: ignore-errors
 # ruff: noqa
@@ -14,20 +14,20 @@ import socket
 import time
 
 
-def served(channel, source):
-    """Answer the requests of one test, in a fresh copy of the code."""
+def serve(channel, source):
+    """Answer the requests of one test, after executing the code."""
     scope = {"__name__": "solution", "__builtins__": __builtins__}
     kept = {}
     lines = channel.makefile("r")
 
-    def answered(value):
+    def make_reply(value):
         try:
-            return {"value": tagged(value)}
+            return {"value": encode(value)}
         except (TypeError, ValueError, RecursionError):
             kept[len(kept)] = value
             return {"kept": len(kept) - 1}
 
-    def asked(request):
+    def evaluate(request):
         target = scope if request["of"] is None else kept[request["of"]]
         name, given = request["name"], request.get("given")
         found = (
@@ -35,14 +35,14 @@ def served(channel, source):
         )
         if given is None:
             return found
-        positional, named = untagged(given)
+        positional, named = decode(given)
         own = lambda one: kept[one["\0kept"]] if isinstance(one, dict) and "\0kept" in one else one
         return found(*map(own, positional), **{key: own(one) for key, one in named.items()})
 
     try:
         exec(compile(source, "solution.py", "exec"), scope)
         failure = None
-    except BaseException as error:
+    except BaseException as error:  # also SystemExit; each call of the test raises it
         failure = error
     for line in lines:
         request = json.loads(line)
@@ -51,7 +51,7 @@ def served(channel, source):
         try:
             if failure is not None:
                 raise failure
-            reply = answered(asked(request))
+            reply = make_reply(evaluate(request))
         except BaseException as error:
             kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
             reply = {"raised": kinds, "message": str(error)[:200]}
@@ -59,23 +59,28 @@ def served(channel, source):
 
 
 def main(descriptor, source, seconds):
-    """A fresh process for every test; what it left behind is ended with it."""
+    """Fork a process for each test, and kill its descendants afterwards.
+
+    A test must not see what an earlier one left in the code's variables.
+    """
     channel = socket.socket(fileno=descriptor)
     while byte := channel.recv(1):
-        if byte != b"\x01":  # what a test asked after its process had ended
+        if byte != b"\x01":  # request that arrived after the test's process had exited
             continue
         channel.sendall(b'"ready"\n')
         child = os.fork()
         if not child:
             signal.signal(signal.SIGXCPU, signal.SIG_DFL)
             try:
-                served(channel, source)
+                serve(channel, source)
             finally:
                 os._exit(0)
         until = time.monotonic() + seconds
         while time.monotonic() < until and os.waitpid(child, os.WNOHANG) == (0, 0):
             time.sleep(0.001)
-        for _ in range(3):  # everything but this process and the sandbox's first
+        for _ in range(
+            3
+        ):  # -1: all processes but this one and the sandbox's first; a fork may race
             try:
                 os.kill(-1, signal.SIGKILL)
                 os.waitpid(-1, 0)

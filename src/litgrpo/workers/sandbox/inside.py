@@ -1,7 +1,7 @@
-"""What runs first in a sandbox: sets limits, gives up rights, then runs the given code.
+"""First program in a sandbox: set limits, drop privileges, run the given code.
 
-It is sent as text and imports the standard library only. Nothing here is secret: code that runs in
-the same process may read and change all of it.
+It is sent as text and imports the standard library only. It holds no secret, because the code runs
+in the same process and can read all of it.
 """
 
 import io
@@ -12,14 +12,16 @@ import sys
 
 
 def prepare() -> dict[str, object]:
-    """Limit this process and all that it starts, as the payload on stdin says."""
+    """Apply the limits of the payload on stdin to this process and its descendants."""
     given = json.load(sys.stdin.buffer)
+    # The code must not wait for input.
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
     for name, value in given["limits"].items():
         resource.setrlimit(vars(resource)[name], (value, value))
+    # After the limits, which only root could raise. Groups first: setuid gives up that right.
     if given["user"]:
         os.setgroups([])
         os.setgid(given["user"])

@@ -1,8 +1,8 @@
-"""Runs tests of code that is in another sandbox, and prints which of them passed.
+"""Run tests of code that is in another sandbox, and print which of them passed.
 
-Runs behind `wire.py`. A name that a test uses and that neither it nor Python defines is looked for
-in the code: a function stands for itself, a value comes as plain data, anything else as an object
-whose methods can be called. What comes back is plain data, so comparisons are Python's own.
+Appended to `wire.py`. A name that neither the test nor Python defines is requested from the code.
+A value arrives as plain data, any other object as a `RemoteObject` whose methods can be called.
+The results are plain data, so comparisons use Python's own `==`, which the code cannot override.
 """
 # mypy: ignore-errors
 # ruff: noqa
@@ -14,15 +14,15 @@ import os
 import socket
 import sys
 
-LONGEST = 4_000_000  # characters of an answer
+MAX_CHARS = 4_000_000  # limit of a reply: the code must not fill the referee's memory
 
 
 class Gone(Exception):
-    """The code did not answer, or not in the way that was agreed."""
+    """The code's process exited, or broke the protocol."""
 
 
 class CodeChannel:
-    """Asks the code."""
+    """Connection to the code's sandbox."""
 
     def __init__(self, descriptor, seconds):
         self.socket = socket.socket(fileno=descriptor)
@@ -31,31 +31,31 @@ class CodeChannel:
         self.ended = False
 
     def read(self):
-        line = self.lines.readline(LONGEST)
+        line = self.lines.readline(MAX_CHARS)
         if not line.endswith("\n"):
-            raise Gone("no answer")
+            raise Gone("no reply")
         return json.loads(line)
 
     def begin(self):
         self.ended = False
-        self.socket.sendall(b"\x01")  # in no line of JSON
+        self.socket.sendall(b"\x01")  # cannot occur in JSON, so it marks the start of a test
         while self.read() != "ready":
-            pass  # what a test before left unread
+            pass  # replies that an earlier test did not read
 
     def ask(self, of, name, given=None):
         request = {"of": of, "name": name}
         if given is not None:
-            request["given"] = tagged(given)
+            request["given"] = encode(given)
         self.socket.sendall(json.dumps(request).encode() + b"\n")
         reply = self.read()
         if not isinstance(reply, dict):
             self.ended = True
-            raise Gone("it ended")
+            raise Gone("exited")
         if "raised" in reply:
             raise error_of(reply)
         if "kept" in reply:
-            return Kept(self, int(reply["kept"]))
-        return untagged(reply["value"])
+            return RemoteObject(self, int(reply["kept"]))
+        return decode(reply["value"])
 
     def over(self):
         if not self.ended:
@@ -65,14 +65,18 @@ class CodeChannel:
 
 
 def error_of(reply):
-    """The exception that the code raised, as the nearest one that Python knows."""
+    """Return the code's exception as its nearest built-in class, for tests that expect one."""
+    # Looked up by name among Python's own classes; the code cannot define one here.
     known = [vars(builtins).get(name) for name in map(str, reply["raised"])]
     kinds = [each for each in known if isinstance(each, type) and issubclass(each, Exception)]
     return (kinds or [RuntimeError])[0](str(reply["message"]))
 
 
-class Kept:
-    """Something of the code that is no plain data. It equals nothing and contains nothing."""
+class RemoteObject:
+    """Object of the code that is not plain data. It cannot be compared.
+
+    An object with an `__eq__` that always returns True would pass every test.
+    """
 
     __slots__ = ("_channel", "_number", "_path")
 
@@ -85,8 +89,8 @@ class Kept:
         return self._channel.ask(self._number, name)
 
     def __call__(self, *given, **named):
-        if any(isinstance(each, Kept) for each in (*given, *named.values())):
-            own = lambda one: {"\0kept": one._number} if isinstance(one, Kept) else one
+        if any(isinstance(each, RemoteObject) for each in (*given, *named.values())):
+            own = lambda one: {"\0kept": one._number} if isinstance(one, RemoteObject) else one
             given, named = tuple(map(own, given)), {k: own(v) for k, v in named.items()}
         return self._channel.ask(self._number, None, (given, named))
 
@@ -100,7 +104,7 @@ class Kept:
         return str(self._channel.ask(self._number, "__str__", ((), {})))
 
     def __bool__(self):
-        raise TypeError("the code's own object is neither true nor false")
+        raise TypeError("an object of the code has no truth value")
 
     def __iter__(self):
         raise TypeError("compare plain data: list(...) is for the code")
@@ -109,9 +113,10 @@ class Kept:
 
 
 class Scope(dict):
-    """The variables of a test; what is missing is the code's."""
+    """Variables of a test; missing names are requested from the code."""
 
     def __missing__(self, name):
+        # Python looks builtins up after a KeyError; the code must not replace them.
         if name in vars(builtins) or name.startswith("__"):
             raise KeyError(name)
         if name in sys.stdlib_module_names:
@@ -124,20 +129,20 @@ class Scope(dict):
 
 
 def equal(found, expected):
-    """Whether plain data are equal where JSON's lists stand for tuples, too."""
-    return listed(found) == listed(expected)
+    """Compare plain data; lists equal tuples, because JSON data sets have no tuples."""
+    return as_lists(found) == as_lists(expected)
 
 
-def listed(value):
+def as_lists(value):
     if isinstance(value, (list, tuple)):
-        return [listed(item) for item in value]
+        return [as_lists(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): listed(item) for key, item in value.items()}
+        return {str(key): as_lists(item) for key, item in value.items()}
     return value
 
 
 def passes(channel, test):
-    """Whether the code passes one test."""
+    """Return True if the code passes a test."""
     scope = Scope({"__name__": "test", "\0channel": channel})
     channel.begin()
     try:
@@ -154,14 +159,14 @@ def passes(channel, test):
 
 def main(descriptor, tests, seconds):
     """Print + or - for each test."""
-    # Whatever a test prints is not its mark.
+    # Tests may print; only this descriptor carries results.
     verdict = os.dup(1)
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     line = CodeChannel(descriptor, seconds)
     for one in tests:
-        # Written one by one: when the time is over, those before count.
+        # Written one by one: tests that finish before the time limit count.
         os.write(verdict, b"+" if passes(line, one) else b"-")
 
 

@@ -1,7 +1,7 @@
-"""Scores answers by reasoning-gym's own functions, each in a fresh process; runs in a sandbox.
+"""Score answers with reasoning-gym's functions, each in a forked process in a sandbox.
 
-Sent as text, behind `wire.py`. Some of these functions execute the answer. What it does then ends
-with its process.
+Sent as text, appended to `wire.py`. Some of these functions execute the answer, so its effects
+must end with its process.
 """
 # mypy: ignore-errors
 # ruff: noqa
@@ -14,23 +14,23 @@ import socket
 import time
 
 
-def scored(line):
-    """The score of one answer."""
+def score(line):
+    """Return the score of an answer."""
     import reasoning_gym
 
     task, answer, entry = json.loads(line)
-    return float(reasoning_gym.get_score_answer_fn(task)(answer, untagged(json.loads(entry))))
+    return float(reasoning_gym.get_score_answer_fn(task)(answer, decode(json.loads(entry))))
 
 
 def in_a_process(line, seconds):
-    """The score, or why there is none."""
+    """Return the score as JSON, or the reason why there is none."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1,) * 2)
         try:
-            text = json.dumps(scored(line))
+            text = json.dumps(score(line))
         except BaseException as error:
             text = json.dumps(f"{type(error).__name__}: {error}"[:300])
         os.write(writing, text.encode())
@@ -40,7 +40,7 @@ def in_a_process(line, seconds):
     until = time.monotonic() + seconds
     while time.monotonic() < until and os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.0005)
-    for _ in range(3):  # and what it started
+    for _ in range(3):  # kill its descendants; a fork may race with the first attempt
         try:
             os.kill(-1, signal.SIGKILL)
             os.waitpid(-1, 0)
@@ -51,12 +51,12 @@ def in_a_process(line, seconds):
     except BlockingIOError:
         found = ""
     os.close(reading)
-    return found or json.dumps("it took too long or ended its process")
+    return found or json.dumps("timed out or exited")
 
 
 def serve(descriptor, seconds):
-    """Answer lines until there is nobody to answer."""
-    import reasoning_gym  # once, here, and not in every process
+    """Reply to each line until the channel closes."""
+    import reasoning_gym  # before the forks: the import takes a second
 
     channel = socket.socket(fileno=descriptor)
     silent = os.open(os.devnull, os.O_WRONLY)

@@ -1,11 +1,13 @@
-"""A filter of system calls that a sandbox does without, as the kernel reads it (classic BPF)."""
+"""Filter of system calls that sandboxed code may not make (classic BPF for seccomp)."""
 
 from __future__ import annotations
 
 import struct
 
-# (AUDIT_ARCH, {call: number}) by `platform.machine()`. What is refused lets a process look into
-# others, keeps memory that no limit counts, or opens parts of the kernel that Python does not need.
+# (AUDIT_ARCH, {call: number}) by `platform.machine()`. The listed calls inspect other processes
+# (ptrace, process_vm_*, pidfd_getfd), allocate memory that no limit counts (shmget, memfd_*), leave
+# the namespaces (unshare, setns, mount), or reach kernel code that Python does not need and that
+# has had many vulnerabilities (bpf, io_uring, userfaultfd, keyctl).
 MACHINES = {
     "x86_64": (
         0xC000003E,
@@ -29,29 +31,31 @@ MACHINES = {
     ),
 }
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: EPERM
-OTHER_TABLE = 0x40000000  # numbers from here on are x32's, a second name for each call
+ALLOW, DENY, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # DENY: the call fails with EPERM
+OTHER_TABLE = 0x40000000  # x32 calls start here: each call has a second number, also denied
 
 
 def program(machine: str) -> bytes:
-    """The filter for a machine, whose other calls are allowed.
+    """Return the filter for a machine; calls that are not listed are allowed.
 
     Args:
-        machine: as `platform.machine()` names it.
+        machine: name from `platform.machine()`.
 
     Raises:
-        KeyError: its calls are not known here.
+        KeyError: the machine is not in `MACHINES`.
     """
     arch, calls = MACHINES[machine]
     numbers = sorted(calls.values())
+    # Each line: operation, lines to skip if true, lines to skip if false, operand.
     lines = [
-        (LOAD, 0, 0, 4),  # the architecture of the call
+        # A 64-bit process can also make 32-bit calls, whose numbers mean other calls: kill it.
+        (LOAD, 0, 0, 4),  # architecture of the call
         (EQUAL, 1, 0, arch),
         (RETURN, 0, 0, KILL),
-        (LOAD, 0, 0, 0),  # its number
+        (LOAD, 0, 0, 0),  # number of the call
         (AT_LEAST, len(numbers) + 1, 0, OTHER_TABLE),
         *((EQUAL, len(numbers) - n, 0, number) for n, number in enumerate(numbers)),
         (RETURN, 0, 0, ALLOW),
-        (RETURN, 0, 0, REFUSE),
+        (RETURN, 0, 0, DENY),
     ]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

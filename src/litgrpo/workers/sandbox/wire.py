@@ -1,6 +1,7 @@
-"""Plain data as text: what may pass between code that is judged and code that judges it.
+"""Serialize plain data between untrusted code and the code that tests it.
 
-Also sent into sandboxes as text, so it imports the standard library only.
+Not pickle: loading a pickle runs code that its author chose. This module is also sent into
+sandboxes as text, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -13,36 +14,38 @@ LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
 
 
 def dumps(value: Any) -> str:
-    """One line of text; types that JSON has not are named.
+    """Write a value as one line of JSON; types that JSON does not have are named.
 
     Example:
         >>> dumps((1, {2: "x"}))
         '{"tuple": [1, {"dict": [[2, "x"]]}]}'
     """
-    return json.dumps(tagged(value))
+    return json.dumps(encode(value))
 
 
 def loads(text: str) -> Any:
-    """The value of a text that `dumps` wrote; whatever the text is, only plain data are made.
+    """Read a value that `dumps` wrote; any text creates plain data only.
 
     Example:
         >>> loads(dumps({(1, 2): {3.5}}))
         {(1, 2): {3.5}}
 
     Raises:
-        ValueError: the text is not of that kind.
+        ValueError: the text was not written by `dumps`.
     """
     try:
-        return untagged(json.loads(text))
+        return decode(json.loads(text))
     except (TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"no plain data: {error}") from error
+        raise ValueError(f"not plain data: {error}") from error
 
 
-def tagged(value: Any) -> Any:
-    """The value in JSON's types. Subtypes become their plain type.
+def encode(value: Any) -> Any:
+    """Encode a value in JSON types; instances of subclasses become the plain type.
+
+    A subclass could override `__eq__` and so pass every test.
 
     Raises:
-        TypeError: it holds something that is not plain.
+        TypeError: it contains an object that is not plain data.
     """
     if value is None:
         return None
@@ -54,23 +57,23 @@ def tagged(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"bytes": list(value)}
     if isinstance(value, dict):
-        return {"dict": [[tagged(key), tagged(item)] for key, item in value.items()]}
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     name = next((name for name, kind in LISTS.items() if isinstance(value, kind)), None)
     if name is None:
-        raise TypeError(f"{type(value).__name__} is no plain data")
-    items = [tagged(item) for item in value]
+        raise TypeError(f"{type(value).__name__} is not plain data")
+    items = [encode(item) for item in value]
     return items if name == "list" else {name: items}
 
 
-def untagged(node: Any) -> Any:
-    """The value of what `tagged` made."""
+def decode(node: Any) -> Any:
+    """Decode a value that `encode` returned."""
     if isinstance(node, list):
-        return [untagged(item) for item in node]
+        return [decode(item) for item in node]
     if not isinstance(node, dict):
         return node
     ((name, items),) = node.items()
     if name == "dict":
-        return {untagged(key): untagged(item) for key, item in items}
+        return {decode(key): decode(item) for key, item in items}
     if name in LISTS:
-        return LISTS[name](untagged(item) for item in items)
+        return LISTS[name](decode(item) for item in items)
     return {"complex": lambda: complex(*items), "bytes": lambda: bytes(list(items))}[name]()
