@@ -9,6 +9,7 @@ from litgrpo.callbacks.run_folder import resolve_checkpoint
 from litgrpo.models.loading import LoRA, build_policy
 from tests.support.fitting import fit
 from tests.support.models import byte_tokenizer, tiny_model
+from tests.support.raises import raises_for
 from tests.support.standin import StandIn
 
 pytestmark = pytest.mark.filterwarnings(
@@ -75,15 +76,15 @@ def test_a_folder_of_a_killed_run_is_removed_and_an_older_one_replaced(tmp_path)
     assert "half" not in names(tmp_path / "checkpoint-2")
 
 
-def test_a_rehearsal_writes_no_folder(tmp_path):
+def test_fast_dev_run_writes_no_folder(tmp_path):
     fit(tmp_path, HFCheckpoints(every_n_iterations=1), fast_dev_run=True)
     assert names(tmp_path) == []
 
 
-def test_numbers_that_cannot_be_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="every_n_iterations is -1"):
+def test_invalid_intervals_and_folders_raise(tmp_path):
+    with raises_for("every_n_iterations", "-1"):
         HFCheckpoints(every_n_iterations=-1)
-    with pytest.raises(ValueError, match="keep_last is 0"):
+    with raises_for("keep_last", "0"):
         HFCheckpoints(keep_last=0)
-    with pytest.raises(FileNotFoundError, match=r"training_state\.ckpt"):
+    with raises_for("training_state.ckpt", error=FileNotFoundError):
         resolve_checkpoint(str(tmp_path))

@@ -46,14 +46,14 @@ def test_a_step_that_is_taken_resets_the_count(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*optimizer steps skipped because of NaN")
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
-    with pytest.raises(ValueError, match=r"iteration 2: 3 consecutive .*non_finite\.stop_after"):
+    with raises_for("iteration 2", "non_finite.stop_after"):
         fit(tmp_path, NonFinite(stop_after=3), module=Skips([{}], [{}, {}], [None]))
     with raises_for("non_finite.stop_after", "0"):
         NonFinite(stop_after=0)
 
 
 def test_the_rows_behind_a_skipped_step_are_named_and_written(tmp_path):
-    with pytest.warns(UserWarning, match="iteration 1: 1 of 2 .* loss of 1 rows.*non_finite"):
+    with pytest.warns(UserWarning, match="iteration 1: .*non_finite"):
         fit(tmp_path, NonFinite(), module=Skips([{2: "loss"}, None]))
     (line,) = (tmp_path / "non_finite/iteration-000001.jsonl").read_text().splitlines()
     assert '"not_finite": "loss"' in line
@@ -167,13 +167,13 @@ def test_each_iteration_logs_its_counts(monkeypatch):
 
 def test_repeated_compilation_warns_with_the_new_shape(monkeypatch):
     callback = Recompilation(warm_up=2, allowed=1)
-    with pytest.warns(UserWarning, match=r"2 programs .* New shapes: micro-batch: ids \[4, 96\]"):
+    with pytest.warns(UserWarning, match=r"micro-batch: ids \[4, 96\]"):
         run(monkeypatch, callback, [7, 3, 0, 2], ["micro-batch: ids [4, 96]"])
 
 
 def test_many_new_shapes_are_counted_and_some_are_named(monkeypatch):
     callback = Recompilation(warm_up=0, allowed=0)
-    with pytest.warns(UserWarning, match=r"New shapes: a; b; c; and 2 more\. Give fewer widths"):
+    with pytest.warns(UserWarning, match="a; b; c; and 2 more"):
         run(monkeypatch, callback, [1], list("abcde"))
 
 
@@ -184,7 +184,7 @@ def test_without_a_new_shape_the_cause_is_outside_of_the_programs(monkeypatch):
 
 def test_repeated_compilation_stops_the_run_if_asked(monkeypatch):
     callback = Recompilation(warm_up=1, allowed=0, stop=True)
-    with pytest.raises(ValueError, match=r"iteration 2: 1 programs.*recompilation\.allowed"):
+    with raises_for("iteration 2", "recompilation.allowed"):
         run(monkeypatch, callback, [7, 1])
 
 

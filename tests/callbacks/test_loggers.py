@@ -22,6 +22,7 @@ from litgrpo.callbacks.loggers import (
 )
 from litgrpo.callbacks.summary import Summary
 from tests.support.fitting import fit
+from tests.support.raises import raises_for
 from tests.support.standin import StandIn
 
 CONFIG = """
@@ -121,7 +122,7 @@ def test_mlflow_gets_names_that_it_allows():
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-def test_wandb_takes_it_offline(tmp_path, monkeypatch):
+def test_wandb_logs_offline(tmp_path, monkeypatch):
     from lightning.pytorch.loggers import WandbLogger
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -136,7 +137,7 @@ def test_wandb_takes_it_offline(tmp_path, monkeypatch):
     assert "wandb" in sys.modules
 
 
-def test_a_new_name_adds_a_column_and_a_new_logger_goes_on_in_the_same_file(tmp_path):
+def test_a_new_metric_adds_a_column_and_a_new_logger_appends_to_the_file(tmp_path):
     first = MetricsCSV(tmp_path)
     first.log_metrics({"b": 1.0, "a": 2.0}, step=1)
     first.log_metrics({"a": 3.0}, step=2)
@@ -158,7 +159,7 @@ def test_lightnings_own_logger_still_deletes_what_it_resumes(tmp_path):
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
 @pytest.mark.filterwarnings("ignore")  # of the package's own threads and sockets
-def test_trackio_gets_numbers_settings_and_goes_on(tmp_path, monkeypatch):
+def test_trackio_receives_metrics_and_settings_and_resumes(tmp_path, monkeypatch):
     import trackio.sqlite_storage as storage
     import trackio.utils
 
@@ -179,7 +180,7 @@ def test_trackio_gets_numbers_settings_and_goes_on(tmp_path, monkeypatch):
     assert b"model.group_size" in bytes(settings)
 
 
-def test_nothing_begins_before_the_first_number(monkeypatch):
+def test_loggers_start_at_the_first_metric(monkeypatch):
     monkeypatch.setattr("litgrpo.callbacks.loggers.find_spec", lambda _: True)
     logger = Trackio(name="run")
     logger.log_hyperparams({"a": 1})
@@ -187,9 +188,9 @@ def test_nothing_begins_before_the_first_number(monkeypatch):
     assert (logger.name, logger.version, logger.settings) == ("litgrpo", "run", {"a": 1})
 
 
-def test_a_missing_package_is_said(monkeypatch):
+def test_a_missing_package_raises_with_its_extra(monkeypatch):
     monkeypatch.setattr("litgrpo.callbacks.loggers.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="pip install 'litgrpo"):
+    with raises_for("litgrpo["):
         Trackio()
 
 
@@ -214,7 +215,7 @@ class Broken(Logger):
 def test_a_logger_that_fails_warns_once_and_training_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers, "_warned", set())
     logger = Broken()
-    with pytest.warns(UserWarning, match="logger Broken.*No space left") as warned:
+    with pytest.warns(UserWarning, match="Broken") as warned:
         module = fit(tmp_path, module=StandIn(4), logger=SafeLogger(logger))
     assert module.iteration == 4
     assert logger.calls > 3

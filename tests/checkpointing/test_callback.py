@@ -63,7 +63,7 @@ class FailsToSave(StandIn):
 
 
 def test_a_failed_save_leaves_the_older_checkpoint(tmp_path):
-    with pytest.raises(TypeError, match="function"):
+    with raises_for("function", error=TypeError):
         fit(tmp_path, IterationCheckpoint(2, keep_best=0), module=FailsToSave(6))
     kept = [name for name in names(tmp_path) if not name.startswith(".")]
     assert kept == ["iteration=000002.ckpt", "last.ckpt"]

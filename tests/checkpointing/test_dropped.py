@@ -78,7 +78,7 @@ def save_and_digest(folder, at, every_n_iterations):
 
 
 @pytest.mark.parametrize("at", ["rollout", "backward"])
-def test_what_is_saved_for_a_dropped_iteration_is_what_was_saved_before_it(tmp_path, at):
+def test_a_dropped_iteration_saves_the_state_before_it(tmp_path, at):
     whole = save_and_digest(tmp_path / "whole", "never", every_n_iterations=2)
     assert set(whole) >= {"loops", "random_state", "coefficients", "optimizer_states", "callbacks"}
     assert save_and_digest(tmp_path / "stopped", at, every_n_iterations=0) == whole

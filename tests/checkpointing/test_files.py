@@ -21,6 +21,7 @@ from litgrpo.checkpointing.files import (
     write_file,
 )
 from tests.support.checkpoints import state
+from tests.support.raises import raises_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +41,7 @@ def test_reading_returns_what_was_written(tmp_path):
 
 
 def test_an_object_that_could_not_be_loaded_raises_on_write(tmp_path):
-    with pytest.raises(TypeError, match="function"):
+    with raises_for("function", error=TypeError):
         write_file(state(extra=lambda: None), tmp_path / "a.ckpt")
     assert not list(tmp_path.iterdir())
 
@@ -55,21 +56,21 @@ def _nan(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "part"),
     [
-        (_flip, r"a\.ckpt: state_dict is damaged"),
-        (lambda c: c["lr_schedulers"][0].update(last_epoch=4), "lr_schedulers is damaged"),
-        (lambda c: c.pop("optimizer_states"), "optimizer_states is missing"),
-        (lambda c: c.update(more=1), "more is damaged"),
-        (lambda c: c.pop(MANIFEST), "no manifest"),
-        (_nan, "a has 1 of 6 values that are NaN or inf"),
+        (_flip, "state_dict"),
+        (lambda c: c["lr_schedulers"][0].update(last_epoch=4), "lr_schedulers"),
+        (lambda c: c.pop("optimizer_states"), "optimizer_states"),
+        (lambda c: c.update(more=1), "more"),
+        (lambda c: c.pop(MANIFEST), "manifest"),
+        (_nan, "a has"),
     ],
 )
-def test_the_error_names_the_changed_part(tmp_path, change, message):
+def test_the_error_names_the_changed_part(tmp_path, change, part):
     path = tmp_path / "a.ckpt"
     write_file(state(), path)
     rewrite(path, change)
-    with pytest.raises(DamagedCheckpoint, match=message):
+    with raises_for("a.ckpt", part, error=DamagedCheckpoint):
         read_file(path)
 
 
@@ -79,7 +80,7 @@ def test_a_file_that_was_cut_off_cannot_be_read(tmp_path, share):
     write_file(state(), path)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+    with raises_for("a.ckpt", error=DamagedCheckpoint):
         read_file(path)
 
 
@@ -125,7 +126,7 @@ def test_a_tokenizer_as_text_and_bytes_comes_back(tmp_path):
     tokenizer = {"tokenizer.json": '{"a": "\u00e9"}', "vocabulary": b"\x00\xff"}
     write_file(state(tokenizer=tokenizer), tmp_path / "a.ckpt")
     assert read_file(tmp_path / "a.ckpt")["tokenizer"] == tokenizer
-    with pytest.raises(TypeError, match="bytes"):
+    with raises_for("bytes", error=TypeError):
         write_file(state(tokenizer=b""), tmp_path / "b.ckpt")
 
 
@@ -156,7 +157,7 @@ def test_a_digest_depends_on_every_value_and_on_nothing_else():
 
 def test_an_enumeration_is_not_a_plain_value():
     kind = enum.IntEnum("kind", "A")
-    with pytest.raises(TypeError, match="kind"):
+    with raises_for("kind", error=TypeError):
         digest([kind.A])
 
 

@@ -8,6 +8,7 @@ from litgrpo.checkpointing.callback import IterationCheckpoint
 from litgrpo.checkpointing.files import DamagedCheckpoint, read_file
 from litgrpo.checkpointing.io import VerifiedCheckpointIO
 from tests.support.checkpoints import state
+from tests.support.raises import raises_for
 
 
 def test_with_fall_back_the_newest_sound_file_is_read(tmp_path, recwarn):
@@ -16,7 +17,7 @@ def test_with_fall_back_the_newest_sound_file_is_read(tmp_path, recwarn):
         io.save_checkpoint(state(iteration=n), tmp_path / f"iteration=00000{n}.ckpt")
     newest = tmp_path / "iteration=000003.ckpt"
     newest.write_bytes(b"")
-    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+    with pytest.raises(DamagedCheckpoint):
         io.load_checkpoint(newest)
     io.fall_back = True
     assert io.load_checkpoint(newest)["iteration"] == 2
@@ -24,7 +25,7 @@ def test_with_fall_back_the_newest_sound_file_is_read(tmp_path, recwarn):
     assert "not resumed from" in str(recwarn[0].message)
     for path in tmp_path.iterdir():
         path.write_bytes(b"")
-    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint of this run .*=000003.*=000001"):
+    with raises_for("=000003", "=000001", error=DamagedCheckpoint):
         io.load_checkpoint(newest)
     io.teardown()
 

@@ -16,6 +16,7 @@ from litgrpo.checkpointing.shards import (
 )
 from tests.distributed.fsdp import training
 from tests.support.gloo import run_by
+from tests.support.raises import raises_for
 
 pytestmark = pytest.mark.timeout(900)
 SECOND = "whole/checkpoints/iteration=000002.ckpt"
@@ -49,7 +50,7 @@ def test_a_folder_holds_what_each_process_wrote_and_nothing_unfinished(folder):
     assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"}
 
 
-def test_two_processes_go_on_bit_for_bit_and_one_up_to_rounding(folder):
+def test_two_processes_resume_bit_for_bit_and_one_up_to_rounding(folder):
     run_by(2, training.train, folder, "again", SECOND)
     whole, again = weights(folder, "whole"), weights(folder, "again")
     assert all(torch.equal(again[name], each) for name, each in whole.items())
@@ -58,7 +59,7 @@ def test_two_processes_go_on_bit_for_bit_and_one_up_to_rounding(folder):
     assert distance(folder, "one") < 1e-7
 
 
-def test_two_processes_go_on_from_a_file_of_one(folder):
+def test_two_processes_resume_from_a_file_of_one(folder):
     run_by(1, training.train, folder, "alone")
     run_by(2, training.train, folder, "two", "alone/checkpoints/iteration=000002.ckpt")
     print(f"\none process, then two: {distance(folder, 'two'):.1e}")
@@ -94,50 +95,54 @@ def foreign(checkpoint):
     shutil.copy(other / "__0_0.distcp", checkpoint / "__0_0.distcp")
 
 
+class OtherModel(Exception):
+    """Raised by a check that a checkpoint does not fit."""
+
+
 KINDS = {
-    "flipped": (flip("__1_0.distcp"), "__1_0.distcp is damaged"),
-    "metadata": (flip(".metadata"), ".metadata is damaged"),
-    "rest": (cut, "rest.pt cannot be read"),
-    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
-    "foreign": (foreign, "__0_0.distcp is damaged"),
-    "no rest": (lambda path: (path / "rest.pt").unlink(), "No such file|rest.pt"),
+    "flipped": (flip("__1_0.distcp"), "__1_0.distcp"),
+    "metadata": (flip(".metadata"), ".metadata"),
+    "rest": (cut, "rest.pt"),
+    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp"),
+    "foreign": (foreign, "__0_0.distcp"),
+    "no rest": (lambda path: (path / "rest.pt").unlink(), "rest.pt"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_folder_is_named_and_passed_over(kind, folder, tmp_path):
-    change, message = KINDS[kind]
+def test_a_damaged_folder_is_reported_and_skipped(kind, folder, tmp_path):
+    change, name = KINDS[kind]
     newest = damage(folder, tmp_path, change)
-    with pytest.raises((DamagedCheckpoint, FileNotFoundError), match=message):
+    with raises_for(name, error=(DamagedCheckpoint, FileNotFoundError)):
         read_checkpoint(newest)
     reader = VerifiedCheckpointIO()
     reader.fall_back = True
     if kind != "no rest":
-        with pytest.warns(UserWarning, match="not resumed from"):
+        with pytest.warns(UserWarning, match=newest.name):
             found = reader.load_checkpoint(newest)
         assert found["iteration"] == 2
         assert reader.loaded_from.name == "iteration=000002.ckpt"
 
 
-def test_weights_that_are_no_numbers_are_found(folder, tmp_path, monkeypatch):
+def test_weights_that_are_nan_raise(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "torch.distributed.checkpoint.load",
-        lambda room, **_: [each.fill_(torch.nan) for each in room.values()],
+        lambda state, **_: [each.fill_(torch.nan) for each in state.values()],
     )
-    with pytest.raises(DamagedCheckpoint, match="values that are NaN"):
+    with raises_for(SECOND, error=DamagedCheckpoint):
         read_checkpoint(folder / SECOND)
 
 
-def test_a_run_of_another_model_is_refused_before_shards_are_read(folder, monkeypatch):
+def test_a_checkpoint_of_another_model_raises_before_shards_are_read(folder, monkeypatch):
     def check_fits(checkpoint):
         assert all(each.is_meta for each in checkpoint["state_dict"].values())
-        raise ValueError("of another model")
+        raise OtherModel
 
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(OtherModel):
         read_checkpoint(folder / SECOND, check_fits=check_fits)
 
 
-def test_removal_leaves_no_half_folder(tmp_path):
+def test_removal_deletes_files_and_whole_folders(tmp_path):
     (tmp_path / "a.ckpt").mkdir()
     (tmp_path / "a.ckpt/file").touch()
     (tmp_path / "b.ckpt").touch()
@@ -146,7 +151,7 @@ def test_removal_leaves_no_half_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tensors_are_named_by_where_they_stand(tmp_path):
+def test_tensors_are_named_by_their_path(tmp_path):
     value = {"a": [torch.zeros(1), {"b": torch.ones(2)}], "c": 3}
     assert [name for name, _ in iterate_tensors(value)] == ["a.0", "a.1.b"]
     file = Path(tmp_path / "x")

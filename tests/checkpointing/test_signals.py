@@ -108,7 +108,7 @@ def saves_after_hangup(file) -> None:
         file.write_text(str(stop.code))
 
 
-def test_a_closed_terminal_lets_the_run_save(tmp_path):
+def test_a_run_saves_if_its_terminal_is_closed(tmp_path):
     child, terminal = pty.fork()
     if child == 0:
         saves_after_hangup(tmp_path / "saved")

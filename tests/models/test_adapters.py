@@ -66,7 +66,7 @@ def test_every_kind_trains_and_the_invariants_hold(base, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
+def test_an_adapter_folder_is_the_initial_policy_and_the_reference(base, tmp_path, kind):
     first = perturb(load_policy(base, lora=KINDS[kind]))
     export_adapter(first, tmp_path / "adapter")
     lora = LoRA(adapter_path=str(tmp_path / "adapter"))
@@ -90,7 +90,7 @@ def test_training_goes_on_from_a_folder_and_refers_to_it(base, tmp_path, kind):
     torch.testing.assert_close(logits(merged), logits(again), atol=1e-4, rtol=1e-4)
 
 
-def test_a_run_that_goes_on_from_an_adapter_is_sound(base, tmp_path):
+def test_the_invariants_hold_if_training_starts_from_an_adapter(base, tmp_path):
     export_adapter(perturb(load_policy(base, lora=LoRA(rank=4)), 0.05), tmp_path / "adapter")
     lora = LoRA(adapter_path=str(tmp_path / "adapter"))
     grpo = module(objective=KL, lora=lora)

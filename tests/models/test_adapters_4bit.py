@@ -43,7 +43,7 @@ def plain(folder, config):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_a_run_on_four_bits_is_sound_and_moves_only_the_adapter(base, kind):
+def test_a_four_bit_run_passes_the_checks_and_trains_only_the_adapter(base, kind):
     optimizer = partial(bitsandbytes.optim.AdamW8bit, lr=1e-2)
     settings = dict(precision=Precision(quantization=kind), lora=LoRA(rank=2), optimizer=optimizer)
     grpo = module(objective=KL, **settings)

@@ -12,7 +12,7 @@ def test_every_entry_is_a_model_type_of_the_library(name):
     assert config.is_encoder_decoder == ARCHITECTURES[name].encoder_decoder
 
 
-def test_what_a_model_may_use_is_what_its_entry_says(architecture):
+def test_supported_features_of_a_model_are_those_of_its_entry(architecture):
     model, entry = tiny_model(architecture), ARCHITECTURES[architecture]
     assert has_known_layers(model) != entry.encoder_decoder
     assert is_supported(model) == (entry.fused is not None)

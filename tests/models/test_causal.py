@@ -47,7 +47,7 @@ def test_chunks_of_the_head_change_neither_values_nor_gradients(architecture):
         torch.testing.assert_close(small, large, atol=1e-4, rtol=1e-5)
 
 
-def test_more_left_padding_changes_nothing(architecture):
+def test_more_left_padding_does_not_change_log_probabilities(architecture):
     policy = tiny_policy(architecture)
     rows = tokens(policy)
     wide = prompt_batch(*TEXTS, length=20)

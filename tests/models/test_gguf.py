@@ -39,12 +39,12 @@ def test_a_file_of_a_package_is_found_without_importing_it(package):
         ("package:json/a.gguf", ["'a.gguf'", "no GGUF file"]),
     ],
 )
-def test_a_wrong_package_path_raises(package, name, keys):
+def test_an_incorrect_package_path_raises(package, name, keys):
     with raises_for("pretrained", *keys):
         load_policy(name)
 
 
-def test_a_file_that_is_no_gguf_raises(package):
+def test_a_file_in_another_format_raises(package):
     (package / "page.gguf").write_text("<html>not found</html>")
     with raises_for("pretrained", "page.gguf"):
         resolve_pretrained(str(package / "page.gguf"))

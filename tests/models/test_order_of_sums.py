@@ -39,7 +39,7 @@ def test_no_gradient_is_added_in_an_order_that_threads_choose(architecture, shar
     assert sums.repeated == []
 
 
-def test_such_a_sum_is_found():
+def test_a_sum_in_thread_dependent_order_is_found():
     x = torch.zeros(3, requires_grad=True)
     with Sums() as sums:
         x[torch.tensor([0, 0, 2])].sum().backward()

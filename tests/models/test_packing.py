@@ -27,7 +27,7 @@ from tests.support.models import (
 from tests.support.packing import SPECIAL, model_of_type, rows
 
 
-def test_a_packing_worked_out_by_hand():
+def test_packing_equals_an_example_computed_by_hand():
     prompt_ids = torch.tensor([[0, 11, 12], [21, 22, 23]])
     completion_ids = torch.tensor([[5, 6, 0], [7, 8, 9], [4, 0, 0]])
     packing = Packing.of_groups(
@@ -64,7 +64,7 @@ def test_unknown_models_and_dropout_read_rows_one_by_one():
     assert not off.shares_prompts
 
 
-def test_rows_are_packed_only_where_it_saves_tokens():
+def test_rows_are_packed_only_if_it_saves_tokens():
     assert sharing_pays(rows())
     longest = prompt_batch("same length", "these do so")
     ids = rows(lengths=(5, 5), prompt_of=(0, 1)).completion_ids
@@ -93,7 +93,7 @@ def test_family_buckets_hold_every_row_once_and_share_parents_within_the_limits(
         assert max_tokens is None or tokens <= max_tokens or len(each) == 1
 
 
-def test_a_family_stays_together_where_it_fits():
+def test_rows_of_a_prompt_stay_together_if_they_fit():
     lengths, parents = torch.full((6,), 10), torch.tensor([0, 1, 0, 1, 0, 1])
     buckets = bucket_by_parent(lengths, torch.tensor([5, 5]), parents, max_tokens=69)
     assert [each.tolist() for each in buckets] == [[0, 2, 4], [1, 3, 5]]
@@ -217,7 +217,7 @@ def test_completions_of_one_token_need_no_suffix(architecture, fused):
     assert_same(*both(tiny_policy(architecture), arguments))
 
 
-def test_recomputing_activations_changes_nothing(architecture):
+def test_recomputing_activations_does_not_change_the_gradient(architecture):
     precision = Precision(gradient_checkpointing=True)
     frugal = build_policy(tiny_model(architecture), byte_tokenizer(), precision=precision).train()
     _, plain = both(tiny_policy(architecture), rows())
@@ -226,7 +226,9 @@ def test_recomputing_activations_changes_nothing(architecture):
 
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
 @pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*")
-def test_adapters_learn_the_same_and_their_base_says_the_same(architecture):
+def test_packed_adapters_and_their_base_equal_plain_rows(
+    architecture,
+):
     policy = build_policy(tiny_model(architecture), byte_tokenizer(), lora=LoRA(rank=4))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:

@@ -31,7 +31,7 @@ def tokens_of(tokenizer, text):
     return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 
 
-def test_words_and_tags_are_one_token_and_digits_stand_alone(tokenizer):
+def test_words_and_tags_are_one_token_and_each_digit_is_one(tokenizer):
     tokens = tokens_of(tokenizer, "Tom has 47 apples.<reasoning>47+3")
 
     # The byte-level alphabet writes a space as U+0120.
@@ -42,7 +42,7 @@ def test_words_and_tags_are_one_token_and_digits_stand_alone(tokenizer):
 @pytest.mark.parametrize(
     "text", ["", " a  b\n\n c\t", "<answer> 12 </answer>x", "gr\u00fc\u00df \u65e5 \U0001f600"]
 )
-def test_decoding_gives_any_text_back_without_special_tokens(tokenizer, text):
+def test_decoding_returns_any_text_without_special_tokens(tokenizer, text):
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
 
     assert tokenizer.decode(ids, skip_special_tokens=True) == text

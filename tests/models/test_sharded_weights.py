@@ -57,12 +57,12 @@ def test_adapters_of_an_empty_model_are_in_memory_and_start_as_usual(folder):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_weights_that_the_files_do_not_have_make_no_build_empty_model(folder):
+def test_a_model_with_weights_missing_from_its_files_is_not_built_empty(folder):
     save_file({"other": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert build_empty_model(folder, AutoConfig.from_pretrained(folder), torch.float32) is None
 
 
-def test_folders_without_safetensors_are_read_whole(folder):
+def test_folders_without_safetensors_are_loaded_completely_on_each_rank(folder):
     assert find_weight_files(str(folder)) == folder
     (folder / "model.safetensors").unlink()
     assert find_weight_files(str(folder)) is None
@@ -71,7 +71,7 @@ def test_folders_without_safetensors_are_read_whole(folder):
     assert read_tensor_names(folder) == {"a", "b"}
 
 
-def test_what_is_collect_weights_is_the_merged_model(folder):
+def test_collected_weights_are_those_of_the_merged_model(folder):
     pytest.importorskip("peft")
     policy = load_policy(str(folder), lora=LoRA(rank=4))
     for name, parameter in policy.named_parameters():

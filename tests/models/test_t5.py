@@ -33,7 +33,7 @@ def said(policy, engine, group_size=3, length=10):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_whole_family_says_the_same_with_both_engines(name):
+def test_both_engines_generate_equal_tokens_for_every_t5_variant(name):
     fast, plain = (said(variant(name), engine) for engine in (LocalEngine(), ReferenceEngine()))
     assert torch.equal(fast.completion_ids, plain.completion_ids)
     torch.testing.assert_close(fast.sampler_logprobs, plain.sampler_logprobs, atol=1e-5, rtol=1e-5)
@@ -100,7 +100,7 @@ def test_logprobs_do_not_depend_on_the_order_of_rows_or_on_prompts_without_rows(
     torch.testing.assert_close(some, whole[rows], atol=1e-5, rtol=1e-5)
 
 
-def test_what_stands_in_the_padding_of_a_prompt_is_not_read():
+def test_tokens_at_padding_positions_of_a_prompt_are_ignored():
     policy = tiny_policy("t5")
     asked = tokens(policy)
     whole = policy.logprobs(asked).logprobs

@@ -33,7 +33,7 @@ def rows() -> list[dict]:
     ]
 
 
-def test_an_export_is_read_and_scored_like_the_original(tmp_path):
+def test_lm_eval_scores_an_export_like_the_original(tmp_path):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
+Errors = type[Exception] | tuple[type[Exception], ...]
 
-def raises_for(*keys: str, error: type[Exception] = ValueError) -> Any:
+
+def raises_for(*keys: str, error: Errors = ValueError) -> Any:
     """Expect an error whose message names every one of these settings, in this order.
 
     Args:
         keys: words that the message must contain, such as `group_size`.
-        error: expected type.
+        error: expected type, or several of which one is raised.
 
     Example:
         >>> with raises_for("group_size", "0"):

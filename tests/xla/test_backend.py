@@ -58,7 +58,7 @@ def test_an_xla_device_has_the_capabilities_of_a_compiler():
 
 
 @own_process()
-def test_new_shapes_are_told_once_and_not_kept_without_end():
+def test_new_shapes_are_reported_once_and_their_list_is_bounded():
     import torch
 
     from litgrpo.xla import backend as xla
@@ -74,7 +74,7 @@ def test_new_shapes_are_told_once_and_not_kept_without_end():
 
 
 @own_process(CPU_NUM_DEVICES="4")
-def test_several_chips_share_rows_inputs_and_what_programs_make():
+def test_rows_inputs_and_outputs_are_sharded_over_chips():
     import torch
 
     from litgrpo.distributed.device import backend

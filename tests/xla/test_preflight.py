@@ -45,7 +45,7 @@ def run_fit(folder: Path):
     )
 
 
-def test_versions_that_do_not_fit_end_the_program_with_one_line(tmp_path):
+def test_incompatible_versions_exit_with_a_one_line_error(tmp_path):
     done = run_fit(fake_torch_xla(tmp_path, "2.6.0"))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: torch {torch.__version__} and torch_xla 2.6.0 do not")
@@ -132,7 +132,7 @@ def test_a_complete_machine_passes(machine):
     assert preflight.count_chips(pci) == 8
 
 
-def test_the_cpu_as_xla_device_needs_no_chip_and_shares_among_virtual_ones(machine):
+def test_the_cpu_as_xla_device_needs_no_chip_and_shards_over_virtual_devices(machine):
     pci = machine(BELONGING, CPU_NUM_DEVICES="4")
     accelerator = Namespace(class_path="litgrpo.xla.strategy.XLACPUAccelerator")
     trainer = Namespace(accelerator=accelerator, strategy=spmd().strategy)

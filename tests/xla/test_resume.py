@@ -32,7 +32,7 @@ POINTS = {
 
 
 @own_process()
-def test_a_run_that_was_killed_at_five_points_ends_with_the_same_bits(tmp_path: str):
+def test_a_run_killed_at_five_points_resumes_to_bitwise_equal_weights(tmp_path: str):
     import torch_xla  # noqa: F401 (once for all forks; each opens the device itself)
 
     recipe = merge_runs(RECIPE, OVERLAY, FEWER)

@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @own_process()
-def test_a_t5_is_compiled_once_and_learns_what_it_does_on_the_cpu(tmp_path: str):
+def test_a_t5_is_compiled_once_and_trains_as_on_the_cpu(tmp_path: str):
     import torch_xla
 
     torch_xla.device()  # autograd counts devices at its first backward pass, on the CPU here

@@ -92,7 +92,7 @@ def shards(trainer, module) -> dict[str, list[str]]:
 
 
 @own_process(CPU_NUM_DEVICES="4")
-def test_four_chips_share_everything_and_learn_what_one_does(tmp_path: str):
+def test_training_on_four_chips_equals_training_on_one(tmp_path: str):
     import pytest
 
     Watcher.look, run = shards, Path(tmp_path) / "run"

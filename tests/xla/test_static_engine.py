@@ -63,7 +63,7 @@ def count(metric: str) -> int:
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2", "gpt2", "t5"])
 @own_process()
-def test_the_device_says_what_the_reference_engine_says_on_the_host(architecture):
+def test_the_device_generates_the_tokens_of_the_reference_engine_on_the_host(architecture):
     host, device = pair(architecture)
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=20, top_p=0.9)):
         static = rollout(device, ENGINE, sampling)
@@ -74,7 +74,7 @@ def test_the_device_says_what_the_reference_engine_says_on_the_host(architecture
 
 @pytest.mark.parametrize("architecture", ["gemma2", "t5"])
 @own_process()
-def test_twenty_rollouts_compile_nothing_and_read_little(architecture):
+def test_twenty_rollouts_compile_nothing_and_rarely_read_from_the_device(architecture):
     import torch_xla
     from torch_xla.debug import metrics
 

@@ -9,7 +9,7 @@ from tests.xla.own_process import own_process
 
 
 @own_process()
-def test_the_quickstart_is_the_run_of_the_cpu_and_is_compiled_once():
+def test_the_quickstart_trains_as_on_the_cpu_and_is_compiled_once():
     import torch_xla
 
     from litgrpo.distributed.device import backend
@@ -32,7 +32,7 @@ def settings(**values):
 
 
 @own_process()
-def test_lora_lower_precision_and_clipping_behind_the_reduction():
+def test_lora_trains_in_lower_precision_and_clips_the_reduced_gradient():
     import torch_xla.core.xla_model as xm
 
     plain = fit("xla", 1, SMALL)

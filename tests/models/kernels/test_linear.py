@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(kind, out, rows):
     ("dtype", "tolerance"),
     [(None, 1e-6), pytest.param(torch.bfloat16, 1e-2, marks=packs_bfloat16)],
 )
-def test_packed_layers_say_the_same_and_are_plain_again_afterwards(kind, dtype, tolerance):
+def test_packed_layers_return_equal_values_and_are_unpacked_afterwards(kind, dtype, tolerance):
     model, x = layer(kind)
     expected = model(x)
     linears.set_kernels(model, PACKED)
@@ -97,7 +97,7 @@ def test_weights_that_a_processor_cannot_pack_stay_plain(monkeypatch, fused):
 
 
 @needs_onednn
-def test_learning_takes_whole_tiles_of_rows_and_fewer_are_plain(monkeypatch):
+def test_training_uses_the_kernel_only_for_whole_tiles_of_rows(monkeypatch):
     model, x = layer()
     linears.set_kernels(model, BOTH)
     seen, real = set(), linears.onednn_linear
@@ -122,7 +122,7 @@ def test_a_packed_layer_still_gives_gradients():
 
 
 @needs_onednn
-def test_under_autocast_packed_layers_answer_in_its_type():
+def test_packed_layers_return_the_dtype_of_autocast():
     model, x = layer()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         expected = model(x)
@@ -225,7 +225,7 @@ def test_names_shapes_and_export_stay(architecture, tmp_path):
 
 
 @needs_onednn
-def test_a_policy_thinks_the_same_with_every_kernel(architecture):
+def test_log_probabilities_are_equal_with_every_kernel(architecture):
     policy = tiny_policy(architecture)
     ids = torch.randint(3, 259, (4, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -245,7 +245,7 @@ def test_a_policy_thinks_the_same_with_every_kernel(architecture):
 
 @needs_onednn
 @pytest.mark.filterwarnings("ignore:.*target_modules.*")
-def test_adapters_and_the_weights_under_them_take_the_kernel(tmp_path):
+def test_adapters_and_their_base_weights_use_the_kernel(tmp_path):
     precision = Precision(linear_kernels="onednn")
     policy = build_policy(tiny_model("qwen2"), byte_tokenizer(), precision=precision, lora=LoRA(4))
     layers = linears.list_linear_layers(policy.model)
@@ -259,7 +259,7 @@ def test_adapters_and_the_weights_under_them_take_the_kernel(tmp_path):
     assert load_policy(str(tmp_path)).model.config.vocab_size == 259
 
 
-def test_decoding_little_uses_one_thread():
+def test_small_decoding_steps_use_one_thread():
     before = torch.get_num_threads()
     policy = tiny_policy("qwen2")
     with policy.decoding(rows=8):
@@ -268,7 +268,7 @@ def test_decoding_little_uses_one_thread():
 
 
 @pytest.mark.parametrize("works", [linears.onednn_works, flash._kernel_works])
-def test_kernels_are_tried_alike_wherever_they_are_first_asked_for(works):
+def test_kernel_probes_give_equal_results_under_autocast_and_inference_mode(works):
     expected = works()
     for around in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode()):
         works.cache_clear()

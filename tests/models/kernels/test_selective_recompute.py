@@ -35,7 +35,7 @@ def off(found, expected):
 
 
 @pytest.mark.parametrize("variant", KINDS)
-def test_digits_forward_are_the_librarys_and_gradients_agree(variant):
+def test_forward_values_are_bitwise_equal_to_the_librarys_and_gradients_agree(variant):
     model = model_of(variant)
     expected, grads = gradient(model)
     found, ours = gradient(model, own=True)
@@ -63,7 +63,7 @@ def test_weights_in_bfloat16_round_where_the_library_rounds(variant):
     assert off(ours.float(), theirs.float()) < 0.03
 
 
-def test_adapters_learn_the_same():
+def test_adapter_gradients_are_equal():
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     policy = build_policy(tiny_model("llama"), tokenizer, lora=LoRA(rank=2, dropout=0.0))
@@ -76,7 +76,7 @@ def test_adapters_learn_the_same():
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_two_fifths_less_are_kept(bf16):
+def test_saved_activations_are_two_fifths_smaller(bf16):
     sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=4, vocab_size=259)
     policy = build_policy(tiny_model("llama", **sizes), byte_tokenizer())
     library, ours = by_recompute(policy, bf16=bf16)
@@ -112,7 +112,7 @@ def test_two_forward_passes_before_the_backward_passes():
     assert off(both, first + second) < 1e-6
 
 
-def test_weights_that_changed_before_the_backward_pass_are_an_error():
+def test_weights_changed_before_the_backward_pass_raise():
     model = tiny_model("llama")
     with recompute_in_backward(find_recomputed_modules(model)):
         hidden = model.base_model(input_ids=IDS, use_cache=False).last_hidden_state
@@ -140,7 +140,7 @@ def test_the_products_derivative_is_that_of_differences(variant):
     assert torch.autograd.gradcheck(lambda g, u: _Gated.apply(g, u, act), tensors)
 
 
-def test_a_forward_pass_that_someone_else_has_put_in_stays():
+def test_a_replaced_forward_method_is_kept():
     model = tiny_model("llama")
     norm = model.base_model.layers[0].input_layernorm
     own = norm.forward = lambda x: 2 * x
@@ -151,7 +151,7 @@ def test_a_forward_pass_that_someone_else_has_put_in_stays():
     assert norm.forward is own
 
 
-def test_what_is_not_known_stays_the_librarys():
+def test_unknown_modules_keep_the_librarys_forward():
     assert find_recomputed_modules(tiny_model("gpt2")) is None
     assert find_recomputed_modules(tiny_model("llama").double()) is None
     relu = tiny_model("llama", hidden_act="relu")
@@ -166,7 +166,7 @@ def test_what_is_not_known_stays_the_librarys():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_policies_learn_with_it_unless_activations_are_checkpointed(checkpointing):
+def test_policies_use_it_unless_activations_are_checkpointed(checkpointing):
     precision = Precision(gradient_checkpointing=checkpointing)
     policy = build_policy(tiny_model("llama"), byte_tokenizer(), precision=precision)
     mlp = policy.bare_model.base_model.layers[0].mlp
