@@ -213,7 +213,7 @@ def test_a_turn_that_continues_after_its_end_is_found(monkeypatch):
 
 @pytest.mark.parametrize(
     ("environment", "is_function"),
-    [(faulty.Dice, True), (faulty.Counting, False), (faulty.Telling, False)],
+    [(faulty.Dice, True), (faulty.Counting, False), (faulty.ModuleState, False)],
 )
 def test_an_environment_with_hidden_state_is_found(environment, is_function, caplog) -> None:
     episodes = episodes_of(environment())

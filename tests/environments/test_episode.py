@@ -19,7 +19,7 @@ from litgrpo.environments.episode import (
 )
 from litgrpo.environments.workers import EpisodeWorkers
 from tests.support.faulty import Dice, Echo
-from tests.support.workers import answers, starts, texts
+from tests.support.workers import starts, step_all, texts
 
 
 class Draws:
@@ -117,7 +117,7 @@ def test_both_pools_hear_the_same() -> None:
     here, workers = InProcessEpisodes(Dice()), EpisodeWorkers(Dice(), num_workers=2)
     for pool in (here, workers):
         pool.began = pool.reset(starts())  # type: ignore[attr-defined]
-        pool.first = answers(pool, dict.fromkeys(range(4), "x"))  # type: ignore[attr-defined]
+        pool.first = step_all(pool, dict.fromkeys(range(4), "x"))  # type: ignore[attr-defined]
     workers.close()
     assert (here.began, here.first) == (workers.began, workers.first)  # type: ignore[attr-defined]
 
@@ -126,7 +126,7 @@ def test_the_generators_of_the_run_are_left_as_they_were() -> None:
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     pool = InProcessEpisodes(Dice())
     pool.reset(starts())
-    answers(pool, {0: "x"})
+    step_all(pool, {0: "x"})
     assert states == [
         *(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
     ]
@@ -135,10 +135,10 @@ def test_the_generators_of_the_run_are_left_as_they_were() -> None:
 def test_what_raises_fails_its_episode_and_too_many_stop_the_run() -> None:
     pool = InProcessEpisodes(Echo(), max_observation_chars=10)
     pool.reset(starts())
-    heard = answers(pool, {0: "raise", 1: "leave", 2: "long"})
+    heard = step_all(pool, {0: "raise", 1: "leave", 2: "long"})
     assert [type(heard[n]) for n in (0, 1)] == [FailedEpisode, FailedEpisode]
     assert texts(heard)[2] == "ababa ... (90 characters left out) ... babab"
     with pytest.raises(EnvironmentFailure, match="3 of 4 episodes failed"):
-        answers(pool, {3: "raise"})
+        step_all(pool, {3: "raise"})
     assert pool.reset(starts(1)) == ["seed 0"]
     pool.close()

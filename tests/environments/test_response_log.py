@@ -9,7 +9,7 @@ from litgrpo.environments.base import EpisodeStart, FailedEpisode, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.response_log import ResponseLog, find_deviations
 from litgrpo.environments.workers import EpisodeWorkers
-from tests.support.faulty import Clock, Counting, Dice, Echo, Telling
+from tests.support.faulty import Clock, Counting, Dice, Echo, ModuleState
 from tests.support.workers import starts
 
 START = EpisodeStart({"prompt": "p"}, 7, (12, 0, 3, 1))
@@ -34,16 +34,16 @@ def again(tmp_path):
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_is_heard_again_as_it_was(response_log, tmp_path, answer) -> None:
+def test_find_returns_the_saved_response(response_log, tmp_path, answer) -> None:
     assert response_log.find(START, ("q",)) is None
-    assert response_log.keep(START, ("q",), answer) == answer
+    assert response_log.save(START, ("q",), answer) == answer
     other = again(tmp_path)
     assert response_log.find(START, ("q",)) == other.find(START, ("q",)) == answer
     other.close()
 
 
 def test_another_turn_text_row_seed_or_episode_hears_nothing_of_it(response_log) -> None:
-    response_log.keep(START, ("q",), "a")
+    response_log.save(START, ("q",), "a")
     row, seed, key = START.row, START.seed, START.key
     others = [
         EpisodeStart({"prompt": "r"}, seed, key), EpisodeStart(row, 8, key), EpisodeStart(row,
@@ -56,8 +56,8 @@ def test_another_turn_text_row_seed_or_episode_hears_nothing_of_it(response_log)
 
 
 def test_a_line_that_a_kill_has_cut_is_skipped(response_log, tmp_path) -> None:
-    response_log.keep(START, (), "first")
-    response_log.keep(START, ("a",), StepResult("second"))
+    response_log.save(START, (), "first")
+    response_log.save(START, ("a",), StepResult("second"))
     response_log.close()
     (file,) = (tmp_path / "response_log").iterdir()
     whole = file.read_bytes()
@@ -66,7 +66,7 @@ def test_a_line_that_a_kill_has_cut_is_skipped(response_log, tmp_path) -> None:
         other = again(tmp_path)
         assert other.find(START, ()) == "first"
         assert other.find(START, ("a",)) is None
-        other.keep(START, ("a",), StepResult("new"))
+        other.save(START, ("a",), StepResult("new"))
         other.close()
         other = again(tmp_path)
         assert other.find(START, ("a",)) == StepResult("new")
@@ -75,7 +75,7 @@ def test_a_line_that_a_kill_has_cut_is_skipped(response_log, tmp_path) -> None:
 
 def test_a_state_that_json_cannot_hold_is_its_text_from_the_first(response_log, tmp_path) -> None:
     strange = StepResult("a", state=frozenset([1]))  # type: ignore[arg-type]
-    kept = response_log.keep(START, ("q",), strange)
+    kept = response_log.save(START, ("q",), strange)
     assert kept.state == "frozenset({1})"
     other = again(tmp_path)
     assert other.find(START, ("q",)) == kept
@@ -88,7 +88,7 @@ def test_iterations_before_the_second_newest_checkpoint_are_forgotten(
     for iteration in range(6):
         for name in {2: ["000002"], 4: ["000004"]}.get(iteration, []):
             (tmp_path / f"iteration={name}.ckpt").touch()
-        response_log.keep(EpisodeStart({}, 0, (iteration, 0, 0, 0)), (), "x")
+        response_log.save(EpisodeStart({}, 0, (iteration, 0, 0, 0)), (), "x")
     left = sorted(file.name for file in (tmp_path / "response_log").iterdir())
     assert left == [f"iteration={n:06d}.jsonl" for n in range(2, 6)]
     line = (tmp_path / "response_log" / left[0]).read_text()
@@ -107,26 +107,26 @@ def test_a_function_also_one_that_draws_from_the_global_generators(environment, 
     pool.close()
 
 
-@pytest.mark.parametrize("environment", [Counting(), Telling(), Clock()])
-def test_a_class_that_counts_a_module_that_keeps_and_a_clock_are_found(environment) -> None:
+@pytest.mark.parametrize("environment", [Counting(), ModuleState(), Clock()])
+def test_class_state_module_state_and_clocks_are_found(environment) -> None:
     pool = EpisodeWorkers(environment, num_workers=1)
     found = find_deviations(pool, starts(2), SAID)
     pool.close()
     assert found
-    assert found[0].startswith("turn 1, played once more: StepResult(observation='")
+    assert found[0].startswith("turn 1, played again: got StepResult(observation='")
 
 
-def test_state_that_only_another_episode_leaves_is_found_beside_it() -> None:
+def test_state_left_by_other_episodes_is_found() -> None:
     seeds = set()
 
     class Shared(Echo):
         def step(self, action):
-            seeds.add(self.heard[0])
+            seeds.add(self.actions[0])
             return super().step(f"{action} {len(seeds)}")
 
     found = find_deviations(InProcessEpisodes(Shared()), starts(4)[1:], SAID)
     assert [line[: line.index(":")] for line in found] == [
-        f"turn {n}, played beside others" for n in (2, 3)
+        f"turn {n}, played next to others" for n in (2, 3)
     ]
 
 
@@ -136,7 +136,7 @@ def test_generators_that_are_not_kept_apart_are_found(monkeypatch) -> None:
     pool = InProcessEpisodes(Dice())
     found = find_deviations(pool, starts(2), SAID)
     assert found
-    assert found[0].startswith("reset, played once more")
+    assert found[0].startswith("reset, played again")
 
 
 def test_an_episode_that_ends_earlier_is_a_difference() -> None:

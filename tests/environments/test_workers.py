@@ -14,10 +14,10 @@ import pytest
 from litgrpo.environments.base import EnvironmentFailure, EpisodeStart, FailedEpisode, StepResult
 from litgrpo.environments.episode import InProcessEpisodes
 from litgrpo.environments.response_log import ResponseLog
-from litgrpo.environments.workers import LATE, EpisodeWorkers, episode_pool
+from litgrpo.environments.workers import TIMEOUT_REPLY, EpisodeWorkers, episode_pool
 from tests.support.faulty import Dice, Echo, Meeting
 from tests.support.process_runner import processes_under, wait_until_gone
-from tests.support.workers import answers, starts, texts
+from tests.support.workers import starts, step_all, texts
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def test_episodes_of_a_group_begin_alike_and_go_their_own_ways(pool_of, workers)
     pool = pool_of(Echo(), num_workers=workers)
     for _ in range(2):
         assert pool.reset(starts()) == ["seed 0", "seed 0", "seed 1", "seed 1"]
-        first = answers(pool, {n: f"turn {n}" for n in range(4)})
+        first = step_all(pool, {n: f"turn {n}" for n in range(4)})
         assert texts(first) == {n: f"1 turn {n}" for n in range(4)}
-        assert texts(answers(pool, {2: "again"})) == {2: "2 again"}
+        assert texts(step_all(pool, {2: "again"})) == {2: "2 again"}
     assert len(pool.pool.workers) == (workers or 4)
 
 
@@ -52,7 +52,7 @@ FAULTS = {
     "leave": "SystemExit: 3 (faulty.py",
     "dict": "TypeError: step returned dict instead of StepResult",
     "nan": "ValueError: the reward of a turn is nan",
-    "number": "TypeError: the environment said int instead of a text or messages",
+    "number": "TypeError: the environment returned int, expected a text or a list of messages",
 }
 
 
@@ -60,9 +60,9 @@ FAULTS = {
 def test_a_fault_costs_its_episode_and_the_others_are_rebuilt(pool_of, fault, caplog) -> None:
     pool = pool_of(Echo(), timeout_s=1.0, num_workers=1)
     pool.reset(starts())
-    answers(pool, {n: f"turn {n}" for n in range(4)})
+    step_all(pool, {n: f"turn {n}" for n in range(4)})
     with caplog.at_level(logging.WARNING):
-        heard = answers(pool, {0: "a", 1: fault, 2: "b", 3: "c"})
+        heard = step_all(pool, {0: "a", 1: fault, 2: "b", 3: "c"})
     failed = heard.pop(1)
     assert isinstance(failed, FailedEpisode)
     assert failed.reason.startswith(FAULTS[fault])
@@ -81,7 +81,7 @@ def test_a_reset_that_hangs_or_dies_fails_its_row(pool_of) -> None:
     assert pool.reset(rows) == [
         FailedEpisode("timed out after 1 s"), "seed 0", FailedEpisode("exited with 3, twice"),
     ]  # fmt: skip
-    assert texts(answers(pool, {1: "a"})) == {1: "1 a"}
+    assert texts(step_all(pool, {1: "a"})) == {1: "1 a"}
 
 
 def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before(
@@ -89,8 +89,8 @@ def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before
 ) -> None:
     pool = pool_of(Echo(str(tmp_path)), num_workers=1)
     pool.reset(starts(1))
-    answers(pool, {0: "a"})
-    (heard,) = answers(pool, {0: "die once"}).values()
+    step_all(pool, {0: "a"})
+    (heard,) = step_all(pool, {0: "die once"}).values()
     assert heard == StepResult("2 die once", 1.0, state=(0, "a", "die once"))
     assert (tmp_path / "steps").read_text().split("\n")[:-1] == [
         *("reset", "a", "die once", "reset", "a", "die once"),
@@ -100,52 +100,52 @@ def test_a_step_that_killed_its_worker_once_is_said_again_after_the_turns_before
 def test_where_a_step_hangs_is_shown(pool_of, caplog) -> None:
     pool = pool_of(Echo(), timeout_s=0.5)
     pool.reset(starts(2))
-    answers(pool, {0: "hang"})
+    step_all(pool, {0: "hang"})
     assert "in hangs" in caplog.text
 
 
 def test_a_step_that_takes_too_long_may_be_answered_by_a_fixed_sentence(pool_of) -> None:
     pool = pool_of(Echo(), timeout_s=1.0, on_timeout="reply", num_workers=1)
     pool.reset(starts(2))
-    answers(pool, {0: "a", 1: "b"})
-    heard = answers(pool, {0: "hang", 1: "c"})
-    assert texts(heard) == {0: LATE, 1: "2 c"}
+    step_all(pool, {0: "a", 1: "b"})
+    heard = step_all(pool, {0: "hang", 1: "c"})
+    assert texts(heard) == {0: TIMEOUT_REPLY, 1: "2 c"}
     # the turn never reached the environment
-    assert answers(pool, {0: "d"})[0].state == (0, "a", "d")
+    assert step_all(pool, {0: "d"})[0].state == (0, "a", "d")
 
 
 def test_steps_that_wait_do_so_side_by_side(pool_of, tmp_path) -> None:
     """Each answers only when all are in the middle of their step."""
     pool = pool_of(Meeting(str(tmp_path), 32), timeout_s=120.0)
     pool.reset([EpisodeStart({"name": n}, 0, (0, 0, n, 0)) for n in range(32)])
-    assert set(texts(answers(pool, dict.fromkeys(range(32), "x"))).values()) == {"all here"}
+    assert set(texts(step_all(pool, dict.fromkeys(range(32), "x"))).values()) == {"all here"}
 
 
 def test_an_episode_does_not_depend_on_those_beside_it(pool_of) -> None:
     alone, together = pool_of(Dice(), num_workers=1), pool_of(Dice(), num_workers=1)
     (opening,) = alone.reset(starts(1))
-    expected = [opening, *(answers(alone, {0: "x"})[0].observation for _ in range(2))]
+    expected = [opening, *(step_all(alone, {0: "x"})[0].observation for _ in range(2))]
     got = [together.reset(starts())[0]]
-    got.append(answers(together, dict.fromkeys(range(4), "x"))[0].observation)
-    answers(together, dict.fromkeys((1, 2, 3), "x"))
-    got.append(answers(together, {0: "x"})[0].observation)
+    got.append(step_all(together, dict.fromkeys(range(4), "x"))[0].observation)
+    step_all(together, dict.fromkeys((1, 2, 3), "x"))
+    got.append(step_all(together, {0: "x"})[0].observation)
     assert got == expected
 
 
 def test_too_many_failures_stop_the_run_with_the_first_cause(pool_of) -> None:
     pool = pool_of(Echo(), max_failed_frac=0.5)
     pool.reset(starts())
-    answers(pool, {0: "raise", 1: "raise"})
+    step_all(pool, {0: "raise", 1: "raise"})
     message = r"3 of 4 episodes failed; the first is .*completion 0 of prompt 0: KeyError: 'bad'"
     with pytest.raises(EnvironmentFailure, match=message):
-        answers(pool, {2: "raise"})
+        step_all(pool, {2: "raise"})
 
 
 def test_what_is_heard_is_cut_in_the_middle(pool_of) -> None:
     pool = pool_of(Echo(), max_observation_chars=10)
     pool.reset(starts(1))
     assert (
-        answers(pool, {0: "long"})[0].observation == "ababa ... (90 characters left out) ... babab"
+        step_all(pool, {0: "long"})[0].observation == "ababa ... (90 characters left out) ... babab"
     )
 
 
@@ -157,12 +157,12 @@ def test_a_pool_of_one_process_is_played_with_what_was_loaded_already(pool_of) -
     alone = pool.single_process_pool()
     for _ in range(2):
         assert alone.reset(starts(2)) == ["seed 0", "seed 0"]
-        assert texts(answers(alone, {0: "a", 1: "b"})) == {0: "1 a", 1: "1 b"}
+        assert texts(step_all(alone, {0: "a", 1: "b"})) == {0: "1 a", 1: "1 b"}
     assert len(pool.pool.workers) == 3
     alone.close()
     assert pool.pool.launchers == [launcher]
     assert pool.pool.workers == ours
-    assert texts(answers(pool, {3: "on"})) == {3: "1 on"}
+    assert texts(step_all(pool, {3: "on"})) == {3: "1 on"}
 
 
 def test_what_cannot_be_sent_is_refused(pool_of) -> None:
@@ -193,14 +193,14 @@ def test_no_workers_play_in_this_process_and_keep_no_journal(tmp_path) -> None:
 def test_a_worker_killed_from_outside_is_replaced(pool_of) -> None:
     pool = pool_of(Echo())
     pool.reset(starts())
-    answers(pool, {0: "a"})
+    step_all(pool, {0: "a"})
     for worker in list(pool.pool.workers):
         os.kill(worker.pid, signal.SIGKILL)
-    assert texts(answers(pool, {0: "b", 3: "c"})) == {0: "2 b", 3: "1 c"}
+    assert texts(step_all(pool, {0: "b", 3: "c"})) == {0: "2 b", 3: "1 c"}
     launcher = pool.pool.launchers[0].process
     launcher.kill()
     launcher.wait()
-    assert texts(answers(pool, {0: "d"})) == {0: "3 d"}
+    assert texts(step_all(pool, {0: "d"})) == {0: "3 d"}
 
 
 def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
@@ -209,13 +209,13 @@ def test_a_journal_answers_what_was_said_before(pool_of, tmp_path) -> None:
         for _ in range(2)
     )
     first.reset(starts(2))
-    before = answers(first, {0: "a", 1: "b"})
+    before = step_all(first, {0: "a", 1: "b"})
     (tmp_path / "steps").unlink()
     assert second.reset(starts(2)) == ["seed 0", "seed 0"]
-    assert answers(second, {0: "a", 1: "b"}) == before
+    assert step_all(second, {0: "a", 1: "b"}) == before
     assert not (tmp_path / "steps").exists()
     # What was not said before reaches an environment that has heard the rest.
-    assert answers(second, {0: "new"})[0] == StepResult("2 new", 1.0, state=(0, "a", "new"))
+    assert step_all(second, {0: "new"})[0] == StepResult("2 new", 1.0, state=(0, "a", "new"))
     assert (tmp_path / "steps").read_text().split() == ["reset", "a", "new"]
 
 
@@ -248,5 +248,5 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path) -> None:
 def test_what_a_step_started_ends_with_it(pool_of, tmp_path) -> None:
     pool = pool_of(Echo(str(tmp_path)), timeout_s=1.0)
     pool.reset(starts(2))
-    answers(pool, {0: "start"})
+    step_all(pool, {0: "start"})
     wait_until_gone([int(Path(tmp_path, "pid").read_text())])

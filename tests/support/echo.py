@@ -1,4 +1,4 @@
-"""An environment that imports little, so that worker processes have it at once."""
+"""Environment with few imports, so that worker processes start quickly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from litgrpo.environments.base import StepResult
 
 @dataclass
 class Echo:
-    """Answers with as many letters as a turn's number and text say; rewards turn numbers."""
+    """Answers with a number of letters that depends on the turn; rewards turn numbers."""
 
     lengths: tuple[int, ...] = (3, 1, 40)
     opening: str = ""

@@ -1,4 +1,4 @@
-"""Environments that do what environments should not do."""
+"""Environments that hang, crash, flood their output, or are not deterministic."""
 
 import os
 import random
@@ -11,18 +11,18 @@ import numpy as np
 
 from litgrpo.environments.base import StepResult
 
-TOLD = []  # a module's own list
+MODULE_STATE = []
 
 
 @dataclass
 class Echo:
-    """Says a turn again, with its number; some words end it, with the process or without."""
+    """Repeats a turn with its number; the words in FAULTS cause a fault."""
 
-    folder: str = ""  # where it leaves traces
-    heard: list = field(default_factory=list)
+    folder: str = ""  # folder of the files that record its calls
+    actions: list = field(default_factory=list)
 
     def reset(self, row, seed):
-        self.heard = [seed]
+        self.actions = [seed]
         self.leave("reset")
         if row.get("bad"):
             return self.answer(row["bad"])
@@ -30,7 +30,7 @@ class Echo:
 
     def step(self, action):
         self.leave(action)
-        self.heard.append(action)
+        self.actions.append(action)
         return self.answer(action)
 
     def leave(self, word):
@@ -44,15 +44,15 @@ class Echo:
         marker.touch()
         return first
 
-    def answer(self, said):
-        if said in FAULTS:
-            return FAULTS[said](self)
-        return StepResult(f"{len(self.heard) - 1} {said}", reward=1.0, state=tuple(self.heard))
+    def answer(self, word):
+        if word in FAULTS:
+            return FAULTS[word](self)
+        return StepResult(f"{len(self.actions) - 1} {word}", reward=1.0, state=tuple(self.actions))
 
     def dies_once(self):
         if self.first_time("death"):
             os._exit(3)
-        return StepResult(f"{len(self.heard) - 1} die once", 1.0, state=tuple(self.heard))
+        return StepResult(f"{len(self.actions) - 1} die once", 1.0, state=tuple(self.actions))
 
     def starts_a_program(self):
         child = subprocess.Popen(["setsid", "sleep", "600"])
@@ -91,7 +91,7 @@ FAULTS = {
 
 @dataclass
 class Meeting:
-    """Answers only when so many episodes are in the middle of a step at the same time."""
+    """Answers only when `of` episodes are inside a step at the same time."""
 
     folder: str
     of: int
@@ -118,7 +118,7 @@ class Dice:
 
 
 class Counting(Dice):
-    """Counts in its class: episodes change each other."""
+    """Counts in a class attribute, which all episodes share."""
 
     played = 0
 
@@ -127,16 +127,16 @@ class Counting(Dice):
         return StepResult(str(Counting.played))
 
 
-class Telling(Dice):
-    """Keeps what was said in its module."""
+class ModuleState(Dice):
+    """Keeps turns in a module variable, which all episodes share."""
 
     def step(self, action):
-        TOLD.append(action)
-        return StepResult(" ".join(TOLD))
+        MODULE_STATE.append(action)
+        return StepResult(" ".join(MODULE_STATE))
 
 
 class Clock(Dice):
-    """Looks at the clock."""
+    """Returns the clock."""
 
     def step(self, action):
         return StepResult(str(time.perf_counter_ns()))

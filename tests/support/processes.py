@@ -17,7 +17,7 @@ def letters(prompts, completions):
 
 
 def trainer(num_processes):
-    """A silent trainer of so many processes."""
+    """Return a trainer without output for this number of processes."""
     return Trainer(
         accelerator="cpu",
         devices=num_processes,
@@ -76,6 +76,6 @@ def in_a_process_of_one_thread(function, folder, *words):
 
 
 def once_alone_and_once_in_two(function, folder, *words):
-    """For 1 process and for 2."""
+    """Call `function` for 1 process and for 2."""
     for number in (1, 2):
         function(number, folder, *words)

@@ -10,17 +10,17 @@ def starts(num=4, iteration=0, **row):
     ]
 
 
-def answers(pool, said):
-    """What each episode hears; {episode: turn}."""
-    for episode, turn in said.items():
-        pool.send(episode, turn)
-    heard = {}
-    while len(heard) < len(said):
-        heard |= pool.receive(wait=True)
-    return {episode: heard[episode] for episode in said}
+def step_all(pool, actions):
+    """Send {episode: turn} and return {episode: result}."""
+    for episode, action in actions.items():
+        pool.send(episode, action)
+    results = {}
+    while len(results) < len(actions):
+        results |= pool.receive(wait=True)
+    return {episode: results[episode] for episode in actions}
 
 
-def texts(heard):
+def texts(results):
     return {
-        n: each.observation if isinstance(each, StepResult) else each for n, each in heard.items()
+        n: each.observation if isinstance(each, StepResult) else each for n, each in results.items()
     }

@@ -1,4 +1,4 @@
-"""What answers the policy between its turns: tools, games, and environments of other libraries."""
+"""Environments for multi-turn episodes: tools, games, and adapters for other libraries."""
 
 from litgrpo.environments.adapters.gymnasium_env import TextEnv
 from litgrpo.environments.adapters.openenv import OpenEnv

@@ -119,8 +119,8 @@ class DescribesTools(Protocol):
 
 def shown_schemas_of(environment: object) -> list[dict[str, Any]]:
     """Return the schemas that the chat template shows: [] if the prompt text lists the tools."""
-    told = isinstance(environment, DescribesTools) and environment.list_tools_in_prompt
-    return [] if told else schemas_of(environment)
+    in_prompt = isinstance(environment, DescribesTools) and environment.list_tools_in_prompt
+    return [] if in_prompt else schemas_of(environment)
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,12 @@ class EpisodeStart:
 
     Args:
         row: {column: value} of its prompt.
-        seed: of its environment; equal within a group.
+        seed: seed of its environment; equal within a group.
         key: (iteration, attempt, prompt, completion): identifies the episode in logs and messages.
+
+    Example:
+        >>> EpisodeStart({"prompt": "Guess."}, seed=7, key=(0, 0, 2, 1)).key
+        (0, 0, 2, 1)
     """
 
     row: dict[str, Any]
@@ -144,6 +148,10 @@ class FailedEpisode:
 
     Args:
         reason: one line, such as `timed out` or `ValueError: ...`.
+
+    Example:
+        >>> FailedEpisode("timed out after 10 s").reason
+        'timed out after 10 s'
     """
 
     reason: str
@@ -154,41 +162,41 @@ class EpisodePool(ABC):
 
     @abstractmethod
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; those before are over.
+        """Reset one episode for each start; earlier episodes end.
 
         Returns:
-            What each adds to its prompt.
+            Addition of each episode to its prompt.
         """
 
     @abstractmethod
-    def send(self, episode: int, said: str) -> None:
-        """Hand over a turn; the answer comes by `heard`.
+    def send(self, episode: int, action: str) -> None:
+        """Send a turn to an episode; `receive` returns the result.
 
         Args:
-            episode: its number among the starts.
-            said: the turn's text.
+            episode: index of its start.
+            action: text of the turn.
         """
 
     @abstractmethod
     def receive(self, *, wait: bool) -> dict[int, StepResult | FailedEpisode]:
-        """The answers that came since the last call.
+        """Return the results that arrived since the last call.
 
         Args:
-            wait: until there is one, where an episode has not been answered.
+            wait: block until there is a result, if one is outstanding.
 
         Returns:
-            {number of the episode: its answer}; nothing follows a failure or `StepResult.done`.
+            {index of the episode: its result}; a failure or `StepResult.done` is the last one.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End every episode, and processes where there are some."""
+        """End all episodes and worker processes."""
 
     def single_process_pool(self) -> EpisodePool | None:
-        """A pool of the same environment in one process, to see whether it is a function.
+        """Return a pool with one process, to check that the environment is deterministic.
 
         Returns:
-            None where that cannot be asked, or where it need not be one.
+            None if the environment need not be deterministic.
         """
         return None
 
@@ -207,6 +215,13 @@ class FailureCounter:
 
     Args:
         max_failed_frac: allowed fraction of failed episodes per batch.
+
+    Example:
+        >>> failures = FailureCounter(max_failed_frac=0.5)
+        >>> failures.reset([EpisodeStart({}, 0, (0, 0, 0, n)) for n in range(4)])
+        >>> failures.count({3: FailedEpisode("timed out")})
+        >>> failures.failed
+        {3: 'timed out'}
     """
 
     def __init__(self, max_failed_frac: float) -> None:
@@ -216,21 +231,21 @@ class FailureCounter:
         self.reasons: Counter[str] = Counter()  # of the whole run
         self.starts: Sequence[EpisodeStart] = ()
         self.failed: dict[int, str] = {}
-        self.stories: dict[int, str] = {}
+        self.details: dict[int, str] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> None:
-        """A new batch."""
-        self.starts, self.failed, self.stories = starts, {}, {}
+        """Start a new batch."""
+        self.starts, self.failed, self.details = starts, {}, {}
 
-    def lost(self, episode: int, error: WorkerError) -> None:
-        """Keep what a worker showed before it ended, such as where a step hung."""
-        self.stories[episode] = str(error)
+    def record_details(self, episode: int, error: WorkerError) -> None:
+        """Keep a lost worker's output for the warning, such as the stack of a step that hung."""
+        self.details[episode] = str(error)
 
     def count(self, failed: Mapping[int, FailedEpisode]) -> None:
         """Add the failures of some episodes of the batch.
 
         Raises:
-            EnvironmentFailure: more failed than may.
+            EnvironmentFailure: more than `max_failed_frac` failed.
         """
         for episode, each in failed.items():
             before = self.reasons.total()
@@ -238,8 +253,8 @@ class FailureCounter:
             self.reasons[each.reason] += 1
             if not before:
                 log.warning(
-                    "%s failed and is left out: %s. %s",
-                    *(self._named(episode), each.reason, self.stories.get(episode, "")),
+                    "%s failed and is excluded from training: %s. %s",
+                    *(self._describe(episode), each.reason, self.details.get(episode, "")),
                 )
             elif self.reasons.total().bit_length() > before.bit_length():  # the total doubled
                 listed = ", ".join(f"{why}: {n}" for why, n in self.reasons.most_common(3))
@@ -248,10 +263,10 @@ class FailureCounter:
             first = min(self.failed)
             raise EnvironmentFailure(
                 f"environment: {len(self.failed)} of {len(self.starts)} episodes failed; the first"
-                f" is {self._named(first)}: {self.failed[first]}. Mend the environment, or give"
-                " its steps more time by episode.timeout_s."
+                f" is {self._describe(first)}: {self.failed[first]}. Fix the environment, or raise"
+                " episode.timeout_s if its steps are slow."
             )
 
-    def _named(self, episode: int) -> str:
+    def _describe(self, episode: int) -> str:
         _, _, prompt, completion = self.starts[episode].key
         return f"the episode of completion {completion} of prompt {prompt}"

@@ -1,4 +1,4 @@
-"""Play episodes in this process; also used inside worker processes."""
+"""Episodes played in the calling process; also used inside worker processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
-import numpy as np  # its generator must not first exist in the middle of an episode
+import numpy as np  # imported here, so that its generator exists before the first seeding
 
 from litgrpo.environments.base import (
     Environment,
@@ -28,31 +28,43 @@ Generators = dict[str, Any]
 
 
 class PlayRequest(NamedTuple):
-    """What is asked of an episode: to begin, to go on, or both.
+    """Request to reset an episode, to continue it, or both.
 
     Args:
-        batch: number of the batch; the episodes of the one before are over.
-        episode: its number in the batch.
-        start: begin it, also where it is known; None goes on.
-        said: turns, one after the other. The answer is that to the last, or what `reset` gave.
+        batch: number of the batch; a new number ends the episodes of the previous one.
+        episode: index in the batch.
+        start: resets the episode; None continues it.
+        actions: turns to step through. The result of the last is returned, or that of `reset`.
+
+    Example:
+        >>> PlayRequest(batch=1, episode=0, start=None, actions=("7",)).actions
+        ('7',)
     """
 
     batch: int
     episode: int
     start: EpisodeStart | None
-    said: tuple[str, ...]
+    actions: tuple[str, ...]
 
 
 class EpisodePlayer:
-    """The episodes that are played in one process, one call at a time.
+    """Plays the episodes of one process, one call at a time.
 
-    The global generators of `random`, numpy and torch are each episode's own: seeded when it
-    begins, and put back when it is called again after another one was.
+    Each episode has separate states of the global generators of `random`, numpy and torch. They are
+    seeded at its reset and restored before each of its steps. An episode that draws from them is
+    therefore independent of the other episodes in its process.
 
     Args:
-        environment: the pattern; every episode is played by a copy.
-        max_chars: of a text that an environment says; longer ones are cut in the middle.
-        caught: what an environment may raise; it fails the episode.
+        environment: prototype; every episode is played by a copy.
+        max_chars: length limit of an observation; longer ones are cut in the middle.
+        caught: exceptions that fail the episode instead of propagating.
+
+    Example:
+        >>> from litgrpo.environments.examples import NumberGame
+        >>> player = EpisodePlayer(NumberGame(maximum=1))
+        >>> start = EpisodeStart({}, 0, (0, 0, 0, 0))
+        >>> player.play(PlayRequest(0, 0, start, ("1",))).reward
+        1.0
     """
 
     def __init__(
@@ -66,37 +78,38 @@ class EpisodePlayer:
         self.copies: dict[int, Environment] = {}
         self.seeds: dict[int, int] = {}
         self.generators: dict[int, Generators] = {}
-        self.current: int | None = None  # whose generators are in place
+        self.current: int | None = None  # episode whose generator states are active
 
-    def play(self, asked: PlayRequest) -> Observation | StepResult | FailedEpisode:
-        """The answer to the last of some turns."""
-        if asked.batch != self.batch:
+    def play(self, request: PlayRequest) -> Observation | StepResult | FailedEpisode:
+        """Run a request; return the result of its last turn."""
+        if request.batch != self.batch:
             self.close()
-            self.batch = asked.batch
+            self.batch = request.batch
         try:
-            return self._play(asked.episode, asked.start, asked.said)
+            return self._play(request.episode, request.start, request.actions)
         except self.caught as error:
             return FailedEpisode(cause_of(error))
 
     def _play(
-        self, episode: int, start: EpisodeStart | None, said: tuple[str, ...]
+        self, episode: int, start: EpisodeStart | None, actions: tuple[str, ...]
     ) -> Observation | StepResult:
-        answer: Observation | StepResult = ""
+        result: Observation | StepResult = ""
         self.switch_to(episode if start is None else None)
         if start is not None:
             self._end(episode)
             self.seeds[episode], self.current = start.seed, episode
             seed_rngs(start.seed)
+            # Copies: an environment may change its own attributes or the row.
             self.copies[episode] = copy.deepcopy(self.environment)
             opening = self.copies[episode].reset(copy.deepcopy(start.row), start.seed)
-            answer = shorten(check_observation(opening), self.max_chars)
-        for text in said:
-            heard = check_result(self.copies[episode].step(text))
-            answer = replace(heard, observation=shorten(heard.observation, self.max_chars))
-        return answer
+            result = shorten(check_observation(opening), self.max_chars)
+        for action in actions:
+            step = check_result(self.copies[episode].step(action))
+            result = replace(step, observation=shorten(step.observation, self.max_chars))
+        return result
 
     def switch_to(self, episode: int | None) -> None:
-        """Put the generators of an episode in place, and keep those of the one before."""
+        """Save the generator states of the current episode and restore those of another."""
         if self.current == episode:
             return
         if self.current is not None:
@@ -106,10 +119,10 @@ class EpisodePlayer:
         self.current = episode
 
     def _end(self, episode: int) -> None:
-        """Close an episode, if there is one and its environment can be closed."""
-        played = self.copies.pop(episode, None)
-        if hasattr(played, "close"):
-            played.close()
+        """Close an episode's environment, if it has `close`."""
+        environment = self.copies.pop(episode, None)
+        if environment is not None and hasattr(environment, "close"):
+            environment.close()
 
     def close(self) -> None:
         """End all episodes."""
@@ -119,17 +132,18 @@ class EpisodePlayer:
 
 
 def handle_request(
-    loaded: dict[str, Any], asked: PlayRequest, send: Any
+    loaded: dict[str, Any], request: PlayRequest, send: Any
 ) -> Observation | StepResult | FailedEpisode:
-    """Answer in a worker; see `processes.worker.Handler`."""
-    if "stage" not in loaded:
-        loaded["stage"] = EpisodePlayer(*loaded["environment"])
-    stage: EpisodePlayer = loaded["stage"]
-    return stage.play(asked)
+    """Answer a request in a worker; see `workers.worker.Handler`."""
+    # A worker answers many requests; the player keeps its episodes between them.
+    if "player" not in loaded:
+        loaded["player"] = EpisodePlayer(*loaded["environment"])
+    player: EpisodePlayer = loaded["player"]
+    return player.play(request)
 
 
 def get_rng_states() -> Generators:
-    """The states of the global generators of `random`, numpy and, where it is loaded, torch."""
+    """Return the states of the global generators of `random`, numpy and, if imported, torch."""
     states: Generators = {"random": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if "torch" in sys.modules:
         states["torch"] = sys.modules["torch"].get_rng_state()
@@ -137,7 +151,7 @@ def get_rng_states() -> Generators:
 
 
 def set_rng_states(states: Generators, seed: int) -> None:
-    """Put states in place; torch, where it was loaded since, is seeded."""
+    """Restore generator states; seed torch if it was imported after they were saved."""
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
     if "torch" in states:
@@ -147,57 +161,63 @@ def set_rng_states(states: Generators, seed: int) -> None:
 
 
 def seed_rngs(seed: int) -> None:
-    """Seed the global generators."""
+    """Seed the global generators of `random`, numpy and, if imported, torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.manual_seed(seed % 2**63)
 
 
-def check_result(heard: object) -> StepResult:
-    """What `step` returned.
+def check_result(result: object) -> StepResult:
+    """Return the value of `step` unchanged.
 
     Raises:
-        TypeError, ValueError: it is no `StepResult`, or its reward no number.
+        TypeError, ValueError: it is not a `StepResult`, or its reward is not finite.
     """
-    if not isinstance(heard, StepResult):
-        raise TypeError(f"step returned {type(heard).__name__} instead of StepResult")
-    check_observation(heard.observation)
-    if heard.reward is not None and not isfinite(heard.reward):
-        raise ValueError(f"the reward of a turn is {heard.reward}")
-    return heard
+    if not isinstance(result, StepResult):
+        raise TypeError(f"step returned {type(result).__name__} instead of StepResult")
+    check_observation(result.observation)
+    if result.reward is not None and not isfinite(result.reward):
+        raise ValueError(
+            f"the reward of a turn is {result.reward}, expected a finite number or None"
+        )
+    return result
 
 
-def check_observation(said: object) -> Observation:
-    """What `reset` returned, or what was heard.
+def check_observation(observation: object) -> Observation:
+    """Return an observation unchanged.
 
     Raises:
         TypeError: it is neither a text nor a list of messages.
     """
-    messages = said if isinstance(said, list) else []
-    if isinstance(said, str) or (said is messages and all(type(one) is dict for one in messages)):
-        return said
-    raise TypeError(f"the environment said {type(said).__name__} instead of a text or messages")
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, list) and all(type(each) is dict for each in observation):
+        return observation
+    kind = type(observation).__name__
+    raise TypeError(f"the environment returned {kind}, expected a text or a list of messages")
 
 
-def shorten(said: Observation, max_chars: int | None) -> Observation:
-    """A text, or the texts of messages, cut in the middle, and saying so, where they are longer.
+def shorten(observation: Observation, max_chars: int | None) -> Observation:
+    """Cut texts longer than `max_chars` in the middle, and mark the cut.
+
+    Beginning and end are kept, because results and errors are often at the end.
 
     Example:
         >>> shorten("abcdefghij", 4)
         'ab ... (6 characters left out) ... ij'
     """
     if max_chars is None:
-        return said
-    if not isinstance(said, str):
+        return observation
+    if not isinstance(observation, str):
         return [
             {
                 name: _cut(value, max_chars) if name == "content" else value
                 for name, value in m.items()
             }
-            for m in said
+            for m in observation
         ]
-    return _cut(said, max_chars)
+    return _cut(observation, max_chars)
 
 
 def _cut(text: Any, max_chars: int) -> Any:
@@ -209,15 +229,24 @@ def _cut(text: Any, max_chars: int) -> Any:
 
 
 class InProcessEpisodes(EpisodePool):
-    """Plays episodes in this process: the quickest for tools that take no time.
+    """Plays episodes in this process: fastest for tools that take no time.
 
-    What raises fails its episode; what hangs or crashes cannot be survived. The global random
-    generators are an episode's own while it is called, and are put back.
+    An exception fails its episode, but a hang or a crash stops the run. The process's random
+    generators are restored after each call.
 
     Args:
-        environment: the pattern; every episode is played by a copy.
-        max_observation_chars: of a text that is heard; longer ones are cut in the middle.
-        max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
+        environment: prototype; every episode is played by a copy.
+        max_observation_chars: length limit of an observation; longer ones are cut in the middle.
+        max_failed_frac: allowed fraction of failed episodes per batch; more stop the run.
+
+    Example:
+        >>> from litgrpo.environments.examples import NumberGame
+        >>> pool = InProcessEpisodes(NumberGame(maximum=1))
+        >>> pool.reset([EpisodeStart({}, 0, (0, 0, 0, 0))])
+        ['']
+        >>> pool.send(0, "1")
+        >>> pool.receive(wait=True)[0].done
+        True
     """
 
     def __init__(
@@ -227,13 +256,13 @@ class InProcessEpisodes(EpisodePool):
         max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
     ) -> None:
-        self.stage = EpisodePlayer(environment, max_observation_chars, (Exception, SystemExit))
+        self.player = EpisodePlayer(environment, max_observation_chars, (Exception, SystemExit))
         self.failures = FailureCounter(max_failed_frac)
         self.batch = 0
         self.ready: dict[int, Any] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; those before are over.
+        """Reset one episode for each start; earlier episodes end.
 
         Raises:
             EnvironmentFailure: too many episodes failed.
@@ -245,12 +274,12 @@ class InProcessEpisodes(EpisodePool):
         openings = self.receive(wait=True)
         return [openings[episode] for episode in range(len(starts))]
 
-    def send(self, episode: int, said: str) -> None:
-        """Answer a turn at once."""
-        self._play(PlayRequest(self.batch, episode, None, (said,)))
+    def send(self, episode: int, action: str) -> None:
+        """Step an episode at once; see `EpisodePool.send`."""
+        self._play(PlayRequest(self.batch, episode, None, (action,)))
 
     def receive(self, *, wait: bool) -> dict[int, Any]:
-        """The answers that came since the last call.
+        """Return the results that arrived since the last call.
 
         Raises:
             EnvironmentFailure: too many episodes failed.
@@ -262,20 +291,21 @@ class InProcessEpisodes(EpisodePool):
         return ready
 
     def single_process_pool(self) -> EpisodePool:
-        """The same again."""
-        stage = self.stage
+        """Return another pool of the same environment."""
+        player = self.player
         return InProcessEpisodes(
-            stage.environment, max_observation_chars=stage.max_chars, max_failed_frac=1.0
+            player.environment, max_observation_chars=player.max_chars, max_failed_frac=1.0
         )
 
     def close(self) -> None:
-        """End every episode."""
-        self.stage.close()
+        """End all episodes."""
+        self.player.close()
 
-    def _play(self, asked: PlayRequest) -> None:
+    def _play(self, request: PlayRequest) -> None:
+        # Training draws from the same global generators; an episode must not advance them.
         outer = get_rng_states()
         try:
-            self.ready[asked.episode] = self.stage.play(asked)
-            self.stage.switch_to(None)
+            self.ready[request.episode] = self.player.play(request)
+            self.player.switch_to(None)
         finally:
             set_rng_states(outer, 0)

@@ -12,113 +12,124 @@ from typing import Any
 
 from litgrpo.environments.base import EpisodePool, EpisodeStart, FailedEpisode, Message, StepResult
 
-Answer = str | list[dict[str, Any]] | StepResult | FailedEpisode
+Response = str | list[dict[str, Any]] | StepResult | FailedEpisode
 Key = tuple[int | str, ...]
-KINDS = {"heard": StepResult, "failed": FailedEpisode}
+KINDS = {"step": StepResult, "failed": FailedEpisode}
 
 
 class ResponseLog:
-    """Answers by (iteration, attempt, prompt, completion, turn) and a digest of all that was said.
+    """Responses by (iteration, attempt, prompt, completion, turn) and a digest of all turns.
 
-    Each iteration has a file, `iteration=000012.jsonl`; every answer is a line, written at once. A
-    line that a kill has cut is skipped. Before an iteration is begun, the files of those from which
-    no checkpoint leads any more are removed: older than the second newest checkpoint.
+    A search or a web service may answer differently after a resume. The log returns the recorded
+    response instead, so that the resumed run equals one that was never interrupted.
+
+    Each iteration has a file, `iteration=000012.jsonl`, with one line per response, written
+    immediately. Lines cut by a kill are skipped. Files older than the second newest checkpoint are
+    removed, because no run can resume before it.
 
     Args:
-        folder: where the files are.
+        folder: folder of the files.
         checkpoints: folder of the run's checkpoints.
+
+    Example::
+
+        log = ResponseLog("runs/a/tool_responses", "runs/a/checkpoints")
+        log.save(start, ("search(lake)",), StepResult("Lake Como"))
+        log.find(start, ("search(lake)",)).observation  # "Lake Como"
     """
 
     def __init__(self, folder: str | Path, checkpoints: str | Path) -> None:
         self.folder, self.checkpoints = Path(folder), Path(checkpoints)
         self.iteration = -1
-        self.known: dict[Key, Answer] = {}
+        self.responses: dict[Key, Response] = {}
         self.file = -1
 
-    def find(self, start: EpisodeStart, said: tuple[str, ...]) -> Answer | None:
-        """What an episode heard when it said this before, or None."""
+    def find(self, start: EpisodeStart, actions: tuple[str, ...]) -> Response | None:
+        """Return the recorded response to these turns, or None."""
         self._open(start.key[0])
-        return self.known.get(key(start, said))
+        return self.responses.get(key_of(start, actions))
 
-    def keep(self, start: EpisodeStart, said: tuple[str, ...], answer: Answer) -> Answer:
-        """Write an answer down.
+    def save(self, start: EpisodeStart, actions: tuple[str, ...], response: Response) -> Response:
+        """Append a response to the file.
 
         Returns:
-            The answer as it will be heard again: states and messages as JSON can hold them.
+            The response as `find` returns it, with states and messages converted by JSON. The
+            first run must use it as well; otherwise it would differ from a resumed one.
         """
         self._open(start.key[0])
-        entry = {"key": key(start, said), **encoded(answer)}
+        entry = {"key": key_of(start, actions), **encode(response)}
         line = json.dumps(entry, default=repr)
+        # One unbuffered write: a kill after it loses nothing, and ranks append whole lines.
         os.write(self.file, line.encode() + b"\n")
-        again = decoded(json.loads(line))
-        self.known[key(start, said)] = again
-        return again
+        loaded = decode(json.loads(line))
+        self.responses[key_of(start, actions)] = loaded
+        return loaded
 
     def _open(self, iteration: int) -> None:
-        """Go over to the file of an iteration."""
+        """Open the file of an iteration and load its responses."""
         if iteration == self.iteration:
             return
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._forget()
+        self._remove_old_files()
         path = self.folder / f"iteration={iteration:06d}.jsonl"
         text = path.read_bytes() if path.exists() else b""
-        self.known = dict(entry for line in text.splitlines() for entry in _read(line))
+        self.responses = dict(entry for line in text.splitlines() for entry in _read(line))
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if not text.endswith(b"\n") and text:  # a kill came in the middle of a line
+        if not text.endswith(b"\n") and text:  # a kill cut the last line
             os.write(self.file, b"\n")
         self.iteration = iteration
 
-    def _forget(self) -> None:
-        """Remove what no run that goes on can ask for."""
+    def _remove_old_files(self) -> None:
+        """Remove files that no resumed run can need."""
         saved = sorted(map(_number, self.checkpoints.glob("iteration=*.ckpt")))
         needed = saved[-2] if len(saved) > 1 else 0
         for file in self.folder.glob("iteration=*.jsonl"):
             if _number(file) < needed:
-                file.unlink(missing_ok=True)  # another process of the run may be quicker
+                file.unlink(missing_ok=True)  # another rank may have removed it
 
     def close(self) -> None:
         """Close the file."""
         if self.file >= 0:
             os.close(self.file)
-        self.file, self.iteration, self.known = -1, -1, {}
+        self.file, self.iteration, self.responses = -1, -1, {}
 
 
-def key(start: EpisodeStart, said: tuple[str, ...]) -> Key:
-    """Names an answer: which episode, how many turns, and a digest of row, seed and turns."""
-    given = json.dumps([start.row, start.seed, said], default=repr, sort_keys=True)
+def key_of(start: EpisodeStart, actions: tuple[str, ...]) -> Key:
+    """Return the key of a response: episode, number of turns, digest of row, seed and turns."""
+    given = json.dumps([start.row, start.seed, actions], default=repr, sort_keys=True)
     digest = hashlib.blake2b(given.encode(), digest_size=12).hexdigest()
-    return (*start.key, len(said), digest)
+    return (*start.key, len(actions), digest)
 
 
-def encoded(answer: Answer) -> dict[str, Any]:
-    """An answer as a kind and plain values."""
-    kind = next((name for name, of in KINDS.items() if isinstance(answer, of)), "opening")
-    return {kind: answer if isinstance(answer, str | list) else asdict(answer)}
+def encode(response: Response) -> dict[str, Any]:
+    """Convert a response to {kind: JSON values}."""
+    kind = next((name for name, of in KINDS.items() if isinstance(response, of)), "opening")
+    return {kind: response if isinstance(response, str | list) else asdict(response)}
 
 
-def decoded(entry: dict[str, Any]) -> Answer:
-    """The answer of a line."""
+def decode(entry: dict[str, Any]) -> Response:
+    """Rebuild the response of a line."""
     if "failed" in entry:
         return FailedEpisode(**entry["failed"])
-    if "heard" not in entry:
+    if "step" not in entry:
         return entry["opening"]
-    fields = entry["heard"]
+    fields = entry["step"]
     calls = {name: (made, failed) for name, (made, failed) in fields["calls"].items()}
     return StepResult(**(fields | {"calls": calls, "state": _hashable(fields["state"])}))
 
 
-def _read(line: bytes) -> list[tuple[Key, Answer]]:
-    """The entry of a line; nothing where a kill has cut it."""
+def _read(line: bytes) -> list[tuple[Key, Response]]:
+    """Return the entry of a line; nothing if a kill cut it."""
     try:
         entry = json.loads(line)
-        return [(tuple(entry["key"]), decoded(entry))]
+        return [(tuple(entry["key"]), decode(entry))]
     except (ValueError, KeyError, TypeError):
         return []
 
 
 def _hashable(value: Any) -> Any:
-    """JSON has lists where states have tuples."""
+    """Convert lists to tuples: states must be hashable, and JSON has no tuples."""
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
@@ -126,63 +137,63 @@ def _number(path: Path) -> int:
     return int(path.stem.partition("=")[2].partition("-")[0])
 
 
-Played = list[
-    str | list[Message] | StepResult | FailedEpisode
-]  # what an episode heard, its opening first
+# Responses of an episode, that of `reset` first.
+Transcript = list[str | list[Message] | StepResult | FailedEpisode]
 
 
 def find_deviations(
-    pool: EpisodePool, starts: Sequence[EpisodeStart], said: Sequence[str]
+    pool: EpisodePool, starts: Sequence[EpisodeStart], actions: Sequence[str]
 ) -> list[str]:
-    """Play one episode alone, once more, and beside others; what it heard differently.
+    """Play an episode alone, again, and next to others; describe responses that differ.
 
-    All are played by one pool, which should play them in one process: state that outlives an
-    episode (an attribute of a class, a module's list) or is drawn from elsewhere (a clock, a
-    network, the system's random numbers) then shows. The global random generators do not: pools
-    keep them apart.
+    One process plays all of them. This reveals state that outlives an episode (class attributes,
+    module variables) and non-deterministic inputs (clock, network, system random numbers). Global
+    random generators are not reported, because pools isolate them.
 
     Args:
-        pool: of one process, such as `EpisodeWorkers(environment, num_workers=1)`.
-        starts: the first is compared; the others are played beside it.
-        said: the turns of every episode.
+        pool: pool with one process, such as `EpisodeWorkers(environment, num_workers=1)`.
+        starts: the first is compared; the others are played next to it.
+        actions: turns of every episode.
 
     Returns:
-        A line for each answer that differs.
+        One line for each response that differs.
     """
-    alone, again = (play_episodes(pool, starts[:1], said)[0] for _ in range(2))
-    beside = play_episodes(pool, starts, said)[0]
-    found = _differences(alone, again, "played once more")
-    return found + _differences(alone, beside, "played beside others")
+    alone, again = (play_episodes(pool, starts[:1], actions)[0] for _ in range(2))
+    together = play_episodes(pool, starts, actions)[0]
+    found = _find_differences(alone, again, "played again")
+    return found + _find_differences(alone, together, "played next to others")
 
 
 def play_episodes(
-    pool: EpisodePool, starts: Sequence[EpisodeStart], said: Sequence[str]
-) -> list[Played]:
-    """What each of some episodes heard, from its opening to its end."""
-    told: list[Played] = [[opening] for opening in pool.reset(starts)]
-    for turn in said:
-        going = {n for n, episode in enumerate(told) if not _is_over(episode[-1])}
-        for n in sorted(going):
-            pool.send(n, turn)
-        while going:
-            heard = pool.receive(wait=True)
-            for n, answer in heard.items():
-                told[n].append(answer)
-            going -= heard.keys()
-    return told
+    pool: EpisodePool, starts: Sequence[EpisodeStart], actions: Sequence[str]
+) -> list[Transcript]:
+    """Play episodes to their end; return the responses of each."""
+    transcripts: list[Transcript] = [[opening] for opening in pool.reset(starts)]
+    for action in actions:
+        running = {n for n, episode in enumerate(transcripts) if not _is_over(episode[-1])}
+        for n in sorted(running):
+            pool.send(n, action)
+        while running:
+            received = pool.receive(wait=True)
+            for n, response in received.items():
+                transcripts[n].append(response)
+            running -= received.keys()
+    return transcripts
 
 
-def _is_over(answer: object) -> bool:
-    return isinstance(answer, FailedEpisode) or (isinstance(answer, StepResult) and answer.done)
+def _is_over(response: object) -> bool:
+    if isinstance(response, StepResult):
+        return response.done
+    return isinstance(response, FailedEpisode)
 
 
-def _differences(first: Played, second: Played, how: str) -> list[str]:
-    """Numbers of calls and texts of differing answers; one that is missing differs, too."""
+def _find_differences(first: Transcript, second: Transcript, how: str) -> list[str]:
+    """Describe differing responses; a missing one counts as different."""
     missing = FailedEpisode("nothing")
     longer = max(len(first), len(second))
     padded = [[*each, *[missing] * (longer - len(each))] for each in (first, second)]
     return [
-        f"{f'turn {turn}' if turn else 'reset'}, {how}: {two!r:.80} in place of {one!r:.80}"
+        f"{f'turn {turn}' if turn else 'reset'}, {how}: got {two!r:.80}, expected {one!r:.80}"
         for turn, (one, two) in enumerate(zip(*padded, strict=True))
         if one != two
     ]

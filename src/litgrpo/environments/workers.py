@@ -1,4 +1,4 @@
-"""Episodes in worker processes that can be killed, side by side."""
+"""Episodes in parallel worker processes, which are killed if a step hangs."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ from litgrpo.environments.response_log import ResponseLog
 from litgrpo.workers.failures import TIMEOUT, WorkerError
 from litgrpo.workers.pool import Worker, WorkerPool
 
-MOST_WORKERS = 64
-MOST_STARTED_ANEW = 4  # where a process has threads and cannot be forked
+MAX_WORKERS = 64
+MAX_UNFORKED = 4  # limit if the environment cannot be forked: each process imports it again
 OnTimeout = Literal["fail", "reply"]
-LATE = "The answer took too long and was given up."
+TIMEOUT_REPLY = "The answer took too long and was given up."
 HANDLER = "litgrpo.environments.episode:handle_request"
 
 
 @dataclass(eq=False)
 class RunningEpisode:
-    """An episode as the run knows it.
+    """State of an episode in the parent process, sufficient to replay it in another worker.
 
     Args:
-        number: in its batch.
-        start: how it began.
-        process: place of the process that plays it.
+        number: index in its batch.
+        start: row, seed and key.
+        process: slot of the worker that plays it.
+        actions: all turns, the key of the response log.
+        stepped: turns to replay, without those that timed out.
+        held_by: worker that has the episode in memory.
+        num_lost: workers lost while playing the current turn.
     """
 
     number: int
     start: EpisodeStart
     process: WorkerSlot
-    said: list[str] = field(default_factory=list)  # everything, for the response_log
-    stepped: list[str] = field(default_factory=list)  # without turns that were given up
-    held_by: Worker | None = None  # the worker that has it in memory
-    lost: int = 0  # workers that this turn has cost
+    actions: list[str] = field(default_factory=list)
+    stepped: list[str] = field(default_factory=list)
+    held_by: Worker | None = None
+    num_lost: int = 0
 
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A place for a worker, and the episodes that wait for it."""
+    """A worker, replaced when it is lost, and the queue of its episodes."""
 
     worker: Worker | None = None
     waiting: deque[RunningEpisode] = field(default_factory=deque)
@@ -66,7 +70,7 @@ def episode_pool(
     max_observation_chars: int | None = None,
     response_log: ResponseLog | None = None,
 ) -> EpisodePool:
-    """Episodes in worker processes, or with `num_workers=0` in this one; see `EpisodeWorkers`."""
+    """Return a pool of worker processes, or with `num_workers=0` one in this process."""
     if num_workers == 0:
         require(
             response_log is None,
@@ -85,22 +89,29 @@ def episode_pool(
 
 
 class EpisodeWorkers(EpisodePool):
-    """Plays episodes in worker processes, one for each episode while there are enough.
+    """Plays episodes in worker processes, one per episode up to a limit.
 
-    A step that takes too long, crashes or floods its output is ended with its process. The process
-    is replaced; its episodes begin again from their seeds and repeat what was said in them.
+    If a step times out, crashes or floods its output, its process is killed and replaced. The other
+    episodes of that process are reset with their seeds, and their turns are replayed.
 
     Args:
-        environment: the pattern; every episode is played by a copy.
-        timeout_s: seconds that `reset` or `step` may take, without waiting for a processor.
-        on_timeout: what becomes of an episode whose step takes too long: `fail` gives its row up,
-            `reply` answers with a fixed sentence, as if the turn had not reached the environment.
+        environment: prototype; every episode is played by a copy.
+        timeout_s: time limit of `reset` and `step`, not counting time spent waiting for a CPU.
+        on_timeout: `fail` excludes an episode whose step times out; `reply` returns `late` to the
+            policy, as if the turn had not reached the environment.
         num_workers: processes at most; default: one for each episode, at most 64.
-        max_observation_chars: of a text that is heard; longer ones are cut in the middle.
-        max_failed_frac: share of the episodes of a batch that may fail; more stop the run.
-        late: what is heard by `on_timeout: reply`.
-        response_log: of tools that are no functions of what was said.
-        pool: another's, whose launcher has loaded the environment; it is left open.
+        max_observation_chars: length limit of an observation; longer ones are cut in the middle.
+        max_failed_frac: allowed fraction of failed episodes per batch; more stop the run.
+        late: observation after a timeout, with `on_timeout: reply`.
+        response_log: log for tools that are not deterministic.
+        pool: pool of another owner, whose launcher has loaded the environment; stays open.
+
+    Example::
+
+        pool = EpisodeWorkers(NumberGame(), num_workers=8, timeout_s=2.0)
+        openings = pool.reset(starts)
+        pool.send(0, "7")
+        results = pool.receive(wait=True)  # {0: StepResult(...)}
     """
 
     def __init__(
@@ -112,7 +123,7 @@ class EpisodeWorkers(EpisodePool):
         num_workers: int | None = None,
         max_observation_chars: int | None = None,
         max_failed_frac: float = 0.5,
-        late: str | list[Message] = LATE,
+        late: str | list[Message] = TIMEOUT_REPLY,
         response_log: ResponseLog | None = None,
         pool: WorkerPool | None = None,
     ) -> None:
@@ -123,7 +134,7 @@ class EpisodeWorkers(EpisodePool):
         self.objects = (environment, max_observation_chars)
         self.timeout_s = timeout_s
         self.reply = StepResult(late) if on_timeout == "reply" else None
-        self.most_workers = num_workers or MOST_WORKERS
+        self.most_workers = num_workers or MAX_WORKERS
         self.response_log = response_log
         self.failures = FailureCounter(max_failed_frac)
         self.is_guest = pool is not None
@@ -134,10 +145,10 @@ class EpisodeWorkers(EpisodePool):
         self.ready: dict[int, Any] = {}
 
     def reset(self, starts: Sequence[EpisodeStart]) -> list[str | list[Message] | FailedEpisode]:
-        """Reset one episode for each start; those before are over.
+        """Reset one episode for each start; earlier episodes end.
 
         Returns:
-            What each adds to its prompt.
+            Addition of each episode to its prompt.
 
         Raises:
             ValueError: the environment cannot be sent to a process, or loaded there.
@@ -155,31 +166,32 @@ class EpisodeWorkers(EpisodePool):
             RunningEpisode(n, s, self.processes[n % wanted]) for n, s in enumerate(starts)
         ]
         for episode in self.playing:
-            self._answer_or_ask(episode)
+            self._look_up_or_queue(episode)
         openings: dict[int, Any] = {}
         while len(openings) < len(starts):
             openings |= self.receive(wait=True)
         return [openings[n] for n in range(len(starts))]
 
-    def send(self, episode: int, said: str) -> None:
-        """Hand over a turn; the answer comes by `heard`."""
+    def send(self, episode: int, action: str) -> None:
+        """Send a turn to an episode; `receive` returns the result."""
         playing = self.playing[episode]
-        playing.said.append(said)
-        playing.stepped.append(said)
-        playing.lost = 0
-        self._answer_or_ask(playing)
+        playing.actions.append(action)
+        playing.stepped.append(action)
+        playing.num_lost = 0
+        self._look_up_or_queue(playing)
 
     def receive(self, *, wait: bool) -> dict[int, Any]:
-        """The answers that came since the last call.
+        """Return the results that arrived since the last call.
 
         Raises:
             EnvironmentFailure: too many episodes failed.
         """
         while True:
-            patient = wait and not self.ready
-            for worker, answer, _ in self.pool.receive(wait=patient):
-                self._received(worker, answer)
-            if self.ready or not patient or not any(each.playing for each in self.processes):
+            # Output, or the loss of a worker whose turn is retried, also ends the pool's wait.
+            blocking = wait and not self.ready
+            for worker, answer, _ in self.pool.receive(wait=blocking):
+                self._handle_reply(worker, answer)
+            if self.ready or not blocking or not any(each.playing for each in self.processes):
                 break
         ready, self.ready = self.ready, {}
         self.failures.count(
@@ -205,7 +217,7 @@ class EpisodeWorkers(EpisodePool):
         )
 
     def close(self) -> None:
-        """End every episode and its process; they start again when needed."""
+        """Kill all workers; they are started again when needed."""
         if self.is_guest:
             mine = [each.worker for each in self.processes if each.worker in self.pool.workers]
             for worker in filter(None, mine):
@@ -217,7 +229,11 @@ class EpisodeWorkers(EpisodePool):
             self.response_log.close()
 
     def _register(self) -> None:
-        """Have the environment loaded, and find out how many workers there may be."""
+        """Load the environment in the launcher and start the first worker.
+
+        Raises:
+            ValueError: the environment cannot be pickled, or loading it broke the process.
+        """
         troubles = self.pool.register({"environment": self.objects})
         if troubles:
             raise ValueError(
@@ -230,24 +246,28 @@ class EpisodeWorkers(EpisodePool):
             first = self.pool.launch()
             self.processes = [WorkerSlot(first)]
             if first is not None and first.launcher.used_up:
-                self.most_workers = min(self.most_workers, MOST_STARTED_ANEW)
+                self.most_workers = min(self.most_workers, MAX_UNFORKED)
         if self.pool.failed:
             raise ValueError(f"the environment's module {self.pool.failed['environment']}")
 
-    def _answer_or_ask(self, episode: RunningEpisode) -> None:
-        """Answer from the response_log, or let the episode wait for its process."""
-        known = self.response_log and self.response_log.find(episode.start, tuple(episode.said))
-        if known is None:
+    def _look_up_or_queue(self, episode: RunningEpisode) -> None:
+        """Take the result from the response log, or queue the turn for its worker."""
+        recorded = None
+        if self.response_log is not None:
+            recorded = self.response_log.find(episode.start, tuple(episode.actions))
+        if recorded is None:
             episode.process.waiting.append(episode)
             self._ask_next(episode.process)
             return
-        episode.held_by = None  # what it has in memory lacks this turn
-        if known == self.reply:
+        episode.held_by = (
+            None  # its state in memory misses this turn: replay it before the next one
+        )
+        if recorded == self.reply:  # the turn timed out, so the environment never saw it
             episode.stepped.pop()
-        self.ready[episode.number] = known
+        self.ready[episode.number] = recorded
 
     def _ask_next(self, process: WorkerSlot) -> None:
-        """Hand the turn of the next episode to a process that waits; start one if there is none."""
+        """Send the next queued turn if the worker is idle; replace a lost worker."""
         if process.playing is not None or not process.waiting:
             return
         episode = process.playing = process.waiting.popleft()
@@ -257,37 +277,45 @@ class EpisodeWorkers(EpisodePool):
         if worker is None:
             (error,) = self.pool.failed.values()
             raise ValueError(f"the environment's module {error}")
-        again = episode.held_by is not worker
-        start = episode.start if again else None
-        turns = tuple(episode.stepped if again else episode.stepped[-1:])
-        limit_s = self.timeout_s * (again + len(turns))
+        # Another worker must reset the episode and replay all turns. Results depend only
+        # on row, seed and turns, so the replay reaches the same state. Each call has `timeout_s`.
+        if episode.held_by is worker:
+            start, turns = None, tuple(episode.stepped[-1:])
+            limit_s = self.timeout_s * len(turns)
+        else:
+            start, turns = episode.start, tuple(episode.stepped)
+            limit_s = self.timeout_s * (1 + len(turns))
         episode.held_by = worker
         self.pool.send(worker, PlayRequest(self.batch, episode.number, start, turns), limit_s)
 
-    def _received(self, worker: Worker, answer: Any) -> None:
-        """Enter an answer, or ask again where the worker was lost."""
+    def _handle_reply(self, worker: Worker, answer: Any) -> None:
+        """Record a result, or retry the turn if its worker was lost for the first time."""
         process = next(each for each in self.processes if each.worker is worker)
         episode, process.playing = process.playing, None
         assert episode is not None
         if isinstance(answer, WorkerError):
-            answer = self._failure(episode, answer)
+            answer = self._handle_loss(episode, answer)
         if answer is None:
-            process.waiting.appendleft(episode)
+            process.waiting.appendleft(episode)  # retry first, in a new worker
         else:
             if self.response_log is not None:
-                answer = self.response_log.keep(episode.start, tuple(episode.said), answer)
+                answer = self.response_log.save(episode.start, tuple(episode.actions), answer)
             self.ready[episode.number] = answer
         self._ask_next(process)
 
-    def _failure(
+    def _handle_loss(
         self, episode: RunningEpisode, error: WorkerError
     ) -> StepResult | FailedEpisode | None:
-        """What follows from the loss of a worker; None: the turn is asked again."""
-        episode.lost += 1
-        self.failures.lost(episode.number, error)
-        if error.cause == TIMEOUT and episode.said and self.reply is not None:
+        """Return the result after the loss of a worker; None retries the turn.
+
+        A crash is retried once, because something outside the episode may have caused it, such as
+        the OOM killer. A timeout is not: the retry would only take as long again.
+        """
+        episode.num_lost += 1
+        self.failures.record_details(episode.number, error)
+        if error.cause == TIMEOUT and episode.actions and self.reply is not None:
             episode.stepped.pop()
             return self.reply
         if error.cause == TIMEOUT:
             return FailedEpisode(f"timed out after {self.timeout_s:g} s")
-        return FailedEpisode(f"{error.cause}, twice") if episode.lost > 1 else None
+        return FailedEpisode(f"{error.cause}, twice") if episode.num_lost > 1 else None
