@@ -218,5 +218,5 @@ def test_a_turn_that_continues_after_its_end_is_found(monkeypatch):
 def test_an_environment_with_hidden_state_is_found(environment, is_function, caplog) -> None:
     episodes = episodes_of(environment())
     assert (count_unreproducible_responses(episodes, PROMPTS) == 0) is is_function
-    assert is_function or "turn 1, played once more" in caplog.text
+    assert is_function or "turn 1, played again" in caplog.text
     assert count_unreproducible_responses(None, PROMPTS) == 0

@@ -7,7 +7,7 @@ import pytest
 from litgrpo.environments.examples import calculate
 from litgrpo.environments.tool import ToolResult, make_tool
 from litgrpo.environments.tool_calls import (
-    MOST_CHARS,
+    MAX_CALL_CHARS,
     HermesFormat,
     PythonFormat,
     TagFormat,
@@ -183,7 +183,9 @@ def test_no_text_raises(form, text):
 
 
 def test_a_call_that_is_too_long_is_wrong():
-    (call,) = HermesFormat().parse(f"<tool_call>{json.dumps('x' * MOST_CHARS)}</tool_call>", TWO)
+    (call,) = HermesFormat().parse(
+        f"<tool_call>{json.dumps('x' * MAX_CALL_CHARS)}</tool_call>", TWO
+    )
     assert call.wrong == "a call has at most 20000 characters"
 
 

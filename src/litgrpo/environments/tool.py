@@ -1,4 +1,4 @@
-"""One tool: its JSON schema, the check of its arguments, its call and its result as text."""
+"""Tools: JSON schema, argument check, call, and result as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from litgrpo.arguments import did_you_mean, import_by_path, require
 from litgrpo.environments.code import require_sandbox, run_python
 
-HOW = (
+SIGNATURE_HELP = (
     "a tool is `def f(x: int) -> str` with a docstring that says what it does and, under `Args:`,"
     " has a line `x: what it is` for each argument"
 )
@@ -37,38 +37,48 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema that chat templates show, by `transformers.utils.get_json_schema`.
+    """Return the schema that chat templates show, from `transformers.utils.get_json_schema`.
 
     Raises:
-        ValueError: the function says too little about itself; what to write.
+        ValueError: the function has no types or no docstring, with what to write.
     """
     from transformers.utils import get_json_schema  # slow
 
     name = name_of(function)
     parameters = inspect.signature(function).parameters.values()
     odd = [str(each) for each in parameters if each.kind not in NAMED]
-    require(not odd, f"tool '{name}' has an argument without a name ({''.join(odd[:1])}); {HOW}.")
+    require(
+        not odd,
+        f"tool '{name}' has an argument without a name ({''.join(odd[:1])}); {SIGNATURE_HELP}.",
+    )
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # by whatever the annotations of a user raise when they are read
+    except Exception as error:  # reading a user's annotations runs the user's code
         words = " ".join(str(error).split()).partition(". ")[0].rstrip("!.")
         why = words.removeprefix(f"Cannot generate JSON schema for {name} because ")[:MOST_CHARS]
-        raise ValueError(f"tool '{name}' cannot be described: {why}; {HOW}.") from error
+        raise ValueError(f"tool '{name}' cannot be described: {why}; {SIGNATURE_HELP}.") from error
     says = schema["function"]["description"]
-    require(bool(says), f"tool '{name}' cannot be described: its docstring is empty; {HOW}.")
+    require(
+        bool(says), f"tool '{name}' cannot be described: its docstring is empty; {SIGNATURE_HELP}."
+    )
     return schema
 
 
 def name_of(given: Any) -> str:
-    """The name of a class, function or method; of anything else, that of its class."""
+    """Return the name of a class, function or method, or of the class of another object."""
     routine = isinstance(given, type) or inspect.isroutine(given)
     return str(given.__name__ if routine else type(given).__name__)
 
 
 def explain_mismatch(name: str, value: Any, schema: Schema) -> str:
-    """Why a value does not fit its schema, for the policy; "" where it does.
+    """Explain to the policy why a value does not match its schema; "" if it does.
 
-    Types are exact: "3" and 3.0 are no integers, true is no number; an integer is a number.
+    Types are exact: "3" and 3.0 are not integers, true is not a number; an integer is a number. A
+    value that training converts would fail wherever the model is served without the conversion.
+
+    Example:
+        >>> explain_mismatch("a", "3", {"type": "integer"})
+        "'a' must be an integer"
     """
     choices = ", ".join(map(repr, schema.get("enum", ())))
     wanted = f"one of {choices}" if choices else _kinds(schema)
@@ -80,7 +90,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _kinds(schema: Schema) -> str:
-    """The types that a schema allows, in words."""
+    """Describe the types that a schema allows."""
     alternatives = schema.get("anyOf") or [schema]
     names = [name for each in alternatives for name in _names(each)]
     items = [_kinds(each["items"]) for each in alternatives if "items" in each]
@@ -94,7 +104,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _fits(value: Any, schema: Schema) -> bool:
-    """Whether it fits every keyword that `get_json_schema` writes."""
+    """Return True if a value matches every keyword that `get_json_schema` writes."""
     if value is None and schema.get("nullable", False):
         return True
     return all(check(value, schema[key]) for key, check in CHECKS.items() if key in schema)
@@ -127,21 +137,25 @@ CHECKS: dict[str, Callable[[Any, Any], bool]] = {
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = "unknown"  # the name under which calls of no tool are counted
+UNKNOWN = "unknown"  # counts calls of tools that do not exist
 MOST_ERROR_CHARS = 200
-# Of an error's text what differs between machines and runs: addresses, and absolute paths.
-NOT_SAID = re.compile(r"\b0x[0-9a-fA-F]+\b|(?<![\w.])(?:/[\w.+-]+){2,}/?")
+# Addresses and absolute paths differ between machines and runs, so the policy must not see them.
+VOLATILE = re.compile(r"\b0x[0-9a-fA-F]+\b|(?<![\w.])(?:/[\w.+-]+){2,}/?")
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or raised
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call is answered with.
+    """Result of a tool call.
 
     Args:
-        tool: its name; `unknown` where there is no such tool.
-        text: that the policy hears.
-        failed: whether the call could not be make_tool, or the tool raised.
+        tool: name of the tool; `unknown` if it does not exist.
+        text: observation of the policy.
+        failed: the call was invalid, or the tool raised.
+
+    Example:
+        >>> ToolResult("multiply", "error: 'a' must be an integer", failed=True).failed
+        True
     """
 
     tool: str
@@ -151,12 +165,17 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
+    """Function that the policy may call.
 
     Args:
-        name: by which it is called.
-        function: plain or async, with named parameters.
+        name: name in calls.
+        function: plain or async function with named parameters.
         schema: JSON schema of `transformers.utils.get_json_schema`.
+
+    Example::
+
+        tool = make_tool("my_tools.multiply")
+        tool.arguments({"b": 4}, [3])  # {"a": 3, "b": 4}
     """
 
     name: str
@@ -165,7 +184,7 @@ class Tool:
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """{parameter: its schema}, in order."""
+        """{parameter: schema}, in order."""
         found: dict[str, dict[str, Any]] = self.schema["function"]["parameters"]["properties"]
         return found
 
@@ -176,15 +195,15 @@ class Tool:
 
     @property
     def line(self) -> str:
-        """Its name, parameters with their types, and what it does."""
+        """Name, typed parameters and description in one line."""
         typed = ", ".join(f"{name}: {_type_of(each)}" for name, each in self.parameters.items())
         return f"{self.name}({typed}): {self.schema['function']['description']}"
 
     def arguments(self, named: Mapping[str, Any], positional: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of a call by name.
+        """Return the arguments of a call by name.
 
         Raises:
-            ValueError: they do not fit; the text is for the policy.
+            ValueError: they do not match the schema; the message is for the policy.
         """
         takes = list(self.parameters)
         takes_what = f"it takes {', '.join(takes) or 'no arguments'}"
@@ -216,7 +235,7 @@ def make_tool(given: str | Callable[..., Any]) -> Tool:
     function = import_object("tool", given)
     require(
         callable(function) and not inspect.isclass(function),
-        f"tool {given!r} is no function; a class whose methods are tools is given as factory.",
+        f"tool must be a function, got {given!r}; pass a class of tools as factory.",
     )
     if function is run_python:
         require_sandbox()  # at start-up instead of at the first call
@@ -225,10 +244,10 @@ def make_tool(given: str | Callable[..., Any]) -> Tool:
 
 
 def import_object(what: str, given: str | Callable[..., Any]) -> Any:
-    """What an import path names, or what was given itself.
+    """Import an object by path; return any other object unchanged.
 
     Raises:
-        ValueError: there is nothing of that name; what is near it.
+        ValueError: the path does not exist, with the most similar names.
     """
     if not isinstance(given, str):
         return given
@@ -241,10 +260,10 @@ def import_object(what: str, given: str | Callable[..., Any]) -> Any:
 
 
 def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> list[Outcome]:
-    """What functions return or raise, in order; those that wait, wait together.
+    """Call functions; return their results or exceptions in order. Coroutines run concurrently.
 
-    Plain functions run first, one after the other; then the coroutines, in one event loop. It has
-    a thread of its own, because a notebook has a loop in this one.
+    Plain functions run first, one after the other; then the coroutines, in one event loop. The loop
+    runs in another thread, because a notebook already runs one in this thread.
     """
     first = [_outcome(function, arguments) for function, arguments in calls]
     waiting = [value for value, _ in first if inspect.isawaitable(value)]
@@ -252,7 +271,7 @@ def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> lis
         return first
 
     async def together() -> list[Outcome]:
-        return list(await asyncio.gather(*map(_awaited, waiting)))
+        return list(await asyncio.gather(*map(_await_outcome, waiting)))
 
     with ThreadPoolExecutor(1) as pool:
         later = iter(pool.submit(asyncio.run, together()).result())
@@ -260,7 +279,7 @@ def run_calls(calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]]) -> lis
 
 
 def resolve(value: Any) -> Any:
-    """A value, awaited where it is a coroutine; what it raises is raised."""
+    """Return a value; await it if it is a coroutine."""
     ((result, error),) = run_calls([(lambda: value, {})])
     if error is not None:
         raise error
@@ -268,10 +287,10 @@ def resolve(value: Any) -> Any:
 
 
 def to_result(tool: Tool, outcome: Outcome) -> ToolResult:
-    """What a tool returned as the text that is heard: a text as it is, anything else as JSON."""
+    """Convert the outcome of a call to text: strings unchanged, other values as JSON."""
     result, error = outcome
     if error is not None:
-        _tell(tool, error)
+        _log_once(tool, error)
         return ToolResult(tool.name, f"error: {describe_error(tool.name, error)}", failed=True)
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
@@ -283,44 +302,51 @@ def to_result(tool: Tool, outcome: Outcome) -> ToolResult:
 
 
 def describe_error(name: str, error: BaseException) -> str:
-    """What the policy hears of an exception: its author's words, or its type.
+    """Return the error text for the policy: the message of the tool's author, or the type.
 
-    ValueError, RuntimeError and exceptions of a user's own say what their author wrote; what Python
-    itself says differs between versions. Only the first line, without addresses and paths.
+    ValueError, RuntimeError and user-defined exceptions carry their author's message. Messages of
+    Python itself differ between versions, and would make rollouts depend on the installation. Only
+    the first line is used, without addresses and paths.
     """
     own = isinstance(error, ValueError | RuntimeError) or type(error).__module__ != "builtins"
-    words = NOT_SAID.sub("...", str(error).strip().partition("\n")[0][:MOST_ERROR_CHARS])
+    words = VOLATILE.sub("...", str(error).strip().partition("\n")[0][:MOST_ERROR_CHARS])
     return words if own and words else f"{name} failed ({type(error).__name__})"
 
 
 def quote_name(name: str) -> str:
-    """A name that the policy wrote, in quotes, if it is short and harmless; else nothing."""
+    """Quote a name that the policy wrote, if it is short and has no special characters.
+
+    The text goes back into the prompt, where a long or special name could pass for other text.
+    """
     return repr(name) if re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII) else "of that name"
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
         return function(**arguments), None
-    except (Exception, SystemExit) as error:  # a tool's failure is the policy's to hear of
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a failing tool is an observation
         return None, error
 
 
-async def _awaited(waiting: Any) -> Outcome:
+async def _await_outcome(waiting: Any) -> Outcome:
     try:
         return await waiting, None
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return None, error
 
 
-_told: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
-def _tell(tool: Tool, error: BaseException) -> None:
-    """Log where a tool raised, once for each kind of error; ValueError is a tool's own answer."""
+def _log_once(tool: Tool, error: BaseException) -> None:
+    """Log where a tool raised, once per error type; ValueError is an intended reply."""
     kind = (tool.name, type(error).__name__)
-    if kind in _told or isinstance(error, ValueError):
+    if kind in _logged or isinstance(error, ValueError):
         return
-    _told.add(kind)
+    _logged.add(kind)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{frame.filename}, line {frame.lineno}"
     log.warning("the tool %s raised %s: %s (%s)", *kind, error, place)

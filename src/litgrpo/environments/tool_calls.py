@@ -1,4 +1,4 @@
-"""The tool calls that a turn's text holds, in three formats; any text is read, and none raises."""
+"""Parse tool calls from generated text, in three formats; malformed calls never raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from litgrpo.arguments import one_of, require
 from litgrpo.environments.base import Message
 from litgrpo.environments.tool import Tool, ToolResult
 
-MOST_CHARS = 20_000  # of one call; what a parser takes for it stays small
+MAX_CALL_CHARS = 20_000  # limit of one call, which bounds the parser's time and memory
 NAME = r"[A-Za-z_][\w.]*"
 THOUGHTS_END = "</think>"
 NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
@@ -23,13 +23,17 @@ NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as it was written.
+    """One call as the policy wrote it.
 
     Args:
-        name: of the tool.
+        name: name of the tool.
         arguments: {parameter: value}.
         positional: values without a name, in the order of the tool's parameters.
-        wrong: why the text is no call; then the rest is empty.
+        wrong: reason why the text is malformed; the other fields are empty then.
+
+    Example:
+        >>> ToolCall("multiply", {"b": 4}, positional=(3,)).wrong
+        ''
     """
 
     name: str = ""
@@ -39,23 +43,23 @@ class ToolCall:
 
 
 class CallFormat(ABC):
-    """How calls are written, and how their answers are heard."""
+    """Format of tool calls and of their results."""
 
     @abstractmethod
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-        """The calls of a turn, in order; none where it does not try to call.
+        """Return the calls of a turn in order, malformed ones included; [] without any.
 
         Args:
-            text: of the turn.
-            tools: that there are, by name.
+            text: text of the turn.
+            tools: {name: tool}.
         """
 
     @abstractmethod
     def example(self, tool: Tool) -> str:
-        """A call of the tool, with its parameters in place of values."""
+        """Write an example call, with parameter names or dots as values."""
 
     def format_results(self, results: Sequence[ToolResult]) -> str | list[Message]:
-        """What the policy hears: a message of the role `tool` for each answer."""
+        """Return the observation: one message with the role `tool` per result."""
         return [{"role": "tool", "name": each.tool, "content": each.text} for each in results]
 
 
@@ -63,10 +67,14 @@ class CallFormat(ABC):
 class HermesFormat(CallFormat):
     """JSON in tags: `<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 4}}</tool_call>`.
 
-    Several calls may stand in a turn. What stands around them is read by nobody.
+    A turn may contain several calls; text around them is ignored.
 
     Args:
-        tag: the name of the tags.
+        tag: name of the tags.
+
+    Example:
+        >>> HermesFormat().parse('<tool_call>{"name": "today"}</tool_call>', {})[0].name
+        'today'
     """
 
     tag: str = "tool_call"
@@ -77,7 +85,7 @@ class HermesFormat(CallFormat):
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
         """See `CallFormat.parse`."""
-        return [_from_json(each) for each in _tagged(text, self.tag)]
+        return [_from_json(each) for each in _find_tagged(text, self.tag)]
 
     def example(self, tool: Tool) -> str:
         """See `CallFormat.example`."""
@@ -88,13 +96,17 @@ class HermesFormat(CallFormat):
 
 @dataclass(frozen=True)
 class TagFormat(CallFormat):
-    """Short tags: `<call>multiply(347, 82)</call>` is answered by `<res>28454</res>`, inline.
+    """Short tags: `<call>multiply(347, 82)</call>` returns `<res>28454</res>`, inline.
 
     Args:
-        call_tag: the name of the tags around a call.
-        result_tag: the name of the tags around its answer.
+        call_tag: name of the tags around a call.
+        result_tag: name of the tags around its result.
         shorthand: with one tool, whose first parameter is a text and the only one required,
             `<call>347*82</call>` calls it with this text.
+
+    Example:
+        >>> TagFormat(call_tag="c").parse("<c>multiply(3, b=4)</c>", {})[0].positional
+        (3,)
     """
 
     call_tag: str = "call"
@@ -114,7 +126,7 @@ class TagFormat(CallFormat):
             ToolCall(only, positional=(each,))
             if only and not known.match(each)
             else _one_expression(each, f"write <{self.call_tag}>name(arguments)</{self.call_tag}>")
-            for each in _tagged(text, self.call_tag)
+            for each in _find_tagged(text, self.call_tag)
         ]
 
     def example(self, tool: Tool) -> str:
@@ -124,11 +136,11 @@ class TagFormat(CallFormat):
         return f"<{self.call_tag}>{call}</{self.call_tag}>"
 
     def format_results(self, results: Sequence[ToolResult]) -> str:
-        """What the policy hears: the answers in tags, in one text."""
+        """Return the observation: the results in tags, as one text."""
         return "".join(f"<{self.result_tag}>{each.text}</{self.result_tag}>" for each in results)
 
     def _short(self, tools: Mapping[str, Tool]) -> str:
-        """The name of the only tool, if a bare text can call it; else nothing."""
+        """Return the name of the only tool, if a bare text can call it; else ""."""
         names = [
             tool.name
             for tool in tools.values()
@@ -143,6 +155,10 @@ class PythonFormat(CallFormat):
     """Python literals: the turn is `[multiply(a=3, b=4), today()]`, or holds it in a fenced block.
 
     It is parsed and never evaluated. A block marked `tool_code` may also hold one bare call.
+
+    Example:
+        >>> PythonFormat().parse("[multiply(a=3, b=4)]", {})[0].arguments
+        {'a': 3, 'b': 4}
     """
 
     def parse(self, text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
@@ -154,12 +170,12 @@ class PythonFormat(CallFormat):
         return f"[{tool.name}({', '.join(f'{name}=...' for name in tool.parameters)})]"
 
     @staticmethod
-    def _texts(said: str) -> list[str]:
-        """The texts that try to be a list of calls."""
-        fenced = re.findall(r"```(\w*)[ \t]*\n(.*?)```", said, re.DOTALL)
+    def _texts(turn: str) -> list[str]:
+        """Return the parts of a turn that look like a list of calls."""
+        fenced = re.findall(r"```(\w*)[ \t]*\n(.*?)```", turn, re.DOTALL)
         bare = [text.strip() for mark, text in fenced if mark == "tool_code"]
         singles = [f"[{text}]" for text in bare if re.match(rf"{NAME}\s*\(", text)]
-        lists = [text.strip() for text in (said, *(text for _, text in fenced))]
+        lists = [text.strip() for text in (turn, *(text for _, text in fenced))]
         return [text for text in lists if re.match(rf"\[\s*{NAME}\s*\(", text)] + singles
 
 
@@ -171,10 +187,10 @@ FORMATS: dict[str, type[CallFormat]] = {
 
 
 def format_of(calls: str | CallFormat) -> CallFormat:
-    """The format that a recipe names.
+    """Return a call format by name.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: the name does not exist.
     """
     if isinstance(calls, CallFormat):
         return calls
@@ -182,9 +198,14 @@ def format_of(calls: str | CallFormat) -> CallFormat:
     return FORMATS[calls]()
 
 
-def after_thoughts(said: str) -> str:
-    """What follows the last `</think>`: a call that is only thought of is none."""
-    return said.rpartition(THOUGHTS_END)[2]
+def after_thoughts(turn: str) -> str:
+    """Return the text after the last `</think>`; calls inside thoughts are not executed.
+
+    Example:
+        >>> after_thoughts("<think>up?</think>down")
+        'down'
+    """
+    return turn.rpartition(THOUGHTS_END)[2]
 
 
 def _check_tag(name: str, tag: str) -> None:
@@ -192,59 +213,58 @@ def _check_tag(name: str, tag: str) -> None:
     require(good, f"{name} is {tag!r}; it must be a word without brackets, such as 'call'.")
 
 
-def _tagged(said: str, tag: str) -> list[str]:
-    """What stands in these tags; the last may be open, because its end can end the turn."""
-    return re.findall(rf"<{re.escape(tag)}>(.*?)(?:</{re.escape(tag)}>|\Z)", said, re.DOTALL)
+def _find_tagged(text: str, tag: str) -> list[str]:
+    """Return the contents of these tags.
+
+    The last may be open: if the closing tag is a stop string, the turn ends without it.
+    """
+    return re.findall(rf"<{re.escape(tag)}>(.*?)(?:</{re.escape(tag)}>|\Z)", text, re.DOTALL)
 
 
-def _too_long(text: str) -> list[ToolCall]:
-    return [ToolCall(wrong=f"a call has at most {MOST_CHARS} characters")] * (
-        len(text) > MOST_CHARS
-    )
+TOO_LONG = ToolCall(wrong=f"a call has at most {MAX_CALL_CHARS} characters")
 
 
 def _from_json(text: str) -> ToolCall:
-    """A call from a JSON object with `name` and `arguments`."""
-    how = ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
+    """Parse a JSON object with `name` and `arguments`."""
+    if len(text) > MAX_CALL_CHARS:
+        return TOO_LONG
     try:
-        found = _too_long(text) or json.loads(text, object_pairs_hook=_once, parse_constant=_none)
+        found = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return ToolCall(wrong="the call is not JSON")
     match found:
-        case [ToolCall() as long]:
-            return long
         case {"name": str(name), "arguments": dict(arguments)}:
             return ToolCall(name, arguments)
         case {"name": str(name)} if "arguments" not in found:
             return ToolCall(name)
-    return how
+    return ToolCall(wrong='a call is {"name": ..., "arguments": {...}}')
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are distinct: of two values it would be open which one counts."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict; reject repeated keys, because parsers differ in which value they take."""
     found = dict(pairs)
     require(len(found) == len(pairs), "a key is given twice")
     return found
 
 
-def _none(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _reject_constant(constant: str) -> None:
+    # Python's parser accepts NaN and Infinity, which JSON does not have.
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _one_expression(text: str, how: str) -> ToolCall:
-    """The one call that a text is; `how` to write it, where it is none."""
+    """Parse exactly one call; on failure the message is `how` to write it."""
     found = _expressions(f"[{text.strip()}]", how)
     return found[0] if len(found) == 1 else ToolCall(wrong=how)
 
 
 def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> list[ToolCall]:
-    """The calls of a Python list."""
-    wrong = _too_long(text)
-    if wrong:
-        return wrong
+    """Parse the calls of a Python list."""
+    if len(text) > MAX_CALL_CHARS:
+        return [TOO_LONG]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what the model writes, such as "\d"
+            warnings.simplefilter("ignore")  # such as invalid escapes in generated strings
             body = ast.parse(text.strip(), mode="eval").body
         return list(_calls_of(body))
     except NOT_PYTHON:
@@ -252,26 +272,26 @@ def _expressions(text: str, how: str = "write [name(argument=value), ...]") -> l
 
 
 def _calls_of(body: ast.expr) -> Iterator[ToolCall]:
-    """Calls with literal arguments.
+    """Yield calls with literal arguments.
 
     Raises:
-        ValueError: something else is among them.
+        ValueError: an element is not such a call.
     """
-    require(isinstance(body, ast.List), "no list")
+    require(isinstance(body, ast.List), "not a list")
     assert isinstance(body, ast.List)
     for each in body.elts:
-        require(isinstance(each, ast.Call), "no call")
+        require(isinstance(each, ast.Call), "not a call")
         assert isinstance(each, ast.Call)
         name = ast.unparse(each.func)
-        require(re.fullmatch(NAME, name) is not None, "no name")
+        require(re.fullmatch(NAME, name) is not None, "not a name")
         named = [(keyword.arg or "**", _plain(keyword.value)) for keyword in each.keywords]
-        yield ToolCall(name, _once(named), tuple(map(_plain, each.args)))
+        yield ToolCall(name, _unique_keys(named), tuple(map(_plain, each.args)))
 
 
 def _plain(node: ast.expr) -> Any:
-    """A literal as JSON has it: a tuple is a list.
+    """Return a literal in JSON types; tuples become lists.
 
     Raises:
-        ValueError: it is no literal, or one that JSON does not have.
+        ValueError: it is not a literal, or JSON cannot represent it.
     """
     return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

@@ -1,4 +1,4 @@
-"""An environment whose answers are those of tools: functions, or a class with TRL's contract."""
+"""Tool environment: typed functions, or a class for TRL's `environment_factory`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from litgrpo.environments.tool import (
 from litgrpo.environments.tool_calls import CallFormat, ToolCall, after_thoughts, format_of
 
 NOT_TOOLS = ("reset", "get_reward", "close")
-COLUMN = "environment"  # names a row's class, where there are several
+COLUMN = "environment"  # selects the class of a row if there are several
 Function = str | Callable
 ToolsByName = dict[str, "EpisodeTools"]
 
 
 @dataclass(frozen=True)
 class EpisodeTools:
-    """What the rows of one class are played with.
+    """Tools of the rows of one class.
 
     Args:
-        factory: makes its instances; None where there are only functions.
-        tools: by name; methods are bound to an instance when an episode begins.
-        methods: names of those that are methods.
-        reward_attribute: attribute or method that holds the reward; "" for none.
+        factory: returns an instance; None if there are only functions.
+        tools: {name: tool}; methods are bound to an instance at reset.
+        methods: names of the tools that are methods.
+        reward_attribute: attribute or method with the reward; "" for none.
     """
 
     factory: Callable[[], Any] | None
@@ -50,8 +50,8 @@ class EpisodeTools:
     methods: frozenset[str] = frozenset()
     reward_attribute: str = ""
 
-    def bound(self, instance: object) -> dict[str, Tool]:
-        """Its tools, the methods being those of the instance."""
+    def bind(self, instance: object) -> dict[str, Tool]:
+        """Return the tools with methods bound to the instance."""
         own = {name: getattr(instance, name) for name in self.methods}
         return self.tools | {name: replace(self.tools[name], function=own[name]) for name in own}
 
@@ -106,7 +106,7 @@ class Tools:
     error_text: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the settings, and describe every tool."""
+        """Check the settings and build the schema of every tool."""
         self._format = format_of(self.call_format)
         one_of("reward_timing", self.reward_timing, ("turn", "episode"))
         at_least("call_cost", self.call_cost, 0)
@@ -123,20 +123,22 @@ class Tools:
             not (alone and self.reward_attribute),
             "reward_attribute needs factory, which is not given.",
         )
-        self._kinds = self._described()
+        self._kinds = self._describe_tools()
         every = [tool for kind in self._kinds.values() for tool in kind.tools.values()]
-        require(bool(every), "Tools has no tools; give functions: [my_tools.f], or make: my.Class.")
+        require(
+            bool(every), "Tools has no tools; give functions: [my_tools.f], or factory: my.Class."
+        )
         schemas = [tool.schema for tool in every]
         self.tools = [each for n, each in enumerate(schemas) if each not in schemas[:n]]
         self._instance: Any = None
-        self._forget()
+        self._clear()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
         """Begin an episode; see `Environment.reset`.
 
         Raises:
-            ValueError: `reset` of the class wants a column that the data lack, or the row's
-                `environment` is none of those given.
+            ValueError: `reset` of the class needs a column that the data do not have, or the row's
+                `environment` names an unknown class.
         """
         self.close()
         name = row.get(COLUMN) if self._is_several else ""
@@ -144,27 +146,29 @@ class Tools:
         require(name in self._kinds, f"{COLUMN} of a row is {name!r}; factory has: {known}.")
         self._kind = self._kinds[str(name)]
         self._instance = self._kind.factory() if self._kind.factory else None
-        self._tools |= self._kind.bound(self._instance)
+        self._tools |= self._kind.bind(self._instance)
         columns = {key: row[key] for key in row if not (self._is_several and key == COLUMN)}
-        said = resolve(self._began(columns, seed))
-        reward, there = self._kind.reward_attribute, dir(self._instance)
-        has = not reward or reward in there
-        require(has, f"reward: the class of tools has no {reward!r}{did_you_mean(reward, there)}.")
-        fine = said is None or isinstance(said, str)
-        require(fine, f"reset of a class of tools returned {said!r}; it must be None or a text.")
-        return (self._description() if self.list_tools_in_prompt else "") + (said or "")
+        opening = resolve(self._reset_instance(columns, seed))
+        # Checked after reset, which often creates the attribute.
+        reward = self._kind.reward_attribute
+        if reward and not hasattr(self._instance, reward):
+            near = did_you_mean(reward, dir(self._instance))
+            raise ValueError(f"reward_attribute: the class of tools has no {reward!r}{near}.")
+        fine = opening is None or isinstance(opening, str)
+        require(fine, f"reset of a class of tools returned {opening!r}, expected None or a text.")
+        return (self._description() if self.list_tools_in_prompt else "") + (opening or "")
 
     def step(self, action: str) -> StepResult:
-        """Make the calls of a turn; see `Environment.step`."""
+        """Execute the calls of a turn; see `Environment.step`."""
         calls = self._format.parse(after_thoughts(action), self._tools)
         allowed = min(self.max_calls_per_turn, self.max_calls - self._num_calls)
-        answers = self._answered(calls[:allowed]) + self._refused(calls[allowed:], allowed)
-        answers = [replace(each, text=self._heard_text(each)) for each in answers]
+        results = self._execute(calls[:allowed]) + self._reject_excess(calls[allowed:], allowed)
+        results = [replace(each, text=self._observation_text(each)) for each in results]
         self._num_calls += len(calls[:allowed])
-        called = Counter(each.tool for each in answers)
-        failed = Counter(each.tool for each in answers if each.failed)
+        called = Counter(each.tool for each in results)
+        failed = Counter(each.tool for each in results if each.failed)
         return StepResult(
-            observation=self._format.format_results(answers) if answers else "",
+            observation=self._format.format_results(results) if results else "",
             reward=self._reward(len(calls)),
             done=not calls,
             calls={name: (called[name], failed[name]) for name in called},
@@ -173,26 +177,26 @@ class Tools:
     def close(self) -> None:
         """End the episode."""
         instance = self._instance
-        self._forget()
+        self._clear()
         if hasattr(instance, "close"):
             resolve(instance.close())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the instance, which may hold what cannot be copied."""
+        """Return the state without the instance, which may hold connections or locks."""
         return self.__dict__ | {"_instance": None, "_tools": {}}
 
     @property
     def _is_several(self) -> bool:
         return isinstance(self.factory, Mapping)
 
-    def _forget(self) -> None:
-        """As before the first episode."""
+    def _clear(self) -> None:
+        """Clear the state of the last episode."""
         self._instance = None
         self._tools: dict[str, Tool] = {}
         self._num_calls, self._paid = 0, 0.0
 
-    def _described(self) -> ToolsByName:
-        """The tools of each kind of rows, as schemas."""
+    def _describe_tools(self) -> ToolsByName:
+        """Return {class name in the column `environment`: its tools}."""
         functions = _by_name(make_tool(each) for each in self.functions)
         if self.factory is None:
             return {"": EpisodeTools(None, functions)}
@@ -200,7 +204,7 @@ class Tools:
         return {str(name): self._of_class(given, functions) for name, given in makes.items()}
 
     def _of_class(self, given: Function, functions: dict[str, Tool]) -> EpisodeTools:
-        """What one class brings; an instance is made and closed to see it."""
+        """Return the tools of a class; one instance is created and closed to inspect it."""
         factory = import_object("factory", given)
         require(callable(factory), f"factory is {given!r}; it must be a class, or make instances.")
         named = name_of(factory)
@@ -208,9 +212,11 @@ class Tools:
         make = partial(factory, **self.kwargs)
         try:
             instance = make()
-        except Exception as error:  # whatever a user's class raises
+        except Exception as error:  # a user's class may raise anything
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"factory: {named} cannot be made: {why}. See kwargs.") from error
+            raise ValueError(
+                f"Could not construct factory {named}: {why}. Check kwargs."
+            ) from error
         members = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
         require("reset" in members, f"factory: {named} has no method reset(self, **columns).")
         public = [name for name in members if name[0] != "_" and name not in NOT_TOOLS]
@@ -218,21 +224,19 @@ class Tools:
             Tool(name, getattr(type(instance), name), schema_of(getattr(instance, name)))
             for name in public
         ]
-        reward = {"get_reward"} & {*members}
+        reward = "get_reward" if "get_reward" in members else ""
         if "close" in members:
             resolve(instance.close())
         tools = _by_name([*functions.values(), *own])
-        return EpisodeTools(
-            make, tools, frozenset(public), self.reward_attribute or "".join(reward)
-        )
+        return EpisodeTools(make, tools, frozenset(public), self.reward_attribute or reward)
 
-    def _began(self, columns: dict[str, Any], seed: int) -> Any:
-        """What `reset` of the instance returns."""
+    def _reset_instance(self, columns: dict[str, Any], seed: int) -> Any:
+        """Call `reset` of the instance with the columns that it takes."""
         if self._instance is None:
             return None
         parameters = inspect.signature(self._instance.reset).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        # A class that names `seed` gets the group's, unless the data have such a column.
+        # A parameter `seed` receives the group's seed, unless the data have such a column.
         given = {"seed": seed} | columns
         named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
         missing = [
@@ -250,9 +254,9 @@ class Tools:
         wanted = named | ({*columns} if takes_all else set())
         return self._instance.reset(**{name: given[name] for name in given if name in wanted})
 
-    def _answered(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """The answers, in the order of the calls."""
-        checked = [self._checked(call) for call in calls]
+    def _execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Run the valid calls; return results in the order of the calls."""
+        checked = [self._check(call) for call in calls]
         good = [each for each in checked if not isinstance(each, ToolResult)]
         results = iter(run_calls([(tool.function, arguments) for tool, arguments in good]))
         return [
@@ -260,8 +264,8 @@ class Tools:
             for each in checked
         ]
 
-    def _checked(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | ToolResult:
-        """The tool and its arguments, or what is wrong with the call."""
+    def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | ToolResult:
+        """Return the tool and its arguments, or the error of an invalid call."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = f"unknown tool {quote_name(call.name)}; tools: {', '.join(self._tools)}"
@@ -271,22 +275,25 @@ class Tools:
         except ValueError as error:
             return ToolResult(tool.name, f"error: {error}", failed=True)
 
-    def _refused(self, calls: Sequence[ToolCall], allowed: int) -> list[ToolResult]:
-        """One error for the calls above the limits."""
+    def _reject_excess(self, calls: Sequence[ToolCall], allowed: int) -> list[ToolResult]:
+        """Return one error for all calls above the limits."""
+        if not calls:
+            return []
+        name = calls[0].name if calls[0].name in self._tools else UNKNOWN
         many = f"error: at most {allowed} calls; {len(calls)} were left out"
-        none = "error: no calls are left"
-        names = [call.name if call.name in self._tools else UNKNOWN for call in calls]
-        return [ToolResult(name, many if allowed else none, failed=True) for name in names[:1]]
+        return [ToolResult(name, many if allowed else "error: no calls are left", failed=True)]
 
-    def _heard_text(self, said: ToolResult) -> str:
-        """An answer's text within its limit, and encodable."""
-        fixed = self.error_text if said.failed else None
-        text = said.text if fixed is None else fixed
-        said_text = text.encode("utf-8", "replace").decode()
-        return str(shorten(said_text, self.max_result_chars))
+    def _observation_text(self, result: ToolResult) -> str:
+        """Return the text of a result, shortened to `max_result_chars`."""
+        text = result.text
+        if result.failed and self.error_text is not None:
+            text = self.error_text
+        # A lone surrogate in a Python string cannot be encoded by tokenizers.
+        text = text.encode("utf-8", "replace").decode()
+        return str(shorten(text, self.max_result_chars))
 
     def _reward(self, num_calls: int) -> float | None:
-        """What the turn is paid; None where the class abstains and calls cost nothing."""
+        """Return the reward of the turn; None if the class abstains and no call costs anything."""
         cost = self.call_cost * num_calls
         if not self._kind.reward_attribute or (self.reward_timing == "episode" and num_calls):
             return 0.0 - cost
@@ -294,21 +301,22 @@ class Tools:
         value = resolve(holds() if callable(holds) else holds)
         if value is None or isnan(value):
             return -cost if cost else None
+        # Changes add up to the final value, so turns get credit and the episode's sum is unchanged.
         change, self._paid = float(value) - self._paid, float(value)
         return change - cost
 
     def _description(self) -> str:
-        """The tools, and how one is called, for the end of a prompt."""
+        """Describe the tools and an example call, for the end of a prompt."""
         lines = "".join(f"- {tool.line}\n" for tool in self._tools.values())
         first = next(iter(self._tools.values()))
         return f"\n\nTools:\n{lines}Call a tool like this: {self._format.example(first)}\n"
 
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Tools by name.
+    """Return {name: tool}.
 
     Raises:
-        ValueError: two have the same.
+        ValueError: two tools have the same name.
     """
     listed = list(tools)
     twice = [name for name, number in Counter(tool.name for tool in listed).items() if number > 1]
