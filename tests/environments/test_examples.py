@@ -63,7 +63,7 @@ def test_a_search_finds_the_lines_with_the_rarest_words(tmp_path):
 
 
 def test_a_search_in_no_file_is_refused():
-    with pytest.raises(ValueError, match=r"there is no file nowhere\.txt"):
+    with pytest.raises(ValueError, match=r"path nowhere\.txt"):
         Search("nowhere.txt")
 
 

@@ -1,4 +1,4 @@
-"""Ready to be named in a recipe: a calculator, a search in a text file, and a game of numbers."""
+"""Example environments for recipes: calculator, search in a text file, number guessing game."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from litgrpo.arguments import at_least, require
 from litgrpo.environments.base import StepResult
 from litgrpo.environments.tool_calls import after_thoughts
 
-MOST_CHARS = 200  # of an expression
+MAX_EXPRESSION_CHARS = 200  # exact fractions can grow with the length
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,7 +37,10 @@ def calculate(expression: str) -> str:
     Returns:
         The value: a whole number, or a decimal with ten digits.
     """
-    require(len(expression) <= MOST_CHARS, f"an expression has at most {MOST_CHARS} characters")
+    require(
+        len(expression) <= MAX_EXPRESSION_CHARS,
+        f"an expression has at most {MAX_EXPRESSION_CHARS} characters",
+    )
     wrong = "not an expression of numbers, + - * / and parentheses"
     require(re.fullmatch(r"[\d+\-*/(). ]*", expression, re.ASCII) is not None, wrong)
     try:
@@ -50,14 +53,14 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> Fraction:
-    """The value of an expression; exact.
+    """Return the exact value of an expression.
 
     Raises:
-        KeyError: something else is in it.
+        KeyError: it contains another kind of syntax.
     """
     match node:
         case ast.Constant(value=int(number) | float(number)):
-            return Fraction(str(number))  # a decimal as it is written, not as it is rounded
+            return Fraction(str(number))  # the decimal as written: Fraction(0.1) is not 1/10
         case ast.BinOp(left, op, right):
             return OPERATIONS[type(op)](_value(left), _value(right))
         case ast.UnaryOp(op, operand):
@@ -71,11 +74,11 @@ def _decimal(value: Fraction) -> str:
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a text file, and in which of them words stand.
+    """Non-empty lines of a text file, and an index of their words.
 
     Args:
-        texts: the lines that are not empty.
-        places: {word: numbers of its lines}.
+        texts: lines.
+        places: {word: indices of the lines that contain it}.
     """
 
     texts: list[str]
@@ -84,11 +87,15 @@ class Lines:
 
 @dataclass
 class Search:
-    """Finds lines in a text file: a class for `factory`, whose one tool is `search`.
+    """Searches a text file: a class for `factory` with the tool `search`.
 
     Args:
-        path: the text file, UTF-8, one entry a line.
-        max_results: lines that an answer has at most.
+        path: UTF-8 text file with one entry per line.
+        max_results: maximal number of lines in a result.
+
+    Example::
+
+        Search("facts.txt").search("highest mountain")  # "Everest is the highest mountain."
     """
 
     path: str
@@ -97,10 +104,10 @@ class Search:
     def __post_init__(self) -> None:
         """Check that the file is there."""
         at_least("max_results", self.max_results, 1)
-        require(os.path.isfile(self.path), f"Search: there is no file {self.path}.")
+        require(os.path.isfile(self.path), f"Search: path {self.path} does not exist.")
 
     def reset(self, **columns: Any) -> None:
-        """Nothing is kept between calls."""
+        """Begin an episode; the search has no state."""
 
     def search(self, words: str) -> str:
         """Find the lines that have the most in common with some words.
@@ -110,7 +117,8 @@ class Search:
         """
         file = os.path.abspath(self.path)
         lines = _lines(file, os.stat(file).st_mtime_ns)
-        # A word that stands in n of N lines counts log(1 + N / n), once for each line.
+        # Inverse document frequency: a word that n of N lines contain scores log(1 + N / n), once
+        # per line.
         scores: dict[int, float] = {}
         for word in sorted(set(_words(words))):
             found = lines.places.get(word, [])
@@ -123,7 +131,7 @@ class Search:
 
 @lru_cache(maxsize=4)
 def _lines(file: str, changed: int) -> Lines:
-    """The lines of a file; it is read again when it has changed."""
+    """Read and index a file; `changed` is part of the cache key, so changes are read again."""
     with open(file, encoding="utf-8") as opened:
         texts = [line.strip() for line in opened if line.strip()]
     places: dict[str, list[int]] = {}
@@ -139,20 +147,27 @@ def _words(text: str) -> list[str]:
 
 @dataclass
 class NumberGame:
-    """Find a number that the seed chose: an environment without data, for tests and first runs.
+    """Guess a number that the seed selects: an environment without data, for tests and first runs.
 
-    A turn's last whole number is the guess. Its state is what the guesses have left: the least and
-    the greatest number that are possible, and the tries. Logged: `contradicted`, 1 for a guess that
-    the answers before exclude. A right guess pays 1, anything else 0.
+    The last integer of a turn is the guess. A correct guess has reward 1, any other turn 0. The
+    state is (least possible number, greatest possible number, remaining guesses). Logs
+    `contradicted`: 1 if earlier observations exclude the guess.
 
     Args:
-        minimum: the least number.
-        maximum: the greatest number.
-        max_guesses: turns of a game, also those without a number.
+        minimum: least number.
+        maximum: greatest number.
+        max_guesses: turns of a game, including those without a number.
         opening: text at the end of the prompt; {minimum}, {maximum} and {max_guesses} are replaced.
-        low: what is heard after a guess that is too low.
-        high: after one that is too high.
-        invalid: after a turn without a number from least to greatest; it counts as a failed call.
+        low: observation after a guess that is too low.
+        high: observation after a guess that is too high.
+        invalid: observation after a turn without a number in the range; counts as a failed call.
+
+    Example:
+        >>> game = NumberGame(minimum=3, maximum=3)
+        >>> game.reset({}, seed=0)
+        ''
+        >>> game.step("2").observation, game.step("3").reward
+        ('<invalid>', 1.0)
     """
 
     minimum: int = 1
@@ -169,12 +184,12 @@ class NumberGame:
         at_least("maximum", self.maximum, self.minimum)
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Choose the number; see `Environment.reset`."""
+        """Select the number; see `Environment.reset`."""
         self._number = random.Random(seed).randint(self.minimum, self.maximum)
         self._possible, self._left = (self.minimum, self.maximum), self.max_guesses
         text = self.opening
         for name in ("minimum", "maximum", "max_guesses"):
-            text = text.replace(f"{{{name}}}", str(vars(self)[name]))
+            text = text.replace(f"{{{name}}}", str(getattr(self, name)))
         return text
 
     def step(self, action: str) -> StepResult:
@@ -184,7 +199,7 @@ class NumberGame:
         numbers = re.findall(r"-?\d{1,18}", after_thoughts(action), re.ASCII)
         guess = int(numbers[-1]) if numbers else None
         if guess is None or not self.minimum <= guess <= self.maximum:
-            return self._heard(self.invalid, failed=True)
+            return self._result(self.invalid, failed=True)
         contradicted = not least <= guess <= greatest
         if guess < self._number:
             self._possible = (max(least, guess + 1), greatest)
@@ -193,14 +208,19 @@ class NumberGame:
         if guess == self._number:
             self._possible, self._left = (guess, guess), 0
         answer = self.low if guess < self._number else self.high
-        return self._heard(answer, won=guess == self._number, contradicted=contradicted)
+        return self._result(answer, won=guess == self._number, contradicted=contradicted)
 
-    def _heard(
-        self, said: str, *, won: bool = False, failed: bool = False, contradicted: bool = False
+    def _result(
+        self,
+        observation: str,
+        *,
+        won: bool = False,
+        failed: bool = False,
+        contradicted: bool = False,
     ) -> StepResult:
-        """An answer with the state that it leaves."""
+        """Return a step result with the current state."""
         return StepResult(
-            observation="" if won else said,
+            observation="" if won else observation,
             reward=float(won),
             done=won or self._left == 0,
             state=(*self._possible, self._left),

@@ -314,7 +314,7 @@ def describe_error(name: str, error: BaseException) -> str:
 
 
 def quote_name(name: str) -> str:
-    """Quote a name that the policy wrote, if it is short and has no special characters.
+    """Quote a name that the policy wrote, if it has at most 40 plain characters.
 
     The text goes back into the prompt, where a long or special name could pass for other text.
     """

@@ -99,7 +99,7 @@ class EpisodeWorkers(EpisodePool):
         timeout_s: time limit of `reset` and `step`, not counting time spent waiting for a CPU.
         on_timeout: `fail` excludes an episode whose step times out; `reply` returns `late` to the
             policy, as if the turn had not reached the environment.
-        num_workers: processes at most; default: one for each episode, at most 64.
+        num_workers: maximal number of processes; default: one per episode, up to 64.
         max_observation_chars: length limit of an observation; longer ones are cut in the middle.
         max_failed_frac: allowed fraction of failed episodes per batch; more stop the run.
         late: observation after a timeout, with `on_timeout: reply`.

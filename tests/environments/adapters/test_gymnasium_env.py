@@ -147,16 +147,16 @@ def test_each_copy_has_a_game_of_its_own_that_is_closed():
     [
         ({}, "either env_id: FrozenLake-v1, or factory"),
         ({"env_id": "a", "factory": Line}, "either env_id: FrozenLake-v1, or factory"),
-        ({"factory": Waves}, "Waves takes actions of Box; only texts and Discrete can be said"),
-        ({"factory": Pixels}, "Pixels is seen as images; give format_observation"),
+        ({"factory": Waves}, "Waves has actions of type Box"),
+        ({"factory": Pixels}, "Pixels has image observations; set format_observation"),
         ({"factory": Line, "kwargs": {"nope": 1}}, "cannot be played: TypeError"),
         ({"factory": "nowhere.Game"}, "No module named 'nowhere'"),
         (
             {"factory": Line, "action_names": ["a", "A"]},
             "Line has 2 actions, each with its own name",
         ),
-        ({"factory": Line, "action_names": ["go on", "b"]}, "a name is one word"),
-        ({"factory": Line, "action_pattern": "("}, "no regular expression"),
+        ({"factory": Line, "action_names": ["go on", "b"]}, "a name must be one word"),
+        ({"factory": Line, "action_pattern": "("}, "not a regular expression"),
         ({"factory": Line, "action_pattern": "a"}, "put the action in"),
     ],
 )

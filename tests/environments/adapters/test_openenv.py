@@ -60,7 +60,7 @@ def test_all_fields_are_heard_as_json_and_said_as_json():
     [
         ({"factory": None}, "either factory: an.import.path, or url"),
         ({"url": "http://localhost:1"}, "either factory: an.import.path, or url"),
-        ({"action_class": None}, "goes with factory"),
+        ({"action_class": None}, "action_class is required with factory"),
         ({"observation_field": "nope"}, "no 'nope'; it has: text, done, reward"),
         ({"kwargs": {"nope": 1}}, "cannot be played: TypeError"),
     ],

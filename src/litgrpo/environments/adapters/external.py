@@ -1,4 +1,4 @@
-"""What the adapters of other libraries have in common: late imports, one game per episode."""
+"""Shared code of the adapters: optional imports, one game per episode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,23 @@ from typing import Any
 
 from litgrpo.environments.base import Message, StepResult
 
-ACTION = "action"  # what the calls of a game are counted as
+ACTION = "action"  # name under which turns are counted as tool calls
 
 
 class ExternalEnvironment(ABC):
-    """An environment that plays one game of another library at a time."""
+    """Environment that plays one game of another library at a time.
+
+    Example::
+
+        class Coin(ExternalEnvironment):
+            def reset(self, row, seed):
+                self._game = coin_library.make(seed)
+                return format_opening(row, "Heads or tails?")
+
+            def step(self, action):
+                text, reward = self._game.play(action)
+                return game_result(text, reward, done=True, state=text)
+    """
 
     _game: Any = None
 
@@ -27,21 +39,21 @@ class ExternalEnvironment(ABC):
         """Answer one turn; see `Environment.step`."""
 
     def close(self) -> None:
-        """End the game, if one is played."""
+        """Close the current game."""
         game, self._game = self._game, None
         if hasattr(game, "close"):
             game.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the game, which may hold what cannot be copied."""
+        """Return the state without the game, which may hold windows or connections."""
         return {name: value for name, value in vars(self).items() if name != "_game"}
 
 
 def import_package(module: str, install: str) -> Any:
-    """A module of a package that is not among our requirements.
+    """Import a module of an optional dependency.
 
     Raises:
-        ValueError: it cannot be imported; with the command that installs it.
+        ValueError: the import failed, with the command that installs the package.
     """
     try:
         return import_module(module)
@@ -50,31 +62,34 @@ def import_package(module: str, install: str) -> Any:
 
 
 def construct(what: str, make: Callable[[], Any]) -> Any:
-    """What `make` makes.
+    """Call `make` and return its result.
 
     Raises:
-        ValueError: it raised; `what` was make_tool, and why it could not be, in one line.
+        ValueError: it raised; the message has `what` and the reason in one line.
     """
     try:
         return make()
-    except (Exception, SystemExit) as error:  # libraries raise, and some exit, as they like
+    except (Exception, SystemExit) as error:  # some libraries call sys.exit
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"{what} cannot be played: {type(error).__name__}: {why}") from error
 
 
 def format_opening(row: dict[str, Any], text: str) -> str:
-    """The first observation, on lines of its own where the prompt has a text."""
+    """Return the first observation, separated from the prompt's text by an empty line."""
     return f"\n\n{text.strip()}" if row.get("prompt") else text.strip()
 
 
 def reject_action(text: str) -> StepResult:
-    """A turn without an action that can be played: a fixed text, and a call that failed."""
+    """Return the result of a turn without a valid action: a fixed text and a failed call."""
     return StepResult(text, calls={ACTION: (1, 1)})
 
 
 def game_result(
-    said: str | list[Message], reward: float, *, done: bool, state: str, failed: bool = False
+    observation: str | list[Message], reward: float, *, done: bool, state: str, failed: bool = False
 ) -> StepResult:
-    """A turn that the game answered; its state is a hash, equal in every process."""
+    """Return the result of a valid action.
+
+    The state is a digest, because `hash` of a string differs between processes.
+    """
     digest = hashlib.blake2b(state.encode("utf-8", "replace"), digest_size=12).hexdigest()
-    return StepResult(said, float(reward), done, digest, calls={ACTION: (1, int(failed))})
+    return StepResult(observation, float(reward), done, digest, calls={ACTION: (1, int(failed))})

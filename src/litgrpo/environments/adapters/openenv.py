@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: a class in this process, or a server by its address."""
+"""Adapter for OpenEnv environments: a class in this process, or a server."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ NOT_SEEN = ("done", "reward", "metadata")
 
 @dataclass(eq=False)
 class OpenEnv(ExternalEnvironment):
-    """An environment of OpenEnv: `reset(seed=)`, `step(action)`, with actions of one text.
+    """OpenEnv environment: `reset(seed=)`, `step(action)`.
 
-    A turn becomes the action's `action_field`; with `action_field: ""` it is the action as a JSON
-    object, from the first { to the last }. What the class of the actions refuses, and a turn
-    without such an object, is answered by `invalid_message` and counts as a failed call; an error
-    of a
-    server fails the episode.
+    The text of a turn becomes the action's `action_field`. With `action_field: ""` the turn must
+    contain the action as a JSON object. A turn without one, or that the action class rejects, gets
+    `invalid_message` and counts as a failed call. An error of a server fails the episode.
 
     Args:
-        factory: class of the environment, a function that makes it, or its import path.
-        action_class: class of its actions, or its import path; with `factory`.
-        url: instead of both, the address of a server, such as http://localhost:8000; the package's
-            own client speaks to it by WebSocket, one session for each episode.
+        factory: class of the environment, a function that returns it, or its import path.
+        action_class: class of its actions, or its import path; required with `factory`.
+        url: instead of both, the address of a server, such as http://localhost:8000; OpenEnv's
+            client opens one WebSocket session per episode.
         kwargs: arguments of `factory`.
-        action_field: field of the action that the turn becomes.
-        observation_field: field of the observation that is heard; None: all of them, as JSON.
-        timeout_s: seconds that a server has to answer.
-        invalid_message: the text.
+        action_field: field of the action that receives the text.
+        observation_field: field that the policy sees; default: all fields, as JSON.
+        timeout_s: time limit of a server's response.
+        invalid_message: observation after an invalid action.
+
+    Example::
+
+        OpenEnv(url="http://localhost:8000", observation_field="text")
+        OpenEnv("my_env.Env", "my_env.Action", action_field="guess")
     """
 
     factory: str | Callable[..., Any] | None = None
@@ -57,13 +60,13 @@ class OpenEnv(ExternalEnvironment):
     invalid_message: str = "That is no action."
 
     def __post_init__(self) -> None:
-        """Begin an episode once, to see that it can be heard."""
+        """Begin an episode once to check the settings."""
         alone = (self.url is None) != (self.factory is None)
         require(alone, "OpenEnv needs either factory: an.import.path, or url: http://host:port.")
         pair = (self.action_class is None) == (self.factory is None)
         require(
             pair,
-            "action_class, the class of the actions, goes with factory; a server knows its own.",
+            "action_class is required with factory and not allowed with url.",
         )
         construct(f"OpenEnv {self.url or self.factory}", lambda: self.reset({}, 0))
         self.close()
@@ -71,8 +74,8 @@ class OpenEnv(ExternalEnvironment):
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Begin an episode; see `Environment.reset`."""
         self.close()
-        self._game = self._made()
-        return format_opening(row, self._told(_fields(self._game.reset(seed=seed % SEEDS))))
+        self._game = self._make_game()
+        return format_opening(row, self._observe(_fields(self._game.reset(seed=seed % SEEDS))))
 
     def step(self, action: str) -> StepResult:
         """Take one action; see `Environment.step`."""
@@ -81,10 +84,10 @@ class OpenEnv(ExternalEnvironment):
         except (ValueError, TypeError):  # also pydantic's ValidationError
             return reject_action(self.invalid_message)
         seen = _fields(self._game.step(action))
-        text = self._told(seen)
+        text = self._observe(seen)
         return game_result(text, seen["reward"] or 0.0, done=bool(seen["done"]), state=text)
 
-    def _made(self) -> Any:
+    def _make_game(self) -> Any:
         if self.url is None:
             return import_object("factory", self.factory)(**self.kwargs)  # type: ignore[arg-type]
         client = import_package("openenv.core.generic_client", "openenv").GenericEnvClient
@@ -93,15 +96,15 @@ class OpenEnv(ExternalEnvironment):
         game.connect()
         return game
 
-    def _action(self, said: str) -> Any:
-        """The action that a turn says.
+    def _action(self, turn: str) -> Any:
+        """Build the action of a turn.
 
         Raises:
-            ValueError, TypeError: it says none.
+            ValueError, TypeError: the turn has no valid action.
         """
-        values = {self.action_field: said}
+        values = {self.action_field: turn}
         if not self.action_field:
-            found = re.search(r"\{.*\}", said, re.DOTALL)
+            found = re.search(r"\{.*\}", turn, re.DOTALL)
             values = json.loads(found[0] if found else "")
         return (
             values
@@ -109,7 +112,7 @@ class OpenEnv(ExternalEnvironment):
             else import_object("action_class", self.action_class)(**values)
         )
 
-    def _told(self, seen: dict[str, Any]) -> str:
+    def _observe(self, seen: dict[str, Any]) -> str:
         if self.observation_field is None:
             return json.dumps(
                 {name: seen[name] for name in seen if name not in NOT_SEEN}, default=str
@@ -123,7 +126,7 @@ class OpenEnv(ExternalEnvironment):
 
 
 def _fields(answer: Any) -> dict[str, Any]:
-    """The fields of an observation, or of a server's answer, with `reward` and `done`."""
+    """Return the fields of an observation or of a server's response, with `reward` and `done`."""
     if hasattr(answer, "model_dump"):
         return dict(answer.model_dump())
     return {**answer.observation, "reward": answer.reward, "done": answer.done}

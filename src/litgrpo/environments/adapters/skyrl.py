@@ -1,4 +1,4 @@
-"""Environments of SkyRL-Gym, and yours that have its signature."""
+"""Adapter for SkyRL-Gym and other environments with its interface."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from litgrpo.environments.tool import import_object
 
 @dataclass(eq=False)
 class SkyRL(ExternalEnvironment):
-    """An environment with `BaseTextEnv`'s signature: `init(prompt)`, `step(text)`.
+    """Environment with the interface of `BaseTextEnv`: `init(prompt)`, `step(text)`.
 
-    It is made anew for each episode, with the row as `extras`. It gets no seed. What `init` adds to
-    the prompt is heard before the first turn. A state is the conversation so far, as a hash.
+    Each episode has a new instance, with the row as `extras` and without a seed. Messages that
+    `init` adds to the prompt precede the first turn. The state is a digest of the conversation.
 
     Args:
-        env_id: of an environment of SkyRL-Gym, such as gsm8k_multi_turn.
-        factory: instead of it, a class, or its import path.
-        kwargs: arguments of the environment besides `extras`, such as `env_config`.
+        env_id: id of a SkyRL-Gym environment, such as gsm8k_multi_turn.
+        factory: instead of `env_id`, a class, or its import path.
+        kwargs: further arguments of the environment, such as `env_config`.
         extras_from_columns: {entry: column} of the data, dots for entries inside entries, such as
-            {reward_spec.ground_truth: answer}. The other columns are there under their own names.
+            {reward_spec.ground_truth: answer}. Other columns keep their names.
         extras: {entry: value} for every row, such as {max_turns: 3}.
+
+    Example::
+
+        SkyRL("gsm8k_multi_turn", extras_from_columns={"reward_spec.ground_truth": "answer"})
     """
 
     env_id: str | None = None
@@ -41,7 +45,7 @@ class SkyRL(ExternalEnvironment):
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Look whether the environment is there; it is made when there is a row."""
+        """Check that the environment exists; instances need a row."""
         alone = (self.env_id is None) != (self.factory is None)
         require(alone, "SkyRL needs either env_id: gsm8k_multi_turn, or factory: an.import.path.")
         if self.env_id is not None:
@@ -52,10 +56,10 @@ class SkyRL(ExternalEnvironment):
             require(is_callable, f"factory is {self.factory!r}; it must be a class or a function.")
 
     def reset(self, row: dict[str, Any], seed: int) -> str | list[Message]:
-        """Make the environment for a row; see `Environment.reset`.
+        """Construct the environment for a row; see `Environment.reset`.
 
         Raises:
-            ValueError: the data lack a column, or the environment cannot be made from the row.
+            ValueError: a column is missing, or the environment could not be constructed.
         """
         self.close()
         extras = dict(row) | self.extras
@@ -68,11 +72,11 @@ class SkyRL(ExternalEnvironment):
             _put(extras, entry.split("."), row[column])
         kwargs = {**self.kwargs, "extras": extras}
         self._game = construct(
-            f"SkyRL environment {self.env_id or self.factory}", lambda: self._made(kwargs)
+            f"SkyRL environment {self.env_id or self.factory}", lambda: self._make_game(kwargs)
         )
         prompt = [{"role": "user", "content": str(row.get("prompt", ""))}]
         messages, _ = self._game.init(list(prompt))
-        self._heard = [*messages]
+        self._conversation = [*messages]
         kept = list(messages[:1]) == prompt
         require(kept, "init changed the prompt; it may only add messages. Put it into the data.")
         new = _text_or_messages(messages[1:])
@@ -82,26 +86,26 @@ class SkyRL(ExternalEnvironment):
         """Answer one turn; see `Environment.step`."""
         given = self._game.step(action)
         new = [dict(each) for each in given["observations"]]
-        self._heard += [{"role": "assistant", "content": action}, *new]
-        state = repr(self._heard)
+        self._conversation += [{"role": "assistant", "content": action}, *new]
+        state = repr(self._conversation)
         return game_result(
             _text_or_messages(new), given["reward"], done=bool(given["done"]), state=state
         )
 
-    def _made(self, kwargs: dict[str, Any]) -> Any:
+    def _make_game(self, kwargs: dict[str, Any]) -> Any:
         if self.factory is not None:
             return import_object("factory", self.factory)(**kwargs)
         return import_package("skyrl_gym", "skyrl-gym").make(self.env_id, **kwargs)
 
 
 def _text_or_messages(messages: Sequence[Message]) -> str | list[Message]:
-    """A text where the user says everything, so that it can also be heard without a template."""
+    """Return one text if all messages are a user's, which inline turns can use as well."""
     alone = all(each["role"] == "user" for each in messages)
     return "\n\n".join(each["content"] for each in messages) if alone else [*messages]
 
 
 def _put(entries: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set an entry inside entries; those on the way are copied or made."""
+    """Set a nested entry; dicts on the path are copied, because the row shares them."""
     for name in path[:-1]:
         entries[name] = dict(entries.get(name) or {})
         entries = entries[name]

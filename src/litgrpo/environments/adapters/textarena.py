@@ -1,4 +1,4 @@
-"""Games of TextArena for one player."""
+"""Adapter for single-player games of TextArena."""
 
 from __future__ import annotations
 
@@ -20,24 +20,29 @@ SEEDS = 2**31
 
 @dataclass(eq=False)
 class TextArena(ExternalEnvironment):
-    """A game of TextArena for one player, such as GuessTheNumber-v0.
+    """Single-player game of TextArena, such as GuessTheNumber-v0.
 
-    Observations of TextArena hold all that was said before: only what is new is heard, without the
-    echo of the policy's own turn. A game answers an invalid move itself and ends after some of
-    them; they count as failed calls. The reward comes when the game is over. Its state is the
-    whole observation, so that games are equal only after equal moves. TextArena seeds the global
-    generator of `random`.
+    TextArena repeats the conversation in each observation; the policy gets only the new part,
+    without the echo of its turn. The game responds to invalid moves, which count as failed calls,
+    and ends after several. The reward is given at the end. The state is the whole observation, so
+    that states are equal only after equal moves. TextArena seeds the global generator of `random`.
 
     Args:
-        env_id: of the game.
-        kwargs: settings of the game, as `textarena.make` takes them.
+        env_id: id of the game.
+        kwargs: arguments of `textarena.make`.
+
+    Example::
+
+        game = TextArena("GuessTheNumber-v0")
+        game.reset({}, seed=0)
+        game.step("[7]").observation
     """
 
     env_id: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Begin a game once, to see that it is for one player."""
+        """Begin a game once to check that it has one player."""
         arena = import_package("textarena", "textarena")
         construct(f"env_id: {self.env_id}", lambda: arena.make(self.env_id, **self.kwargs))
         construct(f"env_id: {self.env_id} for one player", lambda: self.reset({}, 0))
@@ -52,7 +57,7 @@ class TextArena(ExternalEnvironment):
         return format_opening(row, self._seen)
 
     def step(self, action: str) -> StepResult:
-        """Make a move; see `Environment.step`."""
+        """Play a move; see `Environment.step`."""
         done, _ = self._game.step(action)
         state = self._game.state
         failed = bool(state.error_count or state.game_info[0]["invalid_move"])
@@ -67,18 +72,18 @@ class TextArena(ExternalEnvironment):
         return game_result(new, 0.0, done=False, state=self._seen, failed=failed)
 
     def close(self) -> None:
-        """Leave the game; TextArena's own `close` only tells its rewards."""
+        """Drop the game; TextArena's `close` only returns its rewards."""
         self._game = None
 
     def _observation(self) -> str:
         return str(self._game.get_observation()[1])
 
 
-def without_echo(new: str, said: str) -> str:
-    r"""What is new without the line that repeats the move, which may have been put in brackets.
+def without_echo(new: str, action: str) -> str:
+    r"""Remove the line that repeats the action, with or without brackets.
 
     Example:
         >>> without_echo("\n[Player] [up]\n[GAME] 2 4", "up")
         '\n[GAME] 2 4'
     """
-    return re.sub(rf"^\s*\[[^\]\n]*\] \[?{re.escape(said)}\]?(?=\n|$)", "", new)
+    return re.sub(rf"^\s*\[[^\]\n]*\] \[?{re.escape(action)}\]?(?=\n|$)", "", new)
